@@ -18,6 +18,7 @@ import torch
 from attngraph.errors import AttnGraphError, PassError, VerificationError
 from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.graph.seen import is_unchanged, seen
 from attngraph.ir.graph.verify import verify
 from attngraph.report.dump import CAPTURE, Dump, notes_of, write_failed
 from attngraph.report.entries import PassRecord
@@ -133,7 +134,7 @@ def run(
             progress(step.name)
         level = graph.level
         try:
-            outcome, record, head, text = _run_one(step, graph, text)
+            outcome, record, head, text = _run_one(step, graph, head, text, step is passes[0])
         except AttnGraphError as problem:
             if isinstance(problem, VerificationError):
                 raise _failed(step, problem, head, text, graph, dump) from problem
@@ -154,17 +155,22 @@ def run(
     return result
 
 
-def _run_one(step: Pass, graph: ProgramGraph, text: str) -> tuple[Outcome, PassRecord, str, str]:
-    """Run and verify a pass on a graph that prints as `text`. Returns its outcome, its record, and
-    the graph's new header and text."""
+def _run_one(
+    step: Pass, graph: ProgramGraph, head: str, text: str, is_first: bool
+) -> tuple[Outcome, PassRecord, str, str]:
+    """Run a pass on a graph that prints as `head` and `text`, and verify what it leaves. A graph that an
+    earlier pass left is verified. Returns the pass's outcome, its record, and the graph's new header and
+    text."""
     start = time.perf_counter()
-    before = graph.op_count()
+    before, parts = graph.op_count(), seen(graph)
     outcome = step.run(graph)
     graph.reach(step.yields)
-    graph.clean()
-    verify(graph)
+    after = text
+    if is_first or not is_unchanged(parts, graph):
+        graph.clean()
+        verify(graph)
+        head, after = format_file(graph)
     seconds = time.perf_counter() - start
-    head, after = format_file(graph)
     changed = after != text
     record = PassRecord(
         step.name, changed, seconds, before, graph.op_count(), tuple(outcome.notes), _options(step),

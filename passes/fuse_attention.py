@@ -29,11 +29,12 @@ from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import to_sympy
 from attngraph.meaning.attention.claim import Attention
+from attngraph.meaning.attention.equal_claims import OnceRecogniser
 from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.program import Seed
-from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE, Recogniser
+from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE
 from attngraph.meaning.attention.refusal import Refusal
-from attngraph.meaning.attention.routing import describe_edges, find_choice
+from attngraph.meaning.attention.routing import describe_edges, find_choice, is_of_one_key
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
@@ -101,7 +102,7 @@ class _Fusion:
         # The results that may wait: none, until attentions that share weights have been found.
         self.may_wait: Kinds = ()
         self.meaning = Meaning.of(graph)
-        self.recogniser = Recogniser(self.meaning, graph.gradients)
+        self.recogniser = OnceRecogniser(self.meaning, graph.gradients)
         self.outcome = Outcome()
         self.fused = 0
         self.reasons: dict[fx.Node, Refusal] = {}
@@ -290,7 +291,7 @@ class _Fusion:
                 # The sum of values may follow a view that was not traced through.
                 unseen = Refusal(NO_VALUES, frozenset(self.meaning.obstacles))
                 unseen = Refusal(AS_VALUES) if node in self.recogniser.in_values else unseen
-                self.reasons[node] = Refusal(ONE_KEY) if _is_of_one_key(node) else unseen
+                self.reasons[node] = Refusal(ONE_KEY) if is_of_one_key(node) else unseen
             edges = describe_edges(self.meaning, node) if str(node.target) == "aten.exp.default" else None
             if edges is not None:
                 self.reasons[node] = Refusal(edges)
@@ -340,15 +341,6 @@ class _Fusion:
 
 def _claims_of(found: Found, node: fx.Node) -> tuple[Attention, ...]:
     return found.claims
-
-
-def _is_of_one_key(node: fx.Node) -> bool:
-    """Whether a softmax, or that of torch's attention, runs over a dimension of one element."""
-    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        keys = node.args[1]
-        return isinstance(keys, fx.Node) and keys.meta["val"].shape[-2] == 1
-    dim = node.args[1] if len(node.args) > 1 else None
-    return isinstance(dim, int) and node.meta["val"].shape[dim] == 1
 
 
 def _build(

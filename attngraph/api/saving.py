@@ -31,7 +31,7 @@ from attngraph.ir import cache_folder
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.step import Step
-from attngraph.saved import guards
+from attngraph.saved import artifact, guards
 from attngraph.saved.disk import Disk
 from attngraph.saved.entry import Files, Known, describe, executable_from, files_of, step_from, unfit_contents
 from attngraph.saved.folder import read_file, read_manifest, write_folder
@@ -192,7 +192,7 @@ class Cached:
             if unlike:
                 log.info("%s does not fit: %s", path, "; ".join(unlike))
             else:
-                self.disk.used(path)
+                self.disk.used(path, files)
                 yield files, str(path)
 
 
@@ -207,6 +207,14 @@ def _sources(saved: Folder | None, options: Options) -> list[Folder | Cached]:
 def the_disk() -> Disk | None:
     """The cache on disk; None if it is turned off."""
     return None if cache_folder.is_off() else Disk(toolchain.folder())
+
+
+def _folder_of_graphs() -> Path | None:
+    disk = the_disk()
+    return None if disk is None else disk.root
+
+
+artifact.register(_folder_of_graphs)
 
 
 def executable_for(

@@ -1,11 +1,14 @@
 """The backend for `torch.compile(model, backend="attngraph", options={...})`, and its errors.
 
-torch.compile splits the model into graphs; each is compiled here as a separate model.
+torch.compile splits the model into graphs; each is compiled here as a separate model. A graph that was
+compiled ahead of time (`aot_compile`) is saved as the graph that torch made, with the options: the
+passes run again when it is first called.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,13 @@ from torch import fx
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.options import ABSORB, BACKENDS, make_options
 from attngraph.capture.graph_breaks import PartialGraph
-from attngraph.errors import meant
+from attngraph.errors import SavedError, meant
+
+try:
+    from torch._dynamo.aot_compile_types import GraphModuleSerializableCallable as Graphs
+    from torch._dynamo.aot_compile_types import SerializableCallable
+except ImportError:  # torch before 2.13 has no form of graphs that a backend could save
+    Graphs, SerializableCallable = None, object  # type: ignore[assignment, misc]
 
 _OF_THE_BACKEND: dict[str, tuple[tuple[type, ...], str]] = {
     "backend": ((str,), f"one of {', '.join(BACKENDS)}"),
@@ -40,8 +49,39 @@ def dynamo_backend(
     Raises:
         TypeError, ValueError: an unknown option, or an invalid value.
     """
-    chosen = make_options(**_checked({**(options or {}), **kwargs}))
-    return PartialGraph(module, functools.partial(CompiledModule, options=chosen, pieces=False))
+    return Part(module, _checked({**(options or {}), **kwargs}))
+
+
+class Part(PartialGraph, SerializableCallable):
+    """One of torch.compile's graphs as a callable, which torch can save if it was compiled ahead of time."""
+
+    def __init__(self, module: fx.GraphModule, options: dict[str, Any]) -> None:
+        self.options = options
+        chosen = make_options(**options)
+        super().__init__(module, functools.partial(CompiledModule, options=chosen, pieces=False))
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: Any) -> bytes:
+        """The graph in torch's form, and the options.
+
+        Raises:
+            SavedError: the options hold passes, or the installed torch has no form for graphs.
+        """
+        if Graphs is None or fn.options.get("passes"):
+            raise SavedError("a graph with passes of your own, or of this version of torch, cannot be saved.")
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(fn.module.graph, {}))
+        saved = Graphs.serialize_compile_artifacts(Graphs(fx.GraphModule(fn.module, graph)))
+        options = {name: str(v) if isinstance(v, Path) else v for name, v in fn.options.items()}
+        return json.dumps([options, fn.kept]).encode() + b"\n" + saved
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> Part:
+        about, _, saved = data.partition(b"\n")
+        options, kept = json.loads(about)
+        made = cls(Graphs.deserialize_compile_artifacts(saved).graph_module, options)
+        made.kept = kept
+        return made
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Watch:
             watched = by_class.setdefault((type(place.owner), place.name), {})
             watched[id(vars(place.owner))] = place
         for (kind, name), watched in by_class.items():
-            self._open.enter_context(_in_class(kind, name, _Watched(name, kind, watched, self)))
+            self._open.enter_context(in_class(kind, name, _Watched(name, kind, watched, self)))
         for named in tables.values():
             owner = next(iter(named.values())).owner
             self._open.enter_context(_in_module(owner, _Buffers(owner._buffers, named, self)))
@@ -134,7 +134,8 @@ class Watch:
 
 
 @contextlib.contextmanager
-def _in_class(kind: type, name: str, descriptor: _Watched) -> Iterator[None]:
+def in_class(kind: type, name: str, descriptor: Any) -> Iterator[None]:
+    """Put a descriptor into a class while the context is active."""
     before = vars(kind).get(name, _UNSET)
     setattr(kind, name, descriptor)
     try:

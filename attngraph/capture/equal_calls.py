@@ -24,7 +24,8 @@ from attngraph.capture.replaced import replaced
 
 _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _SYMBOLIC = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})
-_BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+"""Tags of operations whose results follow from values."""
 
 
 @contextlib.contextmanager
@@ -50,16 +51,65 @@ def equal_calls_inferred_once() -> Iterator[None]:
         yield
 
 
-class _NotDescribed(Exception):
+class NotDescribed(Exception):
     """A value of another kind than those that are described."""
 
 
 @dataclasses.dataclass
-class _Call:
-    """One call of an operation. `tensors`: its operands; `key`: all that its result follows from."""
+class Operands:
+    """What a call is given, described by what its result can follow from. `tensors`: those met so far."""
 
     mode: Any
     tensors: list[Any]
+
+    def described(self, value: Any) -> Any:
+        """A number, a size, a tensor without data, or a container of these.
+
+        Raises:
+            NotDescribed: it is something else.
+        """
+        kind = type(value)
+        if kind is FakeTensor:
+            return self.tensor(value)
+        if kind in _PLAIN:
+            return kind, value
+        if kind is float:
+            return kind, repr(value)
+        if kind in _SYMBOLIC:
+            return _size(value)
+        if isinstance(value, (list, tuple)):
+            return tuple([self.described(v) for v in value])
+        raise NotDescribed
+
+    def tensor(self, tensor: Any) -> Any:
+        """A tensor, by its layout."""
+        if tensor.fake_mode is not self.mode or not _is_plain(tensor):
+            raise NotDescribed
+        self.tensors.append(tensor)
+        return tensor.dtype, tensor.device, tensor.requires_grad, *_layout(tensor)
+
+    def sharing(self) -> Any:
+        """Which tensors are the same, and which share their memory."""
+        if len(self.tensors) < 2:
+            return ()
+        first: dict[tuple[bool, int], int] = {}
+        each = ((t, n) for t in self.tensors for n in ((True, id(t)), (False, memory_of(t))))
+        return tuple(first.setdefault(n, place) for place, (_, n) in enumerate(each))
+
+    def number(self, tensor: Any) -> int | None:
+        """The number of the tensor that is this very one."""
+        return next((n for n, t in enumerate(self.tensors) if t is tensor), None)
+
+    def number_of_memory(self, tensor: Any) -> int | None:
+        """The number of a tensor that has its memory where this one has it."""
+        memory = memory_of(tensor)
+        return next((n for n, t in enumerate(self.tensors) if memory_of(t) == memory), None)
+
+
+@dataclasses.dataclass
+class _Call(Operands):
+    """One call of an operation. `key`: all that its result follows from."""
+
     key: Any = None
 
     @staticmethod
@@ -70,49 +120,12 @@ class _Call:
             return None
         call = _Call(mode, [])
         try:
-            told = call._described(args), tuple((n, call._described(v)) for n, v in kwargs.items())
-        except _NotDescribed:
+            told = call.described(args), tuple((n, call.described(v)) for n, v in kwargs.items())
+        except NotDescribed:
             return None
         state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
-        call.key = mode, op, told, call._sharing(), state
+        call.key = mode, op, told, call.sharing(), state
         return call
-
-    def number(self, tensor: Any) -> int | None:
-        """The number of the operand that is this very tensor."""
-        return next((n for n, t in enumerate(self.tensors) if t is tensor), None)
-
-    def number_of_memory(self, tensor: Any) -> int | None:
-        """The number of an operand that has its memory where this tensor has it."""
-        memory = _memory(tensor)
-        return next((n for n, t in enumerate(self.tensors) if _memory(t) == memory), None)
-
-    def _described(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is FakeTensor:
-            return self._tensor(value)
-        if kind in _PLAIN:
-            return kind, value
-        if kind is float:
-            return kind, repr(value)
-        if kind in _SYMBOLIC:
-            return _size(value)
-        if isinstance(value, (list, tuple)):
-            return tuple([self._described(v) for v in value])
-        raise _NotDescribed
-
-    def _tensor(self, tensor: Any) -> Any:
-        if tensor.fake_mode is not self.mode or not _is_plain(tensor):
-            raise _NotDescribed
-        self.tensors.append(tensor)
-        return tensor.dtype, tensor.device, tensor.requires_grad, *_layout(tensor)
-
-    def _sharing(self) -> Any:
-        """Which operands are the same, and which share their memory."""
-        if len(self.tensors) < 2:
-            return ()
-        first: dict[tuple[bool, int], int] = {}
-        each = ((t, n) for t in self.tensors for n in ((True, id(t)), (False, _memory(t))))
-        return tuple(first.setdefault(n, place) for place, (_, n) in enumerate(each))
 
 
 @functools.cache
@@ -121,7 +134,7 @@ def _is_inferred(op: Any) -> bool:
     if not isinstance(op, torch._ops.OpOverload) or op.namespace not in ("aten", "prims"):
         return False
     gives_tensors = all(str(result.type) in ("Tensor", "List[Tensor]") for result in op._schema.returns)
-    return gives_tensors and not op._schema.is_mutable and not any(tag in op.tags for tag in _BY_VALUES)
+    return gives_tensors and not op._schema.is_mutable and not any(tag in op.tags for tag in BY_VALUES)
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -141,16 +154,16 @@ def _size(value: Any) -> Any:
         return value
     formula = value.node.expr
     if not follows_from_sizes(formula):
-        raise _NotDescribed
+        raise NotDescribed
     return type(value), formula
 
 
-def _memory(tensor: Any) -> int:
+def memory_of(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
 @dataclasses.dataclass
-class _Made:
+class Made:
     """One tensor of a result. `base`: the number of the operand whose memory it has; None: memory of its
     own."""
 
@@ -162,17 +175,17 @@ class _Made:
     base: int | None
 
     @staticmethod
-    def of(call: _Call, tensor: Any) -> _Made:
+    def of(call: _Call, tensor: Any) -> Made:
         if type(tensor) is not FakeTensor or not _is_plain(tensor) or tensor.requires_grad:
-            raise _NotDescribed
+            raise NotDescribed
         _, _, offset = _layout(tensor)
         base = call.number_of_memory(tensor)
         if base is None and offset != 0:
-            raise _NotDescribed
+            raise NotDescribed
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return _Made(tensor.dtype, tensor.device, shape, stride, tensor.storage_offset(), base)
+        return Made(tensor.dtype, tensor.device, shape, stride, tensor.storage_offset(), base)
 
-    def tensor(self, call: _Call) -> Any:
+    def tensor(self, call: Operands) -> Any:
         """Another tensor like it, for a call with an equal key."""
         with in_kernel_invocation_manager(call.mode), call.mode.shape_env.suppress_guards():
             base = None if self.base is None else call.tensors[self.base]
@@ -191,7 +204,7 @@ class _Result:
     """What a call gave: a tensor, or several (of the class `kind`). A number stands for the operand of that
     number itself."""
 
-    parts: Sequence[_Made | int | None]
+    parts: Sequence[Made | int | None]
     kind: Any
 
     @staticmethod
@@ -203,10 +216,12 @@ class _Result:
         tensors = [result] if kind is None else list(result)
         try:
             parts = [_part(call, t) for t in tensors]
-        except _NotDescribed:
+        except NotDescribed:
             return None
         own = [
-            _memory(t) for t, p in zip(tensors, parts, strict=True) if isinstance(p, _Made) and p.base is None
+            memory_of(t)
+            for t, p in zip(tensors, parts, strict=True)
+            if isinstance(p, Made) and p.base is None
         ]
         return None if len(set(own)) < len(own) else _Result(parts, kind)
 
@@ -214,13 +229,13 @@ class _Result:
         """The result of a call with an equal key."""
         parts = self.parts
         found = [
-            p.tensor(call) if isinstance(p, _Made) else None if p is None else call.tensors[p] for p in parts
+            p.tensor(call) if isinstance(p, Made) else None if p is None else call.tensors[p] for p in parts
         ]
         if self.kind is None:
             return found[0]
         return self.kind(*found) if hasattr(self.kind, "_fields") else self.kind(found)
 
 
-def _part(call: _Call, tensor: Any) -> _Made | int | None:
+def _part(call: _Call, tensor: Any) -> Made | int | None:
     number = call.number(tensor)
-    return number if number is not None or tensor is None else _Made.of(call, tensor)
+    return number if number is not None or tensor is None else Made.of(call, tensor)

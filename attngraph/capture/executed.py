@@ -62,32 +62,50 @@ def collecting() -> Iterator[Executed]:
         _CURRENT.reset(token)
 
 
+class Ran:
+    """The code that has run to its end so far, in a part of a trace."""
+
+    def __init__(self, profile: Any) -> None:
+        self._profile = profile
+
+    def counts(self) -> dict[types.CodeType, int] | None:
+        """How often the user's code ran, and code without a file that it called; None if it is not seen."""
+        if self._profile is None:
+            return None
+        entries = self._profile.getstats()
+        counts = {id(e.code): e.callcount for e in entries}
+        return {code: counts.get(id(code), 0) for code in _of_the_user(entries)}
+
+
 @contextlib.contextmanager
-def recorded() -> Iterator[None]:
-    """Record the code that the body runs, if somebody collects it."""
+def recorded() -> Iterator[Ran]:
+    """Record the code that the body runs, also for whoever collects it."""
     into = _CURRENT.get()
-    if into is None:
-        yield
+    profile = None if sys.getprofile() is not None else _profiler()
+    if profile is None:  # another profiler runs, and there can be one only
+        if into is not None:
+            into.complete = False
+        yield Ran(None)
         return
-    if sys.getprofile() is not None:  # another profiler runs, and there can be one only
-        into.complete = False
-        yield
-        return
+    with _Off(profile), contextlib.nullcontext() if into is None else _files_noted(into):
+        profile.enable()
+        try:
+            yield Ran(profile)
+        finally:
+            profile.disable()
+            if into is not None:
+                into.add(profile.getstats())
+
+
+def _profiler() -> Any:
+    """None where another one runs that Python does not show."""
     profile: Any = cProfile.Profile(subcalls=True, builtins=False)
     try:
         profile.enable()
         profile.disable()
-    except ValueError:  # another one, which Python does not show
-        into.complete = False
-        yield
-        return
-    with _Off(profile), _files_noted(into):
-        profile.enable()
-        try:
-            yield
-        finally:
-            profile.disable()
-            into.add(profile.getstats())
+    except ValueError:
+        return None
+    return profile
 
 
 _OPENED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("opened", default=None)

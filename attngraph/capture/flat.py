@@ -24,7 +24,7 @@ from attngraph.capture import by_rows
 from attngraph.capture.attributes import Described, Settings, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
 from attngraph.capture.checks import Checks
-from attngraph.capture.executed import recorded
+from attngraph.capture.executed import Ran, recorded
 from attngraph.capture.guards import things
 from attngraph.capture.side_effects import SideEffects, label_of
 from attngraph.capture.snapshot import Snapshot
@@ -43,6 +43,9 @@ def _sizes_recorded_when_needed() -> Iterator[None]:
             yield
     finally:
         sys.setrecursionlimit(limit)
+
+
+Repeats = Callable[[nn.Module, Ran, Callable[[], Any]], contextlib.AbstractContextManager[None]]
 
 
 @dataclasses.dataclass
@@ -66,6 +69,12 @@ class Trace:
     """The extents of values that are numbers."""
     asked: dict[tuple[int, int], tuple[str, str, int]] = dataclasses.field(default_factory=dict)
     """Dimensions for whose number the code asks: the size's name, the file and the line that ask first."""
+    repeats: Repeats = lambda root, ran, noted: contextlib.nullcontext()
+    """What repeats calls of equal modules while the target runs."""
+
+    def noted(self, printed: io.StringIO) -> tuple[Any, ...]:
+        """What it has noted so far besides operations."""
+        return len(self.checks.found), self.effects.what, printed.tell()
 
     def of(self, symbols: frozenset[str] | None) -> frozenset[tuple[int, int]]:
         """The dimensions of the arguments, (argument, dimension), whose extents involve these symbols; all
@@ -114,7 +123,8 @@ class Flat(nn.Module):
             watch,
             self.trace.checks.watch(),
             _sizes_recorded_when_needed(),
-            recorded(),
+            recorded() as ran,
+            self.trace.repeats(self, ran, lambda: self.trace.noted(printed)),
         ):
             result = by_rows.call(target, args, kwargs)
         if printed.getvalue():

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from attngraph.capture.state import MODULES_TABLES, NAMING, Place, bytes_of, fingerprint, walk
 from attngraph.ir import budgets
 
+_NO_NAMES: dict[Any, Any] = {}
+_NO_VALUES: frozenset[Any] = frozenset()
+
 
 class Snapshot:
     """The containers, attributes and variables reachable from the targets, and the hooks of modules, so that
@@ -28,7 +31,7 @@ class Snapshot:
     def __init__(self, targets: Iterable[Any]) -> None:
         walked = walk(targets)
         found = [each for place, c in walked.containers for each in ((place, c), *_tables_of(place.owner, c))]
-        self._containers = [(place, c, c.copy()) for place, c in found]
+        self._containers = [(place, c, c.copy() if c else _empty(c)) for place, c in found]
         self._variables = walked.variables
         self._buffers = [(place, value, bytes_of(value)) for place, value in walked.buffers]
         is_traced = torch._C._len_torch_dispatch_stack() > 0  # nothing can be copied or written there
@@ -122,6 +125,11 @@ class _Refused:
     def __next__(self) -> Any:
         self._refuse(self._place)
         raise ValueError("a trace cannot advance an iterator")
+
+
+def _empty(container: Any) -> Any:
+    """What an empty container is compared with. (Most tables of most modules are empty.)"""
+    return _NO_NAMES if isinstance(container, dict) else _NO_VALUES if isinstance(container, set) else ()
 
 
 def _entries(container: Any) -> list[tuple[Any, Any]]:

@@ -151,11 +151,14 @@ class Walk:
 
     def start(self, target: Any) -> None:
         self.at = Place(target, "")
-        self.visit(target, 0)
+        with torch._C.DisableTorchFunction():  # a trace would look at each attribute of a tensor that is read
+            self.visit(target, 0)
 
     def visit(self, value: Any, depth: int) -> None:
         found = self.found
-        if isinstance(value, _BY_VALUE):
+        if type(value) in _COMPARED_EXACTLY:
+            found.append(value)
+        elif isinstance(value, _BY_VALUE):
             found.append(exact(value))
         elif isinstance(value, Tensor):
             # A tensor that a graph takes as a constant lives as long as that, so its address is its own.
@@ -278,9 +281,13 @@ class Walk:
             for inner in value:
                 self.visit(inner, depth)
 
+    def identity(self, module: nn.Module) -> Any:
+        """What tells this module from others."""
+        return id(module)
+
     def module(self, module: nn.Module, depth: int) -> None:
         found, own = self.found, vars(module)
-        found += (id(module), module.training)
+        found += (self.identity(module), module.training)
         self.kind(type(module))
         for store in (module._parameters, module._buffers):
             for name, tensor in store.items():

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attngraph.errors import SavedError
+from attngraph.saved import artifact
 from attngraph.saved.folder import MANIFEST, as_bytes, read_file, read_manifest, size_of_folder, write_folder
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,9 @@ class Disk:
                 log.info("removed from the cache: %s", problem)
                 shutil.rmtree(path, ignore_errors=True)
 
-    def used(self, path: Path) -> None:
+    def used(self, path: Path, files: Mapping[str, bytes]) -> None:
+        """Note that an entry was used."""
+        artifact.record(path.parent.name, path.name, files)
         with contextlib.suppress(OSError):
             os.utime(path / MANIFEST)
 
@@ -54,6 +57,7 @@ class Disk:
         folder = self.root / _digest(key)
         try:
             write_folder(folder / name, {"kind": "cached"}, files, replace=False)
+            artifact.record(folder.name, name, files)
             for path in _by_use(folder)[OF_A_KEY:]:
                 shutil.rmtree(path, ignore_errors=True)
             self.make_room()

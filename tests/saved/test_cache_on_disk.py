@@ -216,7 +216,7 @@ def test_its_size_is_bounded_and_the_least_recently_used_go(tmp_path: Path) -> N
         disk.keep({"number": number}, {**files, "guards.json": str(number).encode()})
         for path in disk._all():
             os.utime(path / "manifest.json", (0, os.stat(path / "manifest.json").st_mtime - 10))
-    disk.used(next(iter(disk.entries({"number": 0})))[0])
+    disk.used(*next(iter(disk.entries({"number": 0}))))
     disk.make_room(most=1 << 20, entries=3)
     kept = [n for n in range(6) if list(disk.entries({"number": n}))]
     assert kept == [0, 4, 5]

@@ -22,6 +22,7 @@ from attngraph.ir.language.score import DOT
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
+from attngraph.meaning.attention.adding import adds_up, is_sum
 from attngraph.meaning.attention.claim import SECOND_SUM, Attention, write_claim
 from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
 from attngraph.meaning.attention.normaliser import logarithm, split_by
@@ -45,24 +46,6 @@ _EXPONENTIALS = SOFTMAX_LIKE | {
     f"aten.{n}" for n in (*LOG_SOFTMAX, "exp.default", "exp2.default", "logsumexp.default", "pow.Scalar")
 }
 _ROOTS = ("aten.mul.", "aten.div.", "aten.true_divide.", "aten.einsum.")
-
-
-def _is_mean_of_stack(node: fx.Node) -> bool:
-    """Whether a node is the mean of a few tensors that were stacked."""
-    stack = node.args[0]
-    is_mean = str(node.target).startswith("aten.mean.") and isinstance(stack, fx.Node)
-    return is_mean and str(stack.target).startswith(("aten.stack.", "aten.cat."))  # type: ignore[union-attr]
-
-
-def _adds_up(node: fx.Node) -> bool:
-    """Whether a reduction is a sum, for weights that are never negative."""
-    is_norm = str(node.target).startswith("aten.linalg_vector_norm.") and node.args[1:2] == (1,)
-    return "sum" in str(node.target) or _is_mean_of_stack(node) or is_norm
-
-
-def _is_sum(node: fx.Node) -> bool:
-    """Whether a node adds up tensors, which may be the results of parts of the keys."""
-    return node.op == "call_function" and str(node.target).startswith("aten.add.")
 
 
 class Recogniser:
@@ -110,7 +93,7 @@ class Recogniser:
             return frozenset()
         if category is Category.CONTRACTION and node not in self.unnormalised:
             return frozenset()
-        if category is Category.REDUCTION and not _adds_up(node):
+        if category is Category.REDUCTION and not adds_up(node):
             return frozenset()
         return None
 
@@ -132,9 +115,9 @@ class Recogniser:
     def examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
         """The attentions whose sum this node is, usually one; None where it does not look like attention
         at all."""
-        adds_parts = _is_sum(node) and len(self._parts_below(node)) > 1
-        if not adds_parts and not self._is_root(node):
+        if not self.may_be_attention(node):
             return None
+        adds_parts = self._adds_parts(node)
         try:
             found = self._examine(node, adds_parts, frozenset())
             for of_values in self._may_be_values(node) if isinstance(found, Refusal) else ():
@@ -153,8 +136,8 @@ class Recogniser:
             return Refusal(str(problem)) if softmaxes else None
         except Unliftable as problem:
             found = Refusal(stands_between(str(problem)))
-        if isinstance(found, (Refusal, tuple)) and not adds_parts:
-            self._parts[node] = frozenset((node,))
+        if isinstance(found, (Refusal, tuple)):
+            self.note_found(node)
         if isinstance(found, Refusal) and all(map(self.positions.follow, self.exponentials(node))):
             return None  # a table, not weights: nothing that a user would call attention
         if isinstance(found, Refusal) and self.meaning.obstacles:
@@ -164,6 +147,18 @@ class Recogniser:
             self._near.pop(node, None)
             return None
         return found
+
+    def may_be_attention(self, node: fx.Node) -> bool:
+        """Whether a node weighs something with exponentials, or adds up parts that do."""
+        return self._adds_parts(node) or self._is_root(node)
+
+    def _adds_parts(self, node: fx.Node) -> bool:
+        return is_sum(node) and len(self._parts_below(node)) > 1
+
+    def note_found(self, node: fx.Node) -> None:
+        """Note that a node is a sum weighted by exponentials."""
+        if not self._adds_parts(node):
+            self._parts[node] = frozenset((node,))
 
     def examine_pieces(self, sums: PartialSums, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
         """The attention that this node is, computed in pieces of its keys that were rescaled and added up;
@@ -231,14 +226,14 @@ class Recogniser:
         if str(node.target) in SOFTMAX_LIKE:
             return frozenset((node,))
         places = [node]
-        if _is_sum(node) or self.is_product(node):
+        if is_sum(node) or self.is_product(node):
             places += frozenset().union(*map(self._parts_below, node.all_input_nodes))
         return frozenset().union(*(self.near(n) for place in places for n in place.all_input_nodes))
 
     def _parts_below(self, node: fx.Node) -> frozenset[fx.Node]:
         """Sums weighted by exponentials, none an attention by itself, that this node moves or adds up."""
         if node not in self._parts:
-            moves = self.meaning.category(node) is Category.MOVEMENT or _is_sum(node)
+            moves = self.meaning.category(node) is Category.MOVEMENT or is_sum(node)
             below = node.all_input_nodes if moves else ()
             self._parts[node] = frozenset().union(*map(self._parts_below, below))
         return self._parts[node]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import fx
 
 from attngraph.ir import budgets
@@ -115,3 +116,12 @@ def _nearest(
         front = [n for node in front for n in further(node) if n not in seen]
         seen.update(front)
     return None
+
+
+def is_of_one_key(node: fx.Node) -> bool:
+    """Whether a softmax, or that of torch's attention, runs over a dimension of one element."""
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        keys = node.args[1]
+        return isinstance(keys, fx.Node) and keys.meta["val"].shape[-2] == 1
+    dim = node.args[1] if len(node.args) > 1 else None
+    return isinstance(dim, int) and node.meta["val"].shape[dim] == 1
