@@ -65,7 +65,8 @@ def hint(graph: ProgramGraph) -> None:
 
 
 CHANGES = [
-    other_argument, other_operation, note, other_value, without_a_node, condition, other_level, other_result, hint,
+    other_argument, other_operation, note, other_value, without_a_node, condition, other_level, other_result,
+    hint,
 ]  # fmt: skip
 
 

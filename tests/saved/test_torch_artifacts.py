@@ -1,4 +1,4 @@
-"""What torch itself saves of a process (`save_cache_artifacts`, `aot_compile`) has attngraph's graphs in it."""
+"""What torch saves of a process (`save_cache_artifacts`, `aot_compile`) has attngraph's graphs in it."""
 
 from __future__ import annotations
 
