@@ -23,7 +23,7 @@ from attngraph.errors import SavedError, meant
 try:
     from torch._dynamo.aot_compile_types import GraphModuleSerializableCallable as Graphs
     from torch._dynamo.aot_compile_types import SerializableCallable
-except ImportError:  # torch before 2.13 has no form of graphs that a backend could save
+except ImportError:  # a version of torch that has no form of graphs
     Graphs, SerializableCallable = None, object  # type: ignore[assignment, misc]
 
 _OF_THE_BACKEND: dict[str, tuple[tuple[type, ...], str]] = {

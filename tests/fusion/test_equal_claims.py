@@ -73,7 +73,7 @@ def _report(model: nn.Module, x: Tensor) -> Any:
 
 
 def _examined(monkeypatch: pytest.MonkeyPatch, kind: Callable[[int], nn.Module], layers: int) -> int:
-    """How many claims were found by looking at formulas; the report is compared with that where all were."""
+    """How many claims were found by looking at formulas; the report is that where all were."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*map(kind, range(layers))).eval(), torch.randn(2, 6, WIDTH)
     count, claim = 0, Recogniser._claim

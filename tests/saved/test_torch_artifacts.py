@@ -1,4 +1,4 @@
-"""What torch itself saves of a process (`save_cache_artifacts`, `aot_compile`) has our graphs in it."""
+"""What torch saves of a process (`save_cache_artifacts`, `aot_compile`) has attngraph's graphs in it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ with torch.no_grad():
     compiled, expected = compile(model, min_scores=0), model(ids)
     torch.testing.assert_close(compiled(ids), expected)
     print("taken" if compiled.report.taken_from else "compiled")
-    if not hasattr(torch.compiler, "load_compiled_function"):
-        print("no form of graphs")
+    options = {"min_scores": 0}
+    whole = torch.compile(model, backend="attngraph", fullgraph=True, options=options)
+    if not hasattr(whole.forward, "aot_compile"):
+        print("this torch does not compile ahead of time, or only where its configuration says so")
     elif loads:
         with open(folder / "graph", "rb") as file:
             loaded = torch.compiler.load_compiled_function(file, f_globals=vars(decoder_lm))
         torch.testing.assert_close(loaded(model, ids), expected)
     else:
-        options = {"min_scores": 0}
-        whole = torch.compile(model, backend="attngraph", fullgraph=True, options=options)
         ahead = whole.forward.aot_compile(((ids,), {}))
         torch.testing.assert_close(ahead(model, ids), expected)
         ahead.save_compiled_function(str(folder / "graph"))
