@@ -134,10 +134,11 @@ def test_a_number_of_another_form_is_refused(number: Any) -> None:
 
 
 class InPieces(Model):
-    """A layer that is computed for one token after the other."""
+    """A layer that is computed for one token after the other, for every second one by other operations."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        return torch.cat([self.out(self.qkv(x)[..., :16]) for x in self.embed(ids).split(1, 1)], 1)
+        pieces = [self.qkv(x)[..., :16] for x in self.embed(ids).split(1, 1)]
+        return torch.cat([self.out(x + x if n % 2 else 2 * x) for n, x in enumerate(pieces)], 1)
 
 
 def test_pieces_of_the_tokens_are_told_with_their_line() -> None:
