@@ -109,7 +109,10 @@ def derive_decoder(
         capture=made.seconds, ranks=None if graph.ranks is None else graph.ranks.entry,
     )  # fmt: skip
     cache = _cache_entry(step, config, captured, None if proved is None else proved.error, drift)
-    cache = dataclasses.replace(cache, ranks=kept)
+    if kept is not None:
+        sizes = {label: size for label, size, _ in cache.stores}
+        alike = tuple((label, sizes.get(label, size), per, why) for label, size, per, why in kept.alike)
+        cache = dataclasses.replace(cache, ranks=dataclasses.replace(kept, alike=alike))
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
     if made.dump is not None:
         made.dump.finish(step.report)

@@ -92,11 +92,13 @@ class Options:
                 "cache and an axis of the mesh that divides tokens do not go together: a decoder is divided "
                 "by heads. Name that axis in ShardConfig(tensor=...)."
             )
-        if rounded and self.mesh is not None and self.mesh.count > 1:
-            raise ValueError(
-                f"a cache of {rounded} and mesh do not go together yet: leave CacheConfig's dtype out."
-            )
         cache = "auto" if self.mesh is None else self.mesh.config.cache
+        if rounded and cache == "tokens":
+            raise ValueError(
+                f'a cache of {rounded} whose tokens are divided (ShardConfig(cache="tokens")) is not there '
+                "yet: leave one of both out."
+            )
+        cache = "heads" if rounded else cache
         steps = order(self.backend, self.absorb, decoder=True, rounded=rounded, cache=cache, **self._ranks)
         return without(steps, self.disable)
 

@@ -98,11 +98,3 @@ def test_a_decoder_has_no_axis_of_tokens(axes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="a decoder is divided by heads"):
         attngraph.compile(nn.Linear(2, 2), cache=True, mesh=attngraph.SimulatedMesh(**axes))
     attngraph.compile(nn.Linear(2, 2), cache=True, mesh=attngraph.SimulatedMesh(tensor=2, context=1))
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_a_rounded_cache_is_kept_by_one_device(dtype: torch.dtype) -> None:
-    config = attngraph.CacheConfig(dtype=dtype)
-    with pytest.raises(ValueError, match="mesh do not go together yet"):
-        attngraph.compile(nn.Linear(2, 2), cache=config, mesh=attngraph.SimulatedMesh(tensor=2))
-    attngraph.compile(nn.Linear(2, 2), cache=config, mesh=attngraph.SimulatedMesh(tensor=1))

@@ -110,7 +110,11 @@ def _of_all(plan: CachePlan, count: int) -> CachePlan:
         same = zip(*(getattr(of, field) for of in of_each), strict=True)
         return tuple(dataclasses.replace(v, name=_named(v.name, r)) for of in same for r, v in enumerate(of))
 
-    return dataclasses.replace(plan, stores=every("stores"), fixed=every("fixed"), carried=every("carried"))
+    stores = every("stores")
+    scales = [i for i, _ in enumerate(stores) if stores[i].scales_of]
+    named = {i: _named(stores[i].scales_of, i % count) for i in scales}
+    stores = tuple(dataclasses.replace(s, scales_of=named.get(i, "")) for i, s in enumerate(stores))
+    return dataclasses.replace(plan, stores=stores, fixed=every("fixed"), carried=every("carried"))
 
 
 class _ExactOnRanks:
