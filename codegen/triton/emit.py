@@ -288,12 +288,14 @@ class Emitter:
 
     @property
     def at_the_end(self) -> tuple[Keep, ...]:
-        """The causal mask, which is one comparison with the end of the keys."""
-        return () if self.plan.diagonal is None else (self.plan.diagonal[0],)
+        """The causal mask, which is one comparison with the end of the keys. (Where tiles are listed it stands
+        beside other masks, and a last key of each query is one more number to hold.)"""
+        plan = self.plan
+        return () if plan.diagonal is None or plan.listed else (plan.diagonal[0],)
 
     def last_keys(self) -> list[str]:
         """The last key that each query sees, by the causal mask."""
-        if self.plan.diagonal is None:
+        if self.plan.diagonal is None or not self.at_the_end:
             return []
         offset = self.plan.diagonal[1]
         shift = "" if offset is E.ZERO else f" + {self.writer.integer(offset, PRODUCT)}"
