@@ -288,8 +288,8 @@ class Emitter:
 
     @property
     def at_the_end(self) -> tuple[Keep, ...]:
-        """The causal mask, which is one comparison with the end of the keys. (Where tiles are listed it stands
-        beside other masks, and a last key of each query is one more number to hold.)"""
+        """The causal mask, which is one comparison with the end of the keys. Where tiles are listed it stands
+        beside other masks, and a last key of each query is one more number to hold."""
         plan = self.plan
         return () if plan.diagonal is None or plan.listed else (plan.diagonal[0],)
 
