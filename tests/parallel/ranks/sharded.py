@@ -80,10 +80,15 @@ def data(_, rank):
 
 
 def data_and_tensor(_, rank):
-    """2 x 2 ranks; then packed projections that stay whole along the axis that divides heads, and all do."""
+    """2 x 2 ranks."""
+    return train(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+
+
+def data_and_whole(_, rank):
+    """Packed projections that stay whole along the axis that divides heads, and then all parameters do."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    even, undivided = (attngraph.ShardConfig(parameters=how) for how in ("even", "whole"))
-    return "; ".join([train(mesh), train(mesh, even, packed=True), train(mesh, undivided, packed=True)])
+    configs = (attngraph.ShardConfig(parameters=how) for how in ("even", "whole"))
+    return "; ".join(train(mesh, config, packed=True) for config in configs)
 
 
 def data_and_context(_, rank):
