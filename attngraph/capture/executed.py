@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 _LIBRARY = tuple({sysconfig.get_path(n) + os.sep for n in ("stdlib", "platstdlib")})
-TOOLS = ("sympy", "mpmath", "networkx", "numpy")
+TOOLS = ("sympy", "mpmath", "networkx", "numpy", "typing_extensions")
 """Packages that torch itself works with: what they do follows from their versions."""
 _INSTALLED = ("site-packages", "dist-packages")
 """Folders of packages; one may lie inside of Python's library, whichever environment runs."""
@@ -180,9 +180,14 @@ def _is_pythons(file: str) -> bool:
 
 @functools.cache
 def _folders_of_tools() -> tuple[str, ...]:
-    """Where the tools lie: in any folder that Python finds packages in."""
-    found = (importlib.util.find_spec(tool) for tool in TOOLS)
-    return tuple(os.path.dirname(spec.origin) + os.sep for spec in found if spec and spec.origin)
+    """Where the tools lie: in any folder that Python finds packages in. One may be a single file."""
+    found = [spec for tool in TOOLS if (spec := importlib.util.find_spec(tool)) and spec.origin]
+    return tuple(
+        str(spec.origin)
+        if spec.submodule_search_locations is None
+        else os.path.dirname(str(spec.origin)) + os.sep
+        for spec in found
+    )
 
 
 @functools.lru_cache(maxsize=4096)
