@@ -123,7 +123,7 @@ def _computed_from(node: fx.Node) -> list[fx.Node]:
 
 def _told(value: Any) -> Any:
     if isinstance(value, fx.Node):
-        return _formula(value.meta["val"]) if is_size(value) else fx.Node
+        return ("size", _formula(value.meta["val"])) if is_size(value) else fx.Node
     if isinstance(value, (list, tuple)):
         return tuple(map(_told, value))
     if isinstance(value, dict):
