@@ -19,7 +19,7 @@ from torch import fx
 
 from attngraph.errors import AttnGraphError
 from attngraph.ir import budgets
-from attngraph.ir.graph.program_graph import ProgramGraph, is_random
+from attngraph.ir.graph.program_graph import ProgramGraph, is_random, is_size
 from attngraph.ir.graph.source import source_of
 from attngraph.meaning.check.once import Checks
 from attngraph.passes.build import Builder
@@ -45,7 +45,8 @@ def join_pieces(graph: ProgramGraph) -> list[str]:
         try:
             joint = _Joint(node, pieces)
             whole = joint.whole(builder)
-            held = checks.same_value(node, whole, [joint.source, *joint.others])
+            others = [n for n in joint.others if not is_size(n)]
+            held = checks.same_value(node, whole, [joint.source, *others])
         except (_Differs, AttnGraphError, RuntimeError, TypeError, ValueError, IndexError):
             builder.discard()  # torch does not run the operations so
             continue
