@@ -4,12 +4,13 @@ Matches `cat([f(c) for c in x.chunk(4, 1)], 1)` and its kin: operands of a `cat`
 compute from pieces that follow each other and are all of `x` (a feed-forward layer in chunks, to save
 memory). How many pieces there are may follow from how many tokens there are, which a decoder cannot have.
 Numbers that differ among the pieces are taken for sizes of theirs, and become the size of the whole. Right
-because both are run in float64 and compared. Refuses, silently, operations that differ, and pieces that see
-each other. Used by `insert_kv_cache`.
+because both are run in float64 and compared. Leaves operations that differ, and pieces that see each other,
+as they are; the decoder's own analysis says what it makes of them. Used by `insert_kv_cache`.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from attngraph.ir.graph.source import source_of
 from attngraph.meaning.check.once import Checks
 from attngraph.passes.build import Builder
 
+log = logging.getLogger(__name__)
 aten = torch.ops.aten
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections)
 _SLICES = (aten.slice.Tensor, aten.narrow.default)
@@ -47,7 +49,11 @@ def join_pieces(graph: ProgramGraph) -> list[str]:
             whole = joint.whole(builder)
             others = [n for n in joint.others if not is_size(n)]
             held = checks.same_value(node, whole, [joint.source, *others])
-        except (_Differs, AttnGraphError, RuntimeError, TypeError, ValueError, IndexError):
+        except _Differs:
+            builder.discard()
+            continue
+        except (AttnGraphError, RuntimeError, TypeError, ValueError, IndexError) as problem:
+            log.info("pieces at %s are not joined: %s", source_of(node), problem)
             builder.discard()  # torch does not run the operations so
             continue
         if held.problem:
