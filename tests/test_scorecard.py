@@ -19,7 +19,9 @@ from attngraph.benchmark.scorecard.cards import CARDS, DRAIN
 from attngraph.benchmark.scorecard.cells import CELLS, TOKENS, plan, visited
 from attngraph.benchmark.scorecard.code import Code, Instruction, Step, Work, tile_loops
 from attngraph.benchmark.scorecard.figures import CodeError, Compiled, Figures, Part, figures
+from attngraph.benchmark.scorecard.joins import KEPT, joins
 from attngraph.benchmark.scorecard.run import FLEX, OURS, PLAIN, Row, run
+from attngraph.benchmark.scorecard.table import joins as joins_table
 from attngraph.benchmark.scorecard.table import side_by_side, table
 from attngraph.cli import choices
 from attngraph.codegen.triton import device
@@ -300,6 +302,23 @@ def test_no_figure_of_a_kernel_is_worse_than_its_budget(
     known = budgets.known()
     assert not known or {one.key for one in rows} <= set(known[target])
     assert budgets.regressions(rows, known) == []
+
+
+def test_the_kernel_that_joins_parts_stands_beside_the_one_over_the_keys() -> None:
+    speeds = {"decode 64": 3000.0, "decode latents, 128 heads": 450.0}
+    rows = [dataclasses.replace(row(), cell=name) for name in (*speeds, "causal 128")]
+    rows = [dataclasses.replace(one, predicted=speeds.get(one.cell, 400.0)) for one in rows]
+    found = {one.cell: one for one in joins(rows)}
+    assert set(found) == set(speeds)
+    few, many = found["decode 64"], found["decode latents, 128 heads"]
+    assert few.keys == pytest.approx(16 * KEPT * 2 * 64 * 2 / 3000e3)
+    assert many.keys == pytest.approx(KEPT * 576 * 2 / 450e3)
+    assert few.spilled == many.spilled == 0 and few.parts > 1 and many.parts > 1
+    # So many numbers of float32 come from the second cache.
+    bytes_of_parts = 128 * many.parts * 512 * 4
+    assert many.join == pytest.approx(bytes_of_parts / (23 * 132) / 1830)
+    lines = joins_table([few, many]).splitlines()
+    assert lines[2].startswith(f"| H100 SXM: decode 64 | {few.parts} | {few.keys:.1f} | ")
 
 
 def test_the_plans_are_those_that_long_calls_get() -> None:

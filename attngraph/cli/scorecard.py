@@ -9,8 +9,10 @@ from pathlib import Path
 
 from attngraph.benchmark.scorecard import budgets
 from attngraph.benchmark.scorecard.cells import CELLS
+from attngraph.benchmark.scorecard.joins import KEPT, joins
 from attngraph.benchmark.scorecard.nvidia import ToolError
 from attngraph.benchmark.scorecard.run import run
+from attngraph.benchmark.scorecard.table import joins as joins_table
 from attngraph.benchmark.scorecard.table import side_by_side, table
 from attngraph.cli.problems import TargetError, check_writable
 from attngraph.cli.progress import Progress
@@ -39,6 +41,7 @@ def show(options: argparse.Namespace, file: Path | None) -> int:
     tell = Progress()
     try:
         rows = list(run(names, options.target, tell))
+        decoding = joins(rows)
     except ToolError as problem:
         raise TargetError(f"--suite scorecard: {problem}") from problem
     finally:
@@ -48,6 +51,8 @@ def show(options: argparse.Namespace, file: Path | None) -> int:
         store.write(file, json.dumps(found, indent=1) + "\n")
     print(table(rows))
     print(f"\nPredicted TFLOP/s side by side:\n\n{side_by_side(rows)}")
+    if decoding:
+        print(f"\nPredicted, a token over {KEPT} kept ones:\n\n{joins_table(decoding)}")
     if options.rewrite_budgets:
         budgets.rewrite(rows)
         print(f"\nThese are the budgets now: {budgets.PATH}")

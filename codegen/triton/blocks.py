@@ -10,6 +10,7 @@ import torch
 
 from attngraph.codegen.triton.plan import (
     Blocks,
+    in_two,
     is_linear,
     largest_filled,
     padded,
@@ -39,6 +40,8 @@ _GROUP = 64
 _LITTLE = 100_000
 """Bytes of shared memory of a program: AMD's GPUs have less. With four warps each has more registers there,
 and none computes a part twice."""
+_SOME = 120_000
+"""Bytes of shared memory, of which two programs with small tiles find enough on a multiprocessor."""
 _MUCH = 200_000
 """Bytes of shared memory of a program, from which on there is room for three stages of wide tiles."""
 
@@ -64,19 +67,25 @@ def blocks_for(
     elif width == 128 and (tiles_read(program) or (shared <= _MUCH and _takes_registers(program, D, Dv))):
         k = max(16, k // (4 if tiles_read(program) and shared <= _MUCH else 2))
     elif width == 64 and shared <= _MUCH and dtype is not torch.float32:
-        q, k, warps = 64, 32 if tiles_read(program) else 64, 4  # room for two programs on a multiprocessor
+        q, k, warps = 64, 32, 4  # room for two programs on a multiprocessor
+        if not tiles_read(program):
+            q, k = 64 if program.keeps or not is_linear(program) else 128, 64
     elif width == 256 and shared <= _MUCH and padded(Dv) > 128:
         q, k, warps = (32, 64, 4) if dtype is not torch.float32 else (q, k, warps)
-    if shared < _LITTLE:
+    split = dtype is not torch.float32 and _lie_in_two(program, D, Dv, shared, capability)
+    if split and shared >= _LITTLE:
+        (q, k, warps, stages), ahead = _in_two_tiles(D, Dv, shared), False
+    elif shared < _LITTLE:
         warps, stages = 4, 1
         if dtype is not torch.float32:
             q, k = _IN_LITTLE.get(width, (q, k))
             wider = width == 128 and not is_linear(program) and not tiles_read(program)
-            k = 2 * k if wider or (width == 256 and padded(Dv) <= 128) else k
+            k = 2 * k if wider or (width == 256 and (padded(Dv) <= 128 or split)) else k
     if Sq < q:
         q, warps = padded(Sq), min(warps, 4)
-    row = (padded(D) + padded(Dv)) * dtype.itemsize + 4 * q * tiles_read(program) + 16 * _keys_read(program)
-    tile = padded(D) * dtype.itemsize
+    own, of_values = (sum(in_two(n)) if split else padded(n) for n in (D, Dv))
+    row = (own + of_values) * dtype.itemsize + 4 * q * tiles_read(program) + 16 * _keys_read(program)
+    tile = own * dtype.itemsize
 
     def taken() -> int:
         """Queries and keys lie side by side, or, without a pipeline on AMD's GPUs, in the same place."""
@@ -92,7 +101,35 @@ def blocks_for(
             q //= 2
         else:
             break
-    return Blocks(q, k, warps, stages, ahead=ahead)
+    return Blocks(q, k, warps, stages, ahead=ahead, split=split)
+
+
+def _lie_in_two(
+    program: ScoreProgram, D: int, Dv: int, shared: int, capability: tuple[int, int] | None
+) -> bool:
+    """Whether rows lie in two tiles (`emit_rows.py`) where these are narrower than one: it saves products and
+    registers, and takes more instructions. On AMD's GPUs these cost more than is saved up to a width of 128.
+    On sm_90 ptxas serialises such products a tile ahead, which programs that are not linear gain more by.
+    Products of narrow tiles are slow, so rows of up to 64 lie in one. Not looked at: sm_100, rows wider than
+    256, and reads for each score."""
+    if not any(in_two(n)[1] for n in (D, Dv)) or (capability or (8, 0))[0] >= 10 or tiles_read(program):
+        return False
+    if shared > _MUCH and not is_linear(program):
+        return False
+    return (128 if shared < _LITTLE else 64) < max(padded(D), padded(Dv)) <= 256
+
+
+def _in_two_tiles(D: int, Dv: int, shared: int) -> tuple[int, int, int, int]:
+    """Queries, keys, warps and stages for rows in two tiles, on NVIDIA's GPUs. Where two programs share a
+    multiprocessor of sm_90, up to 64 bytes are spilled outside of loops."""
+    keys, values = sum(in_two(D)), sum(in_two(Dv))
+    if shared > _MUCH:
+        if max(keys, values) <= 80:
+            return 128, 64, 4, 3
+        return 128, 128 if keys + values <= 320 else 64, 8, 3
+    if max(keys, values) <= 96:
+        return 64, 64, 4, 3
+    return (64, 32, 4, 2) if values > 128 else (128, 32, 8, 2)
 
 
 def _takes_registers(program: ScoreProgram, D: int, Dv: int) -> bool:
@@ -129,6 +166,8 @@ _HALF_BACKWARD = {64: Blocks(128, 32, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blo
 _SINGLE_BACKWARD = {64: Blocks(32, 32, 8, 1), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
 _HALF_SCORED = {**_HALF_BACKWARD, 128: Blocks(32, 64, 8, 2)}
 _HALF_WITH_READS = {64: Blocks(32, 32, 8, 2), 128: Blocks(32, 32, 8, 2), 256: Blocks(16, 64, 8, 1)}
+_HALF_BESIDE = {64: Blocks(64, 32, 4, 2), 128: Blocks(32, 64, 4, 2)}
+"""Where two programs share a multiprocessor's memory (sm_80): each hides what the other waits for."""
 _HALF_IN_LITTLE = {64: Blocks(128, 32, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(16, 32, 4, 1)}
 """Where a program has little shared memory: AMD GPUs, where fewer warps have more registers each."""
 
@@ -155,6 +194,7 @@ def backward_blocks(
         return Blocks(64, 64, 4, 3) if width == 64 else Blocks(128, 64, 8, 3)
     else:
         table = _HALF_WITH_READS if has_reads else _HALF_BACKWARD if linear else _HALF_SCORED
+        table = {**table, **_HALF_BESIDE} if shared > _SOME and not has_reads else table
     return table[width]
 
 

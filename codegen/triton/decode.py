@@ -190,16 +190,19 @@ class Prepared:
 
 
 def programs_at_once(plan: DecodePlan, device: torch.device) -> int:
-    """About how many programs a multiprocessor holds: as many as its threads, its shared memory (the tiles of
-    keys and values in flight) and its registers (the queries, a tile of scores and the sums) allow."""
+    """About how many programs a multiprocessor of this GPU holds."""
+    return programs_in(plan, shared_of_multiprocessor(device))
+
+
+def programs_in(plan: DecodePlan, shared: int) -> int:
+    """About how many programs a multiprocessor with so many bytes of shared memory holds: as many as its
+    threads, that memory (the tiles of keys and values in flight) and its registers (the queries, a tile of
+    scores and the sums) allow."""
     blocks, keys, values = plan.blocks, padded(plan.D), padded(plan.Dv)
     row = values + padded(plan.rest) * bool(plan.rest) if plan.shared else keys + values
     tiles = blocks.stages * blocks.k * row * plan.dtype.itemsize
     numbers = blocks.q * (values + blocks.k + keys // 2) + 32 * 32 * blocks.warps
-    allowed = (
-        THREADS // (32 * blocks.warps), shared_of_multiprocessor(device) // tiles, REGISTERS // numbers
-    )  # fmt: skip
-    return max(1, min(allowed))
+    return max(1, min(THREADS // (32 * blocks.warps), shared // tiles, REGISTERS // numbers))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -285,16 +288,16 @@ def launch_decode(
 
 def decode_blocks(lanes: int, width: int, dtype: torch.dtype, shared: int, narrow: bool = False) -> Blocks:
     """Tiles high enough for all heads of a group, as far as registers allow, and wide enough to stream keys
-    through `shared` bytes: half as many keys of 8 bits (`narrow`), because a tile of them passes registers
-    and lies in shared memory twice. Widths beyond 256 are latents. On sm_90 nothing spills (see
-    `ahead_of_time.py`)."""
+    through `shared` bytes: half as many keys wider than 128, and of 8 bits (`narrow`), because a tile of
+    these passes registers and lies in shared memory twice, so it has no third stage. Widths beyond 256 are
+    latents. On NVIDIA's GPUs nothing spills (see `ahead_of_time.py`)."""
     single, wide = dtype is torch.float32, width > 256
     q = min(16 if wide and (single or narrow) else 32 if wide else TALLEST, padded(lanes))
     if wide:
         k = (64 if q == 16 else 32) if not single and shared > 100_000 else 16
         return Blocks(q, max(16, k // (1 + narrow)), 8, 2)
-    k = 32 if single or shared < 100_000 else 64
-    return Blocks(q, k // (1 + narrow), 8 if q > 32 else 4, 3 if shared > 80_000 else 2)
+    k = 32 if single or shared < 100_000 or width > 128 else 64
+    return Blocks(q, k // (1 + narrow), 8 if q > 32 else 4, 3 if shared > 80_000 and not narrow else 2)
 
 
 def _is_part(v: Tensor, k: Tensor) -> bool:

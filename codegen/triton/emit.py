@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from attngraph.codegen.scalar.weights import Multiple, weight_multiple
 from attngraph.codegen.scalar.writer import PRODUCT
 from attngraph.codegen.triton import module, schedule
+from attngraph.codegen.triton.emit_rows import RowEmitter
 from attngraph.codegen.triton.expression import Writer
 from attngraph.codegen.triton.module import Groups, Kernel, indented, name_of, names_of_reads
-from attngraph.codegen.triton.plan import DTYPES, UNDERFLOW, Plan, padded
+from attngraph.codegen.triton.plan import DTYPES, UNDERFLOW, Plan
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, formulas
@@ -55,19 +56,20 @@ def strides_of(*tensors: str) -> Groups:
     return [tuple(f"{tensor}_{axis}" for axis in "bhsd") for tensor in tensors]
 
 
-class Emitter:
+class Emitter(RowEmitter):
     """Writes one forward kernel, in the classic schedule. `emit_specialised.py` changes how tiles are
     loaded and looped over, `emit_decode.py` where queries and keys lie."""
 
     extents = ("BLOCK_Q", "BLOCK_K")
     """The extents of a tile of scores."""
 
+    splits = True
+
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        super().__init__(plan)
         self.writer = Writer(plan, ", ".join(self.extents))
         self.multiple: Multiple = weight_multiple(plan.program)
         self.name = name_of(plan)
-        self.D, self.Dv = padded(plan.D), padded(plan.Dv)
 
     def kernel(self) -> Kernel:
         # The loops are emitted first, because they determine the lines before them.
@@ -150,9 +152,14 @@ class Emitter:
         # Rounded once, so that the rounding error of top affects all weights of the row alike.
         w = "tl.fma(s, RATE, -top)" if linear else "(s - top) * LOG2E"
         shrink = "m - top" if linear else "(m - top) * LOG2E"
+        sums, values = self.both("acc"), self.both("value_tile")
+        dots = [
+            f"tl.dot(w, {value}, {total} * shrink{self.exact})"
+            for value, total in zip(values.split(", "), sums.split(", "), strict=True)
+        ]
         lines = [
             "@triton.jit",
-            f"def absorb(m, l, acc, s, {'multiple, ' if weighs else ''}value_tile):",
+            f"def absorb(m, l, {sums}, s, {'multiple, ' if weighs else ''}{values}):",
             '    """Join a tile of scores and values to the rows\' maximum m, sum l and weighted sum acc."""',
             f"    top = tl.maximum(m, tl.max(s, 1, keep_dims=True){scaled})",
             f"    w = tl.exp2({w})",
@@ -160,7 +167,7 @@ class Emitter:
             "    l = l * shrink + tl.sum(w, 1, keep_dims=True)",
             *(["    w = w * multiple"] if weighs else []),
             "    w = w.to(value_tile.dtype)",
-            f"    return top, l, tl.dot(w, value_tile, acc * shrink{self.exact})",
+            f"    return top, l, {', '.join(dots)}",
         ]
         return "\n".join(lines)
 
@@ -192,56 +199,25 @@ class Emitter:
             *self.head("query", "h", "tl.cast(q, tl.int64)", "d"),
             *self.head("key", self.group, "down", "d"),
             *self.head("value", self.group, "down", self.dv),
-            f"query_tile = tl.load(query_head, mask={self.inside('q < Sq', 'd')}, other=0.0)",
+            f"query_tile = tl.load(query_head{self.guard('q < Sq', 'd')})",
+            *([f"query_rest = tl.load(query_beside{self.guard('q < Sq', 'd_rest')})"] if self.rest else []),
         ]
-
-    def widths(self) -> list[str]:
-        """The column indices of tiles."""
-        lines = [f"d = tl.cast(tl.arange(0, {self.D}), tl.int64)[None, :]"]
-        if self.plan.Dv != self.plan.D:
-            lines.append(f"dv = tl.cast(tl.arange(0, {self.Dv}), tl.int64)[None, :]")
-        return lines
-
-    @property
-    def group(self) -> str:
-        """The key head, as an expression."""
-        return f"h // {self.plan.group}" if self.plan.group > 1 else "h"
-
-    @property
-    def dv(self) -> str:
-        return "d" if self.plan.Dv == self.plan.D else "dv"
-
-    def head(self, name: str, head: str, rows: str, columns: str) -> list[str]:
-        """The addresses of a tensor's first tile."""
-        return [self.base(name, head), f"{name}_head += {rows} * {name}_s + {columns} * {name}_d"]
-
-    def base(self, name: str, head: str) -> str:
-        """The address of a tensor's head."""
-        return (
-            f"{name}_head = {name} + tl.cast(b, tl.int64) * {name}_b + tl.cast({head}, tl.int64) * {name}_h"
-        )
-
-    def inside(self, rows: str, columns: str) -> str:
-        """The mask of a tile: rows in range, and columns where the width is padded; may be empty."""
-        width, tile = (self.plan.D, self.D) if columns == "d" else (self.plan.Dv, self.Dv)
-        parts = [rows] if rows else []
-        if width != tile:
-            parts.append(f"{columns} < {width}")
-        return " & ".join(f"({p})" for p in parts) if len(parts) > 1 else "".join(parts)
 
     def start(self) -> list[str]:
         """The softmax state before any key: empty, or the sink."""
         zeros = "tl.zeros([BLOCK_Q, 1], tl.float32)"
-        acc = f"acc = tl.zeros([BLOCK_Q, {self.Dv}], tl.float32)"
+        acc = [f"acc = tl.zeros([BLOCK_Q, {self.Dv}], tl.float32)"]
+        if self.value_rest:
+            acc.append(f"acc_rest = tl.zeros([BLOCK_Q, {self.value_rest}], tl.float32)")
         if self.plan.program.sink is None:
-            return [f"m = {zeros} + {LOWEST}  # no key yet", f"l = {zeros}", acc]
+            return [f"m = {zeros} + {LOWEST}  # no key yet", f"l = {zeros}", *acc]
         # The rounding error of the sink enters its weight, as that of scores enters theirs.
         m, weight = (
             ("sink * RATE", "tl.exp2(tl.fma(sink, RATE, -m))") if self.plan.is_linear else ("sink", "1.0")
         )
         return [
             f"sink = {self.sink()}", f"m = tl.where(sink == {NEGATIVE_INFINITY}, {LOWEST}, {m})",
-            f"l = tl.where(sink == {NEGATIVE_INFINITY}, 0.0, {weight})", acc,
+            f"l = tl.where(sink == {NEGATIVE_INFINITY}, 0.0, {weight})", *acc,
         ]  # fmt: skip
 
     def sink(self) -> str:
@@ -319,19 +295,18 @@ class Emitter:
         if edge:
             seen = "across <= last_key - start" if self.at_the_end else "across < Skv - start"
             lines.append(f"s = tl.where({seen}, s, {NEGATIVE_INFINITY})")
-        lines.append(self.load("value", self.dv, edge))
+        lines += self.load("value", self.dv, edge)
         factor = "" if self.multiple.is_plain else f"{multiple}, "
-        return [*lines, f"m, l, acc = absorb(m, l, acc, s, {factor}value_tile)"]
+        sums, values = self.both("acc"), self.both("value_tile")
+        return [*lines, f"m, l, {sums} = absorb(m, l, {sums}, s, {factor}{values})"]
 
-    def load(self, name: str, columns: str, edge: bool, start: str = "start") -> str:
-        extent = "Skv" if name in ("key", "value") else "Sq"
-        mask = self.inside(f"down < {extent} - {start}" if edge else "", columns)
-        guard = f", mask={mask}, other=0.0" if mask else ""
-        return f"{name}_tile = tl.load({name}_head + tl.cast({start}, tl.int64) * {name}_s{guard})"
+    def both(self, name: str) -> str:
+        """The name of a tile as wide as values, and that of the tile beside it."""
+        return f"{name}, {name.removesuffix('_tile')}_rest" if self.value_rest else name
 
     def products(self, statements: list[Score | Keep], edge: bool) -> list[str]:
         """Lines that load a tile of keys and multiply it with the queries: `dot` and `s`."""
-        return [self.load("key", "d", edge), *self.product(statements)]
+        return [*self.load("key", "d", edge), *self.product(statements)]
 
     def product(self, statements: list[Score | Keep]) -> list[str]:
         mentions, replaces = uses_of_dot(statements)
@@ -340,7 +315,8 @@ class Emitter:
         return [f"dot = {self.dot()}", *([] if replaces else ["s = dot"])]
 
     def dot(self) -> str:
-        return f"tl.dot(query_tile, tl.trans(key_tile){self.exact})"
+        code = f"tl.dot(query_tile, tl.trans(key_tile){self.exact})"
+        return f"tl.dot(query_rest, tl.trans(key_rest), {code}{self.exact})" if self.rest else code
 
     @property
     def exact(self) -> str:
@@ -350,14 +326,19 @@ class Emitter:
     def finish(self) -> list[str]:
         """Divide by the sum (0 / 0, for a row without a key, is NaN) and store."""
         plan = self.plan
-        result = "acc / l"
-        if not self.multiple.keeps_nan:
-            result = "tl.where(l > 0.0, acc / l, 0.0)"
+        result = "{acc} / l" if self.multiple.keeps_nan else "tl.where(l > 0.0, {acc} / l, 0.0)"
         lse = "m + tl.log(l)" if not plan.is_linear else f"(m + tl.log2(l)) * {math.log(2)!r}"
         return [
             f"out_row = out + ((tl.cast(b, tl.int64) * Sq + q) * Hq + h) * {plan.Dv}",
-            f"out_tile = ({result}).to(out.dtype.element_ty)",
-            f"tl.store(out_row + {self.dv}, out_tile, mask={self.inside('q < Sq', self.dv)})",
+            *(
+                line
+                for part in ("", "_rest")[: 1 + bool(self.value_rest)]
+                for line in (
+                    f"out{part or '_tile'} = ({result.format(acc=f'acc{part}')}).to(out.dtype.element_ty)",
+                    f"tl.store(out_row + {self.dv}{part}, out{part or '_tile'}, "
+                    f"mask={self.inside('q < Sq', self.dv + part)})",
+                )
+            ),
             f"tl.store(lse + tl.cast(place // blocks, tl.int64) * Sq + q, {lse}, mask=q < Sq)",
         ]
 

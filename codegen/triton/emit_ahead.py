@@ -30,7 +30,7 @@ class AheadEmitter(Emitter):
         if self.plan.listed:
             second = "tl.load(line + tl.minimum(1, tl.maximum(last, 0)))"
             places = ["start = tl.load(line) * BLOCK_K", f"ahead = {second} * BLOCK_K"]
-        return [*places, self.load("key", "d", edge=True), f"dot = {self.dot()}"]
+        return [*places, *self.load("key", "d", edge=True), f"dot = {self.dot()}"]
 
     def loop(
         self, begin: str, stop: str, body: Sequence[str], number: str = "i", about: str = ""
@@ -50,4 +50,4 @@ class AheadEmitter(Emitter):
         """Lines that multiply the next tile of keys, and name the products of this one."""
         _, replaces = uses_of_dot(statements)
         own = [] if replaces else ["s = dot"]
-        return [self.load("key", "d", edge=True, start="ahead"), f"next = {self.dot()}", *own]
+        return [*self.load("key", "d", edge=True, start="ahead"), f"next = {self.dot()}", *own]

@@ -173,7 +173,7 @@ class _BackwardEmitter(TileEmitter):
         """One turn of the kernel of queries: load keys, compute their tile, add to the sums."""
         return [
             f"k = {self.long('start + across')}",
-            self.load("key", "d", edge), self.load("value", self.dv, edge), *tile,
+            *self.load("key", "d", edge), *self.load("value", self.dv, edge), *tile,
             self.added("sum", "ds", "key_tile"),
             *(f"sum{i} += tl.sum(of_read{i}, 1, keep_dims=True)" for i in summed),
         ]  # fmt: skip
@@ -185,7 +185,7 @@ class _BackwardEmitter(TileEmitter):
             "for i in tl.range(0, tl.where(is_far, stop, 0), num_stages=1):",
             *indented([
                 f"start = {start} * OTHER", f"k = {self.long('start + across')}",
-                *self.address("query", "h", "q", "d", "q < Sq"), self.load("key", "d", True), *tile,
+                *self.address("query", "h", "q", "d", "q < Sq"), *self.load("key", "d", True), *tile,
             ]),
         ]  # fmt: skip
 
@@ -242,7 +242,7 @@ class _BackwardEmitter(TileEmitter):
         tile = self.tile(summed, within if edge else "", True, numbers, [delta])
         return [
             f"q = {self.long('start + across')}", row, *inside,
-            self.load("query", "d", edge), self.load("grad", self.dv, edge), *self.writer.before, *tile,
+            *self.load("query", "d", edge), *self.load("grad", self.dv, edge), *self.writer.before, *tile,
             self.added("sum_value", "p", "grad_tile"),
             self.added("sum_key", "ds", "query_tile"),
             *(f"sum{i} += tl.sum(of_read{i}, 1, keep_dims=True)" for i in summed),

@@ -80,6 +80,7 @@ def _groups(plan: DecodePlan) -> Groups:
 
 class _DecodeEmitter(Emitter):
     plan: DecodePlan
+    splits = False
 
     def __init__(self, plan: DecodePlan) -> None:
         super().__init__(plan)
@@ -235,10 +236,6 @@ class _DecodeEmitter(Emitter):
             wide = f"from_float8({numbers})"
             self.writer.calls.add("from_float8")
         return f"{tile} = ({wide} * {name}_by).to(query_tile.dtype)"
-
-    def dot(self) -> str:
-        code = super().dot()
-        return f"tl.dot(query_rest, tl.trans(key_rest), {code}{self.exact})" if self.rest else code
 
     def start(self) -> list[str]:
         """A sink is counted once: in the first part."""

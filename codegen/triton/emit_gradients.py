@@ -30,6 +30,7 @@ class TileEmitter(Emitter):
     """Writes the tiles of backward kernels; `emit_backward.py` has the kernels around them."""
 
     extents = ("OWN", "OTHER")
+    splits = False
 
     def __init__(self, plan: BackwardPlan) -> None:
         super().__init__(plan)

@@ -23,6 +23,8 @@ class SpecialisedEmitter(Emitter):
         UnsupportedError: the plan cannot be warp-specialised (`schedule.py`).
     """
 
+    splits = False
+
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         reason = schedule.obstacle(plan) or schedule.obstacle_of_blocks(plan.blocks)
@@ -46,8 +48,8 @@ class SpecialisedEmitter(Emitter):
         what = f"{name}_head, [{rows}, {width}], [{name}_s, 1], [{block}]"
         return [self.base(name, head), f"{name}_rows = tl.make_tensor_descriptor({what})"]
 
-    def load(self, name: str, columns: str, edge: bool, start: str = "start") -> str:
-        return f"{name}_tile = {name}_rows.load([{start}, 0])"
+    def load(self, name: str, columns: str, edge: bool, start: str = "start") -> list[str]:
+        return [f"{name}_tile = {name}_rows.load([{start}, 0])"]
 
     def loop_bounds(self) -> list[str]:
         before, _, _, stop = self.bounds()

@@ -41,8 +41,8 @@ WIDEST = 512
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """A tile's rows (queries) and columns (keys), and how the GPU computes it: the number of warps, the
-    pipeline stages (tiles of keys in flight), and whether it is warp-specialised (`schedule.py`) or its
-    products are a tile ahead (`emit_ahead.py`)."""
+    pipeline stages (tiles of keys in flight), whether it is warp-specialised (`schedule.py`) or its
+    products are a tile ahead (`emit_ahead.py`), and whether rows lie in two tiles (`emit_rows.py`)."""
 
     q: int
     k: int
@@ -50,6 +50,7 @@ class Blocks:
     stages: int = 2
     specialised: bool = False
     ahead: bool = False
+    split: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,6 +255,15 @@ def _offset(predicate: Expr) -> Expr | None:
 def padded(width: int) -> int:
     """The width of a tile that holds rows of this width: a power of two, at least 16."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+def in_two(width: int) -> tuple[int, int]:
+    """The widths of two tiles that hold rows of this width: the largest power of two below it, and the rest,
+    padded. Where that is no narrower than one tile: that tile, and 0."""
+    whole = padded(width)
+    tile = whole // 2
+    rest = padded(width - tile) if width > tile else tile
+    return (tile, rest) if tile + rest < whole else (whole, 0)
 
 
 def tiles_read(program: ScoreProgram) -> int:

@@ -37,6 +37,7 @@ from attngraph.codegen.triton.plan import (
     Blocks,
     conjuncts,
     diagonal,
+    in_two,
     is_linear,
     padded,
     tiles_read,
@@ -44,8 +45,9 @@ from attngraph.codegen.triton.plan import (
 from attngraph.ir.language.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.triton")
-SPECIALISED, AHEAD = "warp-specialised", "products ahead"
-"""Follow the sizes of blocks with such a schedule in a table."""
+SPECIALISED, AHEAD, SPLIT = "warp-specialised", "products ahead", "rows in two tiles"
+"""Follow the sizes of such blocks in a table."""
+_WORDS = {SPECIALISED: "specialised", AHEAD: "ahead", SPLIT: "split"}
 _SHIPPED = Path(__file__).parent / "tuned"
 
 
@@ -68,7 +70,8 @@ def key(
     window, few = window_of(program), next((n for n in _FEW if queries is not None and queries <= n), None)
     about = [f"window within {padded(window)}"] if window else []
     about += [f"{group} heads on one"] if group > 1 else []
-    line = ", ".join([step, DTYPES[dtype], f"{padded(D)} wide", f"values {padded(Dv)}", kind, *about])
+    widths = f"{sum(in_two(D))} wide", f"values {sum(in_two(Dv))}"
+    line = ", ".join([step, DTYPES[dtype], *widths, kind, *about])
     return line if few is None else f"{line}{_UP_TO}{few} queries"
 
 
@@ -151,18 +154,18 @@ def _version() -> str:
 
 
 def _blocks(numbers: Any) -> Blocks:
-    *sizes, last = numbers
-    q, k, warps, stages = sizes = tuple(sizes if last in (SPECIALISED, AHEAD) else numbers)
+    words = [word for word in numbers if word in _WORDS]
+    q, k, warps, stages = sizes = [n for n in numbers if n not in _WORDS]
     if not all(type(n) is int for n in sizes):
         raise ValueError(f"{numbers} are not four whole numbers")
     powers = all(n & (n - 1) == 0 for n in (q, k, warps))
     if not (powers and 16 <= q <= 256 and 16 <= k <= 256 and 1 <= warps <= 16 and 1 <= stages <= 8):
         raise ValueError(f"{numbers} are no block sizes")
-    return Blocks(q, k, warps, stages, last == SPECIALISED, last == AHEAD)
+    return Blocks(q, k, warps, stages, **{_WORDS[word]: True for word in words})
 
 
 def _schedule(blocks: Blocks) -> list[str]:
-    return [SPECIALISED] if blocks.specialised else [AHEAD] if blocks.ahead else []
+    return [word for word, name in _WORDS.items() if getattr(blocks, name)]
 
 
 def _count(number: Any) -> int:

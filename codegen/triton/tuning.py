@@ -21,7 +21,7 @@ from torch import Tensor
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.scalar.read_gradients import wanted_gradients
 from attngraph.codegen.triton import decode, device, launch, launch_backward, schedule, tuned
-from attngraph.codegen.triton.plan import Blocks, Plan, padded
+from attngraph.codegen.triton.plan import Blocks, Plan, in_two, padded
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import Rows, counts, row_by_row
@@ -82,7 +82,10 @@ def tune(
     exact = Tiled()
     wanted = functools.cache(lambda: exact.forward(parsed, operands, reads, sizes))
     classic = launch.classic_blocks(parsed, operands)
-    choose = [classic, *options, *ahead_choices(options, q), *specialised_choices(plan, operands)]
+    choose = [
+        classic, *split_choices(options, operands), *options, *ahead_choices(options, q),
+        *specialised_choices(plan, operands),
+    ]  # fmt: skip
     half = begin + seconds / (2 if gradients else 1)
     best = _fastest(choose, forward, clock, "forward", wanted, half)
     if best is not None:
@@ -223,6 +226,12 @@ def ahead_choices(options: Sequence[Blocks], q: Tensor) -> Iterator[Blocks]:
     if (device.capability(q.device) or (0, 0))[0] == 9 and q.dtype is not torch.float32:
         tall = (one for one in options if one.q >= 64 * (one.warps // 4) and one.stages > 1)
         yield from (dataclasses.replace(one, ahead=True) for one in tall)
+
+
+def split_choices(options: Sequence[Blocks], operands: Operands) -> Iterator[Blocks]:
+    """Those of classic blocks with rows in two tiles, where two are narrower than one."""
+    if any(in_two(tensor.shape[3])[1] for tensor in operands):
+        yield from (dataclasses.replace(one, split=True) for one in options)
 
 
 def specialised_choices(plan: Plan, operands: Operands) -> Iterator[Blocks]:

@@ -18,6 +18,7 @@ PROCESSES = (
         "interpreted/test_gradients", "interpreted/test_forward", "interpreted/test_functions",
         "interpreted/test_lists", "interpreted/test_decode", "interpreted/test_choices",
         "interpreted/test_specialised", "interpreted/test_sums", "interpreted/test_ahead",
+        "interpreted/test_split",
     ),
 )  # fmt: skip
 """About as long as each other, for two processes."""

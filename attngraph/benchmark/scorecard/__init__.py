@@ -12,7 +12,7 @@ counts into a predicted speed. FlexAttention's template and a plain kernel are c
     amd.py      AMD's assembly                     budgets.py  figures that may not get worse, in budgets.json
     cells.py    which kernels                      table.py    the figures as text
     flex.py     FlexAttention's template           run.py      all cells
-    plain.py    a plain kernel
+    plain.py    a plain kernel                         joins.py    decoding's second kernel
 
 Nothing here is measured: a prediction ranks kernels and finds faults, it does not replace a GPU.
 """

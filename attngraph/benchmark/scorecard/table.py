@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from attngraph.benchmark.scorecard.cards import CARDS
 from attngraph.benchmark.scorecard.cells import CELLS
+from attngraph.benchmark.scorecard.joins import Join
 from attngraph.benchmark.scorecard.run import Row
 
 _HEAD = (
@@ -42,6 +43,16 @@ def side_by_side(rows: Sequence[Row]) -> str:
         found = [speeds.get((cell, *column)) for column in columns]
         unit = " (GB/s)" if CELLS[cell].step == "decode" else ""
         lines.append([cell + unit, *("" if one is None else f"{one:.0f}" for one in found)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def joins(found: Sequence[Join]) -> str:
+    """Predicted times of a token over a long cache as a table of Markdown."""
+    lines = [["", "parts", "keys, us", "join, us"], ["---"] * 4]
+    lines += [
+        [f"{CARDS[one.target].name}: {one.cell}", str(one.parts), f"{one.keys:.1f}", f"{one.join:.1f}"]
+        for one in found
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
