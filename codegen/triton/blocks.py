@@ -168,6 +168,7 @@ _HALF_SCORED = {**_HALF_BACKWARD, 128: Blocks(32, 64, 8, 2)}
 _HALF_WITH_READS = {64: Blocks(32, 32, 8, 2), 128: Blocks(32, 32, 8, 2), 256: Blocks(16, 64, 8, 1)}
 _HALF_BESIDE = {64: Blocks(64, 32, 4, 2), 128: Blocks(32, 64, 4, 2)}
 """Where two programs share a multiprocessor's memory (sm_80): each hides what the other waits for."""
+_HALF_WITH_READS_BESIDE = {64: Blocks(64, 16, 4, 2)}
 _HALF_IN_LITTLE = {64: Blocks(128, 32, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(16, 32, 4, 1)}
 """Where a program has little shared memory: AMD GPUs, where fewer warps have more registers each."""
 
@@ -194,7 +195,8 @@ def backward_blocks(
         return Blocks(64, 64, 4, 3) if width == 64 else Blocks(128, 64, 8, 3)
     else:
         table = _HALF_WITH_READS if has_reads else _HALF_BACKWARD if linear else _HALF_SCORED
-        table = {**table, **_HALF_BESIDE} if shared > _SOME and not has_reads else table
+        beside = _HALF_WITH_READS_BESIDE if has_reads else _HALF_BESIDE
+        table = {**table, **beside} if shared > _SOME else table
     return table[width]
 
 

@@ -264,10 +264,12 @@ class Emitter(RowEmitter):
 
     @property
     def at_the_end(self) -> tuple[Keep, ...]:
-        """The causal mask, which is one comparison with the end of the keys. Where tiles are listed it stands
-        beside other masks, and a last key of each query is one more number to hold."""
+        """The causal mask, where it is one comparison with the end of the keys. Where tiles are listed it
+        stands beside other masks, and a last key of each query is one more number to hold: two comparisons
+        take fewer registers there, but for kernels a tile ahead and those without a pipeline."""
         plan = self.plan
-        return () if plan.diagonal is None or plan.listed else (plan.diagonal[0],)
+        apart = plan.listed and plan.blocks.stages > 1 and not plan.blocks.ahead
+        return () if plan.diagonal is None or apart else (plan.diagonal[0],)
 
     def last_keys(self) -> list[str]:
         """The last key that each query sees, by the causal mask."""

@@ -11,7 +11,7 @@ from torch import Tensor
 import attngraph
 from attngraph.codegen.triton import launch, visits
 from attngraph.codegen.triton.launch import Forward
-from attngraph.codegen.triton.plan import Blocks
+from attngraph.codegen.triton.plan import Blocks, conjuncts, diagonal
 from attngraph.ir.language import evaluate
 from attngraph.ir.language.evaluate import Tile
 from attngraph.ir.language.parser import parse
@@ -21,6 +21,13 @@ from attngraph.ir.ops.sharing import one_run
 
 def is_listed(text: str, tensors: tuple[Tensor, Tensor, Tensor], reads: Sequence[Tensor]) -> bool:
     return launch.plan_forward(parse(text), tensors, reads, (), Blocks(32, 16)).listed
+
+
+def is_causal(text: str) -> bool:
+    return diagonal(conjuncts(parse(text))) is not None
+
+
+TEXTS = [text for text, _ in LISTED]
 
 
 @pytest.mark.usefixtures("all_listed")
@@ -40,6 +47,21 @@ def test_gradients_by_lists_agree(text: str, reads: Sequence[Tensor]) -> None:
     tensors, kernel = operands(Hkv=1, Sq=50, Skv=71), Forward(Blocks(32, 16))
     plan = kernel._plan_backward(parse(text), tensors, reads, ())
     assert plan is not None and plan.listed
+    compare_gradients(text, tensors, list(reads), [], kernel)
+
+
+@pytest.mark.usefixtures("all_listed")
+@pytest.mark.parametrize(
+    ("text", "reads"), [case for case in LISTED if is_causal(case[0])], ids=filter(is_causal, TEXTS)
+)
+def test_the_causal_mask_may_be_one_comparison_with_the_end_of_the_keys(
+    text: str, reads: Sequence[Tensor]
+) -> None:
+    """In kernels without a pipeline of loads."""
+    tensors, kernel = operands(Hkv=1, Sq=50, Skv=71), Forward(Blocks(32, 16, stages=1))
+    source = launch.emit(launch.plan_forward(parse(text), tensors, reads, (), Blocks(32, 16, 4, 1))).source
+    assert "last_key - start" in source
+    agree(text, tensors, reads, kernel=kernel)
     compare_gradients(text, tensors, list(reads), [], kernel)
 
 
