@@ -148,7 +148,7 @@ def test_products_are_a_tile_ahead_only_where_warps_go_on_meanwhile_and_two_tile
         gpu = ahead_of_time.TARGETS[target]
         return blocks_for(parse(text), D, Dv, torch.bfloat16, Sq, gpu.shared, gpu.capability).ahead
 
-    assert ahead("keep k <= q") and ahead("", 64, 64) and ahead("", 192) and ahead("s = tanh(dot)", 80, 80)
+    assert ahead("keep k <= q") and ahead("", 64, 64) and ahead("", 256) and ahead("s = tanh(dot)", 80, 80)
     assert not any(ahead("", target=target) for target in ("sm_80", "sm_100", "gfx942"))
     assert not (ahead("", 256, 256) or ahead("s = dot + r0[q, k]") or ahead("s = tanh(dot)", 192))
     assert ahead("", Sq=33) and not ahead("", Sq=32)
