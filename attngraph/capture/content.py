@@ -264,7 +264,7 @@ class Content:
         """What a class has itself, without its bases; looked at once: many classes have equal bases."""
         if owner in self._owners:
             return self._owners[owner]
-        parts = self._owners[owner] = [_name(owner)]
+        parts = [_name(owner)]
         for name, value in tuple(vars(owner).items()):
             for number, function in enumerate(functions_of(value)):
                 self.meet(f"{_name(owner)}.{name}.{number}", function)
@@ -278,6 +278,7 @@ class Content:
                 parts.append(f"{name} {value!r}")
             elif isinstance(value, _CONTAINERS):
                 self.visit(f"{_name(owner)}.{name}", value)
+        self._owners[owner] = parts
         return parts
 
 
