@@ -122,7 +122,9 @@ def _followed(
 
 
 def _leads_to_sum(meaning: Meaning, node: fx.Node) -> bool:
-    """Whether a value is a reduction, moved, multiplied or added to, on one way of several."""
+    """Whether a value, used once, is a reduction, moved, multiplied or added to, on one way of several."""
+    if len(node.users) != 1:
+        return False
     while node.target is not ALL_REDUCE:
         ways = [n for n in node.all_input_nodes if meaning.is_tensor(n) and len(n.users) == 1]
         linear = node.target in (aten.add.Tensor, aten.mul.Tensor)
