@@ -37,11 +37,11 @@ from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.routing import describe_edges, find_choice, is_of_one_key
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.check.once import Checks
-from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category
 from attngraph.passes.attention_entries import describe, describe_claim
 from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.follows_arguments import FollowsArguments
 from attngraph.passes.look_later import Kinds, take_results
 from attngraph.passes.shared_scores import (
     Found,
@@ -106,6 +106,7 @@ class _Fusion:
         self.outcome = Outcome()
         self.fused = 0
         self.reasons: dict[fx.Node, Refusal] = {}
+        self.follows_arguments = FollowsArguments(graph)
         self.in_pieces: set[fx.Node] = set()
         self.checks = Checks(graph)
         # Attentions whose weights or scores had another use when they were found.
@@ -261,6 +262,7 @@ class _Fusion:
             self.freed |= {start: what for start, what in each.starts.items() if start not in read}
         self.seeds |= {read.dropout: seed for read, seed in seeds.items()}
         for old, new in replaced.items():
+            self.follows_arguments.replace(old, new)
             old.replace_all_uses_with(new)
             self.graph.graph.erase_node(old)
         for whole, claim, verdict, again in entries:
@@ -309,15 +311,11 @@ class _Fusion:
     def _is_of_features(self, claim: Attention) -> bool:
         """Whether its keys are weights of the model and its values are not, so that the softmax runs over
         features, and fusing it would be in the way of sums over tokens."""
-        if any(self._follows_arguments(base) for base in claim.k.bases):
+        if any(self.follows_arguments(base) for base in claim.k.bases):
             return False
-        if not any(self._follows_arguments(base) for base in claim.v.bases):
+        if not any(self.follows_arguments(base) for base in claim.v.bases):
             return False
         return not self.features or claim.value_dim.op != "const"
-
-    def _follows_arguments(self, value: fx.Node) -> bool:
-        named = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
-        return any(n in named and named[n].kind == "argument" for n in region([value], ()))
 
     def _is_of_scores(self, value: fx.Node) -> bool:
         """Whether it is computed from products in which both sides depend on inputs of the model."""
@@ -332,7 +330,7 @@ class _Fusion:
             if str(node.target).startswith("aten.sum.") and self.recogniser.is_product(sides[0]):
                 category, sides = Category.CONTRACTION, sides[0].all_input_nodes
             if category is Category.CONTRACTION:
-                if all(map(self._follows_arguments, sides)):
+                if all(map(self.follows_arguments, sides)):
                     return True
             elif category in (Category.MOVEMENT, Category.POINTWISE):
                 nodes += sides

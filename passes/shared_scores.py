@@ -167,12 +167,14 @@ def _without_values(claim: Attention) -> object:
 
 def _depend(group: Sequence[Found]) -> bool:
     """Whether what one attention weighs is computed from the result of another."""
+    if len(group) == 1:
+        return False
     nodes = {each.node for each in group}
     values = operands_first(
         (base for each in group for claim in each.claims for base in claim.v.bases),
         lambda node: node.all_input_nodes,
     )
-    return len(group) > 1 and not nodes.isdisjoint(values)
+    return not nodes.isdisjoint(values)
 
 
 def computed_again(group: Sequence[Found], groups: Iterable[Sequence[Found]]) -> str:

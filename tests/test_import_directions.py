@@ -32,7 +32,7 @@ FLOORS = (
 )
 """Rooms from the ground up: a file may import from its own room and from lower floors, nothing else."""
 FLOORS_INSIDE = {
-    "ir": ({"budgets", "versions", "cache_folder"}, {"language"}, {"ops"}, {"graph"}),
+    "ir": ({"budgets", "versions", "cache_folder", "garbage"}, {"language"}, {"ops"}, {"graph"}),
     "meaning": (
         {"rule"}, {"algebra"}, {"masks", "constants"}, {"constant_folding", "wrapping"}, {"element"},
         {"rules"}, {"attention"}, {"check"}, {"tokens", "placement"}, {"__init__"},
@@ -40,9 +40,10 @@ FLOORS_INSIDE = {
     "codegen": ({"unsupported", "remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
     "passes": (
         {"attention_entries", "build", "dtypes", "look_later", "shared_scores", "join_rows", "canonicalize",
-         "slice_lists", "fuse_attention", "merge_heads", "absorb_mla", "reassociate_linear",
-         "insert_kv_cache", "divide_cache", "tidy", "quantised_linear", "fuse_token_wise", "quantise_cache",
-         "select_kernels", "convert_heads", "shard", "shard_heads", "shard_tokens"},
+         "slice_lists", "follows_arguments", "fuse_attention", "merge_heads", "absorb_mla",
+         "reassociate_linear", "insert_kv_cache", "divide_cache", "tidy", "quantised_linear",
+         "fuse_token_wise", "quantise_cache", "select_kernels", "convert_heads", "shard", "shard_heads",
+         "shard_tokens"},
         {"__init__"},
     ),
 }  # fmt: skip

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attngraph.api.arguments import require_fit, require_model, require_sequence
 from attngraph.api.derive import dividing
 from attngraph.api.options import Options
+from attngraph.api.plan_memory import bytes_of, fetched_at_once, kept_for_backward, without_memory
 from attngraph.api.rewritten import rewritten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, NoDecoderError, PassError
@@ -29,7 +30,6 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, bytes_sent
-from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.masks.needed import pairs_of_ranks
 from attngraph.passes import order, waiting_at_most
@@ -56,7 +56,7 @@ H100 = Machine(989e12, 3.35e12, 450e9, 80e9)
 
 def plan(
     model: Callable[..., Any], inputs: Sequence[Any], ranks: int, machine: Machine = H100, group: int = GROUP,
-    progress: Callable[[str], None] = lambda stage: None,
+    progress: Callable[[str], None] = lambda stage: None, training: bool = False,
 ) -> Plan:  # fmt: skip
     """The ways to run `model(*inputs)` on so many ranks.
 
@@ -65,6 +65,7 @@ def plan(
         ranks: how many devices there are. machine: what one of them is.
         group: the largest group of ranks that divide one model; the ranks are as many such groups as fit.
         progress: called with the name of each stage as it starts.
+        training: plan steps of training, with gradients, AdamW's state and activations, and no cache.
 
     Raises:
         CaptureError: the model cannot be captured as one graph. ValueError: it has no attention.
@@ -78,22 +79,24 @@ def plan(
     for name, number in (("ranks", ranks), ("group", group)):
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, found {number!r}.")
-    with torch.no_grad(), LOCK.trace():
-        return Planner(model, tuple(inputs), progress).plan(ranks, machine, group)
+    with torch.set_grad_enabled(training), LOCK.trace():
+        planner = Planner(model, tuple(inputs), progress, decodes=not training, trains=training)
+        return planner.plan(ranks, machine, group)
 
 
 class Planner:
     """What one rank of a group holds, sends and computes, derived on the graph of one call.
 
-    `proves`, `decodes`: whether parts are proved, and whether a decoder is derived too. `by_heads`: the graph
-    as ranks that divide heads have it, by their number; those that divide tokens too begin with it.
+    `proves`, `decodes`, `trains`: whether parts are proved, whether a decoder is derived too, and whether
+    what a backward pass keeps is counted. `by_heads`: the graph as ranks that divide heads have it, by their
+    number; those that divide tokens too begin with it.
     """
 
     def __init__(
         self, model: Callable[..., Any], inputs: tuple[Any, ...], progress: Callable[[str], None],
-        proves: bool = True, decodes: bool = True,
+        proves: bool = True, decodes: bool = True, trains: bool = False,
     ) -> None:  # fmt: skip
-        self.progress, self.proves = progress, proves
+        self.progress, self.proves, self.trains = progress, proves, trains
         self.by_heads: dict[int, ProgramGraph] = {}
         steps, _ = split_at(waiting_at_most(order()), SelectKernels.name)
         progress("capture")
@@ -142,7 +145,8 @@ class Planner:
                 ways.append(found(self.share(heads, tokens)))
             except (_NotDividedError, PassError) as problem:
                 ways.append(found(None, str(problem).splitlines()[0]))
-        return Plan(ranks, self.tokens, self.call, machine, tuple(ways), tuple(dict.fromkeys(self.remarks)))
+        remarks = tuple(dict.fromkeys(self.remarks))
+        return Plan(ranks, self.tokens, self.call, machine, tuple(ways), remarks, self.trains)
 
     def share(self, heads: int, tokens: int) -> Share:
         """What one of `heads` x `tokens` ranks holds and does."""
@@ -169,6 +173,9 @@ class Planner:
         if failed:
             self.remarks.append(f"operations of {', '.join(sorted(failed))} are not counted")
         cache, sequence, sent_new = self._decoding(heads, tokens)
+        kept, unknown = kept_for_backward(graph) if self.trains else (0, set[str]())
+        if unknown:
+            self.remarks.append(f"what a backward pass keeps of {', '.join(sorted(unknown))} is not counted")
         return Share(
             _held(graph, "parameter", "shard"),
             _held(graph, "buffer"),
@@ -179,6 +186,8 @@ class Planner:
             sent_new,
             (products + attending) / self.call,
             "; ".join(words),
+            fetched_at_once(graph),
+            kept,
         )
 
     def _busiest_attending(self, entry: ContextEntry, whole: float) -> float:
@@ -244,22 +253,17 @@ def _words(entry: RanksEntry) -> str:
 # --- what is counted on a graph ---
 
 
-def _bytes(node: fx.Node, graph: ProgramGraph) -> int:
-    value = node.meta["val"]
-    return math.prod(shape_at(value, graph.hints)) * int(value.dtype.itemsize)
-
-
 def _held(graph: ProgramGraph, *kinds: str) -> int:
     """Bytes that a rank holds of the inputs of these kinds."""
     given = zip(graph.placeholders(), graph.inputs, strict=True)
-    return sum(_bytes(node, graph) for node, told in given if told.kind in kinds)
+    return sum(bytes_of(node, graph) for node, told in given if told.kind in kinds)
 
 
 def _sent(graph: ProgramGraph, count: int) -> Iterator[int]:
     """Bytes that a rank sends in a call, and receives, in rings."""
     for node in graph.graph.nodes:
         if node.target in (ALL_REDUCE, ALL_GATHER):
-            yield bytes_sent(node.target, _bytes(node.args[0], graph), count)
+            yield bytes_sent(node.target, bytes_of(node.args[0], graph), count)
 
 
 def _busiest(entry: ContextEntry) -> tuple[int, int]:
@@ -286,17 +290,8 @@ def _of_products(graph: ProgramGraph) -> tuple[int, set[str]]:
 
 def _of_one(node: fx.Node, graph: ProgramGraph) -> int:
     """Operations of one node, run without memory at the sizes of the example."""
-
-    def given(n: fx.Node) -> Any:
-        value = n.meta["val"]
-        if isinstance(value, Tensor):
-            return torch.empty(shape_at(value, graph.hints), dtype=value.dtype, device="meta")
-        if isinstance(value, torch.SymInt | int):
-            return int(evaluate_size(size_expression(value), graph.hints))
-        raise ValueError("no tensor and no size")
-
     target: Any = node.target
-    args, kwargs = fx.map_arg((node.args, node.kwargs), given)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: without_memory(n, graph))
     with FlopCounterMode(display=False) as counter:
         target(*args, **kwargs)
     return int(counter.get_total_flops())
@@ -313,7 +308,7 @@ def _of_attention(node: fx.Node, graph: ProgramGraph) -> float:
     keys = shape_at(view.keys[0].meta["val"], graph.hints)[2]
     results = node.meta["val"]
     value = shape_at(results[0] if isinstance(results, tuple) else results, graph.hints)[-1]
-    up = sum(_bytes(w, graph) // w.meta["val"].dtype.itemsize for w in view.projections)
+    up = sum(bytes_of(w, graph) // w.meta["val"].dtype.itemsize for w in view.projections)
     seen: float = _seen(view.program, sizes_of(graph, view.sizes), keys) if queries == keys else 1.0
     pairs: float = batch * heads * queries * keys * seen
     return float(2 * pairs * (width + value) + 2 * batch * keys * up)

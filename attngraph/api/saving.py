@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.metadata
 import logging
+import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from attngraph.capture.structure import flatten
 from attngraph.codegen.cpu import toolchain
 from attngraph.errors import SavedError
 from attngraph.ir import cache_folder
+from attngraph.ir.garbage import without_collections
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.step import Step
@@ -64,14 +66,16 @@ def versions() -> dict[str, str]:
 def _own_sources() -> str:
     """A digest of attngraph's own files: a version may change without another number."""
     root = Path(__file__).resolve().parents[1]
-    places = [root, *(root / name for name in ("passes", "codegen", "models"))]
-    files = sorted(
-        {p for place in places for ending in ("*.py", "*.h") for p in place.resolve().rglob(ending)}
-    )
+    files: dict[str, str] = {}
+    for folder in {os.path.realpath(place) for place in (root, root / "passes", root / "codegen")}:
+        for place, inner, names in os.walk(folder):
+            inner[:] = [name for name in inner if os.path.join(place, name) != str(root / "models")]
+            sources = (name for name in names if name.endswith((".py", ".h")))
+            files |= {os.path.join(place, name): name for name in sources}
     found = hashlib.sha256()
-    for path in files:
-        if not path.resolve().is_relative_to(root / "models"):
-            found.update(path.name.encode() + path.read_bytes())
+    for path, name in sorted(files.items()):
+        with open(path, "rb") as file:
+            found.update(name.encode() + file.read())
     return found.hexdigest()[:16]
 
 
@@ -263,6 +267,21 @@ def _taken_or_made(
     fits: Callable[[_Made], bool], make: Callable[[], _Made],
 ) -> _Made:  # fmt: skip
     """What was saved, or kept on disk, and fits the call; else what `make` gives, which is then kept."""
+    with without_collections():
+        taken = _taken(call, saved, options, read, fits)
+    if taken is not None:
+        return taken
+    with collecting() as executed:
+        found = make()
+    _keep(found, call, executed, options)
+    return found
+
+
+def _taken(
+    call: Call, saved: Folder | None, options: Options, read: Callable[[Files], _Made],
+    fits: Callable[[_Made], bool],
+) -> _Made | None:  # fmt: skip
+    """What was saved, or kept on disk, and fits the call."""
     for source in _sources(saved, options):
         for files, where in source.entries(call):
             try:
@@ -274,10 +293,7 @@ def _taken_or_made(
                 found.traced = _as_saved(files)
                 found.report = dataclasses.replace(found.report, taken_from=where)
                 return found
-    with collecting() as executed:
-        found = make()
-    _keep(found, call, executed, options)
-    return found
+    return None
 
 
 def _as_saved(files: Files) -> guards.Traced:

@@ -28,7 +28,7 @@ DTYPES: Mapping[str, torch.dtype | None] = {
     "float32": None, "int8": torch.int8, "float8": torch.float8_e4m3fn,
 }  # fmt: skip
 KEPT, TOKENS, SEQUENCES, LENGTH = 8192, 40, 4, 128
-STOCK = ("gpt2", "llama", "mistral", "qwen3")
+STOCK = ("gpt2", "llama", "gemma2", "qwen3")
 
 
 def gpt2(tokens: int, layers: int) -> nn.Module:

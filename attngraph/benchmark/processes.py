@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+import torch
 
 Row = dict[str, Any]
 
@@ -101,3 +105,16 @@ class Tasks:
 def cell(text: str) -> str:
     """Text in one cell of a table of a page."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def machine() -> str:
+    """The processor's name and the vector instructions that PyTorch uses."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text() if file.exists() else ""
+    name = re.search(r"model name\s*: (.*)", text)
+    flags = re.search(r"flags\s*: (.*)", text)
+    wide = [
+        f for f in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16") if flags and f in flags[1].split()
+    ]
+    said: Any = (name[1].strip() if name else platform.processor() or platform.machine(), *wide)
+    return f"{', '.join(said)} (PyTorch uses {torch.backends.cpu.get_cpu_capability()})"

@@ -16,6 +16,11 @@ from typing import Any
 _DEPTH = 6
 """Decorators around decorators that are followed."""
 _WITH_FUNC = (functools.partial, functools.cached_property, functools.partialmethod)
+_WITHOUT_CODE = (
+    str, int, float, bool, bytes, types.NoneType, list, tuple, dict, set, frozenset,
+    types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
+    types.BuiltinFunctionType,
+)  # fmt: skip
 _known: dict[int, tuple[types.CodeType, str]] = {}
 
 
@@ -55,16 +60,35 @@ def nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from nested(constant)
 
 
+_LOOKS_UP = frozenset(
+    kind for kind in dis.hasname if any(word in dis.opname[kind] for word in ("GLOBAL", "NAME", "IMPORT"))
+)
+"""The kinds of instructions that name a global variable, or a module."""
+_EXTENDED, _LOAD_GLOBAL = dis.opmap["EXTENDED_ARG"], dis.opmap["LOAD_GLOBAL"]
+
+
 @functools.lru_cache(maxsize=4096)
 def globals_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names that code looks up among globals, or imports. (`co_names` has attributes as well.)"""
-    looks_up = ("GLOBAL", "NAME", "IMPORT")
-    found = (i.argval for i in dis.get_instructions(code) if any(word in i.opname for word in looks_up))
-    return tuple(dict.fromkeys(found))
+    """The names that code looks up among globals, or imports. (`co_names` has attributes as well.) They are
+    read from the instructions as Python's `dis` reads them, in a tenth of its time."""
+    raw, names, found, more = code.co_code, code.co_names, dict[str, None](), 0
+    for kind, number in zip(raw[::2], raw[1::2], strict=True):
+        if kind == _EXTENDED:
+            more = (more | number) << 8
+            continue
+        if kind in _LOOKS_UP:
+            number |= more
+            found[names[number >> 1 if kind == _LOAD_GLOBAL else number]] = None
+        more = 0
+    return tuple(found)
 
 
 def functions_of(value: Any) -> list[types.FunctionType]:
     """The Python functions that a function, a method, a property or a decorated function consists of."""
+    if type(value) in _WITHOUT_CODE:
+        return []
+    if type(value) is types.FunctionType and value.__closure__ is None and not value.__dict__:
+        return [value]
     found: dict[int, types.FunctionType] = {}
     stack = [(value, 0)]
     while stack:

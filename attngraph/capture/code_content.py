@@ -76,8 +76,7 @@ def described(name: str, state: Content, about: Content) -> str | None:
     functions = _functions_named(name, state, about)
     if not functions:
         return None
-    own = Content()
-    own._classes = about._classes
+    own = about.beside()
     for number, function in enumerate(functions):
         own.visit(f"{name}.{number}", function)
         of_globals, names = _names_in(function)

@@ -68,6 +68,13 @@ class Content:
         self._seen: dict[int, str] = {}
         self._held: list[Any] = []
         self._classes: dict[type, str] = {}
+        self._owners: dict[type, list[str]] = {}
+
+    def beside(self) -> Content:
+        """An empty one, which takes the classes that this one has described as described."""
+        made = Content()
+        made._classes, made._owners = self._classes, self._owners
+        return made
 
     def paths(self) -> dict[int, str]:
         """The path of each object, by its identity."""
@@ -248,26 +255,31 @@ class Content:
         """A class: its name, the code of all its methods, and plain attributes."""
         found = self._classes.get(kind)
         if found is None:
-            parts = []
-            for owner in kind.__mro__:
-                if owner is object or owner.__module__ == "builtins":
-                    continue
-                parts.append(_name(owner))
-                for name, value in tuple(vars(owner).items()):
-                    for number, function in enumerate(functions_of(value)):
-                        self.meet(f"{_name(owner)}.{name}.{number}", function)
-                        parts.append(f"{name} {code_digest(function.__code__)}")
-                    if isinstance(value, enum.Enum):
-                        value = value.value if isinstance(value.value, PLAIN) else repr(value.value)
-                    is_plain = isinstance(value, (int, float, str))
-                    if is_foreign(owner.__module__) or name.startswith("__"):
-                        continue
-                    if is_plain:
-                        parts.append(f"{name} {value!r}")
-                    elif isinstance(value, _CONTAINERS):
-                        self.visit(f"{_name(owner)}.{name}", value)
+            owners = (k for k in kind.__mro__ if k is not object and k.__module__ != "builtins")
+            parts = [part for owner in owners for part in self._own(owner)]
             found = self._classes[kind] = f"class {_name(kind)} {digest(chr(10).join(parts))[:16]}"
         return found
+
+    def _own(self, owner: type) -> list[str]:
+        """What a class has itself, without its bases; looked at once: many classes have equal bases."""
+        if owner in self._owners:
+            return self._owners[owner]
+        parts = [_name(owner)]
+        for name, value in tuple(vars(owner).items()):
+            for number, function in enumerate(functions_of(value)):
+                self.meet(f"{_name(owner)}.{name}.{number}", function)
+                parts.append(f"{name} {code_digest(function.__code__)}")
+            if isinstance(value, enum.Enum):
+                value = value.value if isinstance(value.value, PLAIN) else repr(value.value)
+            is_plain = isinstance(value, (int, float, str))
+            if is_foreign(owner.__module__) or name.startswith("__"):
+                continue
+            if is_plain:
+                parts.append(f"{name} {value!r}")
+            elif isinstance(value, _CONTAINERS):
+                self.visit(f"{_name(owner)}.{name}", value)
+        self._owners[owner] = parts
+        return parts
 
 
 def _is_of_a_tool(value: Any) -> bool:

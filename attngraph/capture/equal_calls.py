@@ -82,8 +82,12 @@ class Operands:
         raise NotDescribed
 
     def tensor(self, tensor: Any) -> Any:
-        """A tensor, by its layout."""
-        if tensor.fake_mode is not self.mode or not _is_plain(tensor):
+        """A tensor, by its layout.
+
+        Raises:
+            NotDescribed: it has more than a layout, as one that wraps others has.
+        """
+        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self.mode or not _is_plain(tensor):
             raise NotDescribed
         self.tensors.append(tensor)
         return tensor.dtype, tensor.device, tensor.requires_grad, *_layout(tensor)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import io
 import itertools
 import linecache
@@ -51,6 +50,7 @@ from attngraph.capture.state import hooks_not_traced
 from attngraph.capture.structure import flatten
 from attngraph.capture.unwritten import code_written_when_called
 from attngraph.errors import CaptureError
+from attngraph.ir.garbage import without_collections
 from attngraph.ir.graph.program_graph import Output, ProgramGraph
 from attngraph.ir.graph.source import short_path
 from attngraph.ir.graph.verify import accept
@@ -171,7 +171,7 @@ def _export(
         return not symbolic.isdisjoint(flat.trace.of(symbols)) if symbolic and symbols else False
 
     with (
-        _without_collections(),
+        without_collections(),
         whole_stack_traces(),
         _quiet(),
         _without_looking_at_masks(),
@@ -289,20 +289,6 @@ def _without_notes(extents: set[int]) -> Iterator[None]:
         replaced(fx.experimental.proxy_tensor, "_extract_tensor_metadata", note),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Let Python look for unreachable objects after the trace only. It looks each time that some thousands of
-    objects were made, which a trace does at every few operations, at all objects that are there."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @contextlib.contextmanager

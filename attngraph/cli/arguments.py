@@ -306,6 +306,10 @@ def _plan(commands: Any) -> None:
         help="divide one model among at most so many ranks (default 8)",
     )  # fmt: skip
     plan.add_argument(
+        "--training", action="store_true",
+        help="plan steps of training: gradients, AdamW's state and activations are counted, and no cache",
+    )  # fmt: skip
+    plan.add_argument(
         "--flops", type=quantity, default=989e12, help="operations a second of one (default 989T)"
     )
     plan.add_argument("--bandwidth", type=quantity, default=3.35e12, help="of its memory (default 3.35TB/s)")

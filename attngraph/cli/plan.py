@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     machine = Machine(options.flops, options.bandwidth, options.link, options.memory)
     try:
         found = run_as_given(
-            lambda *given: plan(model, given, options.ranks, machine, options.group, tell),
+            lambda *given: plan(model, given, options.ranks, machine, options.group, tell, options.training),
             model, inputs, options.target,
         )  # fmt: skip
     except (CaptureError, ValueError) as problem:

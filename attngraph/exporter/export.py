@@ -27,6 +27,7 @@ from attngraph.capture.structure import flatten
 from attngraph.errors import ExportError
 from attngraph.exporter import formats
 from attngraph.exporter.check import Run, check_decoder, check_whole
+from attngraph.exporter.experts import REMARK
 from attngraph.exporter.limits import Limits
 from attngraph.exporter.lower import OPERATION, PLAIN, SDPA, Lowering
 from attngraph.exporter.report import ExportReport, empty_cache
@@ -121,7 +122,7 @@ def _whole(
     module = Whole(captured, owner_of(model), lowering, _names(model, args, named), list(named))
     dynamic = [[d for d, n in enumerate(shape) if varies(n)] for shape in captured.shapes]
     program = traced(module, args, named, dynamic)
-    remarks = _remarks(found.report, program, module.inputs, dynamic, module.limits)
+    remarks = _remarks(found.report, program, module.inputs, dynamic, module.limits, lowering)
     names = (tuple(module.inputs), tuple(module.outputs))
 
     def checked(run: Run) -> str:
@@ -150,7 +151,7 @@ def _decoder(
     example = (example_ids, lengths, empty_cache(step.plan.stores, rows, kept))
     dynamic = [[0, 1], *([[0]] if padding else []), *([s.row_dim, s.token_dim] for s in step.plan.stores)]
     program = traced(module, example, {}, dynamic)
-    remarks = _remarks(step.report, program, module.inputs, dynamic, module.limits)
+    remarks = _remarks(step.report, program, module.inputs, dynamic, module.limits, lowering)
     names = (tuple(module.inputs), tuple(module.outputs))
 
     def checked(run: Run) -> str:
@@ -165,10 +166,11 @@ def _decoder(
 
 def _remarks(
     report: CompileReport, program: ExportedProgram, inputs: Sequence[str], dynamic: Sequence[Sequence[int]],
-    limits: Limits,
+    limits: Limits, lowering: Lowering,
 ) -> list[str]:  # fmt: skip
     missed = [f"not recognised, so left as it is: {m.name or m.source}: {m.reason}" for m in report.missed]
     missed += [f"only for sizes with {words}" for words in limits.words()]
+    missed += [REMARK] if lowering.by_expert else []
     return missed + formats.became_numbers(program, inputs, dynamic)
 
 

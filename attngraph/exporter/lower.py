@@ -65,6 +65,8 @@ class Lowering:
     def __init__(self, way: str, in_onnx: bool = False) -> None:
         self.way, self.in_onnx = way, in_onnx
         self.found: list[ExportedAttention] = []
+        self.by_expert = False
+        """Whether there are products by expert (`experts.py`)."""
         self._masks: dict[Any, tuple[Any, Tensor | None]] = {}
 
     def begin(self) -> None:

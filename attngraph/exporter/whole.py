@@ -13,11 +13,13 @@ from torch import Tensor, fx, nn
 from attngraph.capture.captured import Captured
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import ExportError
+from attngraph.exporter.experts import by_expert
 from attngraph.exporter.limits import Limits
 from attngraph.exporter.lower import Lowering, Operands
 from attngraph.exporter.weights import Weights
 from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, is_assertion, is_random
 from attngraph.ir.ops import nodes
+from attngraph.meaning.placement.elements import grouped
 
 
 class Rewritten(fx.Interpreter):
@@ -38,6 +40,9 @@ class Rewritten(fx.Interpreter):
         found = nodes.called(target, args, kwargs)
         if found is not None:
             return self.attention(found)
+        if grouped(self.node) is not None:
+            self.lowering.by_expert = True
+            return by_expert(args[0], args[1], kwargs["offs"] if "offs" in kwargs else args[2])
         if is_random(target, args):
             raise ExportError(
                 "the model draws random numbers (dropout, say), which an exported program does not do.\n"

@@ -34,6 +34,7 @@ from attngraph.meaning.rule import (
     Category,
     TooLong,
     Unliftable,
+    UnliftableBecause,
     category_of,
     is_part,
 )
@@ -129,7 +130,7 @@ class Meaning:
         if node not in self._shapes:
             value = node.meta.get("val")
             if not isinstance(value, Tensor):
-                raise Unliftable(f"{node} is no tensor")
+                raise UnliftableBecause(f"{node} is no tensor")
             self._shapes[node] = tuple(self.renamed(size_expression(s)) for s in value.shape)
         return self._shapes[node]
 
@@ -277,7 +278,7 @@ class Meaning:
         elif node.op == "call_function" and str(node.target) in RULES:
             return RULES[str(node.target)].element(self, node, at)
         made_by = cast(fx.Node, node.args[0] if is_part(node) else node)
-        raise Unliftable(f"the operation {op_name(made_by)} is not looked into")
+        raise UnliftableBecause(f"the operation {op_name(made_by)} is not looked into")
 
     def lift(
         self, node: Expr, through: Callable[[Expr], bool], into_sums: bool = True, most: int | None = None

@@ -42,10 +42,15 @@ class Rule(NamedTuple):
 
 
 class Unliftable(Exception):
-    """This op, used this way, has no element rule; the node is a leaf."""
+    """This op, used this way, has no element rule; the node is a leaf. The text names the thing that
+    stands in the way: "a shift by 3 bits"."""
 
 
-class TooLong(Unliftable):
+class UnliftableBecause(Unliftable):
+    """The same; the text is a whole sentence: "the operation sort is not looked into"."""
+
+
+class TooLong(UnliftableBecause):
     """The formula of an element is too long to be written as a program."""
 
 

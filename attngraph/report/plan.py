@@ -7,6 +7,21 @@ import itertools
 import json
 from collections.abc import Sequence
 
+OPTIMISER = 2
+"""Values that AdamW keeps for each weight, in the weight's dtype."""
+_OF_ANSWERS = (
+    "way", "ranks x groups", "weights", "cache/token", "sent/token", "received/token", "sent/new token",
+    "a token", "a new token", "memory", "fits",
+)  # fmt: skip
+_OF_STEPS = (
+    "way", "ranks x groups", "weights", "gradients", "optimiser", "activations", "sent/token",
+    "received/token", "a token", "memory", "fits",
+)  # fmt: skip
+_OF_ALL = (
+    "bytes are those of the target's own dtypes; the rate of operations is the same for all dtypes",
+    "no time is counted for starting collectives, and none is hidden behind computing",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
@@ -33,6 +48,8 @@ class Share:
             over a cache whose tokens are divided too.
         flops: operations for a token, in a forward pass over whole sequences.
         divided: in words, what ranks divide.
+        fetched: bytes of the keys and values that a rank fetches for one attention: room for all tokens.
+        kept: bytes that a backward pass keeps of a call, fetched keys included; 0 where none is planned.
     """
 
     weights: int
@@ -44,6 +61,8 @@ class Share:
     sent_new: int
     flops: float
     divided: str
+    fetched: int = 0
+    kept: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +104,7 @@ class Plan:
     Attributes:
         tokens: of the example's longest attention; `call`: those of all sequences of the example.
         remarks: what was not counted, and why.
+        training: whether it is one of steps of training, not of answers.
     """
 
     ranks: int
@@ -93,14 +113,17 @@ class Plan:
     machine: Machine
     ways: tuple[Way, ...]
     remarks: tuple[str, ...] = ()
+    training: bool = False
 
     def estimate(self, way: Way) -> Estimate | None:
         """What a way costs, by the formulas that `assumptions` states; None where nothing is derived."""
         share, machine = way.share, self.machine
         if share is None:
             return None
+        if self.training:
+            return self._of_training(way, share)
         kept = (share.cache or 0) * self.tokens + share.sequence
-        memory = share.weights + share.buffers + kept
+        memory = share.weights + share.buffers + kept + share.fetched
         sending = max(share.sent, share.received) / machine.link
         computing = share.flops / machine.flops
         token = max(computing, share.weights / self.call / machine.bandwidth) + sending
@@ -108,6 +131,18 @@ class Plan:
         if share.cache is not None:
             new = max(computing, (share.weights + kept) / machine.bandwidth) + share.sent_new / machine.link
         return Estimate(memory, memory <= machine.memory, token, new, way.groups / token)
+
+    def _of_training(self, way: Way, share: Share) -> Estimate:
+        """What a step costs: forward and backward, and gradients added up by ranks with the same weights."""
+        machine, copies = self.machine, way.groups * way.tokens
+        if way.axis == "context":
+            copies = way.groups * way.ranks
+        memory = (2 + OPTIMISER) * share.weights + share.buffers + share.kept
+        gradients = 2 * share.weights * (copies - 1) / copies / self.call
+        sending = (2 * max(share.sent, share.received) + gradients) / machine.link
+        moving = 3 * share.weights / self.call / machine.bandwidth
+        token = max(3 * share.flops / machine.flops, moving) + sending
+        return Estimate(memory, memory <= machine.memory, token, None, way.groups / token)
 
     @property
     def chosen(self) -> Way | None:
@@ -132,18 +167,33 @@ class Plan:
     def assumptions(self) -> list[str]:
         """The formulas and the numbers of the estimates."""
         m = self.machine
-        return [
+        machine = (
             f"a rank: {m.flops:.3g} operations a second, memory {size(m.memory)} at {size(m.bandwidth)} a "
-            f"second, link {size(m.link)} a second in one direction",
+            f"second, link {size(m.link)} a second in one direction"
+        )
+        if self.training:
+            return [machine, *self._of_training_assumed(), *_OF_ALL, *self.remarks]
+        return [
+            machine,
             "a token: max(operations, weights / tokens of the call / bandwidth) + bytes sent or received / "
             f"link, where a call has {self.call:,} tokens, forward only",
             f"a new token, of one sequence of {self.tokens:,}: max(operations, (weights + cache) / "
             "bandwidth) + bytes sent for it / link",
-            f"it fits if weights, buffers and the cache of one sequence of {self.tokens:,} tokens do; "
-            "activations, gradients and optimisers are not counted",
-            "bytes are those of the target's own dtypes; the rate of operations is the same for all dtypes",
-            "no time is counted for starting collectives, and none is hidden behind computing",
+            f"it fits if weights, buffers, the cache of one sequence of {self.tokens:,} tokens, and the keys "
+            "that are fetched for one attention do; other activations are not counted (--training does)",
+            *_OF_ALL,
             *self.remarks,
+        ]
+
+    def _of_training_assumed(self) -> list[str]:
+        return [
+            f"a token of a step with {self.call:,} tokens: max(3 x operations, 3 x weights / tokens of the "
+            "call / bandwidth) + (2 x bytes sent or received + gradients) / link; gradients are added up in "
+            "a ring by the n ranks with the same weights: 2 x weights x (n - 1) / n / tokens of the call",
+            f"memory: weights, as many bytes of gradients, {OPTIMISER} x as many of AdamW's state (two "
+            "moments in the dtype of the weights), buffers, and what torch's autograd keeps of the call. All "
+            "parameters are trained, nothing is computed again, and what operations need while they run is "
+            "not counted",
         ]
 
     def to_json(self) -> str:
@@ -157,7 +207,7 @@ class Plan:
             })  # fmt: skip
         chosen = self.chosen
         found = {
-            "ranks": self.ranks, "tokens": self.tokens, "call": self.call,
+            "ranks": self.ranks, "tokens": self.tokens, "call": self.call, "training": self.training,
             "machine": dataclasses.asdict(self.machine), "ways": rows,
             "chosen": None if chosen is None else chosen.name, "why": self.why,
             "assumptions": self.assumptions(),
@@ -165,8 +215,7 @@ class Plan:
         return json.dumps(found, indent=2)
 
     def __str__(self) -> str:
-        head = ("way", "ranks x groups", "weights", "cache/token", "sent/token", "received/token",
-                "sent/new token", "a token", "a new token", "memory", "fits")  # fmt: skip
+        head = _OF_STEPS if self.training else _OF_ANSWERS
         rows = [head, *(self._row(way) for way in self.ways if way.share is not None)]
         widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
         lines = [f"  {_line(row, widths)}" for row in rows]
@@ -186,6 +235,12 @@ class Plan:
     def _row(self, way: Way) -> tuple[str, ...]:
         estimate, share = self.estimate(way), way.share
         assert estimate is not None and share is not None
+        if self.training:
+            return (
+                way.name, f"{way.ranks:,} x {way.groups:,}", size(share.weights), size(share.weights),
+                size(OPTIMISER * share.weights), size(share.kept), size(share.sent), size(share.received),
+                seconds(estimate.token), size(estimate.memory), "yes" if estimate.fits else "no",
+            )  # fmt: skip
         return (
             way.name, f"{way.ranks:,} x {way.groups:,}", size(share.weights),
             "-" if share.cache is None else size(share.cache),

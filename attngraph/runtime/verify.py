@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.capture.structure import flatten
+from attngraph.ir.ops.experts import EXPERT_ROWS
 from attngraph.meaning.check import comparison
 from attngraph.meaning.check.comparison import FLASH, Comparison
 from attngraph.meaning.check.oracle import Oracle
@@ -52,7 +54,7 @@ def compare(
         eager = tensors_of(model(*args, **kwargs))
         exact_model = copy.deepcopy(model).double() if isinstance(model, nn.Module) else model
         wide_args, wide_kwargs = pytree.tree_map_only(Tensor, Oracle().widened, (args, kwargs))
-        exact = tensors_of(exact_model(*wide_args, **wide_kwargs))
+        exact = tensors_of(_in_float64(exact_model, wide_args, wide_kwargs))
     if len(mine) != len(eager):
         return Agreement(
             FLASH, problem="another number of results", detail=f"{len(mine)} instead of {len(eager)}"
@@ -66,6 +68,45 @@ def compare(
         error, scale = max(error, found.error), max(scale, found.scale)
         eager_error = max(eager_error, found.eager_error)
     return Agreement(FLASH, error, scale, eager_error)
+
+
+def _in_float64(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the widened model returns."""
+    try:
+        return model(*args, **kwargs)
+    except RuntimeError:
+        with _GroupedProducts() as met:
+            result = model(*args, **kwargs)
+        if not met.any:
+            raise
+        return result
+
+
+class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes the products of tokens with the weights of their expert, which torch has in no float64."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if str(func) == "aten._grouped_mm.default":
+            found = _grouped(*args, **given)
+            if found is not None:
+                self.any = True
+                return EXPERT_ROWS(*found, torch.zeros(1, dtype=torch.int64, device=found[0].device))
+        return func(*args, **given)
+
+
+def _grouped(
+    x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The operands of such a product in float64, `[tokens, D]`, `[experts, D, H]` and where each expert's
+    tokens end; None for any other."""
+    if offs is None or bias is not None or x.dtype != torch.float64 or (x.ndim, weight.ndim) != (2, 3):
+        return None
+    return x, weight, offs
 
 
 def tensors_of(result: Any) -> list[Tensor]:

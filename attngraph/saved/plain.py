@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +39,7 @@ def made(kind: Any, data: Any) -> Any:
         ValueError, TypeError, KeyError: it is another one.
     """
     if dataclasses.is_dataclass(kind):
-        fields = typing.get_type_hints(kind)
+        fields = _types_of(typing.cast(Any, kind))
         return kind(**{name: made(fields[name], value) for name, value in data.items()})  # type: ignore[operator]
     kinds = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
@@ -51,6 +52,12 @@ def made(kind: Any, data: Any) -> Any:
     if kind in (bool, int, float, str) and not isinstance(data, (bool, int, float, str)):
         raise TypeError(f"{data!r} is no {kind.__name__}")
     return data
+
+
+@functools.cache
+def _types_of(kind: Any) -> dict[str, Any]:
+    """The types of a record's fields, by name."""
+    return typing.get_type_hints(kind)
 
 
 def dtype_of(text: str) -> torch.dtype:

@@ -21,7 +21,7 @@ from attngraph.ir.ops.last_tokens import last_tokens
 from attngraph.ir.ops.with_earlier import with_earlier
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
+from attngraph.meaning.rule import UnliftableBecause
 from attngraph.passes.build import Builder
 
 MOST_TERMS = 16
@@ -96,7 +96,7 @@ class Windows:
             if found.op == "read" and found.value is node:
                 steps = M.sub(args[dim], place)
                 if steps.op != "const" or not 0 <= steps.value <= back or args[row_dim] is not E.ZERO:
-                    raise Unliftable("it reads places that are not in its window")
+                    raise UnliftableBecause("it reads places that are not in its window")
                 inner = [a for d, a in enumerate(args) if d not in (row_dim, dim)]
                 return E.read(own, (token, steps, *inner), "float")
             return M.construct(found, args) if args != found.args else found

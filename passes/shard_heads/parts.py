@@ -25,6 +25,7 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import VIEWS, How, Part, Unplaced, Use, head_dims
 from attngraph.meaning.placement.regions import Product, Region
 from attngraph.meaning.placement.table import Cut, Places, Table
+from attngraph.meaning.placement.tails import added_to
 from attngraph.meaning.rule import is_part
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shard.entering import Entering
@@ -287,13 +288,26 @@ class Parts(Entering):
 
     def added(self, product: Product, mine: fx.Node, tail: Sequence[fx.Node]) -> fx.Node:
         """What all ranks have of a product together, after `tail`."""
-        builder, last = Builder(self.graph, product.node), product.node
+        builder, last, bias = Builder(self.graph, product.node), product.node, product.bias
+        if tail and bias is not None:
+            mine, bias = builder.call(aten.add.Tensor, mine, self._of_first(builder, bias)), None
         for node in tail:
             builder = Builder(self.graph, node)
-            others = {n: self.enter(n) for n in node.all_input_nodes if n is not last}
+            added = added_to(node, last)
+            others = {n: self.enter(n) for n in node.all_input_nodes if n not in (last, added)}
+            if added is not None:
+                others[added] = self._of_first(builder, added)
             args, kwargs = fx.map_arg((node.args, node.kwargs), {**others, last: mine}.__getitem__)
             mine, last = builder.call(node.target, *args, **kwargs), node
-        return self.summed(builder, mine, product.bias)
+            if "attention" in node.meta:
+                mine.meta["attention"] = node.meta["attention"]
+        return self.summed(builder, mine, bias)
+
+    def _of_first(self, builder: Builder, node: fx.Node) -> fx.Node:
+        """A value that all ranks have, for one of them; zero for the others."""
+        first = self.number("first", (torch.arange(self.axis.count, device="cpu") == 0).long().unsqueeze(1))
+        own = builder.call(aten.ne.Scalar, first, 0)
+        return builder.call(aten.where.ScalarOther, own, self.enter(node), 0.0)
 
     def summed(self, builder: Builder, mine: fx.Node, bias: fx.Node | None = None) -> fx.Node:
         found = builder.call(ALL_REDUCE, mine, self.axis.group)

@@ -83,7 +83,7 @@ class _Sharding:
         )  # fmt: skip
         self.entries += vocabulary.divide(self.decided, self.reasons)
         self.graph.clean()
-        merge_sums(self.graph)
+        merge_sums(self.graph, self.meaning, self.parts)
         kept = settle(self.graph, self.parts, runs)
         unused = [i for i in self.graph.inputs if i.kind in ("shard", "places", "parameter")]
         self.graph.drop_inputs(lambda node, given: given in unused and not node.users)

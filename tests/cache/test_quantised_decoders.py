@@ -177,10 +177,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -194,10 +194,10 @@ def wrapped(source: nn.Linear) -> nn.Linear:
     return source
 
 
-def quantised(convert: Any, seed: int = 0) -> Model:
+def quantised(convert: Any, seed: int = 0, blocks: int = 2) -> Model:
     """The model with all its linear layers converted."""
     torch.manual_seed(seed)
-    model = Model().eval().requires_grad_(False)
+    model = Model(blocks).eval().requires_grad_(False)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
@@ -310,6 +310,15 @@ def test_another_table_of_shifts_is_another_formula() -> None:
             module.by.copy_(module.by.flip(0))
     after = decoder.generate(ids, max_new_tokens=8)
     assert torch.equal(after, greedy(model, ids, 8)) and not torch.equal(before, after)
+
+
+def test_many_equal_layers_with_wrapped_weights() -> None:
+    """A trace repeats equal layers only where their weights are plain tensors."""
+    model = quantised(wrapped, blocks=5)
+    ids = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
+    decoder = attngraph.compile(model, cache=True)
+    assert torch.equal(decoder.generate(ids, max_new_tokens=10), greedy(model, ids, 10))
+    assert note_of(decoder) == "21 product(s) read the weight's integers"
 
 
 def test_torchao_intx() -> None:

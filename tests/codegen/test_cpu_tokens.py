@@ -80,6 +80,13 @@ def test_products(depth: int, width: int, turned: bool, tokens: int) -> None:
     check(product(depth, width, turned), tokens)
 
 
+@pytest.mark.parametrize("tokens", [40, 48, 64, 77, 112, 128, 157, 190, 192, 193])
+@pytest.mark.parametrize(("depth", "width"), [(64, 24), (37, 53), (768, 129), (3072, 40), (5, 1300)])
+def test_products_whose_vectors_are_of_rows(depth: int, width: int, tokens: int) -> None:
+    """As many rows as fill vectors of 16, 8 or 4, or nearly, and others."""
+    check(product(depth, width, False), tokens)
+
+
 @pytest.mark.parametrize("tokens", [1, 33])
 @pytest.mark.parametrize("weight", ["12, 16", "12, 40", "20, 16"])
 def test_sums_over_some_of_the_elements(weight: str, tokens: int) -> None:

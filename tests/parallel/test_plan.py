@@ -5,6 +5,7 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,64 @@ def test_what_a_rank_keeps_and_sends_for_a_new_token_is_that_of_a_simulated_deco
     assert shares[name].sent_new == (0 if ranks is None else ranks.sent_per_token)
     whats = {entry.what for entry in ([] if ranks is None else ranks.sent)}
     assert (CACHE_EXCHANGE in whats) == (isinstance(model, ModernDecoder) and count == 4)
+
+
+@functools.cache
+def _steps(of: Callable[[], nn.Module]) -> dict[str, Share]:
+    return _shares(plan(of(), (_ids(),), 2, training=True))
+
+
+@pytest.mark.parametrize("of", [_lm, _grouped])
+def test_what_a_backward_pass_keeps_is_what_autograd_saves(of: Callable[[], nn.Module]) -> None:
+    """To the byte: the storages that the compiled model's call saves, weights and the input left out."""
+    model, ids, saved = of(), _ids(), dict[int, Tensor]()
+    compiled = attngraph.compile(model, min_scores=0)
+    compiled(ids)
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        compiled(ids)
+    for tensor in (*model.parameters(), *model.buffers(), ids):
+        saved.pop(tensor.untyped_storage().data_ptr(), None)
+    assert _steps(of)["data 2"].kept == sum(t.untyped_storage().nbytes() for t in saved.values()) > 0
+
+
+def test_ranks_keep_less_than_one_device_and_fetched_keys_of_all_tokens() -> None:
+    shares = _steps(_lm)
+    whole = shares["data 2"].kept
+    keys = 2 * 2 * TOKENS * 32 * 4  # keys and values, rows, tokens, width, bytes
+    assert shares["data 2"].fetched == shares["tensor 2"].fetched == 0
+    assert shares["context 2"].fetched == keys
+    assert whole / 2 < shares["tensor 2"].kept < whole
+    # Queries are a part of one packed projection, which stays beside the keys of all tokens.
+    assert shares["context 2"].kept == pytest.approx(whole / 2 + keys, rel=0.01)
+    assert all(share.cache is None for share in shares.values())
+
+
+def test_the_estimate_of_a_step_is_what_the_stated_formulas_give() -> None:
+    share = Share(100, 5, None, 0, 30, 15, 0, 1, "", 7, 40)
+    found = Plan(4, 10, 20, Machine(100, 50, 10, 445), (), (), True)
+    bound = found.estimate(Way("tensor", 2, 2, share))
+    assert bound is not None and bound.memory == 4 * 100 + 5 + 40 and bound.fits
+    assert bound.token == pytest.approx(3 * 100 / 20 / 50 + (2 * 30 + 2 * 100 * 1 / 2 / 20) / 10)
+    assert bound.new_token is None and bound.throughput == 2 / bound.token
+    alone = found.estimate(Way("context", 4, 1, share))
+    assert alone is not None and alone.token == pytest.approx(0.3 + (2 * 30 + 2 * 100 * 3 / 4 / 20) / 10)
+    both = found.estimate(Way("both", 4, 1, share, tokens=2))
+    assert both is not None and both.token == bound.token
+
+
+def test_the_command_plans_steps_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", TINY, "--tokens", "32", "--ranks", "2", "--memory", "80GB", "--training"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "activations" in out and "AdamW's state" in out and "a new token" not in out
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["training"] and told["ways"][0]["share"]["kept"] > told["ways"][1]["share"]["kept"] > 0
 
 
 def test_operations_are_those_of_products_and_of_pairs_that_the_mask_leaves() -> None:

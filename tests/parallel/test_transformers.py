@@ -78,7 +78,7 @@ CLASSES: dict[str, tuple[dict[str, Any], int]] = {
         {**LLAMA, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4,
          "num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
          "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1, "n_group": 1,
-         "topk_group": 1}, 6),
+         "topk_group": 1}, 5),
 }  # fmt: skip
 """The class, its sizes, and how many sums over ranks its graph has."""
 FAST = ("GPT2LMHeadModel", "LlamaForCausalLM", "GPTNeoXForCausalLM", "FalconForCausalLM")

@@ -3,10 +3,15 @@ they are installed; all other packages are the user's. Of the user's code a save
 
 from __future__ import annotations
 
+import argparse
+import dis
+import inspect
 import json
 import os
+import re
 import sysconfig
 from pathlib import Path
+from typing import ClassVar
 
 import networkx
 import numpy
@@ -16,6 +21,7 @@ import torch
 
 import attngraph
 from attngraph.capture import code_content, content, executed
+from attngraph.capture.code import globals_in, nested
 from attngraph.capture.executed import is_users
 from attngraph.models import targets
 
@@ -72,6 +78,41 @@ def test_of_thousands_of_modules_only_those_of_the_codes_files_are_resolved(
     found, lost = code_content.code_behind([code], content.Content())
     assert [name for name, _ in found] == ["attngraph.models.targets:tiny_decoder_lm"] and not lost
     assert {os.path.basename(path) for path in resolved} == {os.path.basename(code.co_filename)}
+
+
+def test_global_names_are_those_that_pythons_own_reader_finds() -> None:
+    """Also in code so long that numbers of names take several instructions."""
+    long = "\n".join(f"name_{n} = other_{n}.part_{n}(word_{n}=1)" for n in range(300))
+    sources = [Path(m.__file__).read_text("utf-8") for m in (dis, inspect, argparse, json.decoder)]
+    for source in (
+        long,
+        f"def f():\n    global name_7\n    {long.replace(chr(10), chr(10) + '    ')}",
+        *sources,
+    ):
+        for code in nested(compile(source, "a file", "exec")):
+            read = [i for i in dis.get_instructions(code) if i.opcode in dis.hasname]
+            wanted = [i.argval for i in read if re.search("GLOBAL|NAME|IMPORT", i.opname)]
+            assert globals_in(code) == tuple(dict.fromkeys(wanted))
+
+
+def test_what_a_class_holds_is_described_also_where_two_classes_extend_it() -> None:
+    class Base:
+        kinds: ClassVar = {"a", "b"}
+
+    class First(Base):
+        pass
+
+    class Second(Base):
+        pass
+
+    def described() -> dict[str, str]:
+        found = content.Content()
+        found.visit("it", (First, Second))
+        return found.lines
+
+    before = described()
+    Base.kinds = {"a", "c"}
+    assert described() != before
 
 
 size = 3

@@ -13,5 +13,6 @@ ENCODERS = (
     "EsmForMaskedLM", "EuroBertForMaskedLM", "LayoutLMForMaskedLM", "MPNetForMaskedLM",
     "MegatronBertForMaskedLM", "MobileBertForMaskedLM", "ModernBertForMaskedLM", "NomicBertForMaskedLM",
     "RemBertForMaskedLM", "RoCBertForMaskedLM", "RoFormerForMaskedLM", "RobertaForMaskedLM",
-    "RobertaPreLayerNormForMaskedLM",
+    "RobertaPreLayerNormForMaskedLM", "XLMRobertaForMaskedLM", "XLMRobertaXLForMaskedLM", "XmodForMaskedLM",
+    "DebertaV2ForMaskedLM",
 )  # fmt: skip

@@ -43,7 +43,8 @@ def examine(name: str) -> dict[str, Any]:
         try:
             found = _decoder(model, Path(folder)) if name in DECODERS else _encoder(model, Path(folder))
         except attngraph.AttnGraphError as problem:
-            return {**row, "outcome": "refused", "reason": _short(problem)}
+            format = "".join(f"{note}: " for note in getattr(problem, "__notes__", ()))
+            return {**row, "outcome": "refused", "reason": f"{format}{_short(problem)}"}
         except Exception as problem:
             return {**row, "outcome": "failed", "reason": _short(problem)}
     return {**row, **found, "seconds": round(time.monotonic() - start)}
@@ -53,7 +54,7 @@ def _decoder(model: Any, folder: Path) -> dict[str, Any]:
     ids = prompts()  # the second with padding before it
     ids[1, :SKIPPED] = 0
     decoder = attngraph.compile(model, cache=attngraph.CacheConfig(proof=False))
-    reports = [attngraph.export(decoder, folder / f"model.{format}", (ids,)) for format in FORMATS]
+    reports = [_exported(decoder, folder, format, (ids,)) for format in FORMATS]
     rows = [ids[:1], ids[1:, SKIPPED:]]
     wanted = [whole_sequences(model, row, NEW)[0, row.shape[1] :].tolist() for row in rows]
     call = {
@@ -70,12 +71,23 @@ def _encoder(model: Any, folder: Path) -> dict[str, Any]:
     mask[1, -SKIPPED:] = 0
     given = {"input_ids": ids, "attention_mask": mask}
     compiled = attngraph.compile(model)
-    reports = [attngraph.export(compiled, folder / f"model.{format}", (), given) for format in FORMATS]
+    reports = [_exported(compiled, folder, format, (), given) for format in FORMATS]
     with torch.no_grad():
         result = model(**given)
     wanted = result.logits if hasattr(result, "logits") else result[0]
     found = _alone({"inputs": [ids, mask], "wanted": wanted}, folder)
     return _row(reports, [difference < CLOSE for difference in found], "its answers are not the model's")
+
+
+def _exported(
+    compiled: Any, folder: Path, format: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> attngraph.ExportReport:
+    """Export a call to a format, which an error names."""
+    try:
+        return attngraph.export(compiled, folder / f"model.{format}", args, kwargs)
+    except attngraph.AttnGraphError as problem:
+        problem.add_note(format)
+        raise
 
 
 def _alone(call: dict[str, Any], folder: Path) -> list[Any]:

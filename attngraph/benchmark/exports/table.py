@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attngraph.benchmark.processes import cell
+from attngraph.benchmark.processes import cell, machine
 
 HEADING = "## Models of transformers\n"
 _SAID = """
 Each class is built small from its default configuration, with random weights, and written in both formats.
 The files are run in a process that cannot import attngraph or transformers. Of a decoder {new} greedy tokens
 of two prompts, one of them padded, are those of a loop that calls the whole model for each token; of an
-encoder the answers for two sequences, one of them padded, are the model's. One command writes this part:
+encoder the answers for two sequences, one of them padded, are the model's. Run on {date} with
+{versions},
+on {machine}. One command writes this part:
 
     python -m attngraph.benchmark.exports --json rows.jsonl --table docs/export.md
 """
@@ -28,7 +32,8 @@ def write(page: Path, rows: Sequence[dict[str, Any]], new: int) -> None:
 
 def table(rows: Sequence[dict[str, Any]], new: int) -> str:
     """A table of the decoders and one of the encoders."""
-    lines = [HEADING, _SAID.format(new=new)]
+    when = f"{datetime.date.today():%-d %B %Y}"
+    lines = [HEADING, _SAID.format(new=new, date=when, versions=_versions(), machine=machine())]
     for kind in ("decoder", "encoder"):
         found = [row for row in rows if row.get("kind") == kind]
         equal = sum(row["outcome"] == "equal" for row in found)
@@ -40,3 +45,17 @@ def table(rows: Sequence[dict[str, Any]], new: int) -> str:
             outcome = row["outcome"] + (f": {row['reason']}" if "reason" in row else "")
             lines.append(f"| {row['class']} | {numbers} | {cell(words)} | {cell(outcome)} |\n")
     return "".join(lines)
+
+
+def _versions() -> str:
+    """The versions of the packages that a file depends on, as far as they are installed."""
+    names = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
+    found = [f"{name} {version}" for name in names if (version := _version(name)) is not None]
+    return ", ".join(found)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from attngraph.benchmark.packages.description import Model, version
 from attngraph.benchmark.packages.one import CLOSE, COMPILERS
-from attngraph.benchmark.processes import Row, cell
+from attngraph.benchmark.processes import Row, cell, machine
 
 _HEAD = """# Models of other packages
 
@@ -44,7 +41,7 @@ def page(models: Sequence[Model], rows: Mapping[str, Row]) -> str:
     packages = list(dict.fromkeys(model.package for model in models))
     lines = [_HEAD.format(
         models=len(models), packages=len(packages), summary=" ".join(summary(models, rows).split("\n")),
-        close=CLOSE, machine=_machine(), python=platform.python_version(), torch=torch.__version__,
+        close=CLOSE, machine=machine(), python=platform.python_version(), torch=torch.__version__,
     )]  # fmt: skip
     for package in packages:
         installed = version(package)
@@ -144,16 +141,3 @@ def _notes(row: Row) -> list[str]:
     missed = [f"not fused{f' ({count})' if count > 1 else ''}: {cell(reason)}"
               for reason, count in row["missed"].items()]  # fmt: skip
     return missed + [f"in pieces: {cell(reason)}" for reason in row["pieces"]]
-
-
-def _machine() -> str:
-    """The processor's name and the vector instructions that PyTorch uses."""
-    file = Path("/proc/cpuinfo")
-    text = file.read_text() if file.exists() else ""
-    name = re.search(r"model name\s*: (.*)", text)
-    flags = re.search(r"flags\s*: (.*)", text)
-    wide = [
-        f for f in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16") if flags and f in flags[1].split()
-    ]
-    said: Any = (name[1].strip() if name else platform.processor() or platform.machine(), *wide)
-    return f"{', '.join(said)} (PyTorch uses {torch.backends.cpu.get_cpu_capability()})"

@@ -23,8 +23,9 @@ def polynomial(node: Expr) -> Polynomial:
     if node.op == "add":
         found: Polynomial = {}
         for term in node.args:
-            found = add(found, polynomial(term))
-        return found
+            for atoms, times in polynomial(term).items():
+                found[atoms] = found.get(atoms, 0) + times
+        return {atoms: times for atoms, times in found.items() if times}
     if node.op == "mul":
         found = {(): 1}
         for factor in node.args:

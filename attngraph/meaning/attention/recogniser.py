@@ -135,7 +135,7 @@ class Recogniser:
             self._too_long.add(node)  # formulas of nodes computed from it are longer still
             return Refusal(str(problem)) if softmaxes else None
         except Unliftable as problem:
-            found = Refusal(stands_between(str(problem)))
+            found = Refusal(stands_between(problem))
         if isinstance(found, (Refusal, tuple)):
             self.note_found(node)
         if isinstance(found, Refusal) and all(map(self.positions.follow, self.exponentials(node))):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
-_THINGS = re.compile(
-    r"(an? |the (place|mask) of |several |padding |differences |integers |elements |truth values |values of )"
-)
+from attngraph.meaning.rule import Unliftable, UnliftableBecause
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +15,8 @@ class Refusal:
     sizes: frozenset[str] = frozenset()
 
 
-def stands_between(problem: str) -> str:
+def stands_between(problem: Unliftable) -> str:
     """What keeps an element from being followed, as the reason why the softmax before it is left alone."""
-    if _THINGS.match(problem) is None:
-        return problem  # a sentence of its own
+    if isinstance(problem, UnliftableBecause):
+        return str(problem)
     return f"between its scores and the sum of its values stands {problem}, which is not looked into"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
@@ -22,11 +21,11 @@ from attngraph.ir.graph.program_graph import Input, ProgramGraph
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
-from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Demand, How, Part, Unplaced, Use
-from attngraph.meaning.placement.elements import category, element, is_linear
+from attngraph.meaning.placement.elements import category, element
 from attngraph.meaning.placement.table import Cut, Table, is_cut, united
+from attngraph.meaning.placement.tails import Tails
 from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable
 
 
@@ -82,6 +81,7 @@ class Regions:
     def __init__(self, graph: ProgramGraph, meaning: Meaning, ranks: int) -> None:
         self.graph, self.meaning, self.ranks = graph, meaning, ranks
         self.demand = Demand(meaning, ranks)
+        self.tails = Tails(graph, meaning, lambda node: self.chosen_from(node) is not None)
         self.given: dict[fx.Node, Input] = dict(zip(graph.placeholders(), graph.inputs, strict=True))
 
     def is_parameter(self, node: fx.Node) -> bool:
@@ -95,6 +95,39 @@ class Regions:
                 return None
             (node,) = operands
         return node
+
+    def chosen_from(self, node: fx.Node) -> fx.Node | None:
+        """The parameter whose elements a value has, moved, or chosen by integers (`W[ids]`); None if it has
+        others."""
+        while not self.is_parameter(node):
+            source = self._chosen(node)
+            if source is None:
+                return None
+            node = source
+        return node
+
+    def _chosen(self, node: fx.Node) -> fx.Node | None:
+        """The one operand whose elements a value has."""
+        operands = node.all_input_nodes
+        if node.op != "call_function" or not self.meaning.is_tensor(node):
+            return None
+        if self.meaning.category(node) is Category.MOVEMENT and len(operands) == 1:
+            return operands[0]
+        try:
+            _, at = self.meaning.places(node)
+            value = element(self.meaning, node, at)
+        except Unliftable:
+            return None
+        return value.value if value.op == "read" and isinstance(value.value, fx.Node) else None
+
+    def matrices_of(self, node: fx.Node) -> fx.Node | None:
+        """The parameter whose elements a weight has: moved, or matrices of it that integers choose, such as
+        those of each token's expert. (Rows that integers choose are values of tokens, no weight.)"""
+        strict = self.parameter_of(node)
+        found = self.chosen_from(node) if strict is None else None
+        if found is None or len(self.meaning.shape(found)) < 3:
+            return strict
+        return found
 
     def products(self, node: fx.Node) -> Iterator[Product]:
         """The ways to see a node as a sum over a dimension that it shares with a weight."""
@@ -119,8 +152,8 @@ class Regions:
             if variable.args[0].op != "const" or any(len(p) != 1 for p in places):
                 continue
             for a, b in ((0, 1), (1, 0)):
-                parameter = self.parameter_of(reads[b].value)
-                if parameter is not None and self.parameter_of(reads[a].value) is None:
+                parameter = self.matrices_of(reads[b].value)
+                if parameter is not None and self.matrices_of(reads[a].value) is None:
                     yield Product(
                         node, int(variable.args[0].value), reads[a].value, places[a][0], reads[b].value,
                         places[b][0], parameter, bias,
@@ -151,7 +184,7 @@ class Regions:
 
     def _is_divided_product(self, node: fx.Node) -> bool:
         return category(self.meaning, node) is Category.CONTRACTION and any(
-            self.parameter_of(n) is not None for n in node.all_input_nodes if self.meaning.is_tensor(n)
+            self.matrices_of(n) is not None for n in node.all_input_nodes if self.meaning.is_tensor(n)
         )
 
     def _require_own(self, region: Region) -> None:
@@ -244,25 +277,10 @@ class Regions:
         return Region(product, part, kept, inside, stops, self.tail(product))
 
     def tail(self, product: Product) -> list[fx.Node]:
-        """What follows a product and is a sum of its elements, up to where it is smallest: ranks may add up
-        there instead. The results of a token's experts are one sum."""
-        node, chain, best, shortest = product.node, list[fx.Node](), 0, self._size(product.node)
-        while product.bias is None and len(node.users) == 1:
-            (user,) = node.users
-            try:
-                _, at = self.meaning.places(user)
-                if user.op != "call_function" or not is_linear(element(self.meaning, user, at), node):
-                    break
-            except Unliftable:
-                break
-            chain.append(user)
-            node = user
-            if self._size(node) < shortest:
-                best, shortest = len(chain), self._size(node)
-        return chain[:best]
-
-    def _size(self, node: fx.Node) -> int:
-        return math.prod(shape_at(node.meta["val"], self.graph.hints))
+        """What follows a product before ranks are added up. Its bias comes first, if it is one of weights."""
+        if product.bias is not None and self.chosen_from(product.bias) is None:
+            return []
+        return self.tails.of(product.node)
 
     def weights_before(self, node: fx.Node) -> Iterator[fx.Node]:
         """The matrices of the last products that a value is computed from."""

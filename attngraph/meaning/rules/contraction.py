@@ -12,7 +12,16 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, of_each, rule
+from attngraph.meaning.rule import (
+    Category,
+    Indices,
+    Unliftable,
+    UnliftableBecause,
+    argument,
+    axis,
+    of_each,
+    rule,
+)
 from attngraph.meaning.rules.pointwise import dropped
 from attngraph.meaning.rules.reduction import zero_where_nan
 
@@ -68,7 +77,7 @@ def tensordot(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(CONTRACTION, "addmm.default", "baddbmm.default", "addbmm.default", "addmv.default")
 def addmm(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     if "addbmm" in str(node.target) and "baddbmm" not in str(node.target):
-        raise Unliftable("addbmm sums over the batch")
+        raise UnliftableBecause("addbmm sums over the batch")
     alpha, beta = (context.scalar(node.kwargs.get(n, 1)) for n in ("alpha", "beta"))
     value = M.mul(alpha, product(context, node.args[1], node.args[2], at))
     if E.is_const(beta, 0):

@@ -13,7 +13,16 @@ from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, part_rule, rule
+from attngraph.meaning.rule import (
+    Category,
+    Indices,
+    Unliftable,
+    UnliftableBecause,
+    argument,
+    axis,
+    part_rule,
+    rule,
+)
 
 MOVEMENT = Category.MOVEMENT
 END = (1 << 63) - 1
@@ -297,7 +306,7 @@ def index(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     picks += [None] * (len(source) - len(picks))
     used = [d for d, p in enumerate(picks) if p is not None]
     if any(is_mask(picks[d]) for d in used):
-        raise Unliftable("indexing with a boolean mask has a data-dependent size")
+        raise UnliftableBecause("indexing with a boolean mask has a data-dependent size")
     rank, start = max(len(context.shape(picks[d])) for d in used), first_picked(used)
     picked, others = at[start : start + rank], iter((*at[:start], *at[start + rank :]))
     places = []

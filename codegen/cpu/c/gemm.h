@@ -11,6 +11,9 @@ enum {
     NEAR = 1 << 17,                     /* elements of panels, and of a block of rows: half of the second cache */
     FEWEST_ROWS = 64,                   /* of an item, where rows are divided too */
     IN_TURN = 8,                        /* panels of an item that are needed once */
+    MOST_ROWS_ACROSS = 192,             /* rows.h: rows and outputs of an item, and elements of a part of x, */
+    MOST_OUTS_ACROSS = 512,             /* so that it and the sums stay in the second cache */
+    X_PART = NEAR / 2,
 };
 static const float ONES[STEP_Q] = {1, 1, 1, 1, 1, 1};
 
@@ -27,11 +30,18 @@ INLINE int64_t tiles_at_once(int64_t depth, int64_t rows) {
     return tiles <= near || NEAR / (depth * PANEL) <= 1 ? tiles : near;
 }
 
+/* Whether vectors are of rows (rows.h): there are few, and they fill 24 of 25 places. */
+INLINE int64_t goes_across(int64_t rows, int64_t outs) {
+    int64_t places = parts_of(rows, LANES) * LANES;
+    return rows <= MOST_ROWS_ACROSS && 25 * rows >= 24 * places && places > LANES && outs >= 4 * STEP_Q;
+}
+
 /* Items of many rows: all threads get equally many. Where there are too few columns for the threads, rows are
-   divided too. */
-static Items items_of_many(int64_t width, int64_t depth, int64_t rows, int64_t members) {
+   divided too. `across`: whether the weight is [out][depth], of floats. */
+static Items items_of_many(int64_t width, int64_t depth, int64_t rows, int64_t members, int across) {
     int64_t panels = parts_of(width, PANEL), are_kept = tiles_at_once(depth, rows) < parts_of(rows, STEP_Q);
     int64_t most = are_kept ? NEAR / (depth * PANEL) : IN_TURN;
+    if (across && goes_across(rows, width)) most = MOST_OUTS_ACROSS / PANEL;
     int64_t each = parts_of(panels, members * parts_of(panels, members * most));
     Items items = {each * PANEL, rows, parts_of(panels, each), 0};
     if (items.shares % members)
@@ -41,8 +51,10 @@ static Items items_of_many(int64_t width, int64_t depth, int64_t rows, int64_t m
     return items;
 }
 
-/* The elements of panels of an item. */
-static int64_t room_of(int64_t depth) { return larger(PANEL * depth, NEAR); }
+/* The elements of panels of an item, or of a part of x and of sums. */
+static int64_t room_of(int64_t depth) {
+    return larger(larger(PANEL * depth, NEAR), X_PART + MOST_ROWS_ACROSS * MOST_OUTS_ACROSS);
+}
 
 /* LANES places of some rows of a weight, from d on: `deep` times `wide` elements, one of each place. The panel begins
    with element `from` of the depth. */

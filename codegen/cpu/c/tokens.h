@@ -17,10 +17,10 @@ static int64_t share_of(int64_t width, int64_t depth, int64_t tokens, int64_t me
     return rounded_up((each + shares - 1) / shares, turned ? LANES : WHOLE_TILES);
 }
 
-/* The items of a product, whose rows are the tokens. */
-static Items items_of(int64_t width, int64_t depth, const int64_t *c, int turned) {
+/* The items of a product, whose rows are the tokens. `across`: as for items_of_many. */
+static Items items_of(int64_t width, int64_t depth, const int64_t *c, int turned, int across) {
     int64_t tokens = c[TOKENS], members = c[MEMBERS];
-    if (c[PANELS]) return items_of_many(width, depth, tokens, members);
+    if (c[PANELS]) return items_of_many(width, depth, tokens, members, across);
     int64_t columns = share_of(width, depth, tokens, members, turned), shares = parts_of(width, columns);
     return (Items){columns, tokens, shares, shares};
 }
@@ -40,6 +40,11 @@ typedef void Product(const float *x, int64_t ldx, const void *w, const float *sc
 INLINE void product(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales,
                     int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels, float *arranged,
                     const int type, const int scaled, const int zeros, const int turned) {
+    const int across = type == FLOAT && !scaled && !zeros && !turned;
+    if (across && panels && goes_across(rows, outs) && outs <= MOST_OUTS_ACROSS) {
+        product_by_rows(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, panels);
+        return;
+    }
     if (panels) {
         product_of_many(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, panels, type, scaled, zeros, turned);
         return;

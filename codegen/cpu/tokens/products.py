@@ -1,4 +1,4 @@
-"""How a token program's products with weights are given to the C of c/product.h and c/gemm.h.
+"""How a token program's products with weights are given to the C of c/product.h, c/gemm.h and c/rows.h.
 
 Programs share the code of their products, for which the C compiler takes longest: each kind of product is a
 library of its own, and a program's library has a pointer to each. How a weight lies is known when compiling,
@@ -21,7 +21,7 @@ _TYPES = {
 """The types of given tensors as c/elements.h names them."""
 
 
-HEADERS = ("functions", "elements", "tile", "product", "gemm", "tokens")
+HEADERS = ("functions", "elements", "tile", "product", "gemm", "rows", "tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,11 @@ class Kind:
     def pointer(self) -> str:
         """The line of a program's source that declares it."""
         return f"Product *{self.name};\n"
+
+    @property
+    def goes_across(self) -> bool:
+        """Whether vectors may be of rows (c/rows.h)."""
+        return (self.type, self.scaled, self.zeros, self.turned) == ("FLOAT", 0, "NONE", 0)
 
     @property
     def source(self) -> str:

@@ -49,6 +49,7 @@ class Tokens:
 
     def __init__(self) -> None:
         self._known: dict[str, Prepared | None] = {}
+        self._begun: set[str] = set()
         self._lock = threading.Lock()
 
     def source(self, program: TokenProgram) -> str:
@@ -59,8 +60,9 @@ class Tokens:
             return ""
 
     def prepare(self, text: str, given: Sequence[Tensor]) -> None:
-        if text in self._known or not all(t.is_cpu for t in given):
+        if text in self._known or text in self._begun or not all(t.is_cpu for t in given):
             return
+        self._begun.add(text)
         with contextlib.suppress(UnsupportedError, toolchain.CompilerError):  # told when it runs
             for kind in source.kinds_of_products(parse(text)):
                 toolchain.begin(kind.source)  # takes longest

@@ -202,7 +202,9 @@ class _Emitter:
             factors = [f for n in group.products if (f := self.program.product(n)) is not None]
             width, depth = self._width(group.products[0]), max(self._width(f.left) for f in factors)
             turned = int(any(f.turned for f in factors))
-            lines.append(f"    const Items items_{place} = items_of({width}, {depth}, c, {turned});")
+            across = int(all(products.kind(self.program, n).goes_across for n in group.products))
+            sizes = f"{width}, {depth}, c, {turned}, {across}"
+            lines.append(f"    const Items items_{place} = items_of({sizes});")
         count = " + ".join(f"items_{place}.count" for place in range(len(phase.groups)))
         lines += [f"    for (int64_t item; (item = take(c + COUNTERS + {number})) < {count};) {{"]
         for place, group in enumerate(phase.groups):

@@ -1,0 +1,37 @@
+"""Which values of a graph are computed from arguments of the call, not from weights and constants alone."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+
+
+class FollowsArguments:
+    """Answers for one graph. What is known of a value is kept while its nodes stay."""
+
+    def __init__(self, graph: ProgramGraph) -> None:
+        self.graph = graph
+        self._known: dict[fx.Node, bool] = {}
+
+    def __call__(self, value: fx.Node) -> bool:
+        """Whether a value is computed from arguments. Sizes are not followed."""
+        known = self._known
+        if not known:
+            inputs = zip(self.graph.placeholders(), self.graph.inputs, strict=True)
+            known |= {node: given.kind == "argument" for node, given in inputs}
+        stack = [value]
+        while stack:
+            node = stack[-1]
+            below = [] if is_size(node) else node.all_input_nodes
+            unknown = [n for n in below if n not in known] if node not in known else []
+            stack += unknown
+            if not unknown:
+                stack.pop()
+                known.setdefault(node, any(known[n] for n in below))
+        return known[value]
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Another value takes the place of one. Where the answer for it is another one, all is asked anew."""
+        if old in self._known and self(new) != self._known[old]:
+            self._known.clear()
