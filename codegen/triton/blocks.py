@@ -1,7 +1,7 @@
 """Which block sizes a call gets that nobody has measured: rules, by widths, dtype, program and GPU.
 
 A choice is checked ahead of time (`ahead_of_time.py`, and the scorecard of the benchmarks): the first choice
-for a width spills no registers, or few outside of loops; what is left is said where it is chosen.
+for a width spills no registers, or few; what is left is said where it is chosen.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _lie_in_two(
 
 def _in_two_tiles(D: int, Dv: int, shared: int) -> tuple[int, int, int, int]:
     """Queries, keys, warps and stages for rows in two tiles, on NVIDIA's GPUs. Where two programs share a
-    multiprocessor of sm_90, up to 64 bytes are spilled outside of loops."""
+    multiprocessor of sm_90, up to 64 bytes are spilled (the loops have no more instructions for it)."""
     keys, values = sum(in_two(D)), sum(in_two(Dv))
     if shared > _MUCH:
         if max(keys, values) <= 80:
