@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import attngraph
 from attngraph.capture.trace import capture
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.passes.insert_kv_cache.join_pieces import join_pieces
 
 WIDTH, HEADS, VOCABULARY, LONGEST = 16, 2, 24, 64
 EACH = WIDTH // HEADS
-OLD = torch.__version__ < (2, 14)
-"""Torch then does not follow how long a slice of a table is, if it is as long as all kept tokens."""
 
 
 def causal(tokens: int) -> Tensor:
@@ -109,10 +106,6 @@ def test_a_mixer_of_a_lecture_decodes(name: str, decodes: Any) -> None:
     torch.manual_seed(0)
     config = DecoderLMConfig(VOCABULARY, layers=1, width=WIDTH, heads=HEADS, max_tokens=LONGEST)
     model = DecoderLM(config, MIXERS[name]).eval()
-    if name in ("Skewed", "ChosenBlocks") and OLD:
-        with pytest.raises(attngraph.NoDecoderError, match="cannot be traced for sequences of any length"):
-            attngraph.compile(model, cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
-        return
     decodes(model, VOCABULARY, 24)
 
 
