@@ -29,10 +29,12 @@ _HALF = {
 }
 _SINGLE = {
     64: Blocks(64, 32, 8, 2),
-    128: Blocks(32, 16, 8, 2),
+    128: Blocks(32, 16, 4, 2),
     256: Blocks(32, 16, 8, 2),
     512: Blocks(16, 16, 8, 1),
 }
+_SINGLE_PADDED = {**_SINGLE, 128: Blocks(32, 16, 8, 2)}
+"""Masks of padded widths take registers: with four warps 128 bytes of them spill on sm_90."""
 _IN_LITTLE = {64: (128, 64), 128: (128, 32), 256: (128, 32)}
 """Queries and keys of tiles where a program has little shared memory (AMD GPUs)."""
 _GROUP = 64
@@ -59,7 +61,8 @@ def blocks_for(
         capability: of an NVIDIA GPU; None: another, or unknown.
     """
     width = max(64, padded(D), padded(Dv))
-    wanted = (_SINGLE if dtype is torch.float32 else _HALF)[width]
+    single = _SINGLE if _is_exact(D, Dv) else _SINGLE_PADDED
+    wanted = (single if dtype is torch.float32 else _HALF)[width]
     q, k, warps, stages, ahead = wanted.q, wanted.k, wanted.warps, wanted.stages, False
     if dtype is not torch.float32 and width < 512 and shared > _MUCH and (capability or (9, 0))[0] < 10:
         k, stages = _wide_tile(program, D, Dv), 3
@@ -163,7 +166,7 @@ def _wide_tile(program: ScoreProgram, D: int, Dv: int) -> int:
 WIDEST_BACKWARD = 256
 """For wider heads the two accumulators of a block of keys do not fit."""
 _HALF_BACKWARD = {64: Blocks(128, 32, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 1)}
-_SINGLE_BACKWARD = {64: Blocks(32, 32, 8, 1), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
+_SINGLE_BACKWARD = {64: Blocks(32, 32, 8, 1), 128: Blocks(32, 16, 8, 1), 256: Blocks(16, 16, 8, 1)}
 _HALF_SCORED = {**_HALF_BACKWARD, 128: Blocks(32, 64, 8, 2)}
 _HALF_WITH_READS = {64: Blocks(32, 32, 8, 2), 128: Blocks(32, 32, 8, 2), 256: Blocks(16, 64, 8, 1)}
 _HALF_BESIDE = {64: Blocks(64, 32, 4, 2), 128: Blocks(32, 64, 4, 2)}
@@ -188,9 +191,10 @@ def backward_blocks(
     elif shared < _LITTLE:
         table = _HALF_IN_LITTLE
     elif shared > _MUCH and width <= 128:
-        is_new = (capability or (9, 0))[0] >= 10
-        if has_reads or is_new:
-            return Blocks(128, 16 if has_reads and (is_new or width == 128) else 32, 8, 2)
+        if has_reads:
+            return Blocks(128, 16 if width == 128 else 32, 8, 2)
+        if (capability or (9, 0))[0] >= 10:
+            return Blocks(128, 32, 8, 3 if linear else 2)  # with the other number of stages it spills 8 bytes
         # Of the smaller ones, two programs share a multiprocessor.
         return Blocks(64, 64, 4, 3) if width == 64 else Blocks(128, 64, 8, 3)
     else:
