@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops.collectives import ALL_REDUCE
 from attngraph.meaning.check.region import shape_at
+from attngraph.meaning.check.ways import WayChecks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.differing import differing
 from attngraph.meaning.rule import Category
@@ -29,8 +30,9 @@ aten = torch.ops.aten
 
 
 def merge_sums(graph: ProgramGraph, meaning: Meaning, entering: Entering) -> None:
-    """Merge reductions whose results are added."""
+    """Merge reductions whose results are added, where that is proved to give the same."""
     own = differing(graph)
+    checks = WayChecks(graph, own, entering.learns)
     for node in list(graph.graph.nodes):
         if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
             continue
@@ -38,13 +40,16 @@ def merge_sums(graph: ProgramGraph, meaning: Meaning, entering: Entering) -> Non
         groups = {side.reduction.args[1] for side in sides if side is not None}
         if None in sides or len(groups) != 1 or node.args[0] is node.args[1]:
             continue
-        builder = Builder(graph, node)
-        found = _merged(builder, entering, [side for side in sides if side is not None], groups.pop())
+        builder, merged = Builder(graph, node), [side for side in sides if side is not None]
+        found = _merged(builder, entering, merged, groups.pop())
         one, other = found.meta["val"], node.meta["val"]
-        if list(map(str, one.shape)) != list(map(str, other.shape)) or one.dtype != other.dtype:
+        is_alike = list(map(str, one.shape)) == list(map(str, other.shape)) and one.dtype == other.dtype
+        leaves = [leaf for side in merged for leaf in side.begins()]
+        if not is_alike or checks.same_value(node, found, leaves).problem:
             builder.discard()
             continue
         node.replace_all_uses_with(found)
+        own = checks.own = differing(graph)
     graph.clean()
 
 
@@ -54,6 +59,11 @@ class _Summed:
 
     reduction: fx.Node
     steps: tuple[tuple[fx.Node, fx.Node], ...] = ()
+
+    def begins(self) -> list[fx.Node]:
+        """What it is computed from."""
+        others = [n for step, before in self.steps for n in step.all_input_nodes if n is not before]
+        return [*self.reduction.all_input_nodes, *others]
 
 
 def _merged(builder: Builder, entering: Entering, sides: list[_Summed], group: Any) -> fx.Node:
