@@ -167,7 +167,7 @@ class TileEmitter(Emitter):
 
     def product_of(self, a: str, b: str) -> str:
         """Products in single precision, which Triton computes without tensor cores, are written the other way
-        round: with Triton 3.8 the kernel of queries takes 76 registers at a width of 128, and spilled 240 bytes."""
+        round: with Triton 3.8 the kernel of queries of width 128 takes 76 registers, and spilled 240 bytes."""
         if self.exact:
             return f"tl.trans(tl.dot({b}, tl.trans({a}){self.exact}))"
         return f"tl.dot({a}, tl.trans({b}){self.exact})"
