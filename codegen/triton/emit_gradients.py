@@ -166,8 +166,9 @@ class TileEmitter(Emitter):
         return lines
 
     def product_of(self, a: str, b: str) -> str:
-        """Products in single precision, which Triton computes without tensor cores, are written the other way
-        round: with Triton 3.8 the kernel of queries of width 128 takes 76 registers, and spilled 240 bytes."""
+        """Products in single precision, which Triton computes without tensor cores, are written the other
+        way round: with Triton 3.8 the kernel of queries of width 128 takes 76 registers, and spilled 240
+        bytes."""
         if self.exact:
             return f"tl.trans(tl.dot({b}, tl.trans({a}){self.exact}))"
         return f"tl.dot({a}, tl.trans({b}){self.exact})"
