@@ -34,7 +34,7 @@ _SINGLE = {
     512: Blocks(16, 16, 8, 1),
 }
 _SINGLE_PADDED = {**_SINGLE, 128: Blocks(32, 16, 8, 2)}
-"""Masks of padded widths take registers: with four warps 128 bytes of them spill on sm_90."""
+"""Masks of padded widths take registers: with four warps up to 128 bytes of them spill on sm_90."""
 _IN_LITTLE = {64: (128, 64), 128: (128, 32), 256: (128, 32)}
 """Queries and keys of tiles where a program has little shared memory (AMD GPUs)."""
 _GROUP = 64
@@ -54,8 +54,9 @@ def blocks_for(
 ) -> Blocks:  # fmt: skip
     """Block sizes for a GPU that gives a program `shared` bytes of shared memory.
 
-    Up to a width of 128 the first choice does not spill registers. Where the pipeline of keys and values does
-    not fit, first its stages are reduced, then the tile.
+    Up to a width of 128 the first choice spills no registers, or few (float32 on sm_80: up to 16 bytes with
+    Triton 3.8, for padded widths and reads of pairs). Where the pipeline of keys and values does not fit, first
+    its stages are reduced, then the tile.
 
     Args:
         capability: of an NVIDIA GPU; None: another, or unknown.
@@ -180,7 +181,8 @@ def backward_blocks(
     width: int, dtype: torch.dtype, shared: int, has_reads: bool = False, linear: bool = True,
     capability: tuple[int, int] | None = None,
 ) -> Blocks:  # fmt: skip
-    """Block sizes of the backward kernels, that do not spill up to a width of 128 on NVIDIA GPUs. (On sm_90,
+    """Block sizes of the backward kernels, that do not spill up to a width of 128 on NVIDIA GPUs with Triton
+    3.8, but for 8 to 32 bytes of some programs in float32 and, where reads are summed, on sm_100. (On sm_90,
     at a width of 128, some programs do and are still predicted to be faster: of heads that share keys, by 120
     bytes, and with finite fills or lists of tiles, by 8 to 56.) `q` is how many queries (in the kernel of
     keys: keys) a program owns, `k` how many keys (queries) it takes at a time. `has_reads`: gradients of

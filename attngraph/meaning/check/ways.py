@@ -67,8 +67,9 @@ class WayChecks(Checks):
                 for order, node in zip(orders, (old, new), strict=True)
             ]
             tried.append(dict(chosen))
-            for wanted, found in zip(*sides, strict=True):
-                result = compare(found, wanted, elementwise(tolerance, largest(wanted)))
+            for place, (wanted, found) in enumerate(zip(*sides, strict=True)):
+                added = largest(wanted) if place >= graph.ranks.count else 0.0  # gradients come last
+                result = compare(found, wanted, elementwise(tolerance, added))
                 if not result.holds:
                     return Verdict(result.error, tuple(tried), f"it differs: {result}")
                 worst = max(worst, result.error)
