@@ -55,8 +55,8 @@ def blocks_for(
     """Block sizes for a GPU that gives a program `shared` bytes of shared memory.
 
     Up to a width of 128 the first choice spills no registers, or few (float32 on sm_80: up to 16 bytes with
-    Triton 3.8, for padded widths and reads of pairs). Where the pipeline of keys and values does not fit, first
-    its stages are reduced, then the tile.
+    Triton 3.8, for padded widths and reads of pairs). Where the pipeline of keys and values does not fit,
+    first its stages are reduced, then the tile.
 
     Args:
         capability: of an NVIDIA GPU; None: another, or unknown.
