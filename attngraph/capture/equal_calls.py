@@ -79,6 +79,10 @@ class Operands:
             return _size(value)
         if isinstance(value, (list, tuple)):
             return tuple([self.described(v) for v in value])
+        if kind is slice:
+            return kind, *(self.described(n) for n in (value.start, value.stop, value.step))
+        if value is Ellipsis:
+            return value
         raise NotDescribed
 
     def tensor(self, tensor: Any) -> Any:
@@ -142,9 +146,11 @@ def _is_inferred(op: Any) -> bool:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether a tensor without data is described by its layout: it has no known value either."""
+    """Whether a tensor without data is described by its layout: it has no known value either, but for one
+    that has no elements."""
     turned = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
-    return tensor.constant is None and tensor.layout is torch.strided and not turned
+    is_known = tensor.constant is not None and 0 not in tensor.constant.shape
+    return not is_known and tensor.layout is torch.strided and not turned
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
@@ -162,6 +168,14 @@ def _size(value: Any) -> Any:
     return type(value), formula
 
 
+@contextlib.contextmanager
+def within_kernels(mode: Any) -> Iterator[None]:
+    """Let operations in the body be those of kernels on tensors without data: nothing records them, and no
+    conditions on sizes are noted."""
+    with in_kernel_invocation_manager(mode), mode.shape_env.suppress_guards():
+        yield
+
+
 def memory_of(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -169,7 +183,7 @@ def memory_of(tensor: Any) -> int:
 @dataclasses.dataclass
 class Made:
     """One tensor of a result. `base`: the number of the operand whose memory it has; None: memory of its
-    own."""
+    own. `is_known`: whether the trace knows its value, which then has no elements."""
 
     dtype: torch.dtype
     device: torch.device
@@ -177,30 +191,43 @@ class Made:
     stride: tuple[Any, ...]
     offset: Any
     base: int | None
+    is_known: bool = False
 
     @staticmethod
-    def of(call: _Call, tensor: Any) -> Made:
-        if type(tensor) is not FakeTensor or not _is_plain(tensor) or tensor.requires_grad:
+    def of(call: Operands, tensor: Any) -> Made:
+        if type(tensor) is not FakeTensor or not _is_plain(tensor):
             raise NotDescribed
         _, _, offset = _layout(tensor)
         base = call.number_of_memory(tensor)
         if base is None and offset != 0:
             raise NotDescribed
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return Made(tensor.dtype, tensor.device, shape, stride, tensor.storage_offset(), base)
+        is_known = tensor.constant is not None
+        return Made(tensor.dtype, tensor.device, shape, stride, tensor.storage_offset(), base, is_known)
 
     def tensor(self, call: Operands) -> Any:
         """Another tensor like it, for a call with an equal key."""
-        with in_kernel_invocation_manager(call.mode), call.mode.shape_env.suppress_guards():
-            base = None if self.base is None else call.tensors[self.base]
-            if base is None:
-                made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-            elif base.dtype == self.dtype:
-                made = torch.as_strided(base, self.shape, self.stride, self.offset)
-            else:  # a view with another dtype; that its memory suffices is compared once more
-                made = torch.empty(0, dtype=self.dtype, device="meta")
-                made.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
-        return FakeTensor(call.mode, made, self.device)
+        with within_kernels(call.mode):
+            return self.within_kernels(call)
+
+    def within_kernels(self, call: Operands) -> Any:
+        """The same, where torch already runs kernels and notes no conditions."""
+        base = None if self.base is None else call.tensors[self.base]
+        if base is None:  # memory of no bytes: how many there would be takes long to compute
+            base = torch.empty(0, dtype=self.dtype, device="meta")
+        if base.dtype == self.dtype:
+            made = torch.as_strided(base, self.shape, self.stride, self.offset)
+        else:  # a view with another dtype; that its memory suffices is compared once more
+            made = torch.empty(0, dtype=self.dtype, device="meta")
+            made.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
+        value = torch.empty(self.shape, dtype=self.dtype, device=self.device) if self.is_known else None
+        return FakeTensor(call.mode, made, self.device, constant=value)
+
+    def differentiable(self, call: Operands) -> Any:
+        """Another tensor like it, with a gradient that flows to operands, or to nothing."""
+        if self.base is not None:
+            return torch.as_strided(call.tensors[self.base], self.shape, self.stride, self.offset)
+        return self.tensor(call).requires_grad_().clone()  # no code may write to one that nothing made
 
 
 @dataclasses.dataclass
@@ -242,4 +269,8 @@ class _Result:
 
 def _part(call: _Call, tensor: Any) -> Made | int | None:
     number = call.number(tensor)
-    return number if number is not None or tensor is None else Made.of(call, tensor)
+    if number is not None or tensor is None:
+        return number
+    if tensor.requires_grad:
+        raise NotDescribed
+    return Made.of(call, tensor)

@@ -62,39 +62,25 @@ def collecting() -> Iterator[Executed]:
         _CURRENT.reset(token)
 
 
-class Ran:
-    """The code that has run to its end so far, in a part of a trace."""
-
-    def __init__(self, profile: Any) -> None:
-        self._profile = profile
-
-    def counts(self) -> dict[types.CodeType, int] | None:
-        """How often the user's code ran, and code without a file that it called; None if it is not seen."""
-        if self._profile is None:
-            return None
-        entries = self._profile.getstats()
-        counts = {id(e.code): e.callcount for e in entries}
-        return {code: counts.get(id(code), 0) for code in _of_the_user(entries)}
-
-
 @contextlib.contextmanager
-def recorded() -> Iterator[Ran]:
-    """Record the code that the body runs, also for whoever collects it."""
+def recorded() -> Iterator[None]:
+    """Record the code that the body runs, for whoever collects it."""
     into = _CURRENT.get()
+    if into is None:
+        yield
+        return
     profile = None if sys.getprofile() is not None else _profiler()
     if profile is None:  # another profiler runs, and there can be one only
-        if into is not None:
-            into.complete = False
-        yield Ran(None)
+        into.complete = False
+        yield
         return
-    with _Off(profile), contextlib.nullcontext() if into is None else _files_noted(into):
+    with _Off(profile), _files_noted(into):
         profile.enable()
         try:
-            yield Ran(profile)
+            yield
         finally:
             profile.disable()
-            if into is not None:
-                into.add(profile.getstats())
+            into.add(profile.getstats())
 
 
 def _profiler() -> Any:

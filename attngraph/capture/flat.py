@@ -24,7 +24,7 @@ from attngraph.capture import by_rows
 from attngraph.capture.attributes import Described, Settings, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
 from attngraph.capture.checks import Checks
-from attngraph.capture.executed import Ran, recorded
+from attngraph.capture.executed import recorded
 from attngraph.capture.guards import things
 from attngraph.capture.side_effects import SideEffects, label_of
 from attngraph.capture.snapshot import Snapshot
@@ -45,7 +45,7 @@ def _sizes_recorded_when_needed() -> Iterator[None]:
         sys.setrecursionlimit(limit)
 
 
-Repeats = Callable[[nn.Module, Ran, Callable[[], Any]], contextlib.AbstractContextManager[None]]
+Repeats = Callable[[Callable[[], Any]], contextlib.AbstractContextManager[None]]
 
 
 @dataclasses.dataclass
@@ -69,8 +69,8 @@ class Trace:
     """The extents of values that are numbers."""
     asked: dict[tuple[int, int], tuple[str, str, int]] = dataclasses.field(default_factory=dict)
     """Dimensions for whose number the code asks: the size's name, the file and the line that ask first."""
-    repeats: Repeats = lambda root, ran, noted: contextlib.nullcontext()
-    """What repeats calls of equal modules while the target runs."""
+    repeats: Repeats = lambda noted: contextlib.nullcontext()
+    """What repeats equal calls of torch's functions while the target runs."""
 
     def noted(self, printed: io.StringIO) -> tuple[Any, ...]:
         """What it has noted so far besides operations."""
@@ -123,8 +123,8 @@ class Flat(nn.Module):
             watch,
             self.trace.checks.watch(),
             _sizes_recorded_when_needed(),
-            recorded() as ran,
-            self.trace.repeats(self, ran, lambda: self.trace.noted(printed)),
+            self.trace.repeats(lambda: self.trace.noted(printed)),
+            recorded(),
         ):
             result = by_rows.call(target, args, kwargs)
         if printed.getvalue():

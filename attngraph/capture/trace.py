@@ -32,7 +32,7 @@ from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.equal_calls import equal_calls_inferred_once
 from attngraph.capture.equal_formulas import equal_formulas_computed_once
-from attngraph.capture.equal_modules import equal_modules_traced_twice
+from attngraph.capture.equal_functions import equal_functions_traced_twice
 from attngraph.capture.export_steps import steps_shortened
 from attngraph.capture.flags import flags_of_sizes
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
@@ -115,8 +115,7 @@ def _capture(
     _refuse_what_a_graph_would_lose(target)
     flat = Flat(target, leaves, spec, settings or {}, reads)
     flat.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
-    if not settings:  # values of watched attributes are not where a key looks
-        flat.trace.repeats = equal_modules_traced_twice
+    flat.trace.repeats = equal_functions_traced_twice
     # torch.export replaces a module's lists and dicts by copies.
     kept = Snapshot([target, *things(leaves)])
     try:

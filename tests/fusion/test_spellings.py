@@ -433,6 +433,16 @@ def test_a_buffer_that_repeats_only_up_to_the_traced_length_is_not_taken_for_a_f
         assert agreement, agreement.differences
 
 
+@pytest.fixture
+def recursion_as_python_has_it() -> Iterator[None]:
+    """Python's own limit of recursion, which Inductor raises for the whole process."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(limit)
+
+
+@pytest.mark.usefixtures("recursion_as_python_has_it")
 def test_scores_that_are_written_one_by_one_are_no_error_of_the_compiler() -> None:
     def model(x: Tensor) -> Tensor:
         scores = torch.empty(x.shape[0], x.shape[0], dtype=x.dtype)

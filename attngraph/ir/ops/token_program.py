@@ -229,8 +229,8 @@ class _Evaluation:
         return found
 
     def _read(self, node: Expr) -> Tensor:
-        """An element for each token and index. Indices that a selection does not choose may be out of range:
-        those elements are read at the last place."""
+        """An element for each token and index: the tensor itself where these count its dimensions. Indices
+        that a selection does not choose may be out of range: those elements are read at the last place."""
         tensor: Tensor = self.known[node.value]
         indices = list(node.args)
         if self.program.definition(node.value) is not None:
@@ -241,6 +241,10 @@ class _Evaluation:
             indices.insert(0, indices.pop(self.program.given[node.value].token_dim))
         if not indices:
             return tensor
+        axes = [self.axes.index(i) for i in indices if i in self.axes]
+        if len(set(axes)) == len(indices) and [self.shape[a] for a in axes] == list(tensor.shape):
+            shape = [n if a in axes else 1 for a, n in enumerate(self.shape)]
+            return tensor.permute(sorted(range(len(axes)), key=axes.__getitem__)).reshape(shape)
         places = [self.of(i).clamp(0, n - 1) for i, n in zip(indices, tensor.shape, strict=True)]
         found: Tensor = tensor[tuple(_broadcast(places))]
         return found
