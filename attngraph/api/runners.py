@@ -15,6 +15,7 @@ from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.runtime.direct import shortened
 from attngraph.runtime.parallel.agree import agree_on_graph
+from attngraph.runtime.parallel.fetch_early import fetching_early
 from attngraph.runtime.parallel.mesh import RankMesh
 from attngraph.runtime.parallel.parameters import Own, distribute
 from attngraph.runtime.parallel.simulated import on_all_ranks
@@ -25,11 +26,11 @@ Runner = Callable[[ProgramGraph], Callable[..., Any]]
 
 
 def runner_of(options: Options) -> Runner:
-    """A graph's module, or that compiled by Inductor."""
+    """A graph's module, in which ranks fetch keys early, or that compiled by Inductor."""
 
     def run(graph: ProgramGraph) -> Callable[..., Any]:
         if not options.inductor:
-            return graph.module
+            return fetching_early(graph.module)
         if options.progress is not None:
             options.progress("inductor")
         compiled: Callable[..., Any] = torch.compile(graph.written(), dynamic=True, fullgraph=True)

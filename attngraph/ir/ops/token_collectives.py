@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attngraph.ir.ops.collectives import COLLECTIVES, Together, differentiated
 from attngraph.ir.ops.sharing import shared
-from attngraph.ir.ops.transforms import differentiate_by
+from attngraph.ir.ops.transforms import differentiate_by, has_tangent, is_recorded
 
 torch.library.define(
     "attngraph::own_tokens", "(Tensor x, int dim, int[] chunks, int ranks, str group) -> Tensor"
@@ -124,9 +124,8 @@ def _ordered(x: Tensor, dim: int, layout: Layout) -> Tensor:
 
 
 def _gathered(x: Tensor, dim: int, layout: Layout, group: str) -> Tensor:
-    functional = torch.ops._c10d_functional
     first = x.movedim(dim, 0).contiguous()
-    found = functional.wait_tensor(functional.all_gather_into_tensor(first, layout.ranks, group))
+    found = _functional.wait_tensor(_functional.all_gather_into_tensor(first, layout.ranks, group))
     return _ordered(found, 0, layout).movedim(0, dim).contiguous()
 
 
@@ -195,23 +194,43 @@ def _plan_anew(
 _kept_plan = functools.lru_cache(maxsize=64)(_plan_anew)
 
 
-def _swapped(rows: Tensor, there: Sequence[Tensor], here: Sequence[Tensor], group: str) -> Tensor:
-    """Send the first len(there[0]) rows to rank 0 and so on; the rows that come, rank by rank."""
-    functional = torch.ops._c10d_functional
+_functional = torch.ops._c10d_functional
+
+
+def _swap(rows: Tensor, there: Sequence[Tensor], here: Sequence[Tensor], group: str) -> Tensor:
+    """Begin to send the first len(there[0]) rows to rank 0 and so on. Returns memory for the rows that come,
+    rank by rank: they are there once it is waited for."""
     counts = [[len(t) for t in places] for places in (here, there)]
-    found: Tensor = functional.wait_tensor(functional.all_to_all_single(rows.contiguous(), *counts, group))
+    found: Tensor = _functional.all_to_all_single(rows.contiguous(), *counts, group)
     return found
 
 
-def _fetched(x: Tensor, plan: _Plan, group: str) -> Tensor:
-    own = plan.of(_rank(group))
-    rows = x.movedim(TOKENS, 0)
-    whole = rows.new_zeros((plan.needed.shape[1], *rows.shape[1:]))
-    whole[own.own.to(x.device)] = rows
-    if not plan.is_empty:
-        sent = rows[torch.cat(own.sent).to(x.device)]
-        whole[torch.cat(own.received).to(x.device)] = _swapped(sent, own.sent, own.received, group)
-    return whole.movedim(0, TOKENS)
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A fetch that has begun: what is sent is on its way, and `coming` is what arrives."""
+
+    plan: _Plan
+    group: str
+    coming: Tensor | None
+
+    @classmethod
+    def of(cls, x: Tensor, plan: _Plan, group: str) -> Begun:
+        """Begin to fetch the keys of a plan; `x` are the rank's own."""
+        if plan.is_empty:
+            return cls(plan, group, None)
+        own = plan.of(_rank(group))
+        sent = x.detach().movedim(TOKENS, 0)[torch.cat(own.sent).to(x.device)]
+        return cls(plan, group, _swap(sent, own.sent, own.received, group))
+
+    def with_own(self, x: Tensor) -> Tensor:
+        """The keys in their places, once they have come."""
+        own = self.plan.of(_rank(self.group))
+        rows = x.movedim(TOKENS, 0)
+        whole = rows.new_zeros((self.plan.needed.shape[1], *rows.shape[1:]))
+        whole[own.own.to(x.device)] = rows
+        if self.coming is not None:
+            whole[torch.cat(own.received).to(x.device)] = _functional.wait_tensor(self.coming)
+        return whole.movedim(0, TOKENS)
 
 
 def _returned(grad: Tensor, plan: _Plan, group: str) -> Tensor:
@@ -221,7 +240,7 @@ def _returned(grad: Tensor, plan: _Plan, group: str) -> Tensor:
     total = rows[own.own.to(grad.device)]
     if not plan.is_empty:
         sent = rows[torch.cat(own.received).to(grad.device)]
-        back = _swapped(sent, own.received, own.sent, group)
+        back = _functional.wait_tensor(_swap(sent, own.received, own.sent, group))
         total = total.index_add(0, torch.cat(own.sent).to(grad.device), back)
     return total.movedim(0, TOKENS)
 
@@ -249,7 +268,7 @@ def _fetch_keys(
     x: Tensor, reads: list[Tensor], sizes: list[int], program: str, chunks: list[int], ranks: int, group: str
 ) -> Tensor:
     layout = Layout.of(chunks, ranks)
-    return _fetched(x, _plan_of(x, reads, sizes, program, layout), group)
+    return Begun.of(x, _plan_of(x, reads, sizes, program, layout), group).with_own(x)
 
 
 @torch.library.register_fake("attngraph::own_tokens")  # type: ignore[untyped-decorator]
@@ -293,18 +312,40 @@ class _AllTokens(torch.autograd.Function):
         return _taken(grad, *ctx.about), None, None, None, None
 
 
-class _FetchKeys(torch.autograd.Function):
+class _Fetched(torch.autograd.Function):
+    """The keys of a fetch that has begun, with gradients."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, reads: list[Tensor], sizes: list[int], program: str, chunks: list[int],
-        ranks: int, group: str,
-    ) -> Tensor:  # fmt: skip
-        ctx.about = _plan_of(x, reads, sizes, program, Layout.of(chunks, ranks)), group
-        return _fetched(x.detach(), *ctx.about)
+    def forward(ctx: Any, x: Tensor, begun: Begun) -> Tensor:
+        ctx.about = begun.plan, begun.group
+        return begun.with_own(x.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return (_returned(grad, *ctx.about), *(None,) * 6)
+        return _returned(grad, *ctx.about), None
+
+
+def begin_fetch(
+    x: Tensor, reads: list[Tensor], sizes: list[int], program: str, chunks: list[int], ranks: int, group: str
+) -> Begun:
+    """Begin what `fetch_keys` does with these arguments, and do not wait for it."""
+    return Begun.of(x, _plan_of(x, reads, sizes, program, Layout.of(chunks, ranks)), group)
+
+
+def finish_fetch(x: Tensor, begun: Begun) -> Tensor:
+    """What `fetch_keys` gives, of a fetch of `x` that has begun; gradients as there."""
+    if has_tangent((x,)):
+        raise NotImplementedError(f"{FETCH_KEYS} has no forward-mode derivative.")
+    found: Tensor = _Fetched.apply(x, begun) if is_recorded((x,)) else begun.with_own(x)
+    return found
+
+
+class _FetchKeys:
+    """`fetch_keys` with gradients: begun and finished at once."""
+
+    @staticmethod
+    def apply(x: Tensor, *about: Any) -> Tensor:
+        return finish_fetch(x, begin_fetch(x, *about))
 
 
 differentiate_by("own_tokens", differentiated(OWN_TOKENS, _OwnTokens))
