@@ -208,10 +208,10 @@ class Made:
     def tensor(self, call: Operands) -> Any:
         """Another tensor like it, for a call with an equal key."""
         with within_kernels(call.mode):
-            return self.within_kernels(call)
+            return self.fake(call, self.memory(call))
 
-    def within_kernels(self, call: Operands) -> Any:
-        """The same, where torch already runs kernels and notes no conditions."""
+    def memory(self, call: Operands) -> Any:
+        """Its memory without data, made where torch already runs kernels and notes no conditions."""
         base = None if self.base is None else call.tensors[self.base]
         if base is None:  # memory of no bytes: how many there would be takes long to compute
             base = torch.empty(0, dtype=self.dtype, device="meta")
@@ -220,8 +220,12 @@ class Made:
         else:  # a view with another dtype; that its memory suffices is compared once more
             made = torch.empty(0, dtype=self.dtype, device="meta")
             made.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
+        return made
+
+    def fake(self, call: Operands, memory: Any) -> Any:
+        """The tensor with this memory."""
         value = torch.empty(self.shape, dtype=self.dtype, device=self.device) if self.is_known else None
-        return FakeTensor(call.mode, made, self.device, constant=value)
+        return FakeTensor(call.mode, memory, self.device, constant=value)
 
     def differentiable(self, call: Operands) -> Any:
         """Another tensor like it, with a gradient that flows to operands, or to nothing."""

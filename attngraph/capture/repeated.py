@@ -139,20 +139,23 @@ class Recording:
             made = tracer.graph.node_copy(node, lambda n: copies.get(n, n))
             made.meta["nn_module_stack"] = stack
             copies[node] = made
-        differentiable = any(result.wants_gradient for result in self.results)
-        quiet = proxy_tensor.disable_proxy_modes_tracing() if differentiable else within_kernels(call.mode)
         with torch._C.DisableTorchFunction():
-            with quiet:
-                found = [_made(result, call, not differentiable) for result in self.results]
-            for result, made in zip(self.results, found, strict=True):
-                if result.node is not None:
-                    node = copies[result.node]
-                    node.meta["val"] = proxy_tensor.extract_val(made)
-                    slot = proxy_tensor._ProxyTensor(fx.Proxy(node, tracer), made.constant)
-                    proxy_tensor.set_proxy_slot(made, tracer, slot)
+            if any(result.wants_gradient for result in self.results):
+                with proxy_tensor.disable_proxy_modes_tracing():
+                    found = [_differentiable(result, call) for result in self.results]
+            else:
+                with within_kernels(call.mode):
+                    found = [_without_gradient(result, call) for result in self.results]
+        for result, (made, shown) in zip(self.results, found, strict=True):
+            if result.node is not None:
+                node = copies[result.node]
+                node.meta["val"] = shown
+                slot = proxy_tensor._ProxyTensor(fx.Proxy(node, tracer), made.constant)
+                proxy_tensor.set_proxy_slot(made, tracer, slot)
+        tensors = [made for made, _ in found]
         if self.kind is None:
-            return found[0]
-        return self.kind(*found) if hasattr(self.kind, "_fields") else self.kind(found)
+            return tensors[0]
+        return self.kind(*tensors) if hasattr(self.kind, "_fields") else self.kind(tensors)
 
 
 def _since(tracer: Any, last: fx.Node) -> Iterator[fx.Node]:
@@ -226,12 +229,22 @@ def _result(tracer: Any, call: Call, own: set[fx.Node], leaf: Any) -> _Result:
     return _Result(node=node, made=made, wants_gradient=leaf.requires_grad)
 
 
-def _made(result: _Result, call: Call, is_within_kernels: bool) -> Any:
+def _without_gradient(result: _Result, call: Call) -> tuple[Any, Any]:
+    """A result of a repeated call, and another tensor over the same memory for the node to show."""
     if result.made is None:
-        return call.tensors[result.operand or 0]
-    if result.wants_gradient:
-        return result.made.differentiable(call)
-    return result.made.within_kernels(call) if is_within_kernels else result.made.tensor(call)
+        operand = call.tensors[result.operand or 0]
+        return operand, operand
+    memory = result.made.memory(call)
+    return result.made.fake(call, memory), result.made.fake(call, memory)
+
+
+def _differentiable(result: _Result, call: Call) -> tuple[Any, Any]:
+    """The same, where some result has a gradient."""
+    if not result.wants_gradient or result.made is None:
+        with within_kernels(call.mode):
+            return _without_gradient(result, call)
+    made = result.made.differentiable(call)
+    return made, proxy_tensor.extract_val(made)
 
 
 def _layout(value: Any) -> Any:
