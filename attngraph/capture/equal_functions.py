@@ -73,7 +73,9 @@ class _EqualFunctions(TorchFunctionMode):
         key = func, call.key, _modes(), user_lines(sys._getframe(1))
         known = self.known.get(key)
         if known is not None and known.is_confirmed:
-            return known.recording.repeat(self.tracer, call)
+            with contextlib.suppress(NotRepeatable):
+                return known.recording.repeat(self.tracer, call)
+            return func(*args, **kwargs)
         if known is None and key in self.known:
             return func(*args, **kwargs)
         last, noted = self.tracer.graph._root.prev, self.noted()

@@ -130,7 +130,11 @@ class Recording:
         return each, results, self.kind
 
     def repeat(self, tracer: Any, call: Call) -> Any:
-        """Record the same for other operands. Returns the result of the call."""
+        """Record the same for other operands. Returns the result of the call.
+
+        Raises:
+            NotRepeatable: the trace does not follow an operand; nothing was recorded.
+        """
         copies: dict[fx.Node, fx.Node] = {
             node: _node_of(tracer, call.tensors[number]) for node, number in self.operands.items()
         }
