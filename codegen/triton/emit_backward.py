@@ -151,7 +151,7 @@ class _BackwardEmitter(TileEmitter):
             "row_lse = tl.load(lse + row, mask=q < Sq, other=0.0)",
             *self.head("key", "kv", "down", "d"), *self.head("value", "kv", "down", self.dv),
             *before, *self.loop_bounds(), *self.last_keys(), *self.unless_low_rows(), *first, *look, *last,
-            *self.rows_of_queries(), *self.delta_of_rows(),
+            *self.rows_of_gradients(), *self.delta_of_rows(), *self.rows_of_queries(),
             f"sum = tl.zeros([OWN, {self.D}], tl.float32)",
             *(f"sum{i} = tl.zeros([OWN, 1], tl.float32)" for i in summed),
             *self.first_listed(),
@@ -315,7 +315,7 @@ class _BackwardEmitter(TileEmitter):
         body = [
             f"b = {self.long(b)}", f"h = {self.long(h)}", f"kv = {self.group}",
             *self.numbers_of_rows(), "row_delta = tl.load(delta + row, mask=q < Sq, other=0.0)",
-            *self.rows_of_queries(), *self.tiles_of_keys(), *before, *tile,
+            *self.rows_of_queries(), *self.rows_of_gradients(), *self.tiles_of_keys(), *before, *tile,
             f"sum += of_read{number}",
         ]  # fmt: skip
         return [

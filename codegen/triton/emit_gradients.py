@@ -39,14 +39,15 @@ class TileEmitter(Emitter):
         self.is_trusted = stays_trusted(plan.program)
 
     def rows_of_queries(self) -> list[str]:
-        """Load tiles of the queries q `[.., 1]` of head h, and of the gradients of their results."""
-        return [
-            *self.address("query", "h", "q", "d", "q < Sq"),
-            *self.address("grad", "h", "q", self.dv, "q < Sq"),
-        ]
+        """Load a tile of the queries q `[.., 1]` of head h."""
+        return self.address("query", "h", "q", "d", "q < Sq")
+
+    def rows_of_gradients(self) -> list[str]:
+        """Load a tile of the gradients of their results."""
+        return self.address("grad", "h", "q", self.dv, "q < Sq")
 
     def delta_of_rows(self) -> list[str]:
-        """Compute and store delta of the rows of queries."""
+        """Compute and store delta of the rows of queries, from the tile of gradients."""
         return [
             *self.address("out", "h", "q", self.dv, "q < Sq"),
             "row_delta = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1, keep_dims=True)",
@@ -136,7 +137,7 @@ class TileEmitter(Emitter):
             chain.forward(number, statement)
         multiple = writer.real(factor)
         queries, keys = "query_tile", "key_tile"
-        dot = self.product_of(keys, queries) if turned else self.product_of(queries, keys)
+        dot = self.product_of(keys, queries, True) if turned else self.product_of(queries, keys, True)
         lines = [f"dot = {dot}", "s = dot", *writer.inside, *numbers]
         writer.inside.clear()
         unit = "(s - row_lse) * LOG2E" if self.is_trusted else f"(s - row_top) * {self.rate} - row_total"
@@ -146,7 +147,7 @@ class TileEmitter(Emitter):
         lines += [
             f"p = {weights}  # the weights again",
             *([] if self.multiple.keeps_nan else ["p = tl.where(p == p, p, 0.0)"]),
-            f"weighed = {self.product_of(*sides)}",
+            f"weighed = {self.product_of(*sides, self.Dv <= 64)}",
             *delta,
             f"ds = p * (weighed{weigh} - row_delta)  # of the scores, and back to the dots",
         ]
@@ -165,11 +166,10 @@ class TileEmitter(Emitter):
             lines.append(f"p = p{weigh}")
         return lines
 
-    def product_of(self, a: str, b: str) -> str:
-        """Products in single precision, which Triton computes without tensor cores, are written the other
-        way round: with Triton 3.8 the kernel of queries of width 128 takes 76 registers, and spilled 240
-        bytes."""
-        if self.exact:
+    def product_of(self, a: str, b: str, turn: bool) -> str:
+        """A product with a transposed tile. `turn`: in single precision, which Triton multiplies without
+        tensor cores, it is written the other way round, which decides how many registers a kernel takes."""
+        if self.exact and turn:
             return f"tl.trans(tl.dot({b}, tl.trans({a}){self.exact}))"
         return f"tl.dot({a}, tl.trans({b}){self.exact})"
 
