@@ -44,11 +44,16 @@ def no_device(q: Tensor) -> str | None:
         return reason
     if kind != "cuda":
         return None if is_interpreted() else "TRITON_INTERPRET=1 was set after triton had been imported"
-    if torch.version.hip is None and torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability(q.device)
-        if major < 8:
-            return f"needs compute capability 8.0, this GPU has {major}.{minor}"
-    return None
+    return _too_old(q.device)
+
+
+@functools.cache
+def _too_old(device: torch.device) -> str | None:
+    """Why kernels do not run on this GPU, or None."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"needs compute capability 8.0, this GPU has {major}.{minor}" if major < 8 else None
 
 
 @functools.cache

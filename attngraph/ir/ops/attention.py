@@ -52,6 +52,7 @@ torch.library.define(
 )
 torch.library.define("attngraph::seed", "() -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _OP = torch.ops.attngraph.attention.default
+_NOTHING = contextlib.nullcontext()
 
 
 def attention(
@@ -97,19 +98,21 @@ def check_operands(
         raise ValueError(
             f"attention: q, k and v must have one floating dtype, found {q.dtype}, {k.dtype}, {v.dtype}."
         )
-    everything = (q, k, v, *reads)
-    if any(t.device != q.device for t in everything):
+    everything, device = (q, k, v, *reads), q.device
+    if any([t.device != device for t in everything]):
         found = ", ".join(str(t.device) for t in everything)
         raise ValueError(f"attention: all tensors must be on one device, found {found}.")
-    if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
+    (rows, heads, queries, width), (k_rows, k_heads, keys, k_width) = q.shape, k.shape
+    v_rows, v_heads, values, _ = v.shape
+    if rows != k_rows or k_rows != v_rows:
         raise ValueError(f"attention: batch sizes differ: {_shapes(q, k, v)}.")
-    if q.shape[3] != k.shape[3]:
+    if width != k_width:
         raise ValueError(f"attention: q and k differ in width: {_shapes(q, k, v)}.")
-    if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+    if k_heads != v_heads or keys != values:
         raise ValueError(f"attention: k and v differ in heads or tokens: {_shapes(q, k, v)}.")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+    if k_heads == 0 or heads % k_heads != 0:
         raise ValueError(
-            f"attention: {q.shape[1]} query heads cannot share {k.shape[1]} key/value heads; "
+            f"attention: {heads} query heads cannot share {k_heads} key/value heads; "
             f"the first must be a multiple of the second: {_shapes(q, k, v)}."
         )
     for number, rank in program.reads.items():
@@ -125,7 +128,7 @@ def check_operands(
     for node, axis, index in program.places:
         extent = reads[node.value].shape[axis]
         if index.op == "var":
-            wanted = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[2], "k": k.shape[2]}[index.value]
+            wanted = {"b": rows, "h": heads, "q": queries, "k": keys}[index.value]
         elif index.op == "const":
             wanted = int(index.value) + 1
         else:
@@ -156,19 +159,22 @@ def _own_dtypes(like: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Disable autocast inside a kernel: it chooses its accumulation dtype itself."""
     device = like.device.type
     if not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
+        return _NOTHING
     return torch.autocast(device, enabled=False)
 
 
-@torch.library.impl("attngraph::attention", "CompositeExplicitAutograd")
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: list[int], program: str, kernel: str = ""
 ) -> tuple[Tensor, Tensor]:
     parsed = parse(program)
     check_operands(q, k, v, reads, sizes, parsed)
-    with torch.no_grad(), _own_dtypes(q):
-        out, lse = _kernel(kernel, parsed, q, k, v).forward(parsed, (q, k, v), reads, sizes)
+    chosen = _kernel(kernel, parsed, q, k, v)
+    with _NOTHING if not torch.is_grad_enabled() else torch.no_grad(), _own_dtypes(q):
+        out, lse = chosen.forward(parsed, (q, k, v), reads, sizes)
         return _token_major(out), lse.contiguous()
+
+
+torch.library.impl("attngraph::attention", "CompositeExplicitAutograd", _attention)
 
 
 def _token_major(out: Tensor) -> Tensor:
@@ -220,7 +226,8 @@ class _Attention(torch.autograd.Function):
         *reads: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         with torch._C._AutoDispatchBelowAutograd():
-            found: tuple[Tensor, Tensor] = run_kernel(_OP, keys, q, k, v, list(reads), sizes, program, kernel)
+            args = (q, k, v, list(reads), sizes, program, kernel)
+            found: tuple[Tensor, Tensor] = run_kernel(_OP, keys, *args, kernel=_attention)
         ctx.sizes, ctx.program, ctx.kernel = sizes, program, kernel
         ctx.set_materialize_grads(False)  # zeros made by torch would be no DTensors
         ctx.save_for_backward(*found, q, k, v, *reads)
@@ -281,7 +288,7 @@ def _autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
         q, k, v, reads, sizes, program, *kernel = args
         apply: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply
         return apply(keys, q, k, v, sizes, program, "".join(kernel), *reads)
-    found: tuple[Tensor, Tensor] = run_kernel(_OP, keys, *args)
+    found: tuple[Tensor, Tensor] = run_kernel(_OP, keys, *args, kernel=_attention)
     return found
 
 

@@ -19,6 +19,8 @@ from torch.autograd import forward_ad
 LIBRARY = torch.library.Library("attngraph", "FRAGMENT")  # type: ignore[no-untyped-call]
 """Holds the rules that are registered here, for as long as the process runs."""
 
+_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+
 
 def tensors_in(args: Any) -> Iterator[Tensor]:
     """The tensors among an op's arguments, those in lists included."""
@@ -55,9 +57,14 @@ def are_batched(args: Any) -> bool:
     return any(torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors_in(args))
 
 
-def run_kernel(op: Any, keys: Any, *args: Any) -> Any:
-    """Call an op's kernel from its rule for autograd. (The kernel may use autograd itself.)"""
-    return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+def run_kernel(op: Any, keys: Any, *args: Any, kernel: Callable[..., Any] | None = None) -> Any:
+    """Call an op's kernel from its rule for autograd. (The kernel may use autograd itself.) `kernel`: the
+    function registered for all devices, if it is known here: where no mode and no wrapper comes between, it
+    is called as it is, which saves the dispatcher's second turn of the arguments."""
+    keys = keys & torch._C._after_autograd_keyset
+    if kernel is not None and keys.highestPriorityTypeId() in _DEVICES:
+        return kernel(*args)
+    return op.redispatch(keys, *args)
 
 
 @contextlib.contextmanager
