@@ -206,6 +206,41 @@ def backward_blocks(
     return table[width]
 
 
+_TALLEST = 64
+"""The most rows of a tile over a cache: heads that share a key head, times their new tokens."""
+
+
+def decode_blocks(
+    lanes: int, width: int, dtype: torch.dtype, shared: int, narrow: bool = False,
+    capability: tuple[int, int] | None = None,
+) -> Blocks:  # fmt: skip
+    """Block sizes of attention over a cache. Tiles are high enough for all heads of a group, as far as
+    registers allow, and wide enough to stream keys through `shared` bytes: half as many keys wider than 128,
+    and of 8 bits (`narrow`), because a tile of these passes registers and lies in shared memory twice, so it
+    has no third stage. Widths beyond 256 are latents. On NVIDIA's GPUs nothing spills, but for latents of
+    more than 16 heads. `capability`: as for `blocks_for`."""
+    single, lanes = dtype is torch.float32, padded(lanes)
+    if width > 256:
+        if single or narrow:
+            return Blocks(16, 16 if single or shared < _LITTLE else 32, 8, 2)
+        return _blocks_of_latents(lanes, shared, capability)
+    q, k = min(_TALLEST, lanes), 32 if single or shared < _LITTLE or width > 128 else 64
+    return Blocks(q, k // (1 + narrow), 8 if q > 32 else 4, 3 if shared > 80_000 and not narrow else 2)
+
+
+def _blocks_of_latents(lanes: int, shared: int, capability: tuple[int, int] | None) -> Blocks:
+    """Where many heads share a latent, its products take longer than its loads, so the rows of a tile count:
+    64 where warps multiply so many together (sm_90; 150 bytes spill, which take one in a hundred of its
+    instructions) or where registers allow (AMD's GPUs, without a pipeline); else 32, with two programs on a
+    multiprocessor (40 to 120 bytes spill). On sm_100 Triton 3.8 keeps three copies of 64 rows in shared
+    memory, which do not fit."""
+    if shared < _LITTLE:
+        return Blocks(min(64, lanes), 16 if lanes > 16 else 32, 4, 1)
+    if lanes > 32 and shared > _MUCH and (capability or (9, 0))[0] < 10:
+        return Blocks(64, 64, 8, 2)
+    return Blocks(32, 32, 4, 2) if lanes > 16 else Blocks(16, 64, 8, 2)
+
+
 def _reads_by_formula(program: ScoreProgram) -> bool:
     """Whether an index of a read is computed for each score."""
     indices = (index for read in reads_of(program) for index in read.args)

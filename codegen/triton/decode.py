@@ -20,8 +20,10 @@ from torch._subclasses import FakeTensor
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.scalar.read_ranges import are_in_range
 from attngraph.codegen.triton import attempts, store, tuned
+from attngraph.codegen.triton.blocks import decode_blocks
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
 from attngraph.codegen.triton.device import (
+    capability,
     is_captured,
     multiprocessors,
     name_of,
@@ -41,8 +43,6 @@ from attngraph.ir.ops.quantised import LARGEST
 
 FEW = 16
 """A row's keys are split among programs if it has at most this many new tokens."""
-TALLEST = 64
-"""The most queries of a tile: heads that share a key head, times their new tokens."""
 PROGRAMS = 4
 """Programs per multiprocessor with which measuring begins (`tuning.py`)."""
 LEAST_TILES = 4
@@ -82,11 +82,13 @@ class Decode:
             return None
         longest = max(about.held) + max(brought)
         lie_alike = _is_part(pages[1], pages[0]), _is_part(new[1], new[0])
-        key = key_of(program, (q, *new, *pages), reads, sizes), lie_alike, max(brought), longest >= SMALL
+        columns = rows.table.shape[1]
+        shapes = key_of(program, (q, *new, *pages), reads, sizes)
+        key = shapes, lie_alike, max(brought), longest >= SMALL, columns > 1
         found = self._plans.get(
             key,
             lambda: (
-                self._prepare(program, q, new, pages, reads, sizes, about)
+                self._prepare(program, q, new, pages, reads, sizes, about, columns)
                 if self._serves(program, q, pages, reads)
                 else None
             ),
@@ -110,7 +112,8 @@ class Decode:
         only under Triton's interpreter."""
         if no_device(q) is not None or not self._serves(program, q, pages, reads):
             return ""
-        return emit_decode(self._plan_for(program, q, pages, reads, q.shape[1] // pages[0].shape[1])).source
+        group = q.shape[1] // pages[0].shape[1]
+        return emit_decode(self._plan_for(program, q, pages, reads, group, 1)).source
 
     def _serves(
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
@@ -129,36 +132,39 @@ class Decode:
 
     def _plan_for(
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
-        lanes: int,
+        lanes: int, columns: int,
     ) -> DecodePlan:  # fmt: skip
         """The plan of a call of ordinary size; the lengths are not known."""
         k, v = pages
         line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
         blocks = self._blocks or tuned.find(name_of(q.device), line, padded(lanes)) or decode_blocks(
-            lanes, max(k.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), k.dtype in LARGEST
+            lanes, max(k.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), k.dtype in LARGEST,
+            capability(q.device),
         )  # fmt: skip
         return DecodePlan(
             program, q.dtype, k.shape[3], v.shape[3], q.shape[1] // k.shape[1],
             tuple(Read(n, r, READS[reads[n].dtype]) for n, r in program.reads.items()), blocks,
             shared=_is_part(v, k), window=window_of(program), kept=k.dtype if k.dtype in LARGEST else None,
+            page=0 if columns == 1 else k.shape[2],
         )  # fmt: skip
 
     def plan(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        reads: Sequence[Tensor], sizes: Sequence[int], about: Counts,
+        reads: Sequence[Tensor], sizes: Sequence[int], about: Counts, columns: int = 1,
     ) -> tuple[DecodePlan, int]:  # fmt: skip
-        """The plan of a call, and the number of parts into which each row's keys are split."""
-        found = self._prepare(program, q, new, pages, reads, sizes, about)
+        """The plan of a call, whose rows have at most so many pages (columns of the table), and the number of
+        parts into which each row's keys are split."""
+        found = self._prepare(program, q, new, pages, reads, sizes, about, columns)
         return found.plan, self._splits or found.parts(about, pages[0].shape[1])
 
     def _prepare(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        reads: Sequence[Tensor], sizes: Sequence[int], about: Counts,
+        reads: Sequence[Tensor], sizes: Sequence[int], about: Counts, columns: int,
     ) -> Prepared:  # fmt: skip
         k, v = pages
         most, longest = max(about.new), max(about.held)
         lanes = q.shape[1] // k.shape[1] * most
-        plan = self._plan_for(program, q, pages, reads, lanes)
+        plan = self._plan_for(program, q, pages, reads, lanes, columns)
         plan = dataclasses.replace(
             plan, shared=plan.shared and (new[0].shape[2] == 0 or _is_part(new[1], new[0])),
             reads=tuple(dataclasses.replace(r, wide=is_wide(reads[r.number])) for r in plan.reads),
@@ -284,20 +290,6 @@ def launch_decode(
         if lse is not None and sums is not None and sums is not lse:
             lse.copy_(sums)
     return out.transpose(1, 2)
-
-
-def decode_blocks(lanes: int, width: int, dtype: torch.dtype, shared: int, narrow: bool = False) -> Blocks:
-    """Tiles high enough for all heads of a group, as far as registers allow, and wide enough to stream keys
-    through `shared` bytes: half as many keys wider than 128, and of 8 bits (`narrow`), because a tile of
-    these passes registers and lies in shared memory twice, so it has no third stage. Widths beyond 256 are
-    latents. On NVIDIA's GPUs nothing spills (see `ahead_of_time.py`)."""
-    single, wide = dtype is torch.float32, width > 256
-    q = min(16 if wide and (single or narrow) else 32 if wide else TALLEST, padded(lanes))
-    if wide:
-        k = (64 if q == 16 else 32) if not single and shared > 100_000 else 16
-        return Blocks(q, max(16, k // (1 + narrow)), 8, 2)
-    k = 32 if single or shared < 100_000 or width > 128 else 64
-    return Blocks(q, k // (1 + narrow), 8 if q > 32 else 4, 3 if shared > 80_000 and not narrow else 2)
 
 
 def _is_part(v: Tensor, k: Tensor) -> bool:

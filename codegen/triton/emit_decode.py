@@ -38,11 +38,13 @@ COLUMNS = 128
 @dataclasses.dataclass(frozen=True)
 class DecodePlan(Plan):
     """`shared`: values are the first Dv elements of the keys. `window`: the most keys that a query sees
-    (0: all). `kept`: the dtype of pages of 8 bits, which have scales; None: they have the queries' dtype."""
+    (0: all). `kept`: the dtype of pages of 8 bits, which have scales; None: they have the queries' dtype.
+    `page`: tokens of a page; 0: each row has one page, of any length."""
 
     shared: bool = False
     window: int = 0
     kept: torch.dtype | None = None
+    page: int = 0
 
     @property
     def rest(self) -> int:
@@ -118,7 +120,8 @@ class _DecodeEmitter(Emitter):
         if plan.kept:
             name = str(plan.kept).removeprefix("torch.")
             about.append(f"Pages are {name}; their scales [pages, Hkv, page] are float32.")
-        return module.header(title, plan, about, module.rate(plan) or [module.LOG2E])
+        constants = [f"PAGE = tl.constexpr({plan.page})"] if plan.page else []
+        return module.header(title, plan, about, [*(module.rate(plan) or [module.LOG2E]), *constants])
 
     def begin(self) -> list[str]:
         """Lines that determine this program's row, queries and part of the keys."""
@@ -153,11 +156,13 @@ class _DecodeEmitter(Emitter):
         if self.rest:
             mask = self.masked("inside", "rest")
             lines.append(f"query_rest = tl.load(query_row + rest * query_d, mask={mask}, other=0.0)")
-        oldest = "tl.maximum(kept - columns * page, 0)"
+        oldest = "tl.maximum(kept - room, 0)"
         if plan.window:
             oldest = f"tl.maximum({oldest}, tl.cast(tl.load(first + b), tl.int32) - {plan.window - 1})"
         return [
             *lines,
+            f"room = columns * {'PAGE' if plan.page else 'page'}  # tokens; a ring, if a row has more",
+            *([] if plan.page else ["number = tl.load(table + b)"]),
             f"oldest = {oldest}",
             "length = tl.cdiv(tl.cdiv(kept - oldest, splits), BLOCK_K) * BLOCK_K",
             "since = oldest + part * length",
@@ -185,12 +190,11 @@ class _DecodeEmitter(Emitter):
         k = "start + across"
         lines = [f"k = tl.cast({k}, tl.int64)" if plan.wide else f"k = {k}", f"there = start + down < {end}"]
         if source == "held":
-            lines += [
-                "slot = (start + down) % (columns * page)",
-                "number = tl.load(table + b * columns + slot // page, mask=there, other=0)",
-                *self.rows("key", "number * key_p", "tl.cast(slot % page, tl.int64)"),
-                *self.scales("key"),
-            ]
+            lines += ["slot = start % room + down", "slot = tl.where(slot < room, slot, slot - room)"]
+            if plan.page:
+                entry = "table + b * columns + slot // PAGE"
+                lines += [f"number = tl.load({entry}, mask=there, other=0)", "slot = slot % PAGE"]
+            lines += [*self.rows("key", "number * key_p", "tl.cast(slot, tl.int64)"), *self.scales("key")]
         else:
             lines += self.rows("new_key", "", "(begin + start - kept + down)")
         lines.append(self.load_tile("key", prefix, "d"))
@@ -200,7 +204,7 @@ class _DecodeEmitter(Emitter):
         lines.append(f"s = tl.where(k < {end}, s, {NEGATIVE_INFINITY})")
         value = "key_tile"
         if not plan.shared:
-            place = ("number * value_p", "tl.cast(slot % page, tl.int64)")
+            place = ("number * value_p", "tl.cast(slot, tl.int64)")
             lines += self.rows(
                 f"{prefix}value", *(place if source == "held" else ("", "(begin + start - kept + down)"))
             )
@@ -221,7 +225,7 @@ class _DecodeEmitter(Emitter):
         if not self.plan.kept:
             return []
         place = f"number * {name}_scale_p + tl.cast(kv, tl.int64) * {name}_scale_h"
-        place += f" + tl.cast(slot % page, tl.int64) * {name}_scale_s"
+        place += f" + tl.cast(slot, tl.int64) * {name}_scale_s"
         return [f"{name}_by = tl.load({name}_scale + {place}, mask=there, other=0.0)"]
 
     def load_tile(self, name: str, prefix: str, columns: str) -> str:

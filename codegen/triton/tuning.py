@@ -21,6 +21,7 @@ from torch import Tensor
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.scalar.read_gradients import wanted_gradients
 from attngraph.codegen.triton import decode, device, launch, launch_backward, schedule, tuned
+from attngraph.codegen.triton.blocks import decode_blocks
 from attngraph.codegen.triton.plan import Blocks, Plan, in_two, padded
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
@@ -125,12 +126,14 @@ def _tune_decode(
     q, *new = operands
     about = counts(rows)
     lanes, width = q.shape[1] // pages[0].shape[1] * max(about.new), max(q.shape[3], pages[1].shape[3])
-    first = decode.decode_blocks(lanes, width, q.dtype, device.shared_memory(q.device))
+    shared, generation = device.shared_memory(q.device), device.capability(q.device)
+    first = decode_blocks(lanes, width, q.dtype, shared, capability=generation)
     options = [(blocks, n) for blocks in (first, *decode_choices(first, width)) for n in _PROGRAMS]
 
     def attend(choice: tuple[Blocks, int]) -> Results:
         kernel = decode.Decode(choice[0], programs=choice[1])
-        plan, splits = kernel.plan(program, q, (new[0], new[1]), pages, reads, sizes, about)
+        columns = rows.table.shape[1]
+        plan, splits = kernel.plan(program, q, (new[0], new[1]), pages, reads, sizes, about, columns)
         return [decode.launch_decode(plan, q, (new[0], new[1]), pages, reads, sizes, rows, splits)]
 
     def wanted() -> Results:

@@ -11,8 +11,7 @@ import torch
 from attngraph.benchmark.scorecard.flex import Mods, Pass
 from attngraph.codegen.triton import visits
 from attngraph.codegen.triton.ahead_of_time import Target
-from attngraph.codegen.triton.blocks import backward_blocks, blocks_for
-from attngraph.codegen.triton.decode import decode_blocks
+from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
 from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.plan import (
     BackwardPlan,
@@ -160,8 +159,8 @@ def plan(cell: Cell, target: Target) -> Plan:
     """The plan that a long call gets, without measured block sizes."""
     program, (D, Dv) = cell.program, (cell.width, cell.values)
     if cell.step == "decode":
-        blocks = decode_blocks(cell.group, D, DTYPE, target.shared)
-        return DecodePlan(program, DTYPE, D, Dv, cell.group, cell.reads, blocks, shared=cell.shared)
+        blocks = decode_blocks(cell.group, D, DTYPE, target.shared, capability=target.capability)
+        return DecodePlan(program, DTYPE, D, Dv, cell.group, cell.reads, blocks, shared=cell.shared, page=64)
     blocks = blocks_for(program, D, Dv, DTYPE, TOKENS, target.shared, target.capability)
     made = Plan(program, DTYPE, D, Dv, cell.group, cell.reads, blocks)
     operands = tuple(torch.empty(1, HEADS, TOKENS, 1, device="meta") for _ in "qkv")

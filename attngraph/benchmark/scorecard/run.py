@@ -100,7 +100,7 @@ def _rows(cell: Cell, target: str, who: str, make: Callable[[Cell, Target, str],
     if not found:
         return []
     if cell.step == "decode":
-        amount = sum(part.tile_bytes * part.whole for parts, _ in found for part in parts) / 1e9
+        amount = sum(part.tile_bytes * (part.whole + part.edge) for parts, _ in found for part in parts) / 1e9
     else:
         amount = useful(cell) / 1e12
     return [
@@ -125,7 +125,7 @@ def _part(cell: Cell, name: str, blocks: Blocks, mask: str, grain: int = 0) -> P
     row = 2 * (cell.width + (0 if cell.shared else cell.values))
     if cell.step == "decode":
         readers = -(-cell.group // blocks.q)
-        whole, edge = float(TOKENS // blocks.k), 0.0
+        whole, edge = 0.0, float(TOKENS // blocks.k)  # kept tokens; the other loop is for a few new ones
     else:
         square = dataclasses.replace(blocks, q=grain or blocks.q, k=grain or blocks.k)
         tiles = square.q * square.k / (blocks.q * blocks.k)

@@ -99,7 +99,7 @@ def check_operands(
             f"attention: q, k and v must have one floating dtype, found {q.dtype}, {k.dtype}, {v.dtype}."
         )
     everything, device = (q, k, v, *reads), q.device
-    if any([t.device != device for t in everything]):
+    if any(t.device != device for t in everything):
         found = ", ".join(str(t.device) for t in everything)
         raise ValueError(f"attention: all tensors must be on one device, found {found}.")
     (rows, heads, queries, width), (k_rows, k_heads, keys, k_width) = q.shape, k.shape

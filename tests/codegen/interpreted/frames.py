@@ -69,9 +69,10 @@ LISTED = [
 def over_pages(
     text: str, lengths: Sequence[tuple[int, int]], heads: tuple[int, int], widths: tuple[int, int],
     splits: int | None, ring: int = 0, latent: bool = False, dtype: torch.dtype = torch.float32,
+    page: int = 3,
 ) -> None:  # fmt: skip
     """Assert that new tokens over pages get what they get in whole sequences, in float64, and that their
-    log-sum-exps are those."""
+    log-sum-exps are those. `page`: tokens of a page; 0: each row has one page."""
     g = torch.Generator().manual_seed(len(lengths) + sum(widths))
     (hq, hkv), (d, dv) = heads, widths
     total, rows = max(h + n for h, n in lengths), len(lengths)
@@ -79,7 +80,7 @@ def over_pages(
     k = torch.randn(rows, hkv, total, d, generator=g).to(dtype)
     v = k[..., :dv] if latent else torch.randn(rows, hkv, total, dv, generator=g).to(dtype)
     reads = [torch.randn(hq, generator=g).to(dtype), torch.randint(0, 2, (rows, total), generator=g)]
-    paged = Paged(k, v, lengths, ring=ring, latent=latent)
+    paged = Paged(k, v, lengths, page or ring or total, ring, latent)
     program = parse(text)
     kernel = Decode(Blocks(16, 16), splits)
     asked = paged.packed(q)

@@ -29,9 +29,10 @@ DECODED = (
 @pytest.mark.covering
 @pytest.mark.parametrize("text", DECODED)
 @pytest.mark.parametrize("splits", [1, 3])
-def test_new_tokens_over_pages(text: str, splits: int) -> None:
+@pytest.mark.parametrize("page", [0, 3, 8])
+def test_new_tokens_over_pages(text: str, splits: int, page: int) -> None:
     ring = 8 if "q - k < 4" in text else 0
-    over_pages(text, [(5, 1), (0, 3), (37, 2), (9, 1)], (4, 2), (16, 16), splits, ring)
+    over_pages(text, [(5, 1), (0, 3), (37, 2), (9, 1)], (4, 2), (16, 16), splits, ring, page=page)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +52,13 @@ def test_heads_of_a_group_and_widths_over_pages(heads: tuple[int, int], widths: 
     ],
 )
 @pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("page", [0, 3])
 @pytest.mark.covering
 def test_latents_are_keys_and_values_at_once(
-    widths: tuple[int, int], dtype: torch.dtype, splits: int
+    widths: tuple[int, int], dtype: torch.dtype, splits: int, page: int
 ) -> None:
     rows = [(21, 1), (0, 2), (9, 3)]
-    over_pages("s = 0.2 * dot; keep k <= q", rows, (20, 1), widths, splits, 0, True, dtype)
+    over_pages("s = 0.2 * dot; keep k <= q", rows, (20, 1), widths, splits, 0, True, dtype, page)
 
 
 def test_a_row_that_brings_nothing_and_one_that_sees_nothing() -> None:
