@@ -1,19 +1,24 @@
-"""Which of two kernels takes less time for attention in 16 bits, measured once on each machine.
+"""Which of two kernels takes less time, measured on each machine.
 
-ATen's kernel multiplies 16-bit numbers by the processor's own instructions where it has them (AVX512-BF16,
-AMX); so does ours with bfloat16 and AVX512-BF16 (`c/tile.h`), and elsewhere it widens them and multiplies in
-float32. Which is faster differs by machine, width and length. So the first large call of a kind runs both, in
-turns, and the faster one serves such calls from then on. What was measured is stored beside the compiled
-libraries, for this processor, compiler and version of our C alone, as `chosen_<machine>_<version>.json`:
+Attention in 16 bits: ATen's kernel multiplies 16-bit numbers by the processor's own instructions where it
+has them (AVX512-BF16, AMX); so does ours with bfloat16 and AVX512-BF16 (`c/tile.h`), and elsewhere it widens
+them and multiplies in float32. Products of many tokens: PyTorch's or ours (`tokens/run.py`). Which is faster
+differs by machine and size. So the first large call of a kind runs both, in turns, and the faster one serves
+such calls in this process. Times are stored beside the compiled libraries, for this processor, compiler and
+version of our C alone, as `chosen_<machine>_<version>.json`:
 
-    {"forward, bfloat16, 64 wide, causal, 512 queries, 2 threads": {"cpu.flash": 0.004, "cpu.compiled": 0.01}}
+    {"forward, bfloat16, 64 wide, causal, 512 queries, 2 threads":
+        {"seconds": {"cpu.flash": 0.004, "cpu.compiled": 0.01}, "processes": 1}}
 
-The times are seconds. A file that is malformed, or that cannot be written, is logged and ignored.
+Other work on the machine makes a kernel seem slower than it is, never faster. So the next processes run both
+once more, unless one is clearly slower, and the least times of all of them count. A file that is malformed,
+or that cannot be written, is logged and ignored.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -24,10 +29,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from attngraph.codegen.cpu import toolchain
 from attngraph.ir.language.score import ScoreProgram
@@ -38,11 +42,29 @@ _Result = TypeVar("_Result")
 Times = Mapping[str, float]
 """Seconds by the name of a kernel."""
 TURNS = 3
-"""How often each kernel is timed; the least time counts, because others use the machine too."""
+"""How often the first process times each kernel; later ones do it once."""
 LONG = 1.0
 """A kernel that takes so many seconds is timed once."""
+PROCESSES, CLEAR = 5, 2.0
+"""So many processes time the kernels of a kind, or fewer if one takes so many times as long as the other."""
 _lock = threading.Lock()
-_known: dict[str, Times] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The least seconds of each kernel, and how many processes measured them."""
+
+    seconds: Times
+    processes: int
+
+    @property
+    def is_settled(self) -> bool:
+        return self.processes >= PROCESSES or max(self.seconds.values()) >= CLEAR * min(self.seconds.values())
+
+
+_known: dict[str, Measured] | None = None
+_measured_here: set[str] = set()
+"""The kinds that this process has measured."""
 
 
 def kind_of(step: str, program: ScoreProgram, operands: Operands) -> str:
@@ -56,8 +78,9 @@ def kind_of(step: str, program: ScoreProgram, operands: Operands) -> str:
 
 
 def known(kind: str) -> Times | None:
-    """What was measured for calls of a kind on this machine; None if nothing was."""
-    return _table().get(kind)
+    """The times by which calls of a kind are served; None if this process has to measure first."""
+    found = _table().get(kind)
+    return found.seconds if found and (found.is_settled or kind in _measured_here) else None
 
 
 def best(times: Times) -> str:
@@ -67,15 +90,19 @@ def best(times: Times) -> str:
 
 def measure(kind: str, ways: Mapping[str, Callable[[], _Result]]) -> _Result:
     """Run all ways to compute a call in turns, store their times, and return the result of the fastest."""
-    results = {name: way() for name, way in ways.items()}  # compiles what is not compiled yet
+    before = _table().get(kind)
+    if before is None:
+        for way in ways.values():
+            way()  # compiles what is not compiled yet
     times: dict[str, float] = {}
-    for _ in range(TURNS):
+    results: dict[str, _Result] = {}
+    for _ in range(TURNS if before is None else 1):
         for name, way in ways.items():
             if times.get(name, 0.0) < LONG:
-                times[name] = min(times.get(name, float("inf")), _seconds(way))
+                seconds, results[name] = _timed(way)
+                times[name] = min(times.get(name, float("inf")), seconds)
     _log.info("%s: %s", kind, ", ".join(f"{name} {1e3 * t:.2f} ms" for name, t in times.items()))
-    _keep(kind, times)
-    return results[best(times)]
+    return results[best(_keep(kind, times))]
 
 
 def said(kind: str, times: Times) -> str:
@@ -85,13 +112,13 @@ def said(kind: str, times: Times) -> str:
     return f"{other} takes {ratio:.1f} times as long as {name}, measured here for {kind}"
 
 
-def _seconds(way: Callable[[], Tensor | object]) -> float:
+def _timed(way: Callable[[], _Result]) -> tuple[float, _Result]:
     start = time.perf_counter()
-    way()
-    return time.perf_counter() - start
+    result = way()
+    return time.perf_counter() - start, result
 
 
-def _table() -> dict[str, Times]:
+def _table() -> dict[str, Measured]:
     global _known
     with _lock:
         if _known is None:
@@ -110,33 +137,37 @@ def _version() -> str:
     return hashlib.sha256(b"".join(texts)).hexdigest()[:8]
 
 
-def _read(path: Path) -> dict[str, Times]:
+def _read(path: Path) -> dict[str, Measured]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {str(kind): _times(times) for kind, times in found.items()}
+        return {str(kind): _measured(about) for kind, about in found.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError) as problem:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as problem:
         _log.warning("%s is no table of times and is not used: %r", path, problem)
         return {}
 
 
-def _times(found: Mapping[str, float]) -> Times:
-    times = {str(name): float(seconds) for name, seconds in found.items()}
+def _measured(found: Mapping[str, Any]) -> Measured:
+    times = {str(name): float(seconds) for name, seconds in found["seconds"].items()}
     if len(times) < 2 or not all(0 <= seconds < 1e6 for seconds in times.values()):
         raise ValueError(f"{found} are no times of two kernels")
-    return times
+    return Measured(times, int(found["processes"]))
 
 
-def _keep(kind: str, times: Times) -> None:
-    """Store times, with what other processes have stored meanwhile."""
-    table = _table()
+def _keep(kind: str, times: Times) -> Times:
+    """Store times, with what other processes have stored meanwhile. Returns the least times of all."""
+    table, path = _table(), _path()
     with _lock:
-        table[kind] = times
-        path = _path()
+        stored = _read(path)
+        others = [m for m in (stored.get(kind), table.get(kind)) if m is not None]
+        least = {name: min([t, *(m.seconds.get(name, t) for m in others)]) for name, t in times.items()}
+        stored[kind] = table[kind] = Measured(least, 1 + max((m.processes for m in others), default=0))
+        _measured_here.add(kind)
         with contextlib.suppress(OSError):
-            content = json.dumps({**_read(path), kind: times}, indent=1)
+            content = json.dumps({kind: dataclasses.asdict(m) for kind, m in stored.items()}, indent=1)
             handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(content)
             os.replace(temporary, path)
+    return least

@@ -1,19 +1,19 @@
-/* Products of many rows, y[row][out] = sum over d of x[row][d] w[out][d], near the speed of the arithmetic units. A
-   thread copies its share of the weight to panels, [depth][PANEL] for PANEL of its outputs, before it multiplies.
-   That reads the weight once, in the layout that it has, and widens integers once; for so many rows it costs a few
-   percent, so no copy is kept. A part of a panel stays in the first cache while a block of rows passes it: where all
-   rows pass at once it is copied just before, always to the same place, and never leaves that cache. */
+/* Products of many rows, y[row][out] = sum over d of x[row][d] w[out][d], near the speed of the arithmetic units. Of
+   a part of the depth, a thread copies a group of its outputs to panels, [part][PANEL] for PANEL outputs each, and
+   multiplies all rows by them, block by block, before it copies the next group. That reads the weight once, in the layout that it has,
+   and widens integers once; for so many rows it costs a few percent, so no copy is kept. A panel stays in the first
+   cache while a block of rows passes it; the group and that block's part of x stay in the second one. */
 
 enum {
     PANEL = STEP_N * LANES,
-    PART = PANEL > 32 ? 128 : 256,      /* elements of the depth */
-    COPIED = PANEL > 32 ? 96 : 256,     /* of those that are copied just before: 24 or 16 KiB */
-    NEAR = 1 << 17,                     /* elements of panels, and of a block of rows: half of the second cache */
+    PART = PANEL > 32 ? 96 : 256,       /* elements of the depth: a panel of them has 24 or 16 KiB */
+    NEAR = 1 << 15,                     /* elements of a group, and of a block of rows: an eighth of the second cache */
+    GROUP = PANEL > 32 ? PANEL : 32,    /* outputs that are copied at once where there is one block of rows */
+    COLUMNS = 128,                      /* the most outputs of a group and of an item */
     FEWEST_ROWS = 64,                   /* of an item, where rows are divided too */
-    IN_TURN = 8,                        /* panels of an item that are needed once */
     MOST_ROWS_ACROSS = 192,             /* rows.h: rows and outputs of an item, and elements of a part of x, */
     MOST_OUTS_ACROSS = 512,             /* so that it and the sums stay in the second cache */
-    X_PART = NEAR / 2,
+    X_PART = PANEL > 32 ? 1 << 16 : 1 << 15,
 };
 static const float ONES[STEP_Q] = {1, 1, 1, 1, 1, 1};
 
@@ -22,13 +22,6 @@ static const float ONES[STEP_Q] = {1, 1, 1, 1, 1, 1};
 typedef struct { int64_t columns, rows, shares, count; } Items;
 
 static int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
-
-/* How many tiles of rows pass all panels of an item before the next ones do. The panels are then kept, in the second
-   cache. Where all rows pass at once, or only one panel could be kept, each panel is needed once. */
-INLINE int64_t tiles_at_once(int64_t depth, int64_t rows) {
-    int64_t tiles = parts_of(rows, STEP_Q), near = larger(1, NEAR / (depth * STEP_Q));
-    return tiles <= near || NEAR / (depth * PANEL) <= 1 ? tiles : near;
-}
 
 /* Whether vectors are of rows (rows.h): there are few, and they fill 24 of 25 places. */
 INLINE int64_t goes_across(int64_t rows, int64_t outs) {
@@ -39,9 +32,8 @@ INLINE int64_t goes_across(int64_t rows, int64_t outs) {
 /* Items of many rows: all threads get equally many. Where there are too few columns for the threads, rows are
    divided too. `across`: whether the weight is [out][depth], of floats. */
 static Items items_of_many(int64_t width, int64_t depth, int64_t rows, int64_t members, int across) {
-    int64_t panels = parts_of(width, PANEL), are_kept = tiles_at_once(depth, rows) < parts_of(rows, STEP_Q);
-    int64_t most = are_kept ? NEAR / (depth * PANEL) : IN_TURN;
-    if (across && goes_across(rows, width)) most = MOST_OUTS_ACROSS / PANEL;
+    int64_t panels = parts_of(width, PANEL);
+    int64_t most = (across && goes_across(rows, width) ? MOST_OUTS_ACROSS : COLUMNS) / PANEL;
     int64_t each = parts_of(panels, members * parts_of(panels, members * most));
     Items items = {each * PANEL, rows, parts_of(panels, each), 0};
     if (items.shares % members)
@@ -51,9 +43,9 @@ static Items items_of_many(int64_t width, int64_t depth, int64_t rows, int64_t m
     return items;
 }
 
-/* The elements of panels of an item, or of a part of x and of sums. */
+/* The elements of a group of panels, or of a part of x and of sums. */
 static int64_t room_of(int64_t depth) {
-    return larger(larger(PANEL * depth, NEAR), X_PART + MOST_ROWS_ACROSS * MOST_OUTS_ACROSS);
+    return larger(PANEL * depth, X_PART + MOST_ROWS_ACROSS * MOST_OUTS_ACROSS);
 }
 
 /* LANES places of some rows of a weight, from d on: `deep` times `wide` elements, one of each place. The panel begins
@@ -79,13 +71,13 @@ INLINE void copy_square(const void *w, int64_t ldw, Scales scales, int64_t first
 }
 
 /* Elements `from` .. `until` - 1 of `outs` rows of a weight [out][depth] from `first` on, at most PANEL; what is
-   missing to PANEL becomes zero. Where two elements share a byte, all of the depth. */
+   missing to PANEL becomes zero. */
 INLINE void copy_panel(const void *w, int64_t ldw, int64_t from, int64_t until, Scales scales, int64_t first,
                        int64_t outs, float *panel, const int type, const int scaled, const int zeros) {
     if (outs < PANEL) memset(panel, 0, sizeof(float) * PANEL * (until - from));
-    int64_t end = until / elements_in(type);
+    int64_t begin = from / elements_in(type), end = until / elements_in(type);
     for (int64_t o = 0; o < outs; o += LANES)
-        for (int64_t d = from; d < end; d += LANES) {
+        for (int64_t d = begin; d < end; d += LANES) {
             int64_t deep = smaller(LANES, end - d), wide = smaller(LANES, outs - o);
             copy_square(w, ldw, scales, first + o, d, deep, wide, panel + o, from, 0, type, scaled, zeros);
             if (elements_in(type) == 2)
@@ -93,14 +85,16 @@ INLINE void copy_panel(const void *w, int64_t ldw, int64_t from, int64_t until, 
         }
 }
 
-/* The same for a weight [depth][out]. */
-INLINE void copy_panel_turned(const void *w, int64_t ldw, int64_t from, int64_t until, int64_t first, int64_t outs,
-                              float *panel, const int type) {
-    for (int64_t d = from; d < until; ++d, panel += PANEL) {
-        int64_t at = d * ldw + first, o = 0;
-        for (; o + LANES <= outs; o += LANES) *(Vector *)(panel + o) = vector(w, at + o, type);
-        for (; o < outs; ++o) panel[o] = number(w, at + o, type);
-        for (; o < PANEL; ++o) panel[o] = 0;
+/* The same for a weight [depth][out] and the panels of a group, one after another: whole rows of the group are read. */
+INLINE void copy_group_turned(const void *w, int64_t ldw, int64_t from, int64_t until, int64_t first, int64_t outs,
+                              float *panels, const int type) {
+    int64_t step = (until - from) * PANEL;
+    for (int64_t d = from; d < until; ++d, panels += PANEL) {
+        float *to = panels;
+        int64_t at = d * ldw + first, end = at + outs;
+        for (; at + PANEL <= end; at += PANEL, to += step)
+            for (int64_t o = 0; o < PANEL; o += LANES) *(Vector *)(to + o) = vector(w, at + o, type);
+        for (int64_t o = 0; at < end && o < PANEL; ++o) to[o] = at + o < end ? number(w, at + o, type) : 0;
     }
 }
 
@@ -116,55 +110,59 @@ INLINE void fetch_part(Soon soon, int64_t n, int64_t parts) {
         for (int64_t b = 0; b < soon.bytes; b += LINE) PREFETCH(soon.data + l * soon.stride + b);
 }
 
-/* Tiles t0 .. t1 - 1 of the rows times one panel, from element `from` of the depth to `until`, with `outs` outputs;
-   what is before `from` has been added up. There are at least 20 rows, so a tile has STEP_Q of them or one less. */
-static void multiply_by_panel(const float *x, int64_t ldx, const float *panel, int64_t from, int64_t until, float *y,
-                              int64_t ldy, int64_t rows, int64_t tiles, int64_t t0, int64_t t1, int64_t outs,
-                              Soon soon) {
-    float whole[STEP_Q * PANEL];
-    int64_t part = outs == PANEL ? PART : until, step = 0, steps = parts_of(until - from, part) * (t1 - t0);
-    for (int64_t d = from; d < until; d += part)
-        for (int64_t t = t0; t < t1; ++t) {
-            int64_t r = row_of(t, tiles, rows), count = row_of(t + 1, tiles, rows) - r, ld = ldy;
-            const float *left = x + r * ldx + d;
-            float *to = y + r * ldy;
-            fetch_part(soon, step++, steps);
-            if (outs < PANEL) to = whole, ld = PANEL;
-#define TILE(BY, ROWS) \
-    multiply_tile(to, ld, left, ldx, 1, panel + (d - from) * PANEL, PANEL, smaller(part, until - d), BY, ROWS, STEP_N, 1)
-            if (count == STEP_Q) d ? TILE(ONES, STEP_Q) : TILE(0, STEP_Q);
-            else d ? TILE(ONES, STEP_Q - 1) : TILE(0, STEP_Q - 1);
+/* Adds to the outputs of a tile of rows, STEP_Q or one less, the product with `depth` elements of a panel. Where
+   `is_first`, there is nothing yet to add to. */
+INLINE void add_panel(const float *x, int64_t ldx, const float *panel, int64_t depth, float *y, int64_t ldy,
+                      int64_t rows, int is_first) {
+#define TILE(BY, ROWS) multiply_tile(y, ldy, x, ldx, 1, panel, PANEL, depth, BY, ROWS, STEP_N, 1)
+    if (rows == STEP_Q) is_first ? TILE(0, STEP_Q) : TILE(ONES, STEP_Q);
+    else is_first ? TILE(0, STEP_Q - 1) : TILE(ONES, STEP_Q - 1);
 #undef TILE
-            if (outs < PANEL)
-                for (int64_t i = 0; i < count; ++i) memcpy(y + (r + i) * ldy, whole + i * PANEL, sizeof(float) * outs);
-        }
 }
 
-/* All rows times columns `first` .. `first + outs - 1` of the weight, by way of `panels`. */
+/* The same for `outs` outputs, fewer than a panel has. */
+static void add_short_panel(const float *x, int64_t ldx, const float *panel, int64_t depth, float *y, int64_t ldy,
+                            int64_t rows, int64_t outs, int is_first) {
+    float whole[STEP_Q * PANEL] = {0};
+    for (int64_t i = 0; i < rows && !is_first; ++i) memcpy(whole + i * PANEL, y + i * ldy, sizeof(float) * outs);
+    add_panel(x, ldx, panel, depth, whole, PANEL, rows, is_first);
+    for (int64_t i = 0; i < rows; ++i) memcpy(y + i * ldy, whole + i * PANEL, sizeof(float) * outs);
+}
+
+/* All rows times columns `first` .. `first + outs - 1` of the weight, by way of `panels`. There are at least 20 rows,
+   so a tile has STEP_Q of them or one less. */
 INLINE void product_of_many(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales,
                             int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels,
                             const int type, const int scaled, const int zeros, const int turned) {
-    int64_t tiles = parts_of(rows, STEP_Q), block = tiles_at_once(depth, rows), size = size_of(type);
-    int64_t part = block == tiles && elements_in(type) == 1 ? COPIED : depth;
-    for (int64_t t = 0; t < tiles; t += block)
-        for (int64_t o = 0; o < outs; o += PANEL) {
-            int64_t wide = smaller(PANEL, outs - o), step = wide == PANEL ? part : depth, at = first + o;
-            float *panel = block < tiles ? panels + o * depth : panels;
-            for (int64_t from = 0, until; from < depth; from = until) {
-                until = smaller(from + step, depth);
-                int64_t d = until < depth ? until : 0, next = d ? o : o + PANEL; /* what is copied after this */
-                int64_t more = larger(0, smaller(PANEL, outs - next)), deep = smaller(step, depth - d);
-                Soon soon = {0};
-                if (turned && !t) {
-                    copy_panel_turned(w, ldw, from, until, at, wide, panel, type);
-                    soon = (Soon){place(w, d * ldw + first + next, type), ldw * size, more ? deep : 0, more * size};
-                } else if (!t) {
-                    copy_panel(w, ldw, from, until, scales, at, wide, panel, type, scaled, zeros);
-                    int64_t bytes = deep / elements_in(type) * size;
-                    soon = (Soon){place(w, (first + next) * ldw + d, type), ldw * size, more, bytes};
-                }
-                multiply_by_panel(x, ldx, panel, from, until, y + o, ldy, rows, tiles, t, smaller(t + block, tiles),
-                                  wide, soon);
-            }
+    const int64_t in_byte = elements_in(type), size = size_of(type), whole = in_byte == 1 ? 1 : 2 * scales.run;
+    int64_t part = smaller(depth, parts_of(PART, whole) * whole); /* no byte's elements are apart */
+    int64_t tiles = parts_of(rows, STEP_Q), blocks = parts_of(rows, larger(STEP_Q, NEAR / part));
+    int64_t group = blocks == 1 ? GROUP : larger(PANEL, smaller(COLUMNS, NEAR / part / PANEL * PANEL));
+    for (int64_t from = 0, until; from < depth; from = until) {
+        until = smaller(from + part, depth);
+        for (int64_t g = 0, wide; g < outs; g += wide) {
+            wide = smaller(group, outs - g);
+            if (turned) copy_group_turned(w, ldw, from, until, first + g, wide, panels, type);
+            else
+                for (int64_t o = 0; o < wide; o += PANEL)
+                    copy_panel(w, ldw, from, until, scales, first + g + o, smaller(PANEL, wide - o),
+                               panels + o * (until - from), type, scaled, zeros);
+            int is_last = g + wide == outs;
+            int64_t d = is_last ? until : from, next = is_last ? 0 : g + wide; /* what is copied after this */
+            int64_t deep = smaller(part, depth - d), more = smaller(group, outs - next);
+            Soon soon = {place(w, (first + next) * ldw + d, type), ldw * size, more, deep / in_byte * size};
+            if (turned) soon = (Soon){place(w, d * ldw + first + next, type), ldw * size, deep, more * size};
+            int64_t step = 0, steps = parts_of(wide, PANEL) * tiles;
+            for (int64_t b = 0; b < blocks; ++b)
+                for (int64_t o = 0; o < wide; o += PANEL)
+                    for (int64_t t = tiles * b / blocks; t < tiles * (b + 1) / blocks; ++t) {
+                        int64_t r = row_of(t, tiles, rows), count = row_of(t + 1, tiles, rows) - r;
+                        const float *left = x + r * ldx + from, *panel = panels + o * (until - from);
+                        float *to = y + r * ldy + g + o;
+                        fetch_part(soon, step++, steps);
+                        if (o + PANEL <= wide) add_panel(left, ldx, panel, until - from, to, ldy, count, !from);
+                        else add_short_panel(left, ldx, panel, until - from, to, ldy, count, wide - o, !from);
+                    }
         }
+    }
 }
