@@ -11,7 +11,8 @@ from torch import Tensor
 from attngraph.codegen.cpu import chosen
 from attngraph.codegen.cpu.tokens import run
 from attngraph.codegen.cpu.tokens.source import kinds_of_products, write
-from attngraph.ir.language.token_program import Given, parse
+from attngraph.ir.language.packed import Packed
+from attngraph.ir.language.token_program import GROUP, Given, parse
 from attngraph.ir.ops.kernels import SHARED_END
 from attngraph.ir.ops.token_program import reference
 
@@ -168,7 +169,7 @@ def test_products_with_integers(depth: int, width: int, kind: str, dtype: str, t
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 @pytest.mark.covering
 def test_products_with_groups_of_integers(dtype: str, kind: str, tokens: int) -> None:
-    text = integer_product(192, 53, kind, dtype)
+    text = integer_product(576, 53, kind, dtype)
     found = parse(text).scales(len(parse(text).given) + 1)
     assert found is not None and found.group == 32
     check(text, tokens)
@@ -197,12 +198,14 @@ def test_products_with_packed_integers(words: str, width: int, kind: str, tokens
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 8, 33, 600])
-@pytest.mark.parametrize("words", PACKED)
-@pytest.mark.parametrize("group", [32, 64, 96])
+@pytest.mark.parametrize(
+    ("words", "group"),
+    [(w, g) for w in PACKED for g in (32, 64, 96) if Packed.of(w).splits(576, g, GROUP)],
+)
 @pytest.mark.parametrize("kind", ["scales", "scales and zeros"])
 @pytest.mark.covering
 def test_products_with_groups_of_packed_integers(words: str, group: int, kind: str, tokens: int) -> None:
-    text = packed_product(words, 192, 53, kind, group)
+    text = packed_product(words, 576, 53, kind, group)  # several parts of the depth, of whole runs
     found = parse(text).scales(len(parse(text).given) + 1)
     assert found is not None and found.group == group
     check(text, tokens)
@@ -227,7 +230,7 @@ def test_packed_integers_are_read_in_containers_of_any_size(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize(("words", "group"), [
-    ("low first by 1", 16), ("low first by 8", 192), ("low first by 32", 48),
+    ("low first by 1", 16), ("low first by 8", 192), ("low first by 32", 48), ("low first by 32", 96),
     ("low first by 1 of outputs", 192),
 ])  # fmt: skip
 def test_packed_integers_that_are_no_whole_vectors_are_left_to_pytorch(words: str, group: int) -> None:
