@@ -1,7 +1,8 @@
-/* Products of about a hundred rows with a weight [out][depth], y[row][out] = sum over d of x[row][d] w[out][d]. Vectors
-   are of rows: a thread turns x to panels [depth][rows of a vector or more], and multiplies them by single elements of
-   the weight, which is read where it lies. Sums are turned back at the end. That costs a share of one over the number
-   of outputs of an item, where copying the weight (gemm.h) costs a share of one over the number of rows. */
+/* Products of rows that fill vectors with a weight [out][depth], y[row][out] = sum over d of x[row][d] w[out][d].
+   Vectors are of rows: a thread turns x to panels [depth][rows of a vector or more], and multiplies them by single
+   elements of the weight, which is read where it lies. Sums are turned back at the end. About a hundred rows: that costs
+   a share of one over the number of outputs of an item, where copying the weight (gemm.h) costs a share of one over the
+   number of rows. Few rows: no vector of sums has to be added up, as dots need it (product.h). */
 
 /* Elements d .. d + deep - 1 of `count` rows of x to panel [depth][wide]; both are at most LANES, and zeros fill the
    vectors. */
@@ -82,4 +83,73 @@ static void product_by_rows(const float *x, int64_t ldx, const float *w, int64_t
                 turn_back(sums + begin * outs + o * (end - begin) + r - begin, end - begin, smaller(LANES, outs - o),
                           y + r * ldy + o, ldy, smaller(LANES, rows - r));
     }
+}
+
+/* ---- few rows ---- */
+
+enum { FEW_OUTS = 10 };                 /* of a tile with one vector: sums that hide how long an addition takes */
+
+/* Whether few rows fill more than half of their vectors. */
+INLINE int64_t fill_vectors(int64_t rows) { return 2 * rows > LANES * parts_of(rows, LANES); }
+
+/* `outs` rows of the weight times a panel of one or two vectors, to `count` rows of y. */
+INLINE void dots_of_vectors(const float *panel, const float *w, int64_t ldw, int64_t depth, float *y, int64_t ldy,
+                            int64_t count, Fetch fetch, const int outs, const int vectors) {
+    Vector sum[FEW_OUTS][2], right[2];
+#pragma GCC unroll 16
+    for (int o = 0; o < outs; ++o)
+        for (int v = 0; v < vectors; ++v) sum[o][v] = (Vector){0};
+    for (int64_t from = 0; from < depth; from += LINE / size_of(FLOAT)) {
+        int64_t until = smaller(from + LINE / size_of(FLOAT), depth);
+        if (fetch.wait-- == 0) {
+            fetch.wait = fetch.every - 1;
+#pragma GCC unroll 16
+            for (int o = 0; o < outs; ++o) PREFETCH(place(fetch.next, o * ldw + from, FLOAT));
+        }
+        for (int64_t d = from; d < until; ++d) {
+            for (int v = 0; v < vectors; ++v) right[v] = *(const Vector *)(panel + (d * vectors + v) * LANES);
+#pragma GCC unroll 16
+            for (int o = 0; o < outs; ++o)
+                for (int v = 0; v < vectors; ++v) sum[o][v] += right[v] * w[o * ldw + d];
+        }
+    }
+    for (int v = 0; v < vectors; ++v)
+        for (int64_t r = 0; r < smaller(LANES, count - v * LANES); ++r)
+#pragma GCC unroll 16
+            for (int o = 0; o < outs; ++o) y[(v * LANES + r) * ldy + o] = sum[o][v][r];
+}
+
+/* Rows of the weight, `tile` at a time, times all panels, each of which fetches its share of the next tile. What is left
+   of the rows is computed with rows before it, once more. */
+INLINE void tiles_of_vectors(const float *panels, const float *w, int64_t ldw, int64_t depth, float *y, int64_t ldy,
+                             int64_t rows, int64_t outs, const int tile) {
+    int64_t vectors = parts_of(rows, LANES), passes = parts_of(vectors, 2);
+    for (int64_t at = 0; at < outs; at += tile) {
+        int64_t o = smaller(at, outs - tile);
+        for (int64_t p = 0; p < passes; ++p) {
+            Fetch fetch = {w + (o + tile) * ldw, passes, p};
+            const float *panel = panels + 2 * p * LANES * depth;
+            float *to = y + 2 * p * LANES * ldy + o;
+            int64_t count = rows - 2 * p * LANES;
+            if (count > LANES && tile < FEW_OUTS)
+                dots_of_vectors(panel, w + o * ldw, ldw, depth, to, ldy, count, fetch, tile, 2);
+            else dots_of_vectors(panel, w + o * ldw, ldw, depth, to, ldy, count, fetch, tile, 1);
+        }
+    }
+}
+
+/* All rows, which are few, times rows `first` .. `first + outs - 1` of the weight. */
+static void product_of_few_by_rows(const float *x, int64_t ldx, const float *w, int64_t ldw, int64_t depth,
+                                   int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels) {
+    for (int64_t begin = 0; begin < rows; begin += 2 * LANES) {
+        int64_t wide = smaller(2, parts_of(rows - begin, LANES)) * LANES;
+        for (int64_t d = 0; d < depth; d += LANES)
+            for (int64_t r = 0; r < wide; r += LANES)
+                turn_square(x + (begin + r) * ldx + d, ldx, smaller(LANES, depth - d), rows - begin - r,
+                            panels + begin * depth + d * wide + r, wide);
+    }
+    w += first * ldw;
+    if (outs < STEP_Q) tiles_of_vectors(panels, w, ldw, depth, y, ldy, rows, outs, 1);
+    else if (rows > LANES || outs < FEW_OUTS) tiles_of_vectors(panels, w, ldw, depth, y, ldy, rows, outs, STEP_Q);
+    else tiles_of_vectors(panels, w, ldw, depth, y, ldy, rows, outs, FEW_OUTS);
 }

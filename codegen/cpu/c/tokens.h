@@ -1,7 +1,7 @@
 /* A token program: its arguments, and how threads share the work. The call is an array of 64-bit integers: the
    numbers below, a counter for each phase, the address of each given tensor and its strides, the address of each
    value, `[tokens][width]`. PANELS: the address of room for panels, for each thread, or 0 for few tokens. ARRANGED:
-   for few tokens, that of room for as many rows, for each thread. */
+   for few tokens, that of room for twice as many rows, for each thread. */
 
 enum { TOKENS, MEMBERS, PANELS, ARRANGED, PHASE, MEMBER, ARRIVED, COUNTERS = 8 };
 
@@ -9,10 +9,10 @@ static int64_t rounded_up(int64_t a, int64_t to) { return (a + to - 1) / to * to
 
 /* How many columns of a product one thread computes at a time, so that all threads get equally many shares. A weight
    `[in, out]` is read in pieces of its rows, which should be long, and the results of all rows should stay in the
-   first cache. One that is `[out, in]` is read row by row, some 1 MiB at a time. */
+   first cache. One that is `[out, in]` is read row by row, some 4 MiB at a time. */
 static int64_t share_of(int64_t width, int64_t depth, int64_t tokens, int64_t members, int turned) {
     int64_t each = (width + members - 1) / members;
-    int64_t most = turned ? SHARE / tokens : larger(16, (1 << 18) / depth);
+    int64_t most = turned ? SHARE / tokens : larger(16, (1 << 20) / depth);
     int64_t shares = (each + most - 1) / most;
     return rounded_up((each + shares - 1) / shares, turned ? LANES : WHOLE_TILES);
 }
@@ -32,7 +32,7 @@ static void meet(int64_t *c, int64_t number) {
 }
 
 /* A product, in a library of its own for each way in which a weight is given and laid out: programs are given its
-   address. Many rows have `panels`; few that meet packed elements, room to be `arranged` in. */
+   address. Many rows have `panels`; few that meet packed elements or fill vectors, room to be `arranged` in. */
 typedef void Product(const float *x, int64_t ldx, const void *w, const float *scale, const void *zero, int64_t first,
                      float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels, float *arranged);
 
@@ -47,6 +47,10 @@ INLINE void product(const float *x, int64_t ldx, const void *w, int64_t ldw, int
     }
     if (panels) {
         product_of_many(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, panels, type, scaled, zeros, turned);
+        return;
+    }
+    if (across && fill_vectors(rows)) {
+        product_of_few_by_rows(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, arranged);
         return;
     }
     if (elements_in(type) == 2 && (2 * scales.run < depth || scales.high_first)) {

@@ -127,12 +127,13 @@ class _Emitter:
 
     def _room(self, numbers: Sequence[int]) -> Iterator[str]:
         """Functions that tell how many elements a thread needs for panels, and for a token's row that is
-        arranged as packed elements lie."""
+        arranged as packed elements lie, or turned to vectors of which more than half is filled."""
         depths = {n: self._width(f.left) for n in numbers if (f := self.program.product(n)) is not None}
         depth = max(depths.values(), default=0)
         packed = [d for n, d in depths.items() if products.weight(self.program, n).packed is not None]
+        turned = [2 * d for n, d in depths.items() if products.kind(self.program, n).goes_across]
         yield f"int64_t attngraph_room(void) {{ return {f'room_of({depth})' if depth else '0'}; }}\n"
-        yield f"int64_t attngraph_arranged(void) {{ return {max(packed, default=0)}; }}\n"
+        yield f"int64_t attngraph_arranged(void) {{ return {max([*packed, *turned], default=0)}; }}\n"
 
     # --- phases ---
 
