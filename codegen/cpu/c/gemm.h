@@ -1,13 +1,13 @@
 /* Products of many rows, y[row][out] = sum over d of x[row][d] w[out][d], near the speed of the arithmetic units. Of
    a part of the depth, a thread copies a group of its outputs to panels, [part][PANEL] for PANEL outputs each, and
-   multiplies all rows by them, block by block, before it copies the next group. That reads the weight once, in the layout that it has,
-   and widens integers once; for so many rows it costs a few percent, so no copy is kept. A panel stays in the first
-   cache while a block of rows passes it; the group and that block's part of x stay in the second one. */
+   multiplies all rows by them, block by block, before it copies the next group. That reads the weight once, in the
+   layout that it has, and widens integers once; for so many rows it costs a few percent, so no copy is kept. A panel
+   stays in the first cache while a block of rows passes it; the group and that block's part of x stay in the second. */
 
 enum {
     PANEL = STEP_N * LANES,
     PART = PANEL > 32 ? 96 : 256,       /* elements of the depth: a panel of them has 24 or 16 KiB */
-    NEAR = 1 << 15,                     /* elements of a group, and of a block of rows: an eighth of the second cache */
+    NEAR = 1 << 15,                     /* elements of a group, and of a part of a block of rows: 128 KiB */
     GROUP = PANEL > 32 ? PANEL : 32,    /* outputs that are copied at once where there is one block of rows */
     COLUMNS = 128,                      /* the most outputs of a group and of an item */
     FEWEST_ROWS = 64,                   /* of an item, where rows are divided too */
@@ -43,7 +43,8 @@ static Items items_of_many(int64_t width, int64_t depth, int64_t rows, int64_t m
     return items;
 }
 
-/* The elements of a group of panels, or of a part of x and of sums. */
+/* The elements that are the most of these: a panel of the whole depth, where a byte's elements are far apart; else a
+   group, which has no more than NEAR, or GROUP outputs of a part; a part of x and sums (rows.h). */
 static int64_t room_of(int64_t depth) {
     return larger(PANEL * depth, X_PART + MOST_ROWS_ACROSS * MOST_OUTS_ACROSS);
 }

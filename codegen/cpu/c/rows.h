@@ -1,8 +1,8 @@
 /* Products of rows that fill vectors with a weight [out][depth], y[row][out] = sum over d of x[row][d] w[out][d].
    Vectors are of rows: a thread turns x to panels [depth][rows of a vector or more], and multiplies them by single
-   elements of the weight, which is read where it lies. Sums are turned back at the end. About a hundred rows: that costs
-   a share of one over the number of outputs of an item, where copying the weight (gemm.h) costs a share of one over the
-   number of rows. Few rows: no vector of sums has to be added up, as dots need it (product.h). */
+   elements of the weight, which is read where it lies. Sums are turned back at the end. For about a hundred rows that
+   costs a share of one over the number of outputs of an item, where copying the weight (gemm.h) costs a share of one
+   over the number of rows. For few rows no vector of sums has to be added up, as dots need it (product.h). */
 
 /* Elements d .. d + deep - 1 of `count` rows of x to panel [depth][wide]; both are at most LANES, and zeros fill the
    vectors. */
