@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,10 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
             outcome = "done" if found <= limit else "out of time"
             return {"task": name, "outcome": outcome, "reason": "", "rows": [], "blocks": {}}
 
-        monkeypatch.setattr(Tasks, "one", one)
+        def in_turns(self: Tasks, names: Sequence[str], limit: float, until: float) -> list[dict[str, Any]]:
+            return [one(self, name, max(0.0, min(limit, until - now[0]))) for name in names]
+
+        monkeypatch.setattr(Tasks, "in_turns", in_turns)
         monkeypatch.setattr(gpu_run.time, "monotonic", lambda: now[0])
         given = {"resume": False, "only": (), **more}
         found = gpu_run.run("cuda", False, minutes, file, say=lambda _: None, **given)
@@ -60,7 +63,8 @@ def test_the_cells_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -
             return False
 
     monkeypatch.setattr(gpu, "limits", lambda *_: gpu.Limits(1, 1))
-    monkeypatch.setattr(gpu, "Clock", lambda device: type("Clock", (), {"device": device, "is_cuda": False}))
+    clock = type("Clock", (), {"device": "cpu", "is_cuda": False})
+    monkeypatch.setattr(gpu, "Clock", lambda device, turn: clock)
     for small in (False, True):
         asked.clear()
         gpu.run(gpu.SUITES, "cpu", small=small, say=lambda _: None, part=Ask())
@@ -158,3 +162,18 @@ def test_what_cannot_be_run_is_refused(
 ) -> None:
     assert cli.main(["bench", "--suite", "gpu", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_tasks_share_does_not_touch_the_gpu_before_they_are_forked() -> None:
+    """A process that has used CUDA cannot be forked."""
+    code = """
+import torch
+def asked(*_): raise AssertionError("CUDA was asked for")
+torch._C._cuda_getDeviceCount = torch._C._cuda_init = asked
+import torch.cuda
+torch.cuda.is_available = torch.cuda.device_count = asked
+import attngraph.benchmark.gpu_tasks
+print("not asked")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "not asked", done.stderr

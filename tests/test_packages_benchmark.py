@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from attngraph.benchmark.packages.description import Given, Made, Model, Named, 
 from attngraph.benchmark.packages.models import MODELS
 from attngraph.benchmark.packages.one import difference, examine
 from attngraph.benchmark.packages.table import is_slow, page, summary, verdict
-from attngraph.benchmark.processes import Tasks
+from attngraph.benchmark.processes import Tasks, wait_for_turn
 
 LAYER = Made("torch.nn:TransformerEncoderLayer", 8, 2, 16, batch_first=True, norm_first=True)
 STACK = Model("torch", "encoder", Made("torch.nn:TransformerEncoder", LAYER, 1), [Noise((2, 5, 8))])
@@ -105,3 +106,35 @@ def test_every_task_has_a_row_and_none_is_run_twice(
     assert len(capsys.readouterr().err.splitlines()) == 3
     assert tasks.run(names, options) == rows
     assert capsys.readouterr().err == ""
+
+
+def _in_turns(name: str, answer: Connection, file: Path) -> None:
+    if name == "fails":
+        answer.send({"task": name, "outcome": "failed"})
+        return
+    if name == "ends":
+        raise SystemExit(3)
+    if name == "never":
+        time.sleep(60)
+    with file.open("a") as out:
+        out.write(f"{name} prepares\n")
+    wait_for_turn(answer)
+    with file.open("a") as out:
+        out.write(f"{name} begins\n")
+        out.flush()
+        time.sleep(60 if name == "slow" else 0.2)
+        out.write(f"{name} ends\n")
+    answer.send({"task": name, "outcome": "done"})
+
+
+def test_tasks_prepare_together_and_work_one_after_another(tmp_path: Path) -> None:
+    file = tmp_path / "said"
+    names = ["a", "fails", "b", "ends", "slow", "never", "c"]
+    rows = Tasks("task", partial(_in_turns, file=file), "attngraph.benchmark.processes").in_turns(names, 15)
+    assert [row["task"] for row in rows] == names
+    assert [row["outcome"] for row in rows] == [
+        "done", "failed", "done", "failed", "out of time", "out of time", "done",
+    ]  # fmt: skip
+    said = file.read_text().splitlines()
+    assert sorted(said[:4]) == ["a prepares", "b prepares", "c prepares", "slow prepares"]
+    assert said[4:] == ["a begins", "a ends", "b begins", "b ends", "slow begins", "c begins", "c ends"]

@@ -4,18 +4,20 @@
     attngraph bench --device cuda --only causal "width 128" --minutes 9 --json results.json --resume
 
 First the limits are measured: a large matrix product and a large copy. Then, cell by cell, candidates take
-turns for some rounds with the cache emptied before each; medians are reported. `attention`: our kernels
-forward and backward (forward in both schedules), the unfused graph if it fits in memory,
-scaled_dot_product_attention with each of its backends pinned, FlexAttention with default and with tuned
-options, torch.compile of the unfused graph. `decode` and `mla`: one new token of each row over a cache, in
-bytes (and operations) per second. The results on whole sequences are compared before anything is timed; for a
-candidate that cannot be run the reason is reported. A run may measure only some cells, and continue from a
-file of earlier ones.
+turns for some rounds; medians are reported. Before each call the GPU overwrites its cache, which takes it
+longer than the host needs to launch most calls: so the time is the GPU's, and the host's is a column of its
+own. `attention`: our kernels forward and backward (forward in both schedules), the unfused graph if it fits
+in memory, scaled_dot_product_attention with each of its backends pinned, FlexAttention with default and with
+tuned options, torch.compile of the unfused graph. `decode` and `mla`: one new token of each row over a cache,
+in bytes (and operations) per second. All candidates run once, and their results are compared, before anything
+is timed; for one that cannot be run the reason is reported. A run may measure only some cells, and continue
+from a file of earlier ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -62,7 +64,7 @@ class Limits:
 @dataclasses.dataclass
 class Row:
     """One candidate in one cell: seconds, operations and bytes per second and their share of the limit, or
-    why it was not measured."""
+    why it was not measured; and the seconds in which the host launches it."""
 
     cell: str
     name: str
@@ -71,6 +73,7 @@ class Row:
     gbytes: float | None = None
     share: float | None = None
     problem: str = ""
+    host: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,37 +97,55 @@ class Part:
 
 
 class Clock:
-    """Times calls on a device, with its cache emptied before each."""
+    """Times calls on a device, with its cache emptied before each.
 
-    def __init__(self, device: str) -> None:
+    Args:
+        turn: called before the first measurement; it returns when nothing else uses the device.
+    """
+
+    def __init__(self, device: str, turn: Callable[[], None] = lambda: None) -> None:
         self.device = device
         self.is_cuda = device.startswith("cuda")
-        self.flush = torch.empty(64 << 20 if self.is_cuda else 1, dtype=torch.int32, device=device)
+        self.flush = torch.empty(128 << 20 if self.is_cuda else 1, dtype=torch.int32, device=device)
+        self._turn = functools.cache(turn)
 
     def once(self, call: Callable[[], object]) -> float:
-        self.flush.zero_()
+        return self._both(call)[0]
+
+    def _both(self, call: Callable[[], object]) -> tuple[float, float]:
+        """Seconds of the device, and of the host until it has launched everything."""
         if not self.is_cuda:
+            self.flush.zero_()
             start = time.perf_counter()
             call()
-            return time.perf_counter() - start
+            return (spent := time.perf_counter() - start), spent
         event: Any = torch.cuda.Event
         before, after = event(enable_timing=True), event(enable_timing=True)
         torch.cuda.synchronize()
+        self.flush.zero_()
         before.record()
+        start = time.perf_counter()
         call()
+        spent = time.perf_counter() - start
         after.record()
         torch.cuda.synchronize()
-        return float(before.elapsed_time(after)) / 1e3
+        return float(before.elapsed_time(after)) / 1e3, spent
 
-    def medians(self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
-        """Median seconds of each call; calls take turns."""
+    def medians(
+        self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
+    ) -> dict[str, tuple[float, float]]:
+        """Median seconds of each call, and of its launch; calls take turns."""
+        self._turn()
         for call in calls.values():
             self.once(call)
-        spent: dict[str, list[float]] = {name: [] for name in calls}
+        spent: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():
-                spent[name].append(self.once(call))
-        return {name: statistics.median(found) for name, found in spent.items()}
+                spent[name].append(self._both(call))
+        return {
+            name: (statistics.median(d for d, _ in found), statistics.median(h for _, h in found))
+            for name, found in spent.items()
+        }
 
 
 def limits(clock: Clock, dtype: torch.dtype, size: int = 8192) -> Limits:
@@ -132,7 +153,7 @@ def limits(clock: Clock, dtype: torch.dtype, size: int = 8192) -> Limits:
     source = torch.empty(size * size * 8, dtype=torch.int8, device=clock.device)
     target = torch.empty_like(source)
     found = clock.medians({"product": lambda: a @ b, "copy": lambda: target.copy_(source)})
-    return Limits(2 * size**3 / found["product"], 2 * source.nbytes / found["copy"])
+    return Limits(2 * size**3 / found["product"][0], 2 * source.nbytes / found["copy"][0])
 
 
 # --- whole sequences ---
@@ -187,7 +208,7 @@ CASES = {
 
 def attention(
     clock: Clock, sizes: Sequence[tuple[int, int, int]], cases: Sequence[str], dtype: torch.dtype,
-    limit: Limits, say: Say, part: Part,
+    limit: Callable[[], Limits], say: Say, part: Part,
 ) -> Iterator[Row]:  # fmt: skip
     """Cells of (heads, tokens, width), batch 1."""
     for name, (heads, tokens, width) in itertools.product(cases, sizes):
@@ -203,18 +224,25 @@ def attention(
             triton.tune(CASES[name].program(width), (q.detach(), k.detach(), v.detach()), gradients=True)
         candidates = _candidates(CASES[name], q, k, v)
         operations = 4 * heads * tokens**2 * width * CASES[name].share(tokens)
+        found: list[tuple[_Prepared, float]] = []
         if wanted[0]:
-            yield from _measured(clock, cell, candidates, operations, 0, limit, part)
+            found.append((_Prepared(cell, candidates, part), operations))
         if wanted[1]:
             grad = torch.randn_like(q)
-            backwards = {n: _backward(c, (q, k, v), grad) for n, c in candidates.items() if n != SPECIALISED}
-            yield from _measured(clock, f"{cell}, backward", backwards, 2.5 * operations, 0, limit, part)
+            backwards = {n: _Backward(c, (q, k, v), grad) for n, c in candidates.items() if n != SPECIALISED}
+            found.append((_Prepared(f"{cell}, backward", backwards, part), 2.5 * operations))
+        for one, needed in found:
+            yield from one.timed(clock, needed, 0, limit())
 
 
 def _forget() -> None:
     """Free what the last cell compiled and allocated. Otherwise PyTorch would compile for dynamic sizes from
     the second size on, and after a few sizes run the function eagerly."""
     torch.compiler.reset()
+    _forget_memory()
+
+
+def _forget_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -262,24 +290,29 @@ def _unfused(case: Case, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tenso
     return torch.softmax(scores, -1) @ v
 
 
-def _backward(call: Call, inputs: Sequence[Tensor], grad: Tensor) -> Call:
+class _Backward:
     """The backward pass alone: the forward pass is run once, beforehand."""
-    kept: list[Tensor] = []
 
-    def run() -> Tensor:
-        if not kept:
-            kept.append(call())
-        return torch.autograd.grad(kept[0], list(inputs), grad, retain_graph=True)[0]
+    def __init__(self, call: Call, inputs: Sequence[Tensor], grad: Tensor) -> None:
+        self._call, self._inputs, self._grad = call, list(inputs), grad
+        self._kept: Tensor | None = None
 
-    return run
+    def __call__(self) -> Tensor:
+        if self._kept is None:
+            self._kept = self._call()
+        return torch.autograd.grad(self._kept, self._inputs, self._grad, retain_graph=True)[0]
+
+    def forget(self) -> None:
+        """Free what the forward pass kept."""
+        self._kept = None
 
 
 # --- over a cache ---
 
 
 def decode(
-    clock: Clock, cells: Sequence[tuple[int, int]], dtype: torch.dtype, limit: Limits, say: Say,
-    part: Part, heads: tuple[int, int] = (32, 4), width: int = 128,
+    clock: Clock, cells: Sequence[tuple[int, int]], dtype: torch.dtype,
+    limit: Callable[[], Limits], say: Say, part: Part, heads: tuple[int, int] = (32, 4), width: int = 128,
 ) -> Iterator[Row]:  # fmt: skip
     """One new token of each row: cells of (rows, cached tokens), grouped heads."""
     for rows, held in cells:
@@ -293,7 +326,7 @@ def decode(
         new = [torch.randn(1, heads[1], rows, width, device=clock.device).to(dtype) for _ in "kv"]
         calls = _over_cache(q, new, (k, v), width, part)
         operations, size = 4 * rows * held * heads[0] * width, k.nbytes + v.nbytes
-        yield from _measured(clock, cell, calls, operations, size, limit, part, compared=False)
+        yield from _Prepared(cell, calls, part, compared=False).timed(clock, operations, size, limit())
 
 
 def _over_cache(
@@ -310,15 +343,17 @@ def _over_cache(
         found: Tensor = torch.ops.attngraph.cached_attention(q, *new, *pages, [], [], text, *where)
         return found
 
+    flex: Any = torch.compile(flex_attention)
     return {
         "attngraph": ours,
         "sdpa": lambda: F.scaled_dot_product_attention(own, *pages, enable_gqa=True),
+        "flex": lambda: flex(own, *pages, enable_gqa=True),
     }
 
 
 def mla(
-    clock: Clock, cells: Sequence[tuple[int, int, int]], dtype: torch.dtype, limit: Limits, say: Say,
-    part: Part, latent: int = 512, rope: int = 64,
+    clock: Clock, cells: Sequence[tuple[int, int, int]], dtype: torch.dtype,
+    limit: Callable[[], Limits], say: Say, part: Part, latent: int = 512, rope: int = 64,
 ) -> Iterator[Row]:  # fmt: skip
     """One new token of each row over latents: cells of (rows, heads, cached tokens)."""
     for rows, heads, held in cells:
@@ -334,7 +369,8 @@ def mla(
         parts = (pages, pages[..., :latent])
         calls = _over_cache(q, (new, new[..., :latent]), parts, 192, part)
         operations = 2 * rows * held * heads * (width + latent)
-        yield from _measured(clock, cell, calls, operations, pages.nbytes, limit, part, compared=False)
+        ready = _Prepared(cell, calls, part, compared=False)
+        yield from ready.timed(clock, operations, pages.nbytes, limit())
 
 
 def _rows(rows: int, held: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -344,31 +380,54 @@ def _rows(rows: int, held: int, device: str) -> tuple[Tensor, Tensor, Tensor, Te
     return table, torch.arange(rows + 1, device=device), kept, kept
 
 
-def _measured(
-    clock: Clock, cell: str, calls: dict[str, Call], operations: float, size: float, limit: Limits,
-    part: Part, compared: bool = True,
-) -> Iterator[Row]:  # fmt: skip
-    """A row for each candidate: those that run, and agree with the first, are timed."""
-    running: dict[str, Call] = {}
-    wanted: Tensor | None = None
-    for name, call in ((n, c) for n, c in calls.items() if n not in part.without):
-        try:
-            found = call().detach().float()
-        except Exception as problem:
-            text = (str(problem).splitlines() or [""])[0][:120]
-            yield Row(cell, name, problem=f"{type(problem).__name__}: {text}")
-            continue
-        if compared and wanted is not None:
-            result = compare(found, wanted, Rule(0.05))
+class _Prepared:
+    """A cell whose candidates have run once, so that all is compiled, and whose results were compared."""
+
+    def __init__(self, cell: str, calls: Mapping[str, Call], part: Part, compared: bool = True) -> None:
+        self.cell = cell
+        self.problems: list[Row] = []
+        self.running: dict[str, Call] = {}
+        self._wanted: Tensor | None = None
+        self._crowded: dict[str, Call] = {}
+        self._compared = compared
+        for name, call in ((n, c) for n, c in calls.items() if n not in part.without):
+            try:
+                self._run(name, call)
+            except torch.OutOfMemoryError:
+                self._crowded[name] = call
+            except Exception as problem:
+                self._fails(name, problem)
+            if isinstance(call, _Backward):
+                call.forget()
+        _forget_memory()
+
+    def _run(self, name: str, call: Call) -> None:
+        found = call().detach().float()
+        if self._compared and self._wanted is not None:
+            result = compare(found, self._wanted, Rule(0.05))
             if not result.holds:
-                yield Row(cell, name, problem=f"another answer: {result}")
-                continue
-        wanted = found if wanted is None else wanted
-        running[name] = call
-    for name, seconds in clock.medians(running).items():
-        tflops, gbytes = operations / seconds / 1e12, size / seconds / 1e9
-        share = max(operations / seconds / limit.flops, size / seconds / limit.bytes)
-        yield Row(cell, name, seconds, tflops, gbytes if size else None, share)
+                self.problems.append(Row(self.cell, name, problem=f"another answer: {result}"))
+                return
+        self._wanted = found if self._wanted is None else self._wanted
+        self.running[name] = call
+
+    def _fails(self, name: str, problem: Exception) -> None:
+        text = (str(problem).splitlines() or [""])[0][:120]
+        self.problems.append(Row(self.cell, name, problem=f"{type(problem).__name__}: {text}"))
+
+    def timed(self, clock: Clock, operations: float, size: float, limit: Limits) -> Iterator[Row]:
+        """A row for each candidate. What found no memory while other processes prepared is tried again."""
+        for name, call in self._crowded.items():
+            try:
+                self._run(name, call)
+            except Exception as problem:
+                self._fails(name, problem)
+        self._wanted = None
+        yield from self.problems
+        for name, (seconds, host) in clock.medians(self.running).items():
+            tflops, gbytes = operations / seconds / 1e12, size / seconds / 1e9
+            share = max(operations / seconds / limit.flops, size / seconds / limit.bytes)
+            yield Row(self.cell, name, seconds, tflops, gbytes if size else None, share, host=host)
 
 
 # --- a run ---
@@ -380,6 +439,7 @@ Keep = Callable[[dict[str, Any], list[Row]], None]
 def run(
     suites: Sequence[str], device: str = "cuda", dtype: torch.dtype = torch.bfloat16, small: bool = False,
     say: Say | None = None, part: Part | None = None, keep: Keep | None = None,
+    turn: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], list[Row]]:  # fmt: skip
     """Measure suites and return a description of the machine, and all rows.
 
@@ -387,12 +447,17 @@ def run(
         small: measure a few tiny cells, to see that it works.
         part: the part of the suites to measure.
         keep: called after every cell with the results so far.
+        turn: called when the first cell's candidates have run once; it returns when the device is free.
     """
     part = part or Part()
     say = say or (lambda what: print(f"... {what}", file=sys.stderr, flush=True))
-    clock = Clock(device)
-    say("limits of the device")
-    limit = limits(clock, dtype, 256 if small else 8192)
+    clock = Clock(device, turn)
+
+    @functools.cache
+    def limit() -> Limits:
+        say("limits of the device")
+        return limits(clock, dtype, 256 if small else 8192)
+
     found: list[Iterator[Row]] = []
     if "attention" in suites:
         tokens = (64,) if small else (4096, 8192, 16384)
@@ -409,14 +474,15 @@ def run(
     name = torch.cuda.get_device_name() if clock.is_cuda else "cpu"
     about = {
         "device": name, "torch": torch.__version__, "dtype": str(dtype), "date": time.strftime("%Y-%m-%d"),
-        "limits": dataclasses.asdict(limit),
+        "limits": {},
     }  # fmt: skip
     rows: list[Row] = []
     for _, cell in itertools.groupby(itertools.chain.from_iterable(found), key=lambda row: row.cell):
         rows += cell
+        about["limits"] = dataclasses.asdict(limit())
         if keep is not None:
             keep(about, rows)
-    return about, rows
+    return {**about, "limits": dataclasses.asdict(limit())}, rows
 
 
 def table(about: dict[str, Any], rows: Sequence[Row]) -> str:
@@ -434,7 +500,10 @@ def table(about: dict[str, Any], rows: Sequence[Row]) -> str:
         if row.seconds is None:
             continue
         speed = f"{row.tflops:8.1f} TFLOP/s" if row.gbytes is None else f"{row.gbytes:8.0f} GB/s"
-        lines.append(f"  {row.name:16} {row.seconds * 1e3:9.3f} ms {speed} {row.share:6.0%} of the limit")
+        host = "" if row.host is None else f", launched in {row.host * 1e6:.0f} us"
+        lines.append(
+            f"  {row.name:16} {row.seconds * 1e3:9.3f} ms {speed} {row.share:6.0%} of the limit{host}"
+        )
     return "\n".join([*lines, *_not_measured(rows)])
 
 

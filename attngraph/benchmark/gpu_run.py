@@ -4,15 +4,18 @@ time.
     attngraph bench --suite gpu --json card.json                half an hour, on a GPU
     TRITON_INTERPRET=1 attngraph bench --suite gpu --small --device cpu --json card.json      a dry run
 
-Tasks run one after another, each in a process of its own with a time limit (`gpu_tasks.py` has what they do),
-so that a kernel that crashes or hangs costs its task alone. The file is written after every task. Each stage
-has a share of the time; what is not begun in time is listed as such, and `--resume` goes on with it.
+Each task is a process of its own with a time limit (`gpu_tasks.py` has what they do), so that a kernel that
+crashes or hangs costs its task alone. Some are begun at a time, since most of it is compilation: checks run
+together; measurements are prepared together, and then made one after another, with nothing else on the GPU.
+The file is written after each such batch. Each stage has a share of the time; what is not begun in time is
+listed as such, and `--resume` goes on with it.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +23,7 @@ from typing import Any
 
 from attngraph.benchmark import gpu, gpu_tasks
 from attngraph.benchmark.gpu_tasks import CHECK, MEASURE, SPECIALISED, TUNE, TUNED
-from attngraph.benchmark.processes import Row, Tasks
+from attngraph.benchmark.processes import Tasks
 from attngraph.benchmark.scorecard.cells import CELLS
 from attngraph.codegen.triton import store
 
@@ -74,28 +77,37 @@ def run(
     if resume and file is not None and file.exists():
         found = json.loads(file.read_text(encoding="utf-8"))
     begin, done = time.monotonic(), found["tasks"]
-    work = functools.partial(gpu_tasks.work, device=device, small=small)
-    processes = Tasks("task", work, gpu_tasks.__name__)
-    for name in tasks(small):
-        if not all(text in name for text in only) or done.get(name, {}).get("outcome") in ("done", "differs"):
-            continue
-        stage = name.partition(":")[0]
-        spent = time.monotonic() - begin
-        left = 60 * minutes - spent
-        if spent >= SHARES[stage] * 60 * minutes or left <= 0:
-            done[name] = {"task": name, "outcome": "not begun", "reason": "there was no time left for it"}
-        else:
-            say(name)
-            done[name] = _timed(processes, name, min(LIMITS[stage], left))
-            found["about"] = found["about"] or done[name].get("about", {})
-        _keep(file, found)
+    wanted = [
+        name
+        for name in tasks(small)
+        if all(text in name for text in only) and done.get(name, {}).get("outcome") not in ("done", "differs")
+    ]
+    for stage in SHARES:
+        own = [name for name in wanted if name.startswith(f"{stage}:")]
+        for names in (own[i : i + at_once(stage)] for i in range(0, len(own), at_once(stage))):
+            spent = time.monotonic() - begin
+            left = 60 * minutes - spent
+            if spent >= SHARES[stage] * 60 * minutes or left <= 0:
+                for name in names:
+                    reason = "there was no time left for it"
+                    done[name] = {"task": name, "outcome": "not begun", "reason": reason}
+            else:
+                for name in names:
+                    say(name)
+                limit = min(LIMITS[stage], left)
+                work = functools.partial(gpu_tasks.work, device=device, small=small, seconds=limit)
+                processes = Tasks("task", work, gpu_tasks.__name__)
+                for row in processes.in_turns(names, limit, begin + 60 * minutes):
+                    done[row["task"]] = row
+                    found["about"] = found["about"] or row.get("about", {})
+            _keep(file, found)
     return found
 
 
-def _timed(processes: Tasks, name: str, limit: float) -> Row:
-    begin = time.monotonic()
-    row = processes.one(name, limit)
-    return {**row, "took": round(time.monotonic() - begin, 1)}
+def at_once(stage: str) -> int:
+    """How many tasks are begun at a time. Measurements share the GPU's memory, of which matrices of scores
+    may take much."""
+    return min(16 if stage in (CHECK, TUNE) else 8, os.cpu_count() or 1)
 
 
 def _keep(file: Path | None, found: Mapping[str, Any]) -> None:

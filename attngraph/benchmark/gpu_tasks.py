@@ -9,6 +9,8 @@ schedule, which may hang.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import platform
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -19,6 +21,7 @@ from torch import Tensor
 
 import attngraph
 from attngraph.benchmark import gpu
+from attngraph.benchmark.processes import wait_for_turn
 from attngraph.benchmark.scorecard.budgets import triton_version
 from attngraph.benchmark.scorecard.cells import CELLS, DOCUMENTS, Cell
 from attngraph.codegen import triton
@@ -26,6 +29,7 @@ from attngraph.codegen.triton import attempts
 from attngraph.codegen.triton import device as devices
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
+from attngraph.codegen.triton.plan import Blocks
 from attngraph.codegen.triton.tuning import difference
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.cached_attention import Rows, row_by_row
@@ -33,21 +37,32 @@ from attngraph.ir.ops.cached_attention import Rows, row_by_row
 CHECK, MEASURE, SPECIALISED, TUNE, TUNED = "check", "measure", "specialised", "tune", "tuned"
 CHECKED_SMALL = ("causal 64", "backward, causal 64", "backward, T5 64", "decode 64")
 """Cells that a dry run checks."""
-_SECONDS = 360.0
-"""For one cell's choices of blocks; the task's own limit is longer."""
+_SHARE = 0.8
+"""Of a task's seconds, for a cell's choices of blocks."""
 _SLOW = ("flex tuned", gpu.SPECIALISED)
 """Candidates that are left out where there is little time."""
 _OTHERS = ("unfused", "torch.compile", "flex tuned", "sdpa flash", "sdpa efficient", "flex", "sdpa")
 
 
-def work(name: str, answer: Connection, device: str, small: bool) -> None:
-    """Run a task and send its row: `outcome` is done, differs (a check found wrong answers) or failed."""
+def work(name: str, answer: Connection, device: str, small: bool, seconds: float) -> None:
+    """Run a task and send its row: `outcome` is done, differs (a check found wrong answers) or failed.
+    `seconds`: for the preparations of this and other tasks that begin now."""
     stage, _, cell = name.partition(": ")
-    run: dict[str, Callable[[str, str, bool], dict[str, Any]]] = {
-        CHECK: _check, MEASURE: _measure, TUNE: _tune, TUNED: _tuned, SPECIALISED: _specialised,
-    }  # fmt: skip
+    importlib.import_module("torch._inductor.config").compile_threads = 1  # other tasks compile, too
     try:
-        row = {"task": name, "outcome": "done", **run[stage](cell, device, small)}
+        turn = functools.partial(wait_for_turn, answer)
+        if stage == CHECK:
+            found = _check(cell, device, small)
+        elif stage == TUNE:
+            found = _tune(cell, device, 1.0 if small else _SHARE * seconds, turn)
+        else:
+            without = {
+                MEASURE: _SLOW,
+                TUNED: (*_OTHERS, gpu.SPECIALISED),
+                SPECIALISED: (*_OTHERS, "sdpa cudnn"),
+            }
+            found = _measure(cell, device, small, without[stage], turn)
+        row = {"task": name, "outcome": "done", **found}
     except Exception as problem:
         text = " ".join(str(problem).split())[:400]
         row = {"task": name, "outcome": "failed", "reason": f"{type(problem).__name__}: {text}"}
@@ -128,11 +143,13 @@ def _differences(
 # --- measurements ---
 
 
-def _measure(name: str, device: str, small: bool, without: Sequence[str] = _SLOW) -> dict[str, Any]:
+def _measure(
+    name: str, device: str, small: bool, without: Sequence[str], turn: Callable[[], None]
+) -> dict[str, Any]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     suite = "attention" if name.partition(",")[0] in gpu.CASES else name.partition(",")[0]
     part = gpu.Part((name,), without)
-    about, rows = gpu.run([suite], device, dtype, small, lambda _: None, part)
+    about, rows = gpu.run([suite], device, dtype, small, lambda _: None, part, turn=turn)
     about |= {
         "triton": triton_version(),
         "attngraph": attngraph.__version__,
@@ -141,22 +158,18 @@ def _measure(name: str, device: str, small: bool, without: Sequence[str] = _SLOW
     return {"about": about, "rows": [dataclasses.asdict(row) for row in rows]}
 
 
-def _tuned(name: str, device: str, small: bool) -> dict[str, Any]:
-    return _measure(name, device, small, [*_OTHERS, gpu.SPECIALISED])
-
-
-def _specialised(name: str, device: str, small: bool) -> dict[str, Any]:
-    return _measure(name, device, small, [*_OTHERS, "sdpa cudnn"])
-
-
-def _tune(name: str, device: str, small: bool) -> dict[str, Any]:
+def _tune(name: str, device: str, seconds: float, turn: Callable[[], None]) -> dict[str, Any]:
     """Block sizes for a cell of `gpu.py`, whose operands are made as there."""
     if devices.no_triton() or (device == "cpu" and not devices.is_interpreted()):
         raise RuntimeError("block sizes are measured on a GPU, or with TRITON_INTERPRET=1")
     clock = gpu.Clock(device)
-    how: dict[str, Any] = {"seconds": 1.0 if small else _SECONDS}
+    times: dict[str, dict[Any, float]] = {}
+    how: dict[str, Any] = {"seconds": seconds, "turn": turn, "times": times}
     if device == "cpu":
         how |= {"timer": clock.once, "name": "interpreter"}
+    else:
+        bench = importlib.import_module("triton.testing").do_bench
+        how["timer"] = functools.partial(bench, warmup=5, rep=40)  # milliseconds
     words = name.replace(" +", "").split()
     numbers = [int(word.strip(",")) for word in words if word.strip(",").isdigit()]
     kind = name.partition(",")[0]
@@ -176,4 +189,16 @@ def _tune(name: str, device: str, small: bool) -> dict[str, Any]:
         found = triton.tune(
             f"s = {scale} * dot\nkeep k <= q", (q, new, new[..., :values]), cache=cache, **how
         )
-    return {"blocks": {line: list(dataclasses.astuple(blocks)) for line, blocks in found.items()}}
+    return {
+        "blocks": {line: list(dataclasses.astuple(blocks)) for line, blocks in found.items()},
+        "times": {
+            line: [[_plain(option), taken] for option, taken in by.items()] for line, by in times.items()
+        },
+    }
+
+
+def _plain(option: Blocks | tuple[Blocks, int]) -> list[Any]:
+    """A choice as numbers: those of its blocks, and how many programs share a multiprocessor."""
+    return list(
+        dataclasses.astuple(option) if isinstance(option, Blocks) else (*_plain(option[0]), option[1])
+    )

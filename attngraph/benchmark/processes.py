@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -82,24 +86,82 @@ class Tasks:
 
     def one(self, name: str, limit: float) -> Row:
         """The row of one task, from a process that has everything imported already when it starts."""
+        with self._process(name) as process:
+            return process.row(limit)
+
+    def in_turns(self, names: Sequence[str], limit: float, until: float = math.inf) -> list[Row]:
+        """The rows of tasks that prepare at the same time and then work one after another: each calls
+        `wait_for_turn` between the two. `limit`: seconds for all preparations together, and for each task's
+        work. `until`: when all of it ends, by `time.monotonic`."""
+        with ExitStack() as stack:
+            started = [stack.enter_context(self._process(name)) for name in names]
+            end = min(time.monotonic() + limit, until)
+            for process in started:
+                process.prepared(max(0.0, end - time.monotonic()))
+            return [process.row(max(0.0, min(limit, until - time.monotonic()))) for process in started]
+
+    @contextmanager
+    def _process(self, name: str) -> Iterator[_Process]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([self.preload])
-        mine, theirs = context.Pipe(duplex=False)
+        mine, theirs = context.Pipe()
         process = context.Process(target=self.work, args=(name, theirs))
         process.start()
         theirs.close()
         try:
-            if mine.poll(limit):
-                row: Row = mine.recv()
-                return row
-            return {self.key: name, "outcome": "out of time", "reason": f"longer than {limit:.0f} s"}
-        except EOFError:
-            process.join(5)
-            reason = f"its process ended with {process.exitcode}"
-            return {self.key: name, "outcome": "failed", "reason": reason}
+            yield _Process(self.key, name, process, mine)
         finally:
             process.kill()
             process.join()
+
+
+PREPARED = "prepared"
+"""What a process says when it waits for its turn."""
+
+
+def wait_for_turn(answer: Connection) -> None:
+    """Say that this task's preparations are done, and wait until it is told to work."""
+    answer.send(PREPARED)
+    answer.recv()
+
+
+@dataclass
+class _Process:
+    """The process of one task, and this end of its pipe."""
+
+    key: str
+    name: str
+    process: BaseProcess
+    pipe: Connection
+    heard: Row | str | None = None
+    """What it said last: that it is prepared, or its row."""
+
+    def prepared(self, limit: float) -> None:
+        """Wait until it waits for its turn, or has ended."""
+        if self.heard is None:
+            self.heard = self._listen(limit)
+
+    def row(self, limit: float) -> Row:
+        """Its row. It is told to work, if it waits for that."""
+        self.prepared(limit)
+        if self.heard == PREPARED:
+            self.pipe.send(None)
+            self.heard = self._listen(limit)
+        assert isinstance(self.heard, dict)
+        return self.heard
+
+    def _listen(self, limit: float) -> Row | str:
+        try:
+            if self.pipe.poll(limit):
+                said: Row | str = self.pipe.recv()
+                return said
+            self.process.kill()
+            reason = f"longer than {limit:.0f} s"
+            return {self.key: self.name, "outcome": "out of time", "reason": reason}
+        except EOFError:
+            self.process.join(5)
+            reason = f"its process ended with {self.process.exitcode}"
+            return {self.key: self.name, "outcome": "failed", "reason": reason}
 
 
 def cell(text: str) -> str:

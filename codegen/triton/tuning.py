@@ -12,8 +12,8 @@ import importlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ def tune(
     sizes: Sequence[int] = (), *,
     gradients: bool = False, cache: tuple[tuple[Tensor, Tensor], Sequence[Tensor]] | None = None,
     timer: Timer | None = None, name: str | None = None, seconds: float = math.inf,
+    turn: Callable[[], None] = lambda: None, times: dict[str, dict[Any, float]] | None = None,
 ) -> dict[str, Blocks]:  # fmt: skip
     """Measure block sizes for calls like this one, and store the fastest for this user and device.
 
@@ -56,6 +57,8 @@ def tune(
         timer: by default Triton's own. name: of the device; by default PyTorch's name.
         seconds: after so many, no other choice is begun, and the best so far is kept. The choice that is made
             without measurements is the first.
+        turn: called when all choices are compiled; it returns when nothing else uses the device.
+        times: where to leave what each choice for each entry took, by the timer.
 
     Returns:
         The table entries that were stored. Choices that do not run, or give other results than PyTorch's
@@ -64,65 +67,96 @@ def tune(
     parsed = parse(program) if isinstance(program, str) else program
     name = device.name_of(operands[0].device) if name is None else name
     clock: Timer = timer or importlib.import_module("triton.testing").do_bench
-    begin = time.monotonic()
-    until = begin + seconds
     if cache is not None:
-        return _tune_decode(parsed, operands, cache[0], Rows(*cache[1]), reads, sizes, clock, name, until)
-    q, k, v = operands
-    line = functools.partial(
-        tuned.key, program=parsed, D=q.shape[3], Dv=v.shape[3], dtype=q.dtype,
-        group=q.shape[1] // k.shape[1], queries=q.shape[2],
-    )  # fmt: skip
-    options = list(choices(max(q.shape[3], v.shape[3]), q.dtype, device.shared_memory(q.device)))
-    plan = launch.plan_forward(parsed, operands, reads, sizes)
-    found: dict[str, Blocks] = {}
+        made = _over_cache(parsed, operands, cache[0], Rows(*cache[1]), reads, sizes)
+        found = _fastest([made], clock, seconds, turn, times)
+        lines = {line: choice[0] for line, choice in found.items()}
+        tuned.add(name, lines, {line: choice[1] for line, choice in found.items()})
+        return lines
+    whole: list[_Choices[Any]] = [_forward(parsed, operands, reads, sizes)]
+    if gradients:
+        whole += _backward(parsed, operands, reads, sizes)
+    blocks: dict[str, Blocks] = _fastest(whole, clock, seconds, turn, times)
+    if blocks:
+        tuned.add(name, blocks)
+    return blocks
 
-    def forward(blocks: Blocks) -> tuple[Tensor, Tensor]:
+
+@dataclasses.dataclass
+class _Choices(Generic[C]):
+    """What may be chosen for one entry of a table, the choice without measurements first.
+
+    Attributes:
+        call: the results by a choice. wanted: what they must be.
+    """
+
+    line: str
+    options: Sequence[C]
+    call: Callable[[C], Results]
+    wanted: Callable[[], Results]
+
+
+def _forward(
+    program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+) -> _Choices[Blocks]:
+    plan = launch.plan_forward(program, operands, reads, sizes)
+
+    def call(blocks: Blocks) -> Results:
         return launch.launch_forward(dataclasses.replace(plan, blocks=blocks), operands, reads, sizes)
 
-    exact = Tiled()
-    wanted = functools.cache(lambda: exact.forward(parsed, operands, reads, sizes))
-    classic = launch.classic_blocks(parsed, operands)
+    options = _options(operands)
     choose = [
-        classic, *split_choices(options, operands), *options, *ahead_choices(options, q),
-        *specialised_choices(plan, operands),
+        launch.classic_blocks(program, operands), *split_choices(options, operands),
+        *ahead_choices(options, operands[0]), *specialised_choices(plan, operands), *options,
     ]  # fmt: skip
-    half = begin + seconds / (2 if gradients else 1)
-    best = _fastest(choose, forward, clock, "forward", wanted, half)
-    if best is not None:
-        found[line("forward")] = best
-    back = launch_backward.plan_gradients(plan, operands, reads)
-    if gradients and back is not None and best is not None:
-        results = forward(best)
-        random = torch.Generator(q.device).manual_seed(0)
-        grad = torch.randn(results[0].shape, generator=random, device=q.device).to(v.dtype)
-        grads = grad, torch.zeros_like(results[1])
-
-        def backward(blocks: Blocks) -> Results:
-            chosen = dataclasses.replace(back, blocks=blocks)
-            return launch_backward.differentiate(chosen, operands, reads, sizes, results, grads)
-
-        needed = [*wanted_gradients(operands, reads)[0], *(False for _ in reads)]
-
-        def slopes() -> Results:
-            """Gradients of q, k and v that are asked for; others are zero, or not. Those of reads are left
-            out: sums over many pairs, which may cancel to any degree, so what rounding does is not known."""
-            made = exact.backward(parsed, operands, reads, sizes, results, grads)
-            return [t if need else None for t, need in zip(made, needed, strict=True)]
-
-        best = _fastest(options, backward, clock, "backward", slopes, until)
-        if best is not None:
-            found[line("backward")] = best
-    if found:
-        tuned.add(name, found)
-    return found
+    wanted = functools.partial(Tiled().forward, program, operands, reads, sizes)
+    return _Choices(_line("forward", program, operands), choose, call, wanted)
 
 
-def _tune_decode(
+def _backward(
+    program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+) -> list[_Choices[Blocks]]:
+    """None, if no kernel computes the gradients."""
+    plan = launch.Forward()._plan_backward(program, operands, reads, sizes)
+    if plan is None:
+        return []
+    results = Tiled().forward(program, operands, reads, sizes)
+    random = torch.Generator(operands[0].device).manual_seed(0)
+    grad = torch.randn(results[0].shape, generator=random, device=operands[0].device).to(operands[2].dtype)
+    grads = grad, torch.zeros_like(results[1])
+
+    def call(blocks: Blocks) -> Results:
+        chosen = dataclasses.replace(plan, blocks=blocks)
+        return launch_backward.differentiate(chosen, operands, reads, sizes, results, grads)
+
+    needed = [*wanted_gradients(operands, reads)[0], *(False for _ in reads)]
+
+    def wanted() -> Results:
+        """Gradients of q, k and v that are asked for; others are zero, or not. Those of reads are left
+        out: sums over many pairs, which may cancel to any degree, so what rounding does is not known."""
+        made = Tiled().backward(program, operands, reads, sizes, results, grads)
+        return [t if need else None for t, need in zip(made, needed, strict=True)]
+
+    choose = [plan.blocks, *_options(operands)]
+    return [_Choices(_line("backward", program, operands), choose, call, wanted)]
+
+
+def _line(step: str, program: ScoreProgram, operands: Operands) -> str:
+    q, k, v = operands
+    group = q.shape[1] // k.shape[1]
+    return tuned.key(step, program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
+
+
+def _options(operands: Operands) -> list[Blocks]:
+    q, _, v = operands
+    return list(choices(max(q.shape[3], v.shape[3]), q.dtype, device.shared_memory(q.device)))
+
+
+def _over_cache(
     program: ScoreProgram, operands: Operands, pages: tuple[Tensor, Tensor], rows: Rows,
-    reads: Sequence[Tensor], sizes: Sequence[int], clock: Timer, name: str, until: float,
-) -> dict[str, Blocks]:  # fmt: skip
-    """Measure tiles, and the number of parts of the keys (as programs per multiprocessor)."""
+    reads: Sequence[Tensor], sizes: Sequence[int],
+) -> _Choices[tuple[Blocks, int]]:  # fmt: skip
+    """Tiles, and the number of parts of the keys (as programs per multiprocessor)."""
     q, *new = operands
     about = counts(rows)
     lanes, width = q.shape[1] // pages[0].shape[1] * max(about.new), max(q.shape[3], pages[1].shape[3])
@@ -130,7 +164,7 @@ def _tune_decode(
     first = decode_blocks(lanes, width, q.dtype, shared, capability=generation)
     options = [(blocks, n) for blocks in (first, *decode_choices(first, width)) for n in _PROGRAMS]
 
-    def attend(choice: tuple[Blocks, int]) -> Results:
+    def call(choice: tuple[Blocks, int]) -> Results:
         kernel = decode.Decode(choice[0], programs=choice[1])
         columns = rows.table.shape[1]
         plan, splits = kernel.plan(program, q, (new[0], new[1]), pages, reads, sizes, about, columns)
@@ -139,37 +173,64 @@ def _tune_decode(
     def wanted() -> Results:
         return [row_by_row(program, q, (new[0], new[1]), pages, reads, sizes, rows, "reference")]
 
-    best = _fastest(options, attend, clock, "decode", wanted, until)
-    if best is None:
-        return {}
     line = decode.tuned_line(program, lanes, q.shape[3], pages[1].shape[3], q.dtype)
-    tuned.add(name, {line: best[0]}, {line: best[1]})
-    return {line: best[0]}
+    return _Choices(line, options, call, wanted)
 
 
 def _fastest(
-    options: Sequence[C], call: Callable[[C], Results], clock: Timer, what: str,
-    wanted: Callable[[], Results], until: float,
-) -> C | None:  # fmt: skip
-    """The fastest option whose results are the wanted ones. `until`: when no other is begun, by
-    `time.monotonic`."""
-    times: dict[C, float] = {}
-    for option in dict.fromkeys(options):
-        if times and time.monotonic() > until:
+    lines: Sequence[_Choices[C]], clock: Timer, seconds: float, turn: Callable[[], None],
+    times: dict[str, dict[Any, float]] | None,
+) -> dict[str, C]:  # fmt: skip
+    """For each line the fastest option whose results are the wanted ones. All options run once, in three
+    quarters of the time, since most of that is compilation; then those that did are measured."""
+    share = seconds / (4 * len(lines))
+    running = [list(_compiled(line, 3 * share)) for line in lines]
+    turn()
+    found: dict[str, C] = {}
+    for line, options in zip(lines, running, strict=True):
+        taken = _times(line, options, clock, time.monotonic() + share)
+        best = _best(line, taken)
+        found |= {} if best is None else {line.line: best}
+        if times is not None:
+            times[line.line] = taken
+    return found
+
+
+def _compiled(line: _Choices[C], seconds: float) -> Iterator[C]:
+    """The options that run. After so many seconds no other is tried, but for the first."""
+    begin = time.monotonic()
+    for option in dict.fromkeys(line.options):
+        if option != line.options[0] and time.monotonic() - begin > seconds:
             break
         try:
-            times[option] = clock(functools.partial(call, option))
+            line.call(option)
         except Exception as problem:  # it does not compile, or does not fit
-            _log.info("%s do not run %s: %s: %s", option, what, type(problem).__name__, problem)
-    exact = wanted() if times else []
+            _log.info("%s do not run %s: %s: %s", option, line.line, type(problem).__name__, problem)
+        else:
+            yield option
+
+
+def _times(line: _Choices[C], options: Sequence[C], clock: Timer, until: float) -> dict[C, float]:
+    """What each option takes. `until`: when no other is begun, by `time.monotonic`."""
+    taken: dict[C, float] = {}
+    for option in options:
+        if taken and time.monotonic() > until:
+            break
+        taken[option] = clock(functools.partial(line.call, option))
+    return taken
+
+
+def _best(line: _Choices[C], times: Mapping[C, float]) -> C | None:
+    """The fastest option whose results are right."""
+    exact = line.wanted() if times else []
     eps = max((torch.finfo(t.dtype).eps for t in exact if t is not None), default=0.0)
     for option in sorted(times, key=lambda option: times[option]):
         _spoil(exact)
-        pairs = zip(call(option), exact, strict=True)
+        pairs = zip(line.call(option), exact, strict=True)
         wrong = next(filter(None, (difference(one, other, eps) for one, other in pairs)), "")
         if not wrong:
             return option
-        _log.warning("%s are fast but wrong %s, and not kept: %s", option, what, wrong)
+        _log.warning("%s are fast but wrong %s, and not kept: %s", option, line.line, wrong)
     return None
 
 
