@@ -48,7 +48,8 @@ def work(name: str, answer: Connection, device: str, small: bool, seconds: float
     """Run a task and send its row: `outcome` is done, differs (a check found wrong answers) or failed.
     `seconds`: for the preparations of this and other tasks that begin now."""
     stage, _, cell = name.partition(": ")
-    importlib.import_module("torch._inductor.config").compile_threads = 1  # other tasks compile, too
+    config: Any = importlib.import_module("torch._inductor.config")
+    config.compile_threads = 1  # other tasks compile, too
     try:
         turn = functools.partial(wait_for_turn, answer)
         if stage == CHECK:

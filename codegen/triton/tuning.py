@@ -6,6 +6,7 @@ fast and wrong.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -184,7 +185,7 @@ def _fastest(
     """For each line the fastest option whose results are the wanted ones. All options run once, in three
     quarters of the time, since most of that is compilation; then those that did are measured."""
     share = seconds / (4 * len(lines))
-    running = [list(_compiled(line, 3 * share)) for line in lines]
+    running = [_compiled(line, 3 * share) for line in lines]
     turn()
     found: dict[str, C] = {}
     for line, options in zip(lines, running, strict=True):
@@ -196,18 +197,16 @@ def _fastest(
     return found
 
 
-def _compiled(line: _Choices[C], seconds: float) -> Iterator[C]:
+def _compiled(line: _Choices[C], seconds: float) -> list[C]:
     """The options that run. After so many seconds no other is tried, but for the first."""
-    begin = time.monotonic()
+    begin, found = time.monotonic(), []
     for option in dict.fromkeys(line.options):
         if option != line.options[0] and time.monotonic() - begin > seconds:
             break
-        try:
+        with _left_out(line, option):
             line.call(option)
-        except Exception as problem:  # it does not compile, or does not fit
-            _log.info("%s do not run %s: %s: %s", option, line.line, type(problem).__name__, problem)
-        else:
-            yield option
+            found.append(option)
+    return found
 
 
 def _times(line: _Choices[C], options: Sequence[C], clock: Timer, until: float) -> dict[C, float]:
@@ -216,8 +215,18 @@ def _times(line: _Choices[C], options: Sequence[C], clock: Timer, until: float) 
     for option in options:
         if taken and time.monotonic() > until:
             break
-        taken[option] = clock(functools.partial(line.call, option))
+        with _left_out(line, option):
+            taken[option] = clock(functools.partial(line.call, option))
     return taken
+
+
+@contextlib.contextmanager
+def _left_out(line: _Choices[C], option: C) -> Iterator[None]:
+    """An option that does not compile, or does not fit, is left out."""
+    try:
+        yield
+    except Exception as problem:
+        _log.info("%s do not run %s: %s: %s", option, line.line, type(problem).__name__, problem)
 
 
 def _best(line: _Choices[C], times: Mapping[C, float]) -> C | None:
