@@ -4,14 +4,13 @@
     attngraph bench --device cuda --only causal "width 128" --minutes 9 --json results.json --resume
 
 First the limits are measured: a large matrix product and a large copy. Then, cell by cell, candidates take
-turns for some rounds; medians are reported. Before each call the GPU overwrites its cache, which takes it
-longer than the host needs to launch most calls: so the time is the GPU's, and the host's is a column of its
-own. `attention`: our kernels forward and backward (forward in both schedules), the unfused graph if it fits
-in memory, scaled_dot_product_attention with each of its backends pinned, FlexAttention with default and with
-tuned options, torch.compile of the unfused graph. `decode` and `mla`: one new token of each row over a cache,
-in bytes (and operations) per second. All candidates run once, and their results are compared, before anything
-is timed; for one that cannot be run the reason is reported. A run may measure only some cells, and continue
-from a file of earlier ones.
+turns for some rounds; medians are reported, with the cache emptied before each call. Times are the GPU's; the
+host's is said beside them (`codegen/triton/clock.py`). `attention`: our kernels forward and backward, the
+unfused graph if it fits in memory, scaled_dot_product_attention with each of its backends pinned,
+FlexAttention with default and with tuned options, torch.compile of the unfused graph. `decode` and `mla`: one
+new token of each row over a cache, in bytes (and operations) per second. All candidates run once, and their
+results are compared, before anything is timed; for one that cannot be run the reason is reported. A run may
+measure only some cells, and continue from a file of earlier ones.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,10 +33,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import attngraph
 from attngraph.benchmark.plot import Bars
 from attngraph.codegen import triton
-from attngraph.codegen.triton.tuning import run_specialised
+from attngraph.codegen.triton.clock import Clock
 from attngraph.meaning.check.comparison import Rule, compare
 
-ROUNDS = 9
 WINDOW, CAP = 1024, 30.0
 UNFUSED_LIMIT = 24 << 30
 """Bytes of scores above which the unfused graph is left out."""
@@ -47,8 +44,6 @@ BACKENDS = {
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-SPECIALISED = "attngraph, warp-specialised"
-"""Our kernel forced to that schedule, whatever the tables prefer. Its backward pass is the usual one."""
 Call = Callable[[], Tensor]
 Say = Callable[[str], None]
 
@@ -94,58 +89,6 @@ class Part:
     @property
     def is_over(self) -> bool:
         return time.monotonic() > self.deadline
-
-
-class Clock:
-    """Times calls on a device, with its cache emptied before each.
-
-    Args:
-        turn: called before the first measurement; it returns when nothing else uses the device.
-    """
-
-    def __init__(self, device: str, turn: Callable[[], None] = lambda: None) -> None:
-        self.device = device
-        self.is_cuda = device.startswith("cuda")
-        self.flush = torch.empty(128 << 20 if self.is_cuda else 1, dtype=torch.int32, device=device)
-        self._turn = functools.cache(turn)
-
-    def once(self, call: Callable[[], object]) -> float:
-        return self._both(call)[0]
-
-    def _both(self, call: Callable[[], object]) -> tuple[float, float]:
-        """Seconds of the device, and of the host until it has launched everything."""
-        if not self.is_cuda:
-            self.flush.zero_()
-            start = time.perf_counter()
-            call()
-            return (spent := time.perf_counter() - start), spent
-        event: Any = torch.cuda.Event
-        before, after = event(enable_timing=True), event(enable_timing=True)
-        torch.cuda.synchronize()
-        self.flush.zero_()
-        before.record()
-        start = time.perf_counter()
-        call()
-        spent = time.perf_counter() - start
-        after.record()
-        torch.cuda.synchronize()
-        return float(before.elapsed_time(after)) / 1e3, spent
-
-    def medians(
-        self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
-    ) -> dict[str, tuple[float, float]]:
-        """Median seconds of each call, and of its launch; calls take turns."""
-        self._turn()
-        for call in calls.values():
-            self.once(call)
-        spent: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-        for _ in range(rounds):
-            for name, call in calls.items():
-                spent[name].append(self._both(call))
-        return {
-            name: (statistics.median(d for d, _ in found), statistics.median(h for _, h in found))
-            for name, found in spent.items()
-        }
 
 
 def limits(clock: Clock, dtype: torch.dtype, size: int = 8192) -> Limits:
@@ -229,7 +172,7 @@ def attention(
             found.append((_Prepared(cell, candidates, part), operations))
         if wanted[1]:
             grad = torch.randn_like(q)
-            backwards = {n: _Backward(c, (q, k, v), grad) for n, c in candidates.items() if n != SPECIALISED}
+            backwards = {n: _Backward(c, (q, k, v), grad) for n, c in candidates.items()}
             found.append((_Prepared(f"{cell}, backward", backwards, part), 2.5 * operations))
         for one, needed in found:
             yield from one.timed(clock, needed, 0, limit())
@@ -251,7 +194,6 @@ def _candidates(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
     scale = 1 / math.sqrt(q.shape[-1])
     text, tokens = case.program(q.shape[-1]), q.shape[2]
     found: dict[str, Call] = {"attngraph": lambda: attngraph.attention(q, k, v, text)}
-    found[SPECIALISED] = lambda: run_specialised(text, (q.detach(), k.detach(), v.detach()))
     if q.shape[1] * tokens**2 * 4 * 3 <= UNFUSED_LIMIT:
         found["unfused"] = lambda: _unfused(case, q, k, v, scale)
         compiled = torch.compile(_unfused)

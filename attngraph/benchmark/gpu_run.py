@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from attngraph.benchmark import gpu, gpu_tasks
-from attngraph.benchmark.gpu_tasks import CHECK, MEASURE, SPECIALISED, TUNE, TUNED
+from attngraph.benchmark.gpu_tasks import CHECK, MEASURE, TUNE, TUNED
 from attngraph.benchmark.processes import Tasks
 from attngraph.benchmark.scorecard.cells import CELLS
 from attngraph.codegen.triton import store
 
 MINUTES = 28.0
 """By default. With what starts and ends a run, it is less than half an hour."""
-SHARES = {CHECK: 0.2, MEASURE: 0.55, SPECIALISED: 0.6, TUNE: 0.88, TUNED: 1.0}
+SHARES = {CHECK: 0.2, MEASURE: 0.55, TUNE: 0.88, TUNED: 1.0}
 """The share of the time after which a stage begins no task; in the order of the stages."""
-LIMITS = {CHECK: 150.0, MEASURE: 240.0, SPECIALISED: 120.0, TUNE: 420.0, TUNED: 180.0}
+LIMITS = {CHECK: 150.0, MEASURE: 240.0, TUNE: 420.0, TUNED: 180.0}
 """Seconds after which a task is ended."""
 _ATTENTION = (
     ("causal", 8192, 128), ("causal", 8192, 64), ("full", 8192, 128), ("full", 8192, 64),
@@ -61,10 +61,9 @@ def tasks(small: bool) -> list[str]:
     """All tasks in order: "check: causal 128" and so on."""
     checked = [name for name in CELLS if not small or name in gpu_tasks.CHECKED_SMALL]
     measured = cells(small)
-    whole = [name for name in measured if not name.startswith(("decode", "mla"))]
     return [
         *(f"{CHECK}: {name}" for name in checked), *(f"{MEASURE}: {name}" for name in measured),
-        *(f"{SPECIALISED}: {name}" for name in whole[:4]), *(f"{TUNE}: {name}" for name in measured[:10]),
+        *(f"{TUNE}: {name}" for name in measured[:10]),
         *(f"{TUNED}: {name}" for name in measured[:10]),
     ]  # fmt: skip
 
@@ -132,7 +131,7 @@ def table(found: Mapping[str, Any]) -> str:
     lines += [f"  {row['task']}: {text}" for row in checks for text in row.get("remarks", ())]
     for row in (row for row in rows if row["task"].startswith(f"{TUNE}:") and row["outcome"] == "done"):
         lines += [f"  {row['task']}: {line}: {blocks}" for line, blocks in row["blocks"].items()]
-    for stage in (MEASURE, SPECIALISED, TUNED):
+    for stage in (MEASURE, TUNED):
         own = [
             gpu.Row(**one)
             for row in rows

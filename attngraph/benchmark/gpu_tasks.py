@@ -2,8 +2,7 @@
 
 check: a cell of the scorecard at a length that no tile divides, forward, backward or over a cache, against
 PyTorch's operations in float32. measure: a cell of `gpu.py` beside its alternatives. tune: block sizes for
-such a cell, stored for this user. tuned: measured once more, with them. specialised: the warp-specialised
-schedule, which may hang.
+such a cell, stored for this user. tuned: measured once more, with them.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from attngraph.benchmark.scorecard.cells import CELLS, DOCUMENTS, Cell
 from attngraph.codegen import triton
 from attngraph.codegen.triton import attempts
 from attngraph.codegen.triton import device as devices
+from attngraph.codegen.triton.clock import Clock
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
@@ -34,12 +34,12 @@ from attngraph.codegen.triton.tuning import difference
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.cached_attention import Rows, row_by_row
 
-CHECK, MEASURE, SPECIALISED, TUNE, TUNED = "check", "measure", "specialised", "tune", "tuned"
+CHECK, MEASURE, TUNE, TUNED = "check", "measure", "tune", "tuned"
 CHECKED_SMALL = ("causal 64", "backward, causal 64", "backward, T5 64", "decode 64")
 """Cells that a dry run checks."""
 _SHARE = 0.8
 """Of a task's seconds, for a cell's choices of blocks."""
-_SLOW = ("flex tuned", gpu.SPECIALISED)
+_SLOW = ("flex tuned",)
 """Candidates that are left out where there is little time."""
 _OTHERS = ("unfused", "torch.compile", "flex tuned", "sdpa flash", "sdpa efficient", "flex", "sdpa")
 
@@ -57,12 +57,7 @@ def work(name: str, answer: Connection, device: str, small: bool, seconds: float
         elif stage == TUNE:
             found = _tune(cell, device, 1.0 if small else _SHARE * seconds, turn)
         else:
-            without = {
-                MEASURE: _SLOW,
-                TUNED: (*_OTHERS, gpu.SPECIALISED),
-                SPECIALISED: (*_OTHERS, "sdpa cudnn"),
-            }
-            found = _measure(cell, device, small, without[stage], turn)
+            found = _measure(cell, device, small, _SLOW if stage == MEASURE else _OTHERS, turn)
         row = {"task": name, "outcome": "done", **found}
     except Exception as problem:
         text = " ".join(str(problem).split())[:400]
@@ -163,14 +158,11 @@ def _tune(name: str, device: str, seconds: float, turn: Callable[[], None]) -> d
     """Block sizes for a cell of `gpu.py`, whose operands are made as there."""
     if devices.no_triton() or (device == "cpu" and not devices.is_interpreted()):
         raise RuntimeError("block sizes are measured on a GPU, or with TRITON_INTERPRET=1")
-    clock = gpu.Clock(device)
+    clock = Clock(device)
     times: dict[str, dict[Any, float]] = {}
     how: dict[str, Any] = {"seconds": seconds, "turn": turn, "times": times}
     if device == "cpu":
         how |= {"timer": clock.once, "name": "interpreter"}
-    else:
-        bench = importlib.import_module("triton.testing").do_bench
-        how["timer"] = functools.partial(bench, warmup=5, rep=40)  # milliseconds
     words = name.replace(" +", "").split()
     numbers = [int(word.strip(",")) for word in words if word.strip(",").isdigit()]
     kind = name.partition(",")[0]

@@ -3,10 +3,7 @@
     plan.py        all that fixes a kernel        expression.py  formulas as Triton
     ../scalar/     what C and Triton share        helpers.py     functions that Triton lacks
     emit.py        a plan as source               store.py       where the source is kept
-    schedule.py    which kernels are warp-specialised, and why not the others
-    emit_ahead.py  a plan as source that multiplies a tile ahead
     blocks.py      block sizes by rule
-    emit_specialised.py  a plan as warp-specialised source
     launch.py      `triton.forward`, the kernel of the registry
     call.py        arguments of launched kernels        device.py      the GPU and its limits
     visits.py      which tiles of keys are visited
@@ -14,9 +11,9 @@
     launch_backward.py  from a call's gradients to launched kernels
     emit_decode.py attention over a cache as source     decode.py  `triton.decode`, its kernel
     emit_sums.py   sums carried from token to token as source     sums.py    their kernel
-    compiler.py    compiling one kernel            isolated.py      in a separate process
-    attempts.py    fallbacks when one does not compile
+    compiler.py    compiling one kernel            attempts.py    fallbacks when one does not compile
     tuned.py       tables of measured block sizes       tuning.py      measuring them
+    clock.py       how long a call takes
 
 For CUDA and AMD GPUs. On a CPU it runs only if requested by name, under TRITON_INTERPRET=1; the tests without
 a GPU do so.

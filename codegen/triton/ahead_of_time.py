@@ -28,7 +28,6 @@ from attngraph.codegen.triton.call import launch_options
 from attngraph.codegen.triton.compiler import Request, Usage, compile_kernel
 from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.emit_sums import SumsPlan
-from attngraph.codegen.triton.isolated import compile_isolated
 from attngraph.codegen.triton.plan import BackwardPlan, Plan
 
 _POINTERS = {
@@ -77,7 +76,7 @@ def compile_ahead(plan: Plan, target: Target) -> Usage:
 
     Raises:
         RuntimeError: Triton runs as an interpreter in this process, or the output of its tools cannot be
-        parsed. CompilationError: a warp-specialised kernel, which another process compiles, did not compile.
+        parsed. Errors of the compiler are passed on.
     """
     if isinstance(plan, DecodePlan):
         return _compile(decode.load(plan)[0], emit_decode.arguments(plan), plan, target)
@@ -125,8 +124,7 @@ def requests(plan: Plan, target: Target) -> tuple[tuple[Any, Request], ...]:
 
 
 def _compile(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> Usage:
-    request = _request(kernel, names, plan, target)
-    return compile_isolated(request) if plan.blocks.specialised else compile_kernel(kernel, request)
+    return compile_kernel(kernel, _request(kernel, names, plan, target))
 
 
 def _request(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> Request:

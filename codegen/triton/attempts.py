@@ -1,5 +1,4 @@
-"""When a kernel does not compile or launch: a warp-specialised kernel falls back to the classic schedule,
-then to smaller tiles, then to other kernels.
+"""When a kernel does not compile or launch: smaller tiles are tried, then other kernels.
 
 Failures are remembered for the process and reported once, in the log and in reports (`remarks`), with the
 reason: out of shared memory or registers, or a compiler error. Device errors (an illegal address) also occur
@@ -33,26 +32,18 @@ R = TypeVar("R")
 
 
 def smaller(blocks: Blocks) -> list[Blocks]:
-    """Blocks to try after these, in order: without pipelining, then tiles of half the size, and so on; none
-    with products ahead."""
-    found = [dataclasses.replace(blocks, stages=1, ahead=False)]
+    """Blocks to try after these, in order: without pipelining, then tiles of half the size, and so on."""
+    found = [dataclasses.replace(blocks, stages=1)]
     while found[-1].q > 16 or found[-1].k > 16:
         last = found[-1]
         found.append(Blocks(max(16, last.q // 2), max(16, last.k // 2), min(4, last.warps), 1))
     return found if found[0] != blocks else found[1:]
 
 
-def run(
-    plan: P, device: torch.device, call: Callable[[P], R], otherwise: Callable[[], R],
-    classic: Blocks | None = None,
-) -> R:  # fmt: skip
-    """Make the call with the first blocks that run, beginning with the plan's own; else call `otherwise`.
-
-    Args:
-        classic: blocks to try after warp-specialised ones.
-    """
+def run(plan: P, device: torch.device, call: Callable[[P], R], otherwise: Callable[[], R]) -> R:
+    """Make the call with the first blocks that run, beginning with the plan's own; else call `otherwise`."""
     problem = ""
-    for blocks in _in_order(plan.blocks, classic):
+    for blocks in _in_order(plan.blocks):
         chosen = plan if blocks == plan.blocks else dataclasses.replace(plan, blocks=blocks)
         if _failed and (chosen, device) in _failed:
             continue
@@ -66,18 +57,15 @@ def run(
                 raise
             _failed.add((chosen, device))
             problem = f"{type(error).__name__}: {error}".strip()
-            next_ = "the classic schedule is" if blocks.specialised else "smaller tiles are"
-            _say(plan, f"{blocks} does not run on {device}, {next_} tried: {problem}")
+            _say(plan, f"{blocks} does not run on {device}, smaller tiles are tried: {problem}")
     if problem:
         _say(plan, f"no tiles run on {device}, PyTorch's operations instead")
     return otherwise()
 
 
-def _in_order(blocks: Blocks, classic: Blocks | None) -> Iterator[Blocks]:
+def _in_order(blocks: Blocks) -> Iterator[Blocks]:
     yield blocks
-    if classic is not None:
-        yield classic
-    yield from smaller(classic or blocks)
+    yield from smaller(blocks)
 
 
 def _say(plan: Plan, what: str) -> None:

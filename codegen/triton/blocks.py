@@ -1,4 +1,4 @@
-"""Which block sizes a call gets that nobody has measured: rules, by widths, dtype, program and GPU.
+"""Which block sizes a call gets where its user has measured none: rules, by widths, dtype, program and GPU.
 
 A choice is checked ahead of time (`ahead_of_time.py`, and the scorecard of the benchmarks): the first choice
 for a width spills no registers, or few; what is left is said where it is chosen.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from attngraph.codegen.triton.module import window_of
 from attngraph.codegen.triton.plan import (
     Blocks,
     in_two,
@@ -37,8 +38,6 @@ _SINGLE_PADDED = {**_SINGLE, 128: Blocks(32, 16, 8, 2)}
 """Masks of padded widths take registers: with four warps up to 128 bytes of them spill on sm_90."""
 _IN_LITTLE = {64: (128, 64), 128: (128, 32), 256: (128, 32)}
 """Queries and keys of tiles where a program has little shared memory (AMD GPUs)."""
-_GROUP = 64
-"""The rows that four warps multiply together, from sm_90 on."""
 _LITTLE = 100_000
 """Bytes of shared memory of a program: AMD's GPUs have less. With four warps each has more registers there,
 and none computes a part twice."""
@@ -64,10 +63,9 @@ def blocks_for(
     width = max(64, padded(D), padded(Dv))
     single = _SINGLE if _is_exact(D, Dv) else _SINGLE_PADDED
     wanted = (single if dtype is torch.float32 else _HALF)[width]
-    q, k, warps, stages, ahead = wanted.q, wanted.k, wanted.warps, wanted.stages, False
+    q, k, warps, stages = wanted.q, wanted.k, wanted.warps, wanted.stages
     if dtype is not torch.float32 and width < 512 and shared > _MUCH and (capability or (9, 0))[0] < 10:
-        k, stages = _wide_tile(program, D, Dv), 3
-        ahead = _fits_two(program, D, Dv) and Sq > _GROUP // 2
+        q, k, warps, stages = _measured(program, D, Dv)
     elif width == 128 and (tiles_read(program) or (shared <= _MUCH and _takes_registers(program, D, Dv))):
         k = max(16, k // (4 if tiles_read(program) and shared <= _MUCH else 2))
     elif width == 64 and shared <= _MUCH and dtype is not torch.float32:
@@ -78,7 +76,7 @@ def blocks_for(
         q, k, warps = (32, 64, 4) if dtype is not torch.float32 else (q, k, warps)
     split = dtype is not torch.float32 and _lie_in_two(program, D, Dv, shared, capability)
     if split and shared >= _LITTLE:
-        (q, k, warps, stages), ahead = _in_two_tiles(D, Dv, shared), False
+        q, k, warps, stages = _in_two_tiles(program, D, Dv, shared)
     elif shared < _LITTLE:
         warps, stages = 4, 1
         if dtype is not torch.float32:
@@ -93,7 +91,7 @@ def blocks_for(
 
     def taken() -> int:
         """Queries and keys lie side by side, or, without a pipeline on AMD's GPUs, in the same place."""
-        queries, keys = (q + k * ahead) * tile, stages * k * row
+        queries, keys = q * tile, stages * k * row
         return max(queries, keys) if shared < _LITTLE else queries + keys
 
     while taken() > shared:
@@ -105,7 +103,7 @@ def blocks_for(
             q //= 2
         else:
             break
-    return Blocks(q, k, warps, stages, ahead=ahead, split=split)
+    return Blocks(q, k, warps, stages, split=split)
 
 
 def _lie_in_two(
@@ -113,24 +111,22 @@ def _lie_in_two(
 ) -> bool:
     """Whether rows lie in two tiles (`emit_rows.py`) where these are narrower than one: it saves products and
     registers, and takes more instructions. On AMD's GPUs these cost more than is saved up to a width of 128.
-    On sm_90 ptxas serialises such products a tile ahead, which programs that are not linear gain more by.
     Products of narrow tiles are slow, so rows of up to 64 lie in one. Not looked at: sm_100, rows wider than
     256, and reads for each score."""
     if not any(in_two(n)[1] for n in (D, Dv)) or (capability or (8, 0))[0] >= 10 or tiles_read(program):
         return False
-    if shared > _MUCH and not is_linear(program):
-        return False
     return (128 if shared < _LITTLE else 64) < max(padded(D), padded(Dv)) <= 256
 
 
-def _in_two_tiles(D: int, Dv: int, shared: int) -> tuple[int, int, int, int]:
-    """Queries, keys, warps and stages for rows in two tiles, on NVIDIA's GPUs. Where two programs share a
-    multiprocessor of sm_90, up to 64 bytes are spilled (the loops have no more instructions for it)."""
+def _in_two_tiles(program: ScoreProgram, D: int, Dv: int, shared: int) -> tuple[int, int, int, int]:
+    """Queries, keys, warps and stages for rows in two tiles, on NVIDIA's GPUs. On sm_90 as measured (widths
+    80, 96, 160 and 192, causal and softcap); with one tile for each row they take 1.1 to 1.3 times as long.
+    """
     keys, values = sum(in_two(D)), sum(in_two(Dv))
+    if shared > _MUCH and max(keys, values) <= 96:
+        return 128 if is_linear(program) else 64, 64, 4, 3
     if shared > _MUCH:
-        if max(keys, values) <= 80:
-            return 128, 64, 4, 3
-        return 128, 128 if keys + values <= 320 else 64, 8, 3
+        return 128, 64, 8, 3
     if max(keys, values) <= 96:
         return 64, 64, 4, 3
     return (64, 32, 4, 2) if values > 128 else (128, 32, 8, 2)
@@ -146,22 +142,16 @@ def _is_exact(D: int, Dv: int) -> bool:
     return padded(D) == D and padded(Dv) == Dv
 
 
-def _fits_two(program: ScoreProgram, D: int, Dv: int) -> bool:
-    """Whether there are registers for the scores of two tiles on sm_90: not beside wider values, nor beside a
-    tile of reads, nor, for wider keys, in programs that are not linear."""
-    return padded(Dv) <= 128 and not tiles_read(program) and (padded(D) <= 128 or is_linear(program))
-
-
-def _wide_tile(program: ScoreProgram, D: int, Dv: int) -> int:
-    """The keys of a tile on sm_90, whose products read tiles from shared memory: what is done once for each
-    row of a tile (the accumulator is scaled, tiles are fetched) is shared by more keys. The masks of padded
-    widths, reads for each score, and programs that are not linear take registers."""
+def _measured(program: ScoreProgram, D: int, Dv: int) -> tuple[int, int, int, int]:
+    """Queries, keys, warps and stages on sm_90: of some forty the fastest or nearly, measured on an H200 with
+    Triton 3.6 and 3.8 (docs/gpu.md). Programs of four warps share a multiprocessor: one multiplies while
+    another computes weights. With wide keys or values there is room for one."""
     width = max(64, padded(D), padded(Dv))
+    if width > 128:
+        return 128, 32 if tiles_read(program) else 64, 8, 3 if padded(Dv) <= 128 else 2
     if tiles_read(program):
-        return 64 if width == 64 and not _reads_by_formula(program) else 32
-    if width == 64:
-        return 128  # at width 128 this spills, depending on Triton's version
-    return 64 if padded(Dv) <= 128 or (is_linear(program) and _is_exact(D, Dv)) else 32
+        return 64, 32, 4, 3
+    return 64, 128 if width == 64 and not window_of(program) else 64, 4, 3
 
 
 WIDEST_BACKWARD = 256
@@ -192,9 +182,13 @@ def backward_blocks(
         table = _SINGLE_BACKWARD
     elif shared < _LITTLE:
         table = _HALF_IN_LITTLE
+    elif shared > _MUCH and width == 256 and (capability or (9, 0))[0] < 10:
+        # It spills some 300 bytes, and is 3.4 times as fast as (32, 32) with one stage, which spills none, on
+        # an H200. Sums for reads of pairs need memory: with them 64 keys do not fit (not measured).
+        return Blocks(64, 32 if has_reads else 64, 8, 2)
     elif shared > _MUCH and width <= 128:
         if has_reads:
-            return Blocks(128, 16 if width == 128 else 32, 8, 2)
+            return Blocks(128, 16, 8, 2) if width == 128 else Blocks(64, 32, 4, 2)
         if (capability or (9, 0))[0] >= 10:
             return Blocks(128, 32, 8, 3 if linear else 2)  # with the other number of stages it spills 8 bytes
         # Of the smaller ones, two programs share a multiprocessor.
@@ -225,6 +219,8 @@ def decode_blocks(
             return Blocks(16, 16 if single or shared < _LITTLE else 32, 8, 2)
         return _blocks_of_latents(lanes, shared, capability)
     q, k = min(_TALLEST, lanes), 32 if single or shared < _LITTLE or width > 128 else 64
+    if k == 64 and shared > _MUCH and not narrow:
+        return Blocks(q, 128, 4, 2) if q <= 32 else Blocks(q, 64, 4, 3)  # measured on an H200
     return Blocks(q, k // (1 + narrow), 8 if q > 32 else 4, 3 if shared > 80_000 and not narrow else 2)
 
 
@@ -236,15 +232,10 @@ def _blocks_of_latents(lanes: int, shared: int, capability: tuple[int, int] | No
     memory, which do not fit."""
     if shared < _LITTLE:
         return Blocks(min(64, lanes), 16 if lanes > 16 else 32, 4, 1)
-    if lanes > 32 and shared > _MUCH and (capability or (9, 0))[0] < 10:
-        return Blocks(64, 64, 8, 2)
-    return Blocks(32, 32, 4, 2) if lanes > 16 else Blocks(16, 64, 8, 2)
-
-
-def _reads_by_formula(program: ScoreProgram) -> bool:
-    """Whether an index of a read is computed for each score."""
-    indices = (index for read in reads_of(program) for index in read.args)
-    return any({S.index("q"), S.index("k")} <= index.free for index in indices)
+    measured = shared > _MUCH and (capability or (9, 0))[0] < 10
+    if lanes > 16:
+        return Blocks(64, 64, 8, 2) if measured and lanes > 32 else Blocks(32, 32, 4, 2)
+    return Blocks(16, 32, 4, 3) if measured else Blocks(16, 64, 8, 2)
 
 
 def _keys_read(program: ScoreProgram) -> int:

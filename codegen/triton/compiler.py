@@ -1,19 +1,11 @@
-"""Compile one emitted kernel for one GPU, which need not be present, and read its resource usage.
-
-Also runs as a standalone script without attngraph, for compilations that may crash their process
-(`isolated.py`): it reads a request as JSON from standard input and writes the answer as JSON to standard
-output.
-"""
+"""Compile one emitted kernel for one GPU, which need not be present, and read its resource usage."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
-import json
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -39,13 +31,11 @@ class Request:
 @dataclasses.dataclass(frozen=True)
 class Usage:
     """Resources of one program of a compiled kernel: bytes of shared memory, registers per thread, bytes
-    (NVIDIA) or registers (AMD) per thread spilled to memory; and whether it is warp-specialised, with some
-    warps fetching by descriptors."""
+    (NVIDIA) or registers (AMD) per thread spilled to memory."""
 
     shared: int
     registers: int
     spilled: int
-    specialised: bool = False
 
 
 def build(kernel: Any, request: Request) -> Any:
@@ -83,9 +73,7 @@ def usage(binary: Any, request: Request) -> Usage:
     """What a compiled kernel uses. Raises RuntimeError as `compile_kernel`."""
     if request.backend != "cuda":
         return Usage(int(binary.metadata.shared), *_read_assembly(binary.asm["amdgcn"]))
-    divided = "ttg.warp_specialize" in binary.asm["ttgir"] and "setmaxnreg" in binary.asm["ptx"]
-    fetched = "cp.async.bulk.tensor" in binary.asm["ptx"]
-    return Usage(int(binary.metadata.shared), *_read_cubin(binary.asm["cubin"]), divided and fetched)
+    return Usage(int(binary.metadata.shared), *_read_cubin(binary.asm["cubin"]))
 
 
 def _read_cubin(cubin: bytes) -> tuple[int, int]:
@@ -107,18 +95,3 @@ def _read_assembly(text: str) -> tuple[int, int]:
     if registers is None or spilled is None:
         raise RuntimeError("the assembly says nothing about registers.")
     return int(registers[1]), int(spilled[1])
-
-
-def main() -> None:
-    request = Request(**json.load(sys.stdin))
-    spec = importlib.util.spec_from_file_location("emitted", request.path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    usage = compile_kernel(getattr(module, request.name), request)
-    print(json.dumps(dataclasses.asdict(usage)))
-
-
-if __name__ == "__main__":
-    sys.path.pop(0)  # this file's folder: its module names would shadow others
-    main()

@@ -45,8 +45,8 @@ FEW = 16
 """A row's keys are split among programs if it has at most this many new tokens."""
 PROGRAMS = 4
 """Programs per multiprocessor with which measuring begins (`tuning.py`)."""
-LEAST_TILES = 4
-"""Tiles of keys that a part should have at least: with fewer, joining the parts costs more than it saves."""
+LEAST_KEYS = 256
+"""Keys that a part should have at least: with fewer, joining the parts costs more than it saves."""
 THREADS, REGISTERS = 2048, 1 << 16
 """Of a multiprocessor."""
 
@@ -188,7 +188,7 @@ class Prepared:
         """Into how many parts the keys of each row are split, of so many key heads."""
         plan, longest = self.plan, max(about.held)
         visible = min(longest, plan.window) if plan.window else longest
-        most = max(1, visible // (LEAST_TILES * plan.blocks.k))
+        most = max(1, visible // LEAST_KEYS)
         items = len(about.new) * heads * -(-plan.group * max(about.new) // plan.blocks.q)
         if self.is_measured:
             return max(1, min(self.places // items, most))
@@ -201,14 +201,15 @@ def programs_at_once(plan: DecodePlan, device: torch.device) -> int:
 
 
 def programs_in(plan: DecodePlan, shared: int) -> int:
-    """About how many programs a multiprocessor with so many bytes of shared memory holds: as many as its
-    threads, that memory (the tiles of keys and values in flight) and its registers (the queries, a tile of
-    scores and the sums) allow."""
+    """How many programs should share a multiprocessor with so many bytes of shared memory: about as many as
+    fill half of it with tiles of keys and values that are being fetched, since more of these do not come
+    faster (measured on an H200: tiles of 32 to 128 keys, widths of 64 to 576); and as its threads and its
+    registers (the queries, a tile of scores and the sums) allow."""
     blocks, keys, values = plan.blocks, padded(plan.D), padded(plan.Dv)
     row = values + padded(plan.rest) * bool(plan.rest) if plan.shared else keys + values
-    tiles = blocks.stages * blocks.k * row * plan.dtype.itemsize
+    tiles = max(1, blocks.stages - 1) * blocks.k * row * plan.dtype.itemsize
     numbers = blocks.q * (values + blocks.k + keys // 2) + 32 * 32 * blocks.warps
-    return max(1, min(THREADS // (32 * blocks.warps), shared // tiles, REGISTERS // numbers))
+    return max(1, min(THREADS // (32 * blocks.warps), round(shared / 2 / tiles), REGISTERS // numbers))
 
 
 @functools.lru_cache(maxsize=1024)

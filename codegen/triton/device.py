@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -103,20 +101,6 @@ def is_captured(device: torch.device) -> bool:
     as the graph is replayed."""
     is_used = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return is_used and torch.cuda.is_current_stream_capturing()
-
-
-def with_scratch(device: torch.device, launch: Callable[[], object]) -> None:
-    """Launch a kernel that needs scratch memory (for descriptors), allocated by PyTorch. The allocator that
-    the caller has set in Triton is kept."""
-
-    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device)
-
-    def run() -> None:
-        importlib.import_module("triton").set_allocator(allocate)
-        launch()
-
-    contextvars.copy_context().run(run)
 
 
 def on(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from attngraph.codegen.scalar.weights import Multiple, weight_multiple
 from attngraph.codegen.scalar.writer import PRODUCT
-from attngraph.codegen.triton import module, schedule
+from attngraph.codegen.triton import module
 from attngraph.codegen.triton.emit_rows import RowEmitter
 from attngraph.codegen.triton.expression import Writer
 from attngraph.codegen.triton.module import Groups, Kernel, indented, name_of, names_of_reads
@@ -39,6 +39,15 @@ ABOUT_LISTS = (
 )
 
 
+def emit(plan: Plan) -> Kernel:
+    """The forward kernel of a plan.
+
+    Raises:
+        UnsupportedError: the score program has an operation that cannot be emitted; says which.
+    """
+    return Emitter(plan).kernel()
+
+
 def arguments(plan: Plan) -> tuple[str, ...]:
     """The kernel's arguments in order: tensors, lengths, strides, lists of tiles, then reads and sizes."""
     return module.flat(groups(plan))
@@ -57,8 +66,7 @@ def strides_of(*tensors: str) -> Groups:
 
 
 class Emitter(RowEmitter):
-    """Writes one forward kernel, in the classic schedule. `emit_specialised.py` changes how tiles are
-    loaded and looped over, `emit_decode.py` where queries and keys lie."""
+    """Writes one forward kernel. `emit_decode.py` changes where queries and keys lie."""
 
     extents = ("BLOCK_Q", "BLOCK_K")
     """The extents of a tile of scores."""
@@ -127,7 +135,6 @@ class Emitter(RowEmitter):
             *self.operands_in_words(),
             f"Hkv = {self.heads_of_keys}; out [B, Sq, Hq, {self.plan.Dv}] in memory, lse [B, Hq, Sq].",
             *([ABOUT_LISTS] if self.plan.listed else []),
-            *self.remark(),
         ]
         return module.header(title, self.plan, about, module.rate(self.plan) or [module.LOG2E])
 
@@ -138,11 +145,6 @@ class Emitter(RowEmitter):
     @property
     def heads_of_keys(self) -> str:
         return "Hq" if self.plan.group == 1 else f"Hq // {self.plan.group}"
-
-    def remark(self) -> list[str]:
-        """Comments on the schedule: why it is not the other one."""
-        reason = schedule.obstacle(self.plan)
-        return [] if reason is None else [f"Not warp-specialised: {reason}."]
 
     def absorb(self) -> str:
         """One step of the online softmax, as a function of the module."""
@@ -266,9 +268,9 @@ class Emitter(RowEmitter):
     def at_the_end(self) -> tuple[Keep, ...]:
         """The causal mask, where it is one comparison with the end of the keys. Where tiles are listed it
         stands beside other masks, and a last key of each query is one more number to hold: two comparisons
-        take fewer registers there, but for kernels a tile ahead and those without a pipeline."""
+        take fewer registers there, but for kernels without a pipeline."""
         plan = self.plan
-        apart = plan.listed and plan.blocks.stages > 1 and not plan.blocks.ahead
+        apart = plan.listed and plan.blocks.stages > 1
         return () if plan.diagonal is None or apart else (plan.diagonal[0],)
 
     def last_keys(self) -> list[str]:

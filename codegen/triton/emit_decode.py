@@ -4,8 +4,8 @@ Two kernels in one module. In the first, each program takes some queries of one 
 that share a key head form one tile, so keys are loaded once for them) and one part of the row's keys: pages
 looked up in the row's table, and in the last part the new tokens. It stores the weighted sum, the maximum and
 the normaliser of its part. The second combines the parts ("split-KV", Dao et al. 2023, Flash-Decoding), with
-a program for each query and head and each 128 columns. Both take lengths from memory alone, so launches that
-a CUDA graph has captured serve rows that have grown. Where values are the first elements of the keys, as for
+a program for each query and head. Both take lengths from memory alone, so launches that a CUDA graph has
+captured serve rows that have grown. Where values are the first elements of the keys, as for
 latents, each tile is loaded once and used as both. Pages of 8 bits have a scale for each token and head: a
 tile of them is widened, multiplied by its scales and rounded to the dtype of queries, as PyTorch does.
 """
@@ -31,7 +31,7 @@ JOINED = (
 """Its arguments in order; `lse` `[Hq, tokens]` may be None."""
 TOGETHER = 16
 """How many parts it looks at together."""
-COLUMNS = 128
+COLUMNS = 512
 """The most columns of a result that one of its programs combines."""
 
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from attngraph.codegen.scalar.form import SMALL
-from attngraph.codegen.triton import schedule, tuned, visits
+from attngraph.codegen.triton import tuned, visits
 from attngraph.codegen.triton.device import name_of
 from attngraph.ir.language.score import ScoreProgram
 
@@ -44,12 +44,9 @@ def key_of(
     """All that the plan of a call follows from: the program, how its tensors lie in memory, whether sizes are
     large, the device, and what was measured on it. `gradients`: also which tensors want gradients."""
     device = operands[0].device
-    places = 0
-    for tensor in operands:
-        places |= schedule.address(tensor)
     found: tuple[Hashable, ...] = (
-        program, device, places % schedule.ALIGNED, max(map(abs, sizes), default=0) >= SMALL,
-        name_of(device), tuned.changes(), schedule.UNTUNED, visits.WORTH,
+        program, device, max(map(abs, sizes), default=0) >= SMALL,
+        name_of(device), tuned.changes(), visits.WORTH,
         *[(t.dtype, t.shape, t.stride()) for t in (*operands, *reads)],
     )  # fmt: skip
     return (*found, *[t.requires_grad for t in (*operands, *reads)]) if gradients else found

@@ -19,7 +19,7 @@ from torch import Tensor
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.scalar.read_ranges import reads_by_data, require_in_range
-from attngraph.codegen.triton import attempts, isolated, launch_backward, schedule, store, tuned, visits
+from attngraph.codegen.triton import attempts, launch_backward, store, tuned, visits
 from attngraph.codegen.triton.blocks import WIDEST_BACKWARD, backward_blocks
 from attngraph.codegen.triton.blocks import blocks_for as choose_blocks
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
@@ -30,9 +30,8 @@ from attngraph.codegen.triton.device import (
     no_device,
     on,
     shared_memory,
-    with_scratch,
 )
-from attngraph.codegen.triton.emit_forward import emit
+from attngraph.codegen.triton.emit import emit
 from attngraph.codegen.triton.kept_plans import KeptPlans, key_of
 from attngraph.codegen.triton.plan import (
     DTYPES,
@@ -107,7 +106,6 @@ class Forward(Kernel):
             plan, operands[0].device,
             lambda plan: launch_forward(plan, operands, reads, sizes),
             lambda: self._otherwise.forward(program, operands, reads, sizes),
-            classic_blocks(program, operands) if plan.blocks.specialised else None,
         )  # fmt: skip
 
     def backward(
@@ -176,8 +174,7 @@ class Forward(Kernel):
         has_reads = any(reads[number].is_floating_point() for number in program.reads)
         group = q.shape[1] // k.shape[1]
         line = tuned.key("backward", program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
-        own = None if self._blocks is None or self._blocks.specialised else self._blocks
-        blocks = own or tuned.find(name_of(q.device), line, q.shape[2])
+        blocks = self._blocks or tuned.find(name_of(q.device), line, q.shape[2])
         blocks = blocks or backward_blocks(
             max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads, is_linear(program),
             capability(q.device),
@@ -204,12 +201,7 @@ def launch_forward(
     programs = -(-Sq // plan.blocks.q) * B * Hq
     kernel, options = load(plan), launch_options(plan)
     with on(q):
-        if not plan.blocks.specialised:
-            kernel[(programs,)](*arguments, **options)
-        else:
-            if not is_interpreted():
-                isolated.require_specialised(kernel, arguments, options)
-            with_scratch(q.device, lambda: kernel[(programs,)](*arguments, **options))
+        kernel[(programs,)](*arguments, **options)
     return out, lse
 
 
@@ -217,27 +209,16 @@ def plan_forward(
     program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
     blocks: Blocks | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of the forward kernel that serves one call. Where the requested or measured
-    blocks are warp-specialised and this call cannot be, it is classic, and its remarks say why."""
+    """The plan of the forward kernel that serves one call."""
     q, k, v = operands
     group = q.shape[1] // k.shape[1]
     line = tuned.key("forward", program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
     found = blocks or tuned.find(name_of(q.device), line, q.shape[2])
-    plan = _listed(plan_call(program, operands, reads, sizes, found), operands)
-    if found is None:
-        plan = schedule.without_measurement(plan, operands)
-    if not plan.blocks.specialised:
-        return plan
-    reason = schedule.obstacle(plan) or schedule.obstacle_of_blocks(plan.blocks)
-    reason = reason or schedule.obstacle_of_call(operands)
-    if reason is None:
-        return plan
-    attempts.note(program, f"the classic schedule instead of the warp-specialised one: {reason}")
-    return dataclasses.replace(plan, blocks=classic_blocks(program, operands))
+    return _listed(plan_call(program, operands, reads, sizes, found), operands)
 
 
-def classic_blocks(program: ScoreProgram, operands: Operands) -> Blocks:
-    """Block sizes for the classic schedule by rule, without measurements."""
+def blocks_by_rule(program: ScoreProgram, operands: Operands) -> Blocks:
+    """Block sizes by rule, without measurements."""
     q, _, v = operands
     shared, generation = shared_memory(q.device), capability(q.device)
     return choose_blocks(program, q.shape[3], v.shape[3], q.dtype, q.shape[2], shared, generation)
@@ -258,7 +239,7 @@ def plan_call(
     return Plan(
         program, q.dtype, q.shape[3], v.shape[3], q.shape[1] // k.shape[1],
         tuple(Read(n, rank, READS[reads[n].dtype], is_wide(reads[n])) for n, rank in program.reads.items()),
-        blocks or classic_blocks(program, operands),
+        blocks or blocks_by_rule(program, operands),
         wide=max(*q.shape[:3], k.shape[2], *map(abs, sizes[: program.sizes])) >= SMALL,
     )  # fmt: skip
 

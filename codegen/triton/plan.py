@@ -41,15 +41,12 @@ WIDEST = 512
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """A tile's rows (queries) and columns (keys), and how the GPU computes it: the number of warps, the
-    pipeline stages (tiles of keys in flight), whether it is warp-specialised (`schedule.py`) or its
-    products are a tile ahead (`emit_ahead.py`), and whether rows lie in two tiles (`emit_rows.py`)."""
+    pipeline stages (tiles of keys in flight), and whether rows lie in two tiles (`emit_rows.py`)."""
 
     q: int
     k: int
     warps: int = 4
     stages: int = 2
-    specialised: bool = False
-    ahead: bool = False
     split: bool = False
 
 

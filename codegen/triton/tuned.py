@@ -1,11 +1,11 @@
 """Block sizes that were measured: a small table for each device.
 
-A table is a JSON file of block sizes (and schedules) by pass, dtype, widths, kind of program, window, heads
+A table is a JSON file of block sizes by pass, dtype, widths, kind of program, window, heads
 that share keys and number of queries, and, for attention over a cache, the number of programs per
 multiprocessor:
 
     {"device": "NVIDIA H200", "triton": "3.9.0",
-     "blocks": {"forward, bfloat16, 64 wide, values 64, causal": [128, 64, 4, 2, "warp-specialised"],
+     "blocks": {"forward, bfloat16, 64 wide, values 64, causal": [64, 64, 4, 3, "rows in two tiles"],
                 "decode of 16 queries, bfloat16, 128 wide, values 128, causal": [16, 64, 4, 3]},
      "programs": {"decode of 16 queries, bfloat16, 128 wide, values 128, causal": 4}}
 
@@ -45,9 +45,9 @@ from attngraph.codegen.triton.plan import (
 from attngraph.ir.language.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.triton")
-SPECIALISED, AHEAD, SPLIT = "warp-specialised", "products ahead", "rows in two tiles"
+SPLIT = "rows in two tiles"
 """Follow the sizes of such blocks in a table."""
-_WORDS = {SPECIALISED: "specialised", AHEAD: "ahead", SPLIT: "split"}
+_WORDS = {SPLIT: "split"}
 _SHIPPED = Path(__file__).parent / "tuned"
 
 
@@ -164,7 +164,7 @@ def _blocks(numbers: Any) -> Blocks:
     return Blocks(q, k, warps, stages, **{_WORDS[word]: True for word in words})
 
 
-def _schedule(blocks: Blocks) -> list[str]:
+def _words(blocks: Blocks) -> list[str]:
     return [word for word, name in _WORDS.items() if getattr(blocks, name)]
 
 
@@ -187,7 +187,7 @@ def add(name: str, found: Mapping[str, Blocks], counts: Mapping[str, int] | None
         old = Table({}, {})
     lines, numbers = {**old.blocks, **found}, {**old.programs, **(counts or {})}
     content = {"device": name, "triton": _version(), "blocks": {
-        line: [blocks.q, blocks.k, blocks.warps, blocks.stages, *_schedule(blocks)]
+        line: [blocks.q, blocks.k, blocks.warps, blocks.stages, *_words(blocks)]
         for line, blocks in sorted(lines.items())
     }, "programs": dict(sorted(numbers.items()))}  # fmt: skip
     store.write(path, json.dumps(content, indent=1))

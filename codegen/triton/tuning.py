@@ -1,4 +1,4 @@
-"""Measuring block sizes, schedules and splits: `tune`, which runs only if the user calls it.
+"""Measuring block sizes and splits: `tune`, which runs only if the user calls it.
 
 A choice is kept only if its results agree with those of PyTorch's operations: what a compiler makes may be
 fast and wrong.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import logging
 import math
 import time
@@ -21,9 +20,10 @@ from torch import Tensor
 
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.scalar.read_gradients import wanted_gradients
-from attngraph.codegen.triton import decode, device, launch, launch_backward, schedule, tuned
+from attngraph.codegen.triton import decode, device, launch, launch_backward, tuned
 from attngraph.codegen.triton.blocks import decode_blocks
-from attngraph.codegen.triton.plan import Blocks, Plan, in_two, padded
+from attngraph.codegen.triton.clock import Clock
+from attngraph.codegen.triton.plan import Blocks, in_two, padded
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import Rows, counts, row_by_row
@@ -38,7 +38,7 @@ Timer = Callable[[Callable[[], object]], float]
 """Seconds (or any unit) that a call takes."""
 Results = Sequence[Tensor | None]
 _ROUNDINGS = 4
-"""By how many roundings of its dtype a result's row may be off, relative to its norm and rows' mean norm."""
+"""By how many roundings of its dtype a result's row may be off (`difference`)."""
 C = TypeVar("C")
 
 
@@ -55,7 +55,7 @@ def tune(
         operands: q, k, v, as for the op, on the device. gradients: also those of the backward pass.
         cache: pages of keys and of values, and rows (`ir/ops/cached_attention.py`): attention
             over a cache is measured, with `operands` as the new tokens.
-        timer: by default Triton's own. name: of the device; by default PyTorch's name.
+        timer: by default `clock.py`'s. name: of the device; by default PyTorch's name.
         seconds: after so many, no other choice is begun, and the best so far is kept. The choice that is made
             without measurements is the first.
         turn: called when all choices are compiled; it returns when nothing else uses the device.
@@ -67,7 +67,7 @@ def tune(
     """
     parsed = parse(program) if isinstance(program, str) else program
     name = device.name_of(operands[0].device) if name is None else name
-    clock: Timer = timer or importlib.import_module("triton.testing").do_bench
+    clock = timer or _on_device(operands[0].device)
     if cache is not None:
         made = _over_cache(parsed, operands, cache[0], Rows(*cache[1]), reads, sizes)
         found = _fastest([made], clock, seconds, turn, times)
@@ -107,8 +107,8 @@ def _forward(
 
     options = _options(operands)
     choose = [
-        launch.classic_blocks(program, operands), *split_choices(options, operands),
-        *ahead_choices(options, operands[0]), *specialised_choices(plan, operands), *options,
+        launch.blocks_by_rule(program, operands), *split_choices(options, operands),
+        *options,
     ]  # fmt: skip
     wanted = functools.partial(Tiled().forward, program, operands, reads, sizes)
     return _Choices(_line("forward", program, operands), choose, call, wanted)
@@ -140,6 +140,11 @@ def _backward(
 
     choose = [plan.blocks, *_options(operands)]
     return [_Choices(_line("backward", program, operands), choose, call, wanted)]
+
+
+def _on_device(device: torch.device) -> Timer:
+    clock = Clock(str(device))
+    return lambda call: clock.medians({"": call})[""][0]
 
 
 def _line(step: str, program: ScoreProgram, operands: Operands) -> str:
@@ -250,8 +255,13 @@ def _spoil(like: Results) -> None:
 
 
 def difference(found: Tensor | None, wanted: Tensor | None, eps: float) -> str:
-    """How a result differs from the wanted one by more than rounding; empty if it does not. Each row has a
-    scale of its own, because rows that see many keys are small. `eps`: of the narrowest dtype of results."""
+    """How a result differs from the wanted one by more than rounding; empty if it does not. `eps`: of the
+    narrowest dtype of results.
+
+    Rows have scales of their own: rows that see many keys are small. A row may be off in proportion to its
+    norm, to the mean norm of all rows, and to that of the rows at its place in other heads: gradients depend
+    on the rounded result, so a row whose own gradient happens to vanish is off by what others have.
+    """
     if found is None or wanted is None:
         return ""
     if not torch.equal(found.isfinite(), wanted.isfinite()):
@@ -259,26 +269,13 @@ def difference(found: Tensor | None, wanted: Tensor | None, eps: float) -> str:
     a, b = (t.detach().nan_to_num(0.0, 0.0, 0.0).float() for t in (found, wanted))
     a, b = (t.unsqueeze(-1) if t.ndim < 4 else t for t in (a, b))
     size, off = b.norm(dim=-1), (a - b).norm(dim=-1)
-    wrong = off > _ROUNDINGS * max(eps, 1e-5) * (size + size.square().mean().sqrt())
+    squares = size.square()
+    at_place = squares.reshape(-1, squares.shape[-1]).mean(0)
+    others = squares.mean().sqrt() + at_place.sqrt()
+    wrong = off > _ROUNDINGS * max(eps, 1e-5) * (size + others)
     if not bool(wrong.any()):
         return ""
     return f"{int(wrong.count_nonzero())} of {wrong.numel()} rows are off, by up to {float(off.max()):.3g}"
-
-
-def run_specialised(program: ScoreProgram | str, operands: Operands) -> Tensor:
-    """The output by the warp-specialised schedule, with a table's blocks if it has such, else by rule.
-
-    Raises:
-        ValueError: the call cannot be warp-specialised; says why. CompilationError: it does not compile.
-    """
-    parsed = parse(program) if isinstance(program, str) else program
-    plan = launch.plan_forward(parsed, operands, (), ())
-    reason = device.no_device(operands[0]) or schedule.obstacle(plan) or schedule.obstacle_of_call(operands)
-    if reason is not None:
-        raise ValueError(reason)
-    capability = device.capability(operands[0].device)
-    blocks = plan.blocks if plan.blocks.specialised else schedule.specialised_blocks(plan, capability)
-    return launch.launch_forward(dataclasses.replace(plan, blocks=blocks), operands, (), ())[0]
 
 
 def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
@@ -293,30 +290,10 @@ def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
                         yield Blocks(q, k, warps, stages)
 
 
-def ahead_choices(options: Sequence[Blocks], q: Tensor) -> Iterator[Blocks]:
-    """Those of classic blocks that are worth measuring with products a tile ahead: where four warps multiply
-    together and go on meanwhile."""
-    if (device.capability(q.device) or (0, 0))[0] == 9 and q.dtype is not torch.float32:
-        tall = (one for one in options if one.q >= 64 * (one.warps // 4) and one.stages > 1)
-        yield from (dataclasses.replace(one, ahead=True) for one in tall)
-
-
 def split_choices(options: Sequence[Blocks], operands: Operands) -> Iterator[Blocks]:
-    """Those of classic blocks with rows in two tiles, where two are narrower than one."""
+    """Those of these blocks with rows in two tiles, where two are narrower than one."""
     if any(in_two(tensor.shape[3])[1] for tensor in operands):
         yield from (dataclasses.replace(one, split=True) for one in options)
-
-
-def specialised_choices(plan: Plan, operands: Operands) -> Iterator[Blocks]:
-    """Warp-specialised block sizes, if the call can be warp-specialised."""
-    if schedule.obstacle(plan) is not None or schedule.obstacle_of_call(operands) is not None:
-        return
-    row, room = padded(max(plan.D, plan.Dv)) * plan.dtype.itemsize, device.shared_memory(operands[0].device)
-    for q in (64, 128):
-        for k in (64, 128):
-            for stages in (2, 3):
-                if (q + 2 * stages * k) * row <= room:
-                    yield Blocks(q, k, 4, stages, specialised=True)
 
 
 def decode_choices(first: Blocks, width: int) -> Iterator[Blocks]:

@@ -127,7 +127,8 @@ def _from_shapes(
             return _compute(program, Grid(*cuts, sizes), device, turned)
         _captured[key] = known
     if known is None:
-        found = _listed(*_maps(program, Grid(*cuts, sizes), tiles.block_map), cuts, turned)
+        has_fill = largest_filled(program) is not None
+        found = _listed(*_maps(program, Grid(*cuts, sizes), tiles.block_map, has_fill), cuts, turned)
         known = dataclasses.replace(found, tiles=found.tiles.to(device), counts=found.counts.to(device))
     _of_shapes[key] = known
     _of_shapes.move_to_end(key)
@@ -166,14 +167,15 @@ def _used(program: ScoreProgram) -> tuple[tuple[int, ...], frozenset[int]]:
 
 def _compute(program: ScoreProgram, grid: Grid, device: torch.device, turned: bool) -> Visits:
     """Lists by operations on the device."""
+    has_fill = largest_filled(program) is not None
     with _PlacesOn(device):
-        found, softly = (found.to(device) for found in _maps(program, grid, tiles.map_anew))
+        found, softly = (found.to(device) for found in _maps(program, grid, tiles.map_anew, has_fill))
         return _listed(found, softly, (grid.b, grid.h, grid.q, grid.k), turned)
 
 
 class _PlacesOn(TorchFunctionMode):
-    """Creates indices on the device of the tensors that they are compared with. Single numbers stay on the
-    host: operations accept them there, and copying them would synchronise with the device."""
+    """Creates indices and single numbers on the device of the tensors that they are compared with. (Few
+    operations accept a number of the host beside them, and a copy would synchronise with the device.)"""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -182,16 +184,19 @@ class _PlacesOn(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and isinstance(args[0], (bool, int, float)):
+            return torch.full((), args[0], device=self.device, **kwargs)
         there = {"device": self.device} if func is torch.arange else {}
-        return func(*args, **(kwargs or {}), **there)
+        return func(*args, **kwargs, **there)
 
 
 def _maps(
-    program: ScoreProgram, grid: Grid, block_map: Callable[[ScoreProgram, Grid, bool], Tensor]
+    program: ScoreProgram, grid: Grid, block_map: Callable[[ScoreProgram, Grid, bool], Tensor], has_fill: bool
 ) -> tuple[Tensor, Tensor]:
-    """The block map, and where finite fills hide too, if kernels can tell when they do."""
+    """The block map, and where finite fills hide too, if kernels can tell when they do (`has_fill`)."""
     found = block_map(program, grid, False)
-    return found, found if largest_filled(program) is None else block_map(program, grid, True)
+    return found, block_map(program, grid, True) if has_fill else found
 
 
 def _listed(found: Tensor, softly: Tensor, cuts: Cuts, turned: bool) -> Visits:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import compiled, library, toolchain
-from attngraph.codegen.triton import device, isolated, launch, store, tuned
+from attngraph.codegen.triton import device, launch, store, tuned
 from attngraph.codegen.triton.compiler import Usage
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.functions import FUNCTIONS, Operation
@@ -89,7 +89,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Caches of this test's own, ours and triton's; where ours holds emitted kernels and tables."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "compiled"))
-    caches = (store.directory, launch.load, tuned.tables, isolated._problem)
+    caches = (store.directory, launch.load, tuned.tables)
     for kept in caches:
         kept.cache_clear()
     yield tmp_path / "attngraph" / "triton"

@@ -17,7 +17,7 @@ PROCESSES = (
     (
         "interpreted/test_gradients", "interpreted/test_forward", "interpreted/test_functions",
         "interpreted/test_lists", "interpreted/test_decode", "interpreted/test_choices",
-        "interpreted/test_specialised", "interpreted/test_sums", "interpreted/test_ahead",
+        "interpreted/test_sums",
         "interpreted/test_split",
     ),
 )  # fmt: skip

@@ -23,10 +23,9 @@ import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.scalar.read_gradients import FLOATING, PAIRS, ROWS, Totals, read_gradients
 from attngraph.codegen.triton import ahead_of_time, attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
-from attngraph.codegen.triton.emit import arguments
+from attngraph.codegen.triton.emit import arguments, emit
 from attngraph.codegen.triton.emit_backward import emit_backward
 from attngraph.codegen.triton.emit_decode import DecodePlan, emit_decode
-from attngraph.codegen.triton.emit_forward import emit
 from attngraph.codegen.triton.emit_sums import SumsPlan, emit_sums
 from attngraph.codegen.triton.plan import (
     BackwardPlan,
@@ -36,7 +35,7 @@ from attngraph.codegen.triton.plan import (
 )
 from attngraph.codegen.triton.plan import diagonal as find_diagonal
 from attngraph.codegen.triton.plan import is_linear as linear
-from attngraph.codegen.triton.tuning import choices
+from attngraph.codegen.triton.tuning import choices, difference
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.parser import parse
@@ -68,11 +67,6 @@ def backward_plan(text: str, D: int = 64, reads: tuple[Read, ...] = (), **change
 
 def test_the_causal_kernel_reads_as_its_golden_file_says(golden: Check) -> None:
     golden("causal.py.txt", emit(plan("s = 0.125 * dot; keep k <= q")).source)
-
-
-def test_the_kernel_with_products_ahead_reads_as_its_golden_file_says(golden: Check) -> None:
-    blocks = Blocks(128, 128, 8, 3, ahead=True)
-    golden("ahead.py.txt", emit(plan("s = 0.125 * dot; keep k <= q", blocks=blocks)).source)
 
 
 RICH = (
@@ -142,24 +136,13 @@ def test_loops_count_tiles(text: str, changes: dict[str, object]) -> None:
         assert loops and all("start = " in ast.unparse(loop) for loop in loops)
 
 
-def test_products_are_a_tile_ahead_only_where_warps_go_on_meanwhile_and_two_tiles_of_scores_fit() -> None:
-    def ahead(text: str, D: int = 128, Dv: int = 128, Sq: int = 4096, target: str = "sm_90") -> bool:
-        gpu = ahead_of_time.TARGETS[target]
-        return blocks_for(parse(text), D, Dv, torch.bfloat16, Sq, gpu.shared, gpu.capability).ahead
-
-    assert ahead("keep k <= q") and ahead("", 64, 64) and ahead("", 256) and ahead("s = tanh(dot)", 80, 80)
-    assert not any(ahead("", target=target) for target in ("sm_80", "sm_100", "gfx942"))
-    assert not (ahead("", 256, 256) or ahead("s = dot + r0[q, k]") or ahead("s = tanh(dot)", 192))
-    assert ahead("", Sq=33) and not ahead("", Sq=32)
-
-
 def test_rows_lie_in_two_tiles_only_where_these_are_narrower_and_pay() -> None:
     def split(D: int, Dv: int, text: str = "keep k <= q", target: str = "sm_90") -> bool:
         gpu = ahead_of_time.TARGETS[target]
         return blocks_for(parse(text), D, Dv, torch.bfloat16, 4096, gpu.shared, gpu.capability).split
 
     assert split(80, 80) and split(96, 96, target="sm_80") and split(192, 128)
-    assert split(72, 128, "s = tanh(s)", "sm_80") and not split(72, 128, "s = tanh(s)")
+    assert split(72, 128, "s = tanh(s)", "sm_80") and split(72, 128, "s = tanh(s)")
     assert not (split(64, 64) or split(128, 128) or split(112, 112) or split(40, 40) or split(320, 320))
     assert split(192, 128, target="gfx942") and not split(96, 96, target="gfx942")
     assert not (split(80, 80, target="sm_100") or split(80, 80, "s = s + r0[q, k]"))
@@ -358,10 +341,10 @@ def test_gradients_of_reads_are_summed_where_the_tensors_are() -> None:
 def test_measured_block_sizes_are_read_back() -> None:
     tuned.add("NVIDIA H200", {"forward, a": Blocks(64, 32, 4, 2)})
     tuned.add("NVIDIA H200", {"forward, b": Blocks(128, 64, 8, 3)})
-    tuned.add("NVIDIA H200", {"forward, c": Blocks(64, 32, split=True), "d": Blocks(64, 32, ahead=True)})
+    tuned.add("NVIDIA H200", {"forward, c": Blocks(64, 32, split=True), "d": Blocks(64, 32)})
     assert tuned.table("NVIDIA H200") == {
         "forward, a": Blocks(64, 32, 4, 2), "forward, b": Blocks(128, 64, 8, 3),
-        "forward, c": Blocks(64, 32, split=True), "d": Blocks(64, 32, ahead=True),
+        "forward, c": Blocks(64, 32, split=True), "d": Blocks(64, 32),
     }  # fmt: skip
     assert tuned.find("NVIDIA H200", "forward, a", 4096) == Blocks(64, 32, 4, 2)
     assert tuned.find("NVIDIA H200", "forward, a", 9) == Blocks(16, 32, 4, 2)
@@ -522,7 +505,7 @@ def test_kernels_of_rows_in_two_tiles_compile(kind: str, D: int, Dv: int, target
     blocks = blocks_for(parse(text), D, Dv, torch.bfloat16, 4096, gpu.shared, gpu.capability)
     made = plan(text, D, dtype=torch.bfloat16, blocks=blocks, Dv=Dv, **changes)
     usage = ahead_of_time.compile_ahead(made, gpu)
-    assert blocks.split == (D > 128 if target == "gfx942" else target == "sm_80" or kind != "softcap")
+    assert blocks.split == (D > 128 or target != "gfx942")
     assert 0 < usage.shared <= gpu.shared and usage.spilled <= 64, usage
 
 
@@ -648,7 +631,9 @@ def test_gradients_compile_for_every_target(text: str, D: int, target: str) -> N
     for usage in ahead_of_time.compile_backward_ahead(made, gpu):
         assert 0 < usage.shared <= gpu.shared
         assert usage.spilled == 0 or D == 256 or gpu.backend == "hip", usage
-        assert usage.spilled <= (160 if target == "sm_80" else 64), usage
+        # On an H200 the fastest tiles of width 256 were some that spill.
+        most = 640 if (D, target) == (256, "sm_90") else 160 if target == "sm_80" else 64
+        assert usage.spilled <= most, usage
 
 
 @needs_compiler
@@ -759,3 +744,17 @@ def test_arguments_name_everything_that_a_kernel_is_given() -> None:
         "r1", "r1_stride0", "r1_stride1", "r1_size1",
         "r2", "r2_stride0", "r3", "n0",
     )  # fmt: skip
+
+
+def test_a_gradient_that_vanishes_may_be_off_by_what_rounding_does_to_its_neighbours() -> None:
+    """Rows of the second query of 8 heads, of which one has a gradient of nearly nothing."""
+    wanted = torch.cat([torch.ones(1, 8, 2, 4), torch.full((1, 8, 500, 4), 0.01)], 2)
+    wanted[0, 3, 1] = 1e-3
+    found = wanted.clone()
+    found[0, 3, 1] += 0.01
+    assert not difference(found, wanted, 2**-7)
+    for head, row, by in ((3, 1, 0.1), (0, 1, 0.1), (3, 400, 0.01)):
+        found = wanted.clone()
+        found[0, head, row] += by
+        assert difference(found, wanted, 2**-7).startswith("1 of 4016 rows are off")
+    assert difference(torch.ones(9) + 1, torch.ones(9), 2**-7)

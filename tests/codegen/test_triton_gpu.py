@@ -2,9 +2,9 @@
 
 `pytest -m gpu` runs them. On a machine that has pytest but not what the other tests need:
 
-    PYTHONPATH=. pytest --noconftest -m gpu tests/codegen/test_triton_gpu.py -k specialised
+    PYTHONPATH=. pytest --noconftest -m gpu tests/codegen/test_triton_gpu.py -k programs
 
-and so on with other words (programs, widths, lengths, pages): most of the time is compilation, which is kept
+and so on with other words (widths, lengths, pages): most of the time is compilation, which is kept
 for the next run. The bound: in the mean over a tensor, twice the rounding of its dtype; nowhere more
 than that of the largest element.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import attngraph.codegen
-from attngraph.codegen.triton import attempts, launch, schedule, tuning, visits
+from attngraph.codegen.triton import attempts, tuning, visits
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
@@ -139,77 +139,9 @@ def test_widths_agree(name: str, widths: tuple[int, int], dtype: torch.dtype) ->
     compare(text, operands(dtype, D=widths[0], Dv=widths[1]), reads(), sizes)
 
 
-# --- the warp-specialised schedule ---
-
-needs_descriptors = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() not in schedule.CAPABILITIES,
-    reason="needs a GPU for which warp-specialised kernels are made",
-)
-SPECIALISED = ("full", "causal", "window", "softcap", "fill", "slopes", "sink", "padding",
-               "rows without keys", "dropout")  # fmt: skip
-
-
-def specialised(
-    text: str, tensors: Operands, reads: Sequence[Tensor] = (), sizes: Sequence[int] = ()
-) -> Forward:
-    """The kernel in this schedule, for a call that can have it."""
-    plan = launch.plan_forward(parse(text), tensors, reads, sizes)
-    kernel = Forward(schedule.specialised_blocks(plan, torch.cuda.get_device_capability()))
-    assert launch.plan_forward(parse(text), tensors, reads, sizes, kernel._blocks).blocks.specialised
-    return kernel
-
-
-@needs_descriptors
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("name", SPECIALISED)
-def test_specialised_programs_agree(
-    name: str, D: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(visits, "WORTH", 1)
-    text, make, sizes = PROGRAMS[name]
-    tensors, reads = operands(dtype, D=D, Dv=D), make()
-    compare(text, tensors, reads, sizes, specialised(text, tensors, reads, sizes))
-
-
-@needs_descriptors
-@pytest.mark.parametrize("widths", [(80, 80), (128, 64), (192, 128), (256, 256)])
-def test_specialised_widths_agree(widths: tuple[int, int]) -> None:
-    text, tensors = PROGRAMS["causal"][0], operands(torch.bfloat16, D=widths[0], Dv=widths[1])
-    compare(text, tensors, kernel=specialised(text, tensors))
-
-
-@needs_descriptors
-@pytest.mark.parametrize("lengths", [(1, LENGTH), (LENGTH, 7), (64, 128), (33, 1000), (128, 3), (129, 129)])
-def test_specialised_lengths_agree(lengths: tuple[int, int]) -> None:
-    text, sizes = "s = 0.125 * dot; keep k <= q + n0", [max(0, lengths[1] - lengths[0])]
-    tensors = operands(torch.bfloat16, Sq=lengths[0], Skv=lengths[1])
-    compare(text, tensors, [], sizes, specialised(text, tensors, [], sizes))
-
-
-@needs_descriptors
-def test_specialised_blocks_of_queries_may_see_no_key() -> None:
-    """Then a loop that is divided among warps turns not once."""
-    text = "s = 0.125 * dot; keep k <= q - 300"
-    tensors = operands(torch.bfloat16)
-    compare(text, tensors, kernel=specialised(text, tensors))
-
-
-@needs_descriptors
-def test_specialised_kernels_fetch_from_a_joined_projection() -> None:
-    whole = torch.randn(2, LENGTH, 3, 8, 64, device=DEVICE).bfloat16()
-    q, k, v = (whole[:, :, i].transpose(1, 2) for i in range(3))
-    compare("s = 0.125 * dot; keep k <= q", (q, k, v), kernel=specialised("keep k <= q", (q, k, v)))
-
-
-@needs_descriptors
-def test_a_specialised_call_gives_the_same_every_time_and_in_a_graph_that_is_recorded() -> None:
-    """Warps that did not wait for each other would not."""
-    program, tensors = (
-        parse(PROGRAMS["causal"][0]),
-        operands(torch.bfloat16, Sq=4096, Skv=4096, D=128, Dv=128),
-    )
-    kernel = specialised(PROGRAMS["causal"][0], tensors)
+def test_a_call_gives_the_same_every_time_and_in_a_graph_that_is_recorded() -> None:
+    program, kernel = parse(PROGRAMS["causal"][0]), Forward()
+    tensors = operands(torch.bfloat16, Sq=4096, Skv=4096, D=128, Dv=128)
     first = kernel.forward(program, tensors, [], [])
     for _ in range(50):
         again = kernel.forward(program, tensors, [], [])
@@ -351,9 +283,6 @@ def test_other_block_sizes_agree_and_can_be_measured(
     monkeypatch.setattr(
         tuning, "decode_choices", lambda *_: iter([Blocks(16, 64, 4, 2), Blocks(16, 32, 4, 3)])
     )
-    if torch.cuda.get_device_capability() in schedule.CAPABILITIES:
-        third = Blocks(128, 64, 4, 2, specialised=True)
-        monkeypatch.setattr(tuning, "specialised_choices", lambda *_: iter([third]))
     found = attngraph.codegen.triton.tune(PROGRAMS["causal"][0], operands(torch.bfloat16), gradients=True)
     assert len(found) == 2
     q, k, v = (t[:1, :, :2] for t in operands(torch.bfloat16))

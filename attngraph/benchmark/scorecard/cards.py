@@ -8,8 +8,8 @@ leaves idle, programs that share a multiprocessor fill:
     time of a tile = larger part + (time of a program alone - larger part) / programs
 
 and no less than the memory needs to deliver the tile. Products run at `ATTAINED` of the rate in the data
-sheet, as large matrix products do. One other constant was fitted to a measurement, `DRAIN`.
-Checked against published figures for an H100 at width 128: docs/gpu.md.
+sheet, as large matrix products do. `OBTAINED`, `TURN`, `DRAIN` and `ARRIVAL` were fitted to the times of
+kernels on an H200 (docs/measured/h200_tiles.json): docs/gpu.md says how well, and for which kernels not.
 """
 
 from __future__ import annotations
@@ -25,11 +25,17 @@ ATTAINED = 0.8
 989)."""
 DELIVERED = 0.9
 """The share of the data sheet's memory bandwidth that a copy was measured to reach on an H200."""
+OBTAINED = 0.8
+"""The share of their rate that instructions besides products reach: many wait for a result before them."""
+TURN = 450
+"""Cycles that a program loses in each turn of a loop, whatever the tile: the wait for its loads, the first
+product's way through the tensor cores, the rows' largest scores."""
+DRAIN = 32
+"""Cycles that a warp loses at a barrier, or where it waits for products to finish before it goes on."""
+ARRIVAL = 600
+"""Cycles that a program loses in a turn in which it asks for a tile and has nothing else to compute."""
 LATENCY = 1000
 """Cycles from the request of a tile to its arrival from memory, under load (H100: 600 to 1000)."""
-DRAIN = 48
-"""Cycles that a warp loses at a barrier, or where it waits for products to finish before it goes on. With it
-number the plain kernel at width 128 is as fast on an H100 as was published of such kernels at best."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Card:
         other = self._others(work, warps, work.products)
         larger = max(tensor, other)
         alone = max(self._in_order(work, warps), larger) if work.steps else tensor + other
-        return larger + (alone - larger) / programs + DRAIN * work.stops / programs
+        return larger + (alone - larger + TURN + DRAIN * work.stops) / programs
 
     def _products(self, work: Work | Step, warps: int, rate: int) -> float:
         return max(warps * work.flops / rate / ATTAINED, warps * work.operand_bytes / self.shared_rate)
@@ -84,11 +90,12 @@ class Card:
     def _others(self, work: Work | Step, warps: int, products: int) -> float:
         """Cycles of the busiest unit besides that for products."""
         lanes = warps * self.lanes
-        return max(
+        least = max(
             lanes * (work.instructions - products * self.frees_issue) / self.issued,
             lanes * work.fused / self.fused, lanes * work.integer / self.integer,
             lanes * work.special / self.special, warps * work.shared_bytes / self.shared_rate,
         )  # fmt: skip
+        return least / OBTAINED
 
     def _in_order(self, work: Work, warps: int) -> float:
         """Cycles of one turn in a program alone, whose products go on beside its other instructions until it
@@ -143,7 +150,7 @@ def _together(steps: Sequence[Step]) -> Step:
 
 CARDS = {
     "sm_90": Card(
-        "H100 SXM", 132, 1.83, 4096, 2580, 128, 128, 64, 16, 128, 23.0, 3.35e12, 512, 233_472, 1024, 16
+        "H100 SXM", 132, 1.83, 4096, 2580, 128, 128, 64, 16, 128, 32.0, 3.35e12, 512, 233_472, 1024, 16
     ),
     "sm_80": Card(
         "A100 SXM", 108, 1.41, 2048, 2048, 128, 64, 64, 16, 128, 32.0, 2.04e12, 512, 167_936, 1024, 16
@@ -153,4 +160,4 @@ CARDS = {
     ),
 }  # fmt: skip
 """Data sheets and the vendors' tables of instruction throughput. mma.sync on an H100 reaches 63 % of wgmma's
-rate (Luo et al. 2024)."""
+rate (Luo et al. 2024). The second cache of an H200 was measured to deliver 30 bytes."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from attngraph.benchmark.scorecard import amd, nvidia
-from attngraph.benchmark.scorecard.cards import CARDS, LATENCY, Card
+from attngraph.benchmark.scorecard.cards import ARRIVAL, CARDS, Card
 from attngraph.benchmark.scorecard.code import Work, tile_loops
 from attngraph.codegen.triton import compiler
 from attngraph.codegen.triton.compiler import Request, build
@@ -151,8 +151,8 @@ def _cycles(card: Card, loop: Work, part: Part, programs: int) -> float:
     if loop.pending is not None and loop.groups:
         in_flight = programs * part.tile_bytes * (loop.pending / loop.groups + 0.5)
     own = card.cycles(loop, part.blocks.warps, programs)
-    if loop.loaded_bytes and not loop.groups:  # a tile is asked for, waited for, and only then computed
-        own = max(own, (LATENCY + own) / programs)
+    if loop.loaded_bytes and not loop.pending:  # a tile is asked for, waited for, and only then computed
+        own += ARRIVAL / programs
     return max(own, card.delivery(part.tile_bytes, part.readers, in_flight))
 
 

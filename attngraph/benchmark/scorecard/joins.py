@@ -14,7 +14,7 @@ from attngraph.benchmark.scorecard.cards import CARDS
 from attngraph.benchmark.scorecard.cells import CELLS, HEADS, plan
 from attngraph.benchmark.scorecard.run import OURS, Row
 from attngraph.codegen.triton.ahead_of_time import TARGETS, compile_join_ahead
-from attngraph.codegen.triton.decode import LEAST_TILES, parts_for, programs_in
+from attngraph.codegen.triton.decode import LEAST_KEYS, parts_for, programs_in
 from attngraph.codegen.triton.emit_decode import COLUMNS, TOGETHER, DecodePlan
 
 KEPT = 32_768
@@ -57,7 +57,7 @@ def join(name: str, target: str, speed: float) -> Join:
     heads = max(1, HEADS // cell.group)
     shares = -(-cell.group // made.blocks.q)
     places = card.multiprocessors * programs_in(made, card.shared)
-    most = max(1, KEPT // (LEAST_TILES * made.blocks.k))
+    most = max(1, KEPT // LEAST_KEYS)
     parts = parts_for(heads * shares, places, most)
     width = cell.width + (0 if cell.shared else cell.values)
     keys = heads * KEPT * width * made.dtype.itemsize / (speed * 1e3)

@@ -166,14 +166,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], Cal
 def test_parts_are_combined_by_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = recorded(monkeypatch)
     over_pages("s = 0.2 * dot; keep k <= q", [(33, 2), (9, 1)], (20, 1), (200, 150), 4)
-    heads, new, rows, chunks = 20, 2, 2, 2
-    assert launches[1][0] == (rows * heads * new, chunks)
+    heads, new, rows = 20, 2, 2
+    assert launches[1][0] == (rows * heads * new, 1)
 
 
 def test_launches_that_were_captured_serve_rows_that_have_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = recorded(monkeypatch)
     monkeypatch.setattr(decode, "is_captured", lambda where: True)
     monkeypatch.setattr(decode, "multiprocessors", lambda where: 8)
+    monkeypatch.setattr(decode, "LEAST_KEYS", 64)
     g = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, heads, 150, 16, generator=g) for heads in (4, 2, 2)]
     held, starts = torch.tensor([3, 40]), torch.arange(3)

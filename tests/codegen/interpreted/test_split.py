@@ -15,7 +15,7 @@ from attngraph.codegen.triton.plan import Blocks, in_two
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import Operands
 
-KERNELS = {ahead: Forward(Blocks(32, 16, ahead=ahead, split=True)) for ahead in (False, True)}
+KERNEL = Forward(Blocks(32, 16, split=True))
 NAMES = sorted(CORE)
 
 
@@ -34,15 +34,14 @@ def call_of(name: str) -> Call:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_agree_with_the_reference(name: str) -> None:
-    assert_results(KERNELS[False], call_of(name), has_lse_of_nothing=False)
+    assert_results(KERNEL, call_of(name), has_lse_of_nothing=False)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("D", "Dv"), [(48, 48), (40, 40), (80, 80), (48, 16), (16, 48), (40, 48), (72, 20), (20, 72), (33, 33)]
 )
-def test_widths_agree_with_the_reference(D: int, Dv: int, ahead: bool) -> None:
-    tensors, kernel = operands(B=1, Hq=4, Hkv=2, Sq=50, Skv=71, D=D, Dv=Dv), KERNELS[ahead]
+def test_widths_agree_with_the_reference(D: int, Dv: int) -> None:
+    tensors, kernel = operands(B=1, Hq=4, Hkv=2, Sq=50, Skv=71, D=D, Dv=Dv), KERNEL
     source = launch.emit(launch.plan_forward(parse(""), tensors, (), (), kernel._blocks)).source
     assert ("key_rest" in source) == (in_two(D)[1] > 0) and ("value_rest" in source) == (in_two(Dv)[1] > 0)
     for text in ("s = 0.3 * dot; keep k <= q", "s = tanh(0.3 * dot); keep k < q + 4; sink 0.5"):
@@ -50,29 +49,29 @@ def test_widths_agree_with_the_reference(D: int, Dv: int, ahead: bool) -> None:
 
 
 def test_rows_may_lie_in_any_layout(lay_out: Callable[[Operands], Operands]) -> None:
-    agree("s = 0.3 * dot; keep k <= q", lay_out(operands(D=40, Dv=48)), kernel=KERNELS[False])
+    agree("s = 0.3 * dot; keep k <= q", lay_out(operands(D=40, Dv=48)), kernel=KERNEL)
 
 
 @pytest.mark.usefixtures("all_listed")
 @pytest.mark.parametrize(("text", "reads"), LISTED, ids=[case[0] for case in LISTED])
 def test_what_is_visited_by_lists_agrees(text: str, reads: Sequence[Tensor]) -> None:
-    agree(text, operands(B=2, Hkv=1, Sq=50, Skv=71, D=40, Dv=48), reads, kernel=KERNELS[False])
+    agree(text, operands(B=2, Hkv=1, Sq=50, Skv=71, D=40, Dv=48), reads, kernel=KERNEL)
 
 
 def test_half_precision_agrees() -> None:
     tensors = operands(D=80, Dv=80, dtype=torch.float16)
-    agree("s = 0.1 * dot; keep k <= q", tensors, kernel=KERNELS[False])
+    agree("s = 0.1 * dot; keep k <= q", tensors, kernel=KERNEL)
 
 
 def test_what_no_query_sees_may_be_anything() -> None:
     q, k, v = operands(B=1, Sq=32, Skv=71, D=48, Dv=48)
-    wanted = KERNELS[False].forward(parse("keep k <= q"), (q, k, v), (), ())
+    wanted = KERNEL.forward(parse("keep k <= q"), (q, k, v), (), ())
     k, v = k.clone(), v.clone()
     k[:, :, 32:], v[:, :, 32:] = torch.nan, torch.nan
-    found = KERNELS[False].forward(parse("keep k <= q"), (q, k, v), (), ())
+    found = KERNEL.forward(parse("keep k <= q"), (q, k, v), (), ())
     torch.testing.assert_close(found, wanted)
 
 
 def test_gradients_follow_such_a_forward_pass() -> None:
     """The backward kernels have rows in one tile."""
-    compare_gradients("s = 0.25 * dot; keep k <= q", operands(Hq=4, D=40, Dv=48), [], (), KERNELS[False])
+    compare_gradients("s = 0.25 * dot; keep k <= q", operands(Hq=4, D=40, Dv=48), [], (), KERNEL)
