@@ -94,16 +94,15 @@ def differentiate(
     call.gradients = ctypes.cast(ctypes.byref(g), ctypes.c_void_p)
     team.run(run.made.code.attngraph_differentiate, call, members)
     totals = Totals(plan.wanted, run.reads, run.sizes, (B, H, Sq, Sk))
-    seen = torch.zeros((B, H, Sq))  # the sums of rows that see no key are NaN already
     for number, one in enumerate(summed):
         total = sums[number]
         if one.kind == PAIRS:
             compute = functools.partial(_sum_pairs, run, g, members, number, one.owned)
-            totals.add_pairs(one, seen, BLOCK_Q, compute)
+            totals.add_pairs(one, BLOCK_Q, compute)
         elif one.kind == ROWS and total is not None:
-            totals.add_rows(one, total, seen)
+            totals.add_rows(one, total)
         elif total is not None:
-            totals.add_columns(one, total, seen)
+            totals.add_columns(one, total)
     if call.bad:
         return None
     if run.program.sink is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,13 +116,19 @@ def _weighs_last(program: ScoreProgram) -> bool:
 
 
 class Totals:
-    """Gradients of the reads of one call, to which sums are added."""
+    """Gradients of the reads of one call, to which sums are added.
+
+    Args:
+        lengths: B, Hq, Sq and Skv.
+        lse: the rows' log-sum-exp `[B, Hq, Sq]`: a row that sees no key makes NaN what it spoils. None: the
+            sums are NaN there already.
+    """
 
     def __init__(
         self, wanted: Sequence[int], reads: Sequence[Tensor], sizes: Sequence[int],
-        lengths: tuple[int, int, int, int],
+        lengths: tuple[int, int, int, int], lse: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.wanted, self.reads, self.sizes = wanted, reads, sizes
+        self.wanted, self.reads, self.sizes, self._lse = wanted, reads, sizes, lse
         self.B, self.Hq, self.Sq, self.Skv = lengths
         self.totals: list[Tensor | None] = []
         for number, read in enumerate(reads):
@@ -132,31 +139,41 @@ class Totals:
     def results(self) -> list[Tensor | None]:
         return [t if t is None else t.to(r.dtype) for t, r in zip(self.totals, self.reads, strict=True)]
 
-    def add_rows(self, found: ReadGradient, sums: Tensor, unseen: Tensor) -> None:
-        """Sums of rows `[B, Hq, Sq]`; `unseen`, of this shape, is NaN where a row sees no key, else zero."""
-        sums = sums + unseen if found.spoils else sums
+    @functools.cached_property
+    def _unseen(self) -> Tensor:
+        """NaN where a row sees no key, else zero."""
+        assert self._lse is not None
+        return torch.where(self._lse.isfinite(), 0.0, math.nan)
+
+    def _spoils(self, found: ReadGradient) -> bool:
+        return found.spoils and self._lse is not None
+
+    def add_rows(self, found: ReadGradient, sums: Tensor) -> None:
+        """Sums of rows `[B, Hq, Sq]`."""
+        sums = sums + self._unseen if self._spoils(found) else sums
         self._add(found.node, sums.unsqueeze(3), Tile((0, self.B), (0, self.Hq), (0, self.Sq), (0, 1)))
 
-    def add_columns(self, found: ReadGradient, sums: Tensor, unseen: Tensor) -> None:
+    def add_columns(self, found: ReadGradient, sums: Tensor) -> None:
         """Sums of columns `[B, Hq, Skv]`."""
-        sums = sums + unseen.sum(2, keepdim=True) if found.spoils else sums
+        sums = sums + self._unseen.sum(2, keepdim=True) if self._spoils(found) else sums
         self._add(found.node, sums.unsqueeze(2), Tile((0, self.B), (0, self.Hq), (0, 1), (0, self.Skv)))
 
-    def add_pairs(self, found: ReadGradient, unseen: Tensor, block: int, compute: Compute) -> None:
+    def add_pairs(self, found: ReadGradient, block: int, compute: Compute) -> None:
         """Sums of single pairs: `compute` computes them, some rows (a multiple of `block`) at a time."""
         each_batch, each_head = found.owned
         along = follows_distance(found.node)
         H = self.Hq if each_head else 1
-        held = min(PAIRS_AT_ONCE, PAIRS_ON_CPU) if unseen.device.type == "cpu" else PAIRS_AT_ONCE
+        device = self.reads[found.node.value].device
+        held = min(PAIRS_AT_ONCE, PAIRS_ON_CPU) if device.type == "cpu" else PAIRS_AT_ONCE
         rows = most = -(-self.Sq // block) * block
         rows = max(block, min(most, held // (H * self.Skv) // block * block))
         batches = max(1, min(self.B, held // (H * rows * self.Skv))) if each_batch else 1
         shift = rows - 1 if along else 0
-        sums = torch.zeros(
-            (batches, H, rows, self.Skv + 2 * shift), dtype=torch.float32, device=unseen.device
-        )
-        sinks = [axis for axis, is_own in enumerate(found.owned) if not is_own]
-        hidden = unseen.sum(sinks, keepdim=True) if sinks else unseen
+        sums = torch.zeros((batches, H, rows, self.Skv + 2 * shift), dtype=torch.float32, device=device)
+        hidden = None
+        if self._spoils(found):
+            sinks = [axis for axis, is_own in enumerate(found.owned) if not is_own]
+            hidden = self._unseen.sum(sinks, keepdim=True) if sinks else self._unseen
         for b in range(0, self.B if each_batch else 1, batches):
             count = min(batches, self.B - b) if each_batch else 1
             own = (b, b + count) if each_batch else (0, 1)
@@ -165,7 +182,7 @@ class Totals:
                 here, stop = sums[:count], min(q + rows, self.Sq)
                 compute(here[..., shift : shift + self.Skv], b, q)
                 tile = here[:, :, : stop - q, shift : shift + self.Skv]
-                if found.spoils:
+                if hidden is not None:
                     tile += hidden[own[0] : own[1], :, q:stop, None]
                 if along:
                     start = diagonals.shape[3] - self.Skv + 1 - rows - q

@@ -46,7 +46,8 @@ def emit_backward(plan: BackwardPlan) -> Kernel:
 def arguments(plan: BackwardPlan) -> tuple[str, ...]:
     """The arguments of each kernel in order: tensors, numbers per row (`delta`, `tops` and `totals`, which
     the first kernel computes for the others), the gradient that a row without keys gives to all values
-    (`unseen` `[B, Hkv]`: NaN, like its weights, or zero), results (dense), lengths, strides, sums for reads,
+    (`unseen` `[B, Hkv]`, zeros; where there is such a row, the first kernel makes it NaN, as its weights
+    are), results (dense), lengths, strides, sums for reads,
     arguments of kernels of pairs, then reads and sizes as in `emit.arguments`."""
     return module.flat(_groups(plan))
 
@@ -149,6 +150,7 @@ class _BackwardEmitter(TileEmitter):
             f"kv = {self.group}",
             "row = tl.cast(place // blocks, tl.int64) * Sq + q",
             "row_lse = tl.load(lse + row, mask=q < Sq, other=0.0)",
+            *self.note_unseen(),
             *self.head("key", "kv", "down", "d"), *self.head("value", "kv", "down", self.dv),
             *before, *self.loop_bounds(), *self.last_keys(), *self.unless_low_rows(), *first, *look, *last,
             *self.rows_of_gradients(), *self.delta_of_rows(), *self.rows_of_queries(),
@@ -162,6 +164,16 @@ class _BackwardEmitter(TileEmitter):
             f"mask={self.inside('q < Sq', 'd')})",
             *(f"tl.store(sums{i} + row, sum{i}, mask=q < Sq)" for i in summed),
         ]  # fmt: skip
+
+    def note_unseen(self) -> list[str]:
+        """A row without keys spoils the gradient of all values. Which program says so does not matter."""
+        if not self.multiple.keeps_nan:
+            return []
+        place = "place // blocks" + (f" // {self.plan.group}" if self.plan.group > 1 else "")
+        return [
+            f"lost = tl.max(tl.where(tl.abs(row_lse) < {INFINITY}, 0, 1))  # rows without keys",
+            f'tl.store(unseen + {place}, float("nan"), mask=lost > 0)',
+        ]
 
     def unless_low_rows(self) -> list[str]:
         """All tiles are visited if a row's log-sum-exp is near the fill: then keys behind it have weight."""

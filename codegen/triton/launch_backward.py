@@ -43,18 +43,17 @@ def differentiate(
     """Gradients of q, k, v and of every floating-point read (zeros where none is wanted)."""
     (q, k, v), (out, lse), (grad, grad_lse) = operands, results, grads
     B, Hq, Sq, Skv = *q.shape[:3], k.shape[2]
-    unseen = torch.where(lse.isfinite(), 0.0, math.nan).float()
-    of_values = unseen.sum(2).view(B, k.shape[1], -1).sum(2)
+    unseen = torch.zeros((B, k.shape[1]), dtype=torch.float32, device=q.device)
     found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in operands]
     summed = read_gradients(plan.program, plan.wanted)
-    totals = Totals(plan.wanted, reads, sizes, (B, Hq, Sq, Skv))
+    totals = Totals(plan.wanted, reads, sizes, (B, Hq, Sq, Skv), lse)
     lengths = {ROWS: Sq, COLUMNS: Skv, PAIRS: 0}
     sums = [torch.empty((B, Hq, lengths[s.kind]), dtype=torch.float32, device=q.device) for s in summed]
     delta = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
     rows = [lse.contiguous(), grad_lse.contiguous(), delta]
     if not stays_trusted(plan.program):
         rows += torch.empty((2, B, Hq, Sq), dtype=torch.float32, device=q.device)
-    first: list[Any] = [q, k, v, grad, out, *rows, of_values, *found, Hq, Sq, Skv]
+    first: list[Any] = [q, k, v, grad, out, *rows, unseen, *found, Hq, Sq, Skv]
     first += [stride for tensor in (q, k, v, grad, out) for stride in tensor.stride()]
     lists: list[Any] = []
     for turned in (False, True) if plan.listed else ():
@@ -81,12 +80,13 @@ def differentiate(
         launch(OF_KEYS, (-(-Skv // blocks.q) * B * k.shape[1],), sums)  # rows of tiles are keys
         for number, one in enumerate(summed):
             if one.kind == ROWS:
-                totals.add_rows(one, sums[number], unseen)
+                totals.add_rows(one, sums[number])
             elif one.kind == COLUMNS:
-                totals.add_columns(one, sums[number], unseen)
+                totals.add_columns(one, sums[number])
             else:
-                totals.add_pairs(one, unseen, blocks.q, functools.partial(of_pairs, number))
-        totals.add_sink(plan.program, _exactly(plan, *rows[3:]) if rows[3:] else lse, delta)
+                totals.add_pairs(one, blocks.q, functools.partial(of_pairs, number))
+        if plan.program.sink is not None:
+            totals.add_sink(plan.program, _exactly(plan, *rows[3:]) if rows[3:] else lse, delta)
     return [*found, *totals.results()]
 
 

@@ -318,20 +318,20 @@ def test_gradients_of_reads_are_summed_where_the_tensors_are() -> None:
         "s = dot + r0[q % 5, 1]": (5, 2),
     }  # fmt: skip
     with FakeTensorMode(allow_non_fake_inputs=True):
-        unseen = torch.empty(2, 2, 70, device="cuda")
+        lse = torch.empty(2, 2, 70, device="cuda")
         for text, shape in texts.items():
             rank, reads = len(shape), [torch.empty(shape, device="cuda")]
             made = backward_plan(text, reads=(Read(0, rank, "float"),))
             (found,) = read_gradients(made.program, made.wanted)
-            totals = Totals(made.wanted, reads, [69], (2, 2, 70, 90))
+            totals = Totals(made.wanted, reads, [69], (2, 2, 70, 90), lse)
             if found.kind == PAIRS:
-                totals.add_pairs(found, unseen, 32, lambda sums, batch, row: None)
+                totals.add_pairs(found, 32, lambda sums, batch, row: None)
             elif found.kind == ROWS:
-                totals.add_rows(found, unseen, unseen)
+                totals.add_rows(found, lse)
             else:
-                totals.add_columns(found, torch.empty(2, 2, 90, device="cuda"), unseen)
+                totals.add_columns(found, torch.empty(2, 2, 90, device="cuda"))
             (result,) = totals.results()
-            assert result is not None and result.device == unseen.device and result.shape == shape
+            assert result is not None and result.device == lse.device and result.shape == shape
 
 
 # --- what was measured, and what does not run ---------------------------------------------------------

@@ -234,6 +234,40 @@ def test_what_follows_from_the_shapes_of_a_call_is_found_once(
         run()
 
 
+class Launched(TorchDispatchMode):
+    """PyTorch's operations that launch something on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view and "empty" not in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "text", ["s = 0.125 * dot; keep k <= q", "s = 20.0 * tanh(dot / 20.0); keep q - k < 3 and k <= q"]
+)
+def test_pytorch_adds_one_launch_to_the_kernels_of_a_call_and_its_gradients(
+    text: str, on_any_device: Forward
+) -> None:
+    """A launch takes microseconds; where rows are short, that is as long as a kernel."""
+    program, tensors = parse(text), tuple(torch.randn(2, 4, 16, 8) for _ in "qkv")
+
+    def run() -> None:
+        results = on_any_device.forward(program, tensors, [], ())  # type: ignore[arg-type]
+        on_any_device.backward(program, tensors, [], (), results, results)  # type: ignore[arg-type]
+
+    run()  # lists of tiles are made once
+    with Launched() as found:
+        run()
+    assert found.names == ["aten::zeros"]
+
+
 def test_a_plan_is_made_anew_where_it_follows_from_something_else(
     on_any_device: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
