@@ -4,6 +4,7 @@ which it is chosen before triton is imported."""
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,19 +13,16 @@ from attngraph.codegen.triton import device
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(device.no_triton() is not None, reason="needs triton")
-PROCESSES = (
-    ("conformance/test_conformance", "interpreted/test_fills"),
-    (
-        "interpreted/test_gradients", "interpreted/test_forward", "interpreted/test_functions",
-        "interpreted/test_lists", "interpreted/test_decode", "interpreted/test_choices",
-        "interpreted/test_sums",
-        "interpreted/test_split",
-    ),
-)  # fmt: skip
-"""About as long as each other, for two processes."""
+FILES = sorted(
+    f"{folder}/{path.stem}"
+    for folder in ("interpreted", "conformance")
+    for path in HERE.glob(f"{folder}/test_*.py")
+)
+SHARES = tuple(FILES[first::3] for first in range(3))
+"""A process for each: it takes some seconds before its first test."""
 
 
-def run_interpreted(names: tuple[str, ...], marks: str) -> None:
+def run_interpreted(names: Sequence[str], marks: str) -> None:
     options = ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", "-m", marks]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *(str(HERE / f"{name}.py") for name in names)],
@@ -33,23 +31,14 @@ def run_interpreted(names: tuple[str, ...], marks: str) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-def test_every_file_is_run() -> None:
-    found = {
-        f"{folder}/{p.stem}"
-        for folder in ("interpreted", "conformance")
-        for p in HERE.glob(f"{folder}/test_*")
-    }
-    assert found == {name for names in PROCESSES for name in names}
-
-
-@pytest.mark.parametrize("names", PROCESSES, ids=["conformance", "others"])
-def test_kernels_agree_with_the_reference_in_the_interpreter(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("names", SHARES, ids=["first", "second", "third"])
+def test_kernels_agree_with_the_reference_in_the_interpreter(names: Sequence[str]) -> None:
     run_interpreted(names, "not slow and not gpu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", PROCESSES, ids=["conformance", "others"])
+@pytest.mark.parametrize("names", SHARES, ids=["first", "second", "third"])
 def test_kernels_agree_with_the_reference_in_the_interpreter_in_all_their_combinations(
-    names: tuple[str, ...],
+    names: Sequence[str],
 ) -> None:
     run_interpreted(names, "slow")
