@@ -130,7 +130,7 @@ def _empty(q: Tensor, width: int) -> Tensor:
     """Memory for the result, with the heads of a token contiguous."""
     _, heads, tokens, _ = q.shape
     strides = (tokens * heads * width, width, heads * width, 1)
-    return memory.empty_like_strided(q, (1, heads, tokens, width), strides)
+    return memory.empty_strided((1, heads, tokens, width), strides, q.dtype, q.device)
 
 
 class _Prepared:

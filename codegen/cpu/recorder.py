@@ -67,19 +67,19 @@ class Recorder:
         self.pieces: list[Between | Chain] = []
         self.readers: list[Reader] = []
         self.carries: list[Carry] = []
+        self.renewed: list[Renewed] = []
         self.nbytes = 0
         self._waiting: list[fx.Node] = []
         self._links: list[Link] = []
+        self.results: list[Any] = list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
         for node in early_first(graph.graph):
             self._add(node)
         self._end_links()
-        self.results: list[Any] = list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
         self._end_waiting([n for n in self.results if isinstance(n, fx.Node)])
         if not any(isinstance(piece, Chain) for piece in self.pieces):
             raise NotRecorded
         self.keeping, self.movers = self._kept()
         self.kept = [self.keeping is not None and output.kind == "pages" for output in graph.outputs]
-        self.renewed = self._renewed()
         self.made = self._made()
         self.recording = self._recording(inputs)
 
@@ -88,10 +88,11 @@ class Recorder:
         if link is not None:
             self._end_waiting(node.all_input_nodes)
             self._links.append(link)
+            results = self._results_of(link, node)
             self.nbytes += sum(t.nbytes for t in link.results)
             if self.nbytes > budgets.RECORDED_BYTES:
                 raise NotRecorded
-            self.values[node] = link.results if node.target in SEVERAL else link.results[0]
+            self.values[node] = results if node.target in SEVERAL else results[0]
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         operands = node.all_input_nodes
@@ -116,6 +117,24 @@ class Recorder:
             return
         self.fresh.add(node)
         self._waiting.append(node)
+
+    def _results_of(self, link: Link, node: fx.Node) -> list[Tensor]:
+        """The results of a link. Those that the caller alone gets are written to new memory at every run, and
+        at this one; the link does not keep them."""
+        results = list(link.results)
+        values = [(cast("int", n.args[1]), n) for n in node.users] if node.target in SEVERAL else [(0, node)]
+        numbers = [number for number, _ in values]
+        for number, value in values:
+            alone = numbers.count(number) == 1 and len(value.users) == 1 and self.results.count(value) == 1
+            place = self.results.index(value) if alone else None
+            if place is None or self.kinds.graph.outputs[place].kind == "pages" or link.renew is None:
+                continue
+            made = link.renew(number)
+            if made is not None:
+                results[number] = made
+                self.renewed.append(Renewed(place, link, number))
+        link.results = [old for old, new in zip(link.results, results, strict=True) if old is new]
+        return results
 
     def _is_computed(self, node: fx.Node) -> bool:
         """Whether a value depends on links that have not run yet."""
@@ -262,26 +281,16 @@ class Recorder:
             movers.append(move)
         return (None, []) if results else (keeping, movers)
 
-    def _renewed(self) -> list[Renewed]:
-        """The results that calls can write to new memory: nothing else reads them."""
-        links = [link for piece in self.pieces if isinstance(piece, Chain) for link in piece.links]
-        made = {id(t): (link, n) for link in links if link.renew for n, t in enumerate(link.results)}
-        found = []
-        for place, node in enumerate(self.results):
-            if isinstance(node, fx.Node) and id(self.values[node]) in made and len(node.users) == 1:
-                link, number = made[id(self.values[node])]
-                if self.results.count(node) == 1 and link.renew and link.renew(number) is not None:
-                    found.append(Renewed(place, link, number))
-        return found
-
     def _made(self) -> list[Any]:
         """This call's own results, in memory that no run writes to."""
+        renewed = {place for place, _, _ in self.renewed}
         if self.keeping is not None:
             self.keeping.run()
         made: list[Any] = []
-        for output, node, kept in zip(self.kinds.graph.outputs, self.results, self.kept, strict=True):
+        rows = zip(self.kinds.graph.outputs, self.results, self.kept, strict=True)
+        for place, (output, node, kept) in enumerate(rows):
             value = self.values[node] if isinstance(node, fx.Node) else node
-            stays = output.kind != "pages" and isinstance(value, Tensor)
+            stays = output.kind != "pages" and place not in renewed and isinstance(value, Tensor)
             made.append(None if kept else value.clone() if stays else value)
         return made
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import attngraph
 from attngraph import CacheConfig, Decoder
 from attngraph.codegen.cpu import decode, replay
+from attngraph.codegen.cpu.chain import Chain
 from attngraph.codegen.cpu.recording import Recording
 from attngraph.ir import budgets
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
@@ -398,3 +399,19 @@ def test_what_takes_more_memory_than_recordings_may_is_not_recorded(
     for _ in range(4):
         close(decoder.prefill(ids(1, 70))[0], whole(model, ids(1, 70)))
     assert len(replayed) == runs
+
+
+def test_the_logits_of_the_call_that_records_are_the_callers_alone(replayed: list[bool]) -> None:
+    """Later calls do not write to them, and the recording keeps no copy of them."""
+    _, decoder = made("learned")
+    decoder.prefill(ids(1, 60))
+    logits, _ = decoder.prefill(ids(1, 60))
+    before = logits.clone()
+    (recording,) = recordings(decoder)
+    links = [link for piece in recording.pieces if isinstance(piece, Chain) for link in piece.links]
+    kept = {t.untyped_storage().data_ptr() for link in links for t in link.results}
+    assert recording.renewed and logits.untyped_storage().data_ptr() not in kept
+    assert all(t.shape[-1] != VOCABULARY for link in links for t in link.results)
+    later, _ = decoder.prefill(ids(1, 60, seed=1))
+    assert replayed == [True] and not torch.equal(later, before)
+    assert torch.equal(logits, before)

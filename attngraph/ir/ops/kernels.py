@@ -112,7 +112,7 @@ def empty_result(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A new tensor for the result `[B, Hq, Sq, Dv]`, laid out as all kernels do: `[B, Sq, Hq, Dv]` in memory,
     so that joining heads needs no copy. It is not a view, so autograd lets the caller change it in place."""
     b, h, s, d = shape
-    return memory.empty_like_strided(like, (b, h, s, d), (s * h * d, d, h * d, 1))
+    return memory.empty_strided((b, h, s, d), (s * h * d, d, h * d, 1), like.dtype, like.device)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

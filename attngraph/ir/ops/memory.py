@@ -42,12 +42,14 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.frombuffer(view, dtype=dtype).view(tuple(shape))
 
 
-def empty_like_strided(like: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """The same with strides, which leave no gaps, and dtype and device of `like`. It is not a view."""
+def empty_strided(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The same with strides, which leave no gaps. It is not a view."""
     traced = torch._C._len_torch_dispatch_stack() > 0
-    if traced or not like.is_cpu or math.prod(shape) * like.itemsize < LARGE:
-        return like.new_empty_strided(tuple(shape), tuple(strides))
-    found = empty(shape, like.dtype, like.device)
+    if traced or device.type != "cpu" or math.prod(shape) * dtype.itemsize < LARGE:
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+    found = empty(shape, dtype, device)
     return found.new_empty(0).set_(found.untyped_storage(), 0, tuple(shape), tuple(strides))
 
 

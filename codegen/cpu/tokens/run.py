@@ -244,10 +244,12 @@ class Prepared:
         call = (ctypes.c_int64 * self.layout.length)(*places, *values)
         counters = (ctypes.addressof(call) + _PHASE * 8, (self.layout.given_at - _PHASE) * 8)
 
+        layouts = [(r.shape, r.stride(), r.dtype, r.device) for r in results]
+
         def renew(number: int) -> Tensor | None:
             if where.count(where[number]) > 1:
                 return None  # shared with another result
-            made = _empty_like(results[number])
+            made = memory.empty_strided(*layouts[number])
             call[len(places) + where[number]] = made.data_ptr()
             return made
 
@@ -317,11 +319,6 @@ class Prepared:
             rows = slice(start, start + step)
             part = weight_rows(self.program, product, given, left.dtype, rows)
             torch.mm(left, part.T, out=out[:, rows])
-
-
-def _empty_like(result: Tensor) -> Tensor:
-    """New memory for a result, with the same strides."""
-    return memory.empty_like_strided(result, result.shape, result.stride())
 
 
 _PANELS, _ARRANGED, _PHASE, _MEMBER = 2, 3, 4, 5
