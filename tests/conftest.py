@@ -101,20 +101,30 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the combinations of a `covering` test's parameters, so few run by default that each value of each
-    parameter comes at least once, and values about equally often; the others are slow tests."""
-    tests: dict[str, dict[pytest.Function, Any]] = {}
+    """Of a test with many values of its parameters so many run by default as its marks say (`covering`,
+    `few`); the others are slow tests."""
+    tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        is_meant = item.get_closest_marker("covering") and not item.get_closest_marker("slow")
-        if is_meant and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            tests.setdefault(item.nodeid.partition("[")[0], {})[item] = _values(item)
-    for left in tests.values():
-        uses: collections.Counter[Any] = collections.Counter()
-        while missing := frozenset().union(*left.values()) - uses.keys():
-            best = min(left, key=lambda i: (-len(left[i] & missing), sum(uses[v] for v in left[i])))
-            uses.update(left.pop(best))
-        for item in left:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for several in tests.values():
+        run = [item for item in several if not item.get_closest_marker("slow")]
+        if several[0].get_closest_marker("covering"):
+            run = _covering(run)
+        few = several[0].get_closest_marker("few")
+        for item in set(several).difference(run[: few.args[0]] if few else run):
             item.add_marker(pytest.mark.slow)
+
+
+def _covering(items: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """So few of them that each value of each parameter comes at least once, about equally often."""
+    left, found = {item: _values(item) for item in items}, []
+    uses: collections.Counter[Any] = collections.Counter()
+    while missing := frozenset().union(*left.values()) - uses.keys():
+        best = min(left, key=lambda i: (-len(left[i] & missing), sum(uses[v] for v in left[i])))
+        uses.update(left.pop(best))
+        found.append(best)
+    return found
 
 
 @pytest.fixture(autouse=True, scope="session")

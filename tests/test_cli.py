@@ -65,6 +65,7 @@ def test_compiling_a_target_prints_report_check_and_measurements(capsys: pytest.
     assert "building" not in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_a_folder_with")
 def test_json_is_one_object_with_report_agreement_and_measurements(
     capsys: pytest.CaptureFixture[str],
@@ -81,6 +82,7 @@ def test_json_is_one_object_with_report_agreement_and_measurements(
     assert all(m["seconds"] > 0 for m in found["measured"].values())
 
 
+@pytest.mark.slow
 def test_dump_writes_the_graph_after_each_pass(in_a_folder_with: Path) -> None:
     tmp_path = in_a_folder_with
     quick = ["--rounds", "1", "--no-torch-compile"]
@@ -121,6 +123,7 @@ def test_a_size_that_the_target_does_not_take_is_named(capsys: pytest.CaptureFix
     assert "own_targets:good takes no tokens" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_a_folder_with")
 def test_a_target_in_the_working_directory_is_found_and_a_single_input_will_do(
     capsys: pytest.CaptureFixture[str],
@@ -129,6 +132,7 @@ def test_a_target_in_the_working_directory_is_found_and_a_single_input_will_do(
     assert "own_targets.py:9" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_a_folder_with")
 def test_strict_fails_where_something_is_not_fused(capsys: pytest.CaptureFixture[str]) -> None:
     plain = ["compile", "own_targets:unfused", "--rounds", "1", "--no-torch-compile"]
@@ -171,6 +175,7 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     assert "building" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_measures_and_writes_what_it_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +260,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"attngraph {attngraph.__version__}"
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error() -> None:
     command = f"{sys.executable} -m attngraph.cli show full --queries 512 --tile 1 | head -1"
     found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
@@ -366,6 +372,7 @@ def test_an_interrupted_command_is_one_line_and_exit_code_130(
     assert capsys.readouterr().err.splitlines()[-1] == "attngraph: interrupted"
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_models_is_the_demo_and_writes_what_it_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,7 @@ def means(weight: Tensor, groups: int) -> Tensor:
     return torch.stack([part.mean(0) for part in heads.chunk(groups)]).flatten(0, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_our_modern_decoder_becomes_the_one_with_pooled_weights(groups: int) -> None:
     model, wanted = modern(H), modern(groups)
@@ -58,6 +59,7 @@ def test_our_modern_decoder_becomes_the_one_with_pooled_weights(groups: int) -> 
 GROUPS = ([[0, 3], [1, 2]], [[2, 0, 1], [3]], [[1], [0, 2], [3]], [[3, 1, 0, 2]], [[2], [3], [0], [1]])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
 @pytest.mark.parametrize("cached", [False, True], ids=["whole", "cached"])
 @pytest.mark.covering
@@ -86,6 +88,7 @@ def test_heads_are_grouped_as_the_user_chooses(groups: list[list[int]], cached: 
         assert decoder.report.cache.bytes_per_token == report.cache_bytes[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [1, 2, 3]], [[0, 1], [2, 4]], [[0, 1, 2, 3, 4]]])
 def test_every_head_is_in_one_group(groups: list[list[int]]) -> None:
     with pytest.raises(
@@ -127,6 +130,7 @@ def packed_by_hand(model: nn.Module, width: int, names: tuple[str, ...], dim: in
     return made
 
 
+@pytest.mark.slow
 def test_stock_llama() -> None:
     transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
 
@@ -149,6 +153,7 @@ def test_stock_llama() -> None:
     assert report.cache_bytes == (2 * H * 2 * D * 4, 2 * G * 2 * D * 4)
 
 
+@pytest.mark.slow
 def test_stock_gpt2_whose_projections_are_one() -> None:
     transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
     config = transformers.GPT2Config(
@@ -211,6 +216,7 @@ def test_the_model_stays_as_it_is_and_the_copy_learns() -> None:
         assert not torch.allclose(twin(ids), converted(ids))
 
 
+@pytest.mark.slow
 def test_a_converted_model_decodes_with_a_smaller_cache() -> None:
     model, ids = modern(H), torch.randint(0, 64, (2, 9))
     converted = attngraph.convert_heads(model, ids, kv_heads=G)
@@ -278,6 +284,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_converted_is_refused_with_a_reason(name: str) -> None:
     make, kv_heads, reason = REFUSED[name]
@@ -297,6 +304,7 @@ def test_bad_arguments() -> None:
         converted(torch.zeros(2, 9, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_models_of_ours_with_positions_of_their_own_and_two_sequences() -> None:
     lm = drawn(DecoderLM(DecoderLMConfig(layers=2, width=32, heads=4, max_tokens=64, vocab_size=64)))
     assert attngraph.convert_heads(lm, kv_heads=1).report.kv_heads == 1

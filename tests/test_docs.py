@@ -56,6 +56,7 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
 def test_the_examples_of_a_page_run_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -76,6 +77,7 @@ def without_measurements(report: str) -> str:
     return re.sub(r"\(error \S+\)|\bcpu\.\w+", "...", report).strip()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=name_of)
 def test_the_example_at_the_start_of_a_page_runs_when_pasted_and_prints_the_report_below_it(
     page: Path, tmp_path: Path
@@ -248,6 +250,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+@pytest.mark.slow
 def test_the_site_has_every_page_and_the_reference(site: Path) -> None:
     for page in DOCS.rglob("*.md"):
         assert (site / page.relative_to(DOCS).with_suffix(".html")).exists(), page
@@ -256,6 +259,7 @@ def test_the_site_has_every_page_and_the_reference(site: Path) -> None:
         assert name in reference, f"{name} is public and not in docs/api.md"
 
 
+@pytest.mark.slow
 def test_no_page_of_the_site_loads_anything_from_outside(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 15

@@ -111,6 +111,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_model_in_pieces_says_in_its_dump_why(tmp_path: Path) -> None:
     def depends_on_data(x: Tensor) -> Tensor:
         y = attend(x)

@@ -27,6 +27,7 @@ def train_byte_lm() -> types.ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_training_a_byte_model_goes_the_same_way_eager_and_compiled(
     train_byte_lm: types.ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

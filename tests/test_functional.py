@@ -134,6 +134,7 @@ def test_a_size_that_is_marked_static_is_a_number_of_the_graph() -> None:
     assert compiled.report.graphs == 2
 
 
+@pytest.mark.slow
 def test_a_torch_without_the_private_names_is_traced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     with replaced(torch, "_no_such_name", 1), replaced("torch.no_such_module", "name", 1):
         assert not hasattr(torch, "_no_such_name")

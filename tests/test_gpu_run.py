@@ -164,6 +164,7 @@ def test_what_cannot_be_run_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_tasks_share_does_not_touch_the_gpu_before_they_are_forked() -> None:
     """A process that has used CUDA cannot be forked."""
     code = """

@@ -209,6 +209,7 @@ def test_a_pass_that_fails_is_found_too() -> None:
     assert "KeyError" in found.steps[-1].failure
 
 
+@pytest.mark.slow
 def test_a_model_that_is_right_has_no_culprit(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bisect", TINY, "--tokens", "16", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -219,6 +220,7 @@ def test_a_model_that_is_right_has_no_culprit(capsys: pytest.CaptureFixture[str]
     assert "fuse-attention" in err
 
 
+@pytest.mark.slow
 def test_a_culprit_gives_exit_code_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def test_the_page_prints_lost_rows_and_packages_that_are_missing(monkeypatch: py
     assert not is_slow(ours, {"seconds": 40.0, "building": 0.0})
 
 
+@pytest.mark.slow
 def test_every_task_has_a_row_and_none_is_run_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
@@ -127,6 +128,7 @@ def _in_turns(name: str, answer: Connection, file: Path) -> None:
     answer.send({"task": name, "outcome": "done"})
 
 
+@pytest.mark.slow
 def test_tasks_prepare_together_and_work_one_after_another(tmp_path: Path) -> None:
     file = tmp_path / "said"
     names = ["a", "fails", "b", "ends", "slow", "never", "c"]

@@ -65,6 +65,7 @@ def test_a_candidate_answers_and_can_be_rewound(name: str) -> None:
         worker.end()
 
 
+@pytest.mark.slow
 def test_a_run_compares_answers_then_times_in_turn(memory: Memory) -> None:
     pytest.importorskip("transformers", reason="the transformers package is not installed")
     found = suite.measured("tiny Llama", [CELL], ["eager", "attngraph"], 2, memory)

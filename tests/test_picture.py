@@ -64,6 +64,7 @@ def test_each_pair_of_a_mask_map_is_what_the_program_makes_of_it(
                 assert known[q][k] != "unknown", f"({q}, {k}) of\n{program}"
 
 
+@pytest.mark.slow
 @given(data=st.data(), tile=st.integers(2, 5), given_reads=st.booleans())
 @settings(max_examples=100)
 def test_a_tile_is_what_all_its_pairs_are(

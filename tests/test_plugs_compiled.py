@@ -55,6 +55,7 @@ def test_generate_gives_the_models_tokens_on_a_derived_decoder(
     assert not [r for r in caplog.records if r.name.startswith("attngraph")]
 
 
+@pytest.mark.slow
 def test_generate_follows_the_settings_that_the_model_has_now(both: tuple[Any, Any]) -> None:
     model, compiled = both
     ids, mask = prompts()

@@ -39,6 +39,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_run(page: dict[str, Any]) -> None:
     assert sum(is_for_lm_eval(code) for code in EXAMPLES) == 1
     assert len(EXAMPLES) >= 5

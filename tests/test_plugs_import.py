@@ -89,6 +89,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     assert not hasattr(attngraph, "nonsense")
 
 
+@pytest.mark.slow
 def test_the_first_use_may_be_inside_torch_compile() -> None:
     code = """
 import torch, attngraph

@@ -81,6 +81,7 @@ def test_an_option_that_makes_no_sense_is_named_with_what_is_accepted(
         compiled_with(**options)
 
 
+@pytest.mark.slow
 def test_torch_logs_know_attngraph_and_a_plain_run_prints_nothing() -> None:
     loud = run(ATTEND, TORCH_LOGS="+attngraph").stderr
     assert re.search(r"^V.*attngraph/pipeline.py:\d+\] fuse-attention: fused 1", loud, re.MULTILINE)
@@ -92,6 +93,7 @@ def test_torch_logs_know_attngraph_and_a_plain_run_prints_nothing() -> None:
     assert (quiet.stdout, quiet.stderr) == ("", "")
 
 
+@pytest.mark.slow
 def test_torch_trace_has_an_artifact_of_every_pass(tmp_path: Path) -> None:
     run(ATTEND, TORCH_TRACE=str(tmp_path))
     (log,) = tmp_path.iterdir()

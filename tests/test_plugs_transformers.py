@@ -533,6 +533,7 @@ def test_what_is_no_decoder_of_tokens_is_refused() -> None:
 # --- what transformers' models collect by hooks ------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("looked", [False, True], ids=["compiled first", "uncompiled first"])
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_attentions_and_hidden_states_are_collected_once_a_layer(name: str, looked: bool) -> None:

@@ -242,6 +242,7 @@ def test_a_window_cannot_be_taken_back_further_than_it_was_told_to_keep() -> Non
     torch.testing.assert_close(found, whole_logits(model, tokens)[:, 18:], **CLOSE)
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_report_says() -> None:
     for name in ("learned", "rotary"):
         plain, _ = decoder(name)
@@ -551,6 +552,7 @@ WITHOUT = {
 }  # fmt: skip
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", WITHOUT)
 def test_what_lets_a_token_see_a_later_one_is_refused(name: str) -> None:
     make, message = WITHOUT[name]

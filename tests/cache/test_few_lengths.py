@@ -68,6 +68,7 @@ class LoopThenAttention(nn.Module):
 
 
 # 40 is beyond what is traced, 22 a multiple of the traced number of tokens, 5 below it.
+@pytest.mark.few(1)
 @pytest.mark.parametrize("limit", [40, 22, 5])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.covering
@@ -82,6 +83,7 @@ def test_far_tokens_are_as_in_the_model(kind: str, limit: int) -> None:
     torch.testing.assert_close(torch.cat([x.reshape(1, -1, 50)[:, -1:] for x in found], 1), wanted)
 
 
+@pytest.mark.slow
 def test_a_result_that_depends_on_the_number_of_tokens_is_refused() -> None:
     decoder: Any = attngraph.compile(LoopThenAttention("count", 40).eval(), cache=True)
     with pytest.raises(attngraph.NoDecoderError, match="for 45 it gives something else"):

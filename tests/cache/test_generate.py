@@ -163,6 +163,7 @@ def test_beams_have_no_token_to_show_before_the_end(decoder: Any, asked: dict[st
         decoder.generate(torch.ones(1, 4, dtype=torch.int64), num_beams=2, **asked)
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_begins_with_its_own_start_token() -> None:
     config = transformers.T5Config(
         vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=3,

@@ -68,6 +68,7 @@ def _bounded(scores: Tensor, keep: Tensor) -> Tensor:
     return scores.tanh() * keep
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("weights", "layers"), [(_most_similar, 2), (_mixed_heads, 1), (_stick_breaking, 1), (_bounded, 1)]
 )
@@ -97,6 +98,7 @@ class RelativeKeys(nn.Module):
         return self.out(x + (weights @ q).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.slow
 def test_pairs_of_tokens_whose_sequences_and_heads_are_one_dimension(decodes: Any) -> None:
     report = decodes(RelativeKeys()).report
     assert len(report.cache.anew) == 1
@@ -170,6 +172,7 @@ def test_a_choice_that_depends_on_later_tokens_is_refused(count: int) -> None:
         decoder.prefill(torch.randint(0, 24, (1, 9)))
 
 
+@pytest.mark.slow
 def test_positions_of_transformer_xl_leave_the_graph_of_the_step_whole(decodes: Any) -> None:
     """Distances from the last token to the first are shifted by a reshape. Tests run copies of operations, in
     graphs of their own; the step's operations must not count these among their users."""

@@ -101,6 +101,7 @@ class Retained(Mixer):
 MIXERS: dict[str, type[Mixer]] = {m.__name__: m for m in (Difference, Skewed, ChosenBlocks, Retained)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_mixer_of_a_lecture_decodes(name: str, decodes: Any) -> None:
     torch.manual_seed(0)
@@ -158,6 +159,7 @@ CUTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_layer_on_pieces_of_the_tokens_is_computed_as_one(cut: str, decodes: Any) -> None:
     torch.manual_seed(0)

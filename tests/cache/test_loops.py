@@ -155,6 +155,7 @@ DECODED: dict[str, Callable[[Loop, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", DECODED)
 def test_a_loop_decodes(name: str, decodes: Any) -> None:
     decoder = decodes(Loop(DECODED[name]), VOCABULARY, 24)
@@ -208,11 +209,13 @@ RECURRENT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_recurrent_network_of_pytorch_decodes(name: str, decodes: Any) -> None:
     decodes(RECURRENT[name](), VOCABULARY, 24)
 
 
+@pytest.mark.slow
 def test_a_network_that_runs_in_both_directions_is_refused() -> None:
     model = Recurrent(nn.GRU(WIDTH, 4, batch_first=True, bidirectional=True)).eval()
     with pytest.raises(attngraph.NoDecoderError, match=r"test_loops\.py:\d+: .*both directions"):
@@ -303,6 +306,7 @@ REFUSED: dict[str, Callable[[Loop, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_loop_that_is_not_of_equal_steps_is_refused(name: str) -> None:
     decoder = attngraph.compile(Loop(REFUSED[name]).eval(), cache=True)

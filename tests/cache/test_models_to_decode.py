@@ -43,6 +43,7 @@ def logits_of(result: object) -> Tensor:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_decoders(name: str) -> None:
     model = stirred(MODELS[name]())
@@ -55,6 +56,7 @@ def test_decoders(name: str) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_encoder_decoder() -> None:
     model = stirred(EncoderDecoder(EncoderDecoderConfig(layers=2, width=16, heads=2)))
     source, target = torch.randint(0, 200, (2, 9)), torch.randint(0, 200, (2, 12))

@@ -232,6 +232,7 @@ def fused_graph(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
     return graphs[-1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("convert", [
     Int8Linear, TurnedLinear, GroupedLinear, SmallGroups, PackedLinear, HalvesLinear, WordsLinear, wrapped,
 ])  # fmt: skip
@@ -279,6 +280,7 @@ def test_c_reads_the_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("convert", [PackedLinear, HalvesLinear, WordsLinear])
 def test_c_reads_packed_integers(convert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they lie: nothing is unpacked, and no byte is copied to another tensor."""
@@ -299,6 +301,7 @@ def test_packed_outputs_are_left_to_pytorch() -> None:
     assert torch.equal(decoder.generate(ids, max_new_tokens=6), greedy(model, ids, 6))
 
 
+@pytest.mark.slow
 def test_another_table_of_shifts_is_another_formula() -> None:
     """What a small table held when the decoder was made is part of its formulas."""
     model = quantised(WordsLinear)

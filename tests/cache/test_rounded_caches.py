@@ -198,6 +198,7 @@ def close(found: Tensor, wanted: Tensor, error: float = 0.1) -> bool:
     return bool((found - wanted).abs().max() < error * wanted.abs().max())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 @pytest.mark.parametrize("layout", CONFIGS)
 @pytest.mark.parametrize("make", BYTES)
@@ -269,6 +270,7 @@ def test_an_engine_serves_rounded_caches() -> None:
         assert request.result() == decoder.generate(prompt[None], 6)[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_the_drift_is_measured_on_the_users_tokens() -> None:
     for dtype, low, high in ((None, 0, 1e-6), (torch.int8, 1e-9, 0.05), (torch.float8_e4m3fn, 1e-8, 0.2)):
         drift = decoder_of(llama, dtype, "contiguous").drift(ids(3, 20, seed=4))

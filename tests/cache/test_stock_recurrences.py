@@ -50,6 +50,7 @@ QUICK = ("Mamba2", "Qwen3Next")
 """The mixers of the others are written out in `test_recurrences.py` and `test_windows.py`."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CLASSES]
 )
@@ -78,6 +79,7 @@ def test_a_stock_class_gives_the_tokens_of_its_own_generate(name: str) -> None:
     assert torch.equal(padded, alone)
 
 
+@pytest.mark.slow
 def test_chunks_that_are_longer_than_the_prompt_decode() -> None:
     torch.manual_seed(0)
     sizes = {**SIZES, "num_hidden_layers": 1}

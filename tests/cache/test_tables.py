@@ -62,6 +62,7 @@ class Model(nn.Module):
 WHEN = ("another length", "a longer one", "once")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", WHEN)
 def test_a_decoder_computes_tables_for_any_number_of_tokens(when: str) -> None:
     model = Model(Rotary(8, when)).eval()
@@ -79,6 +80,7 @@ def test_a_decoder_computes_tables_for_any_number_of_tokens(when: str) -> None:
     assert "positions.cos" in decoder.report.cache.unset
 
 
+@pytest.mark.slow
 def test_bisection_and_conversion_run_the_first_call() -> None:
     ids = torch.randint(0, 11, (2, 6))
     model = Model(Rotary(8, "a longer one")).eval()
@@ -138,6 +140,7 @@ class Rescaled(nn.Module):
         return x * (before if self.other else self.weight)
 
 
+@pytest.mark.slow
 def test_a_first_call_that_writes_to_weights_is_run_once() -> None:
     model = Model(Rescaled(other=False)).eval()
     twin, ids = copy.deepcopy(model), torch.randint(0, 11, (2, 6))
@@ -189,6 +192,7 @@ class Registered(nn.Module):
         return x @ self.embed.weight.T
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("again", [False, True])
 def test_a_buffer_that_is_made_in_the_first_call_is_no_limit_of_a_decoder(again: bool) -> None:
     model, own = Registered(again).eval(), Registered(again).eval()

@@ -121,6 +121,7 @@ def test_what_does_not_follow_the_tokens_is_fixed() -> None:
     assert fact.kind is Kind.FIXED
 
 
+@pytest.mark.slow
 def test_dumps_say_what_every_value_is(tmp_path: Path) -> None:
     model = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()
     compiled = attngraph.compile(model, cache=True, dump=tmp_path)

@@ -108,6 +108,7 @@ def theirs(model: Any, new: int = NEW, **inputs: Any) -> Tensor:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in DECODERS]
 )
@@ -141,6 +142,7 @@ LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "absorb"),
     [
@@ -171,6 +173,7 @@ def test_latent_attention_keeps_the_latent_and_gives_the_tokens_of_transformers(
     assert report.cache.expanded == 4 * (8 + 8 + 8) * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n[:2] == "T5" else pytest.param(n, marks=pytest.mark.slow) for n in BOTH]
 )
@@ -192,6 +195,7 @@ def test_encoder_decoders_generate(name: str) -> None:
         decoder.prefill(start)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 @pytest.mark.covering
@@ -217,6 +221,7 @@ def test_beams_are_those_of_transformers(layout: str, penalty: float) -> None:
             assert torch.equal(found, wanted), (seed, end)
 
 
+@pytest.mark.slow
 def test_positions_that_count_the_tokens_before_them_have_a_decoder() -> None:
     model = build("M2M100ForConditionalGeneration", "M2M100Config", BART)
     decoder = attngraph.compile(model, cache=True)

@@ -149,6 +149,7 @@ MIXERS: dict[str, type[Mixer]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MIXERS)
 def test_an_unusual_mixer_decodes(name: str, decodes: Any) -> None:
     torch.manual_seed(0)

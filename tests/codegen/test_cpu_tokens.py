@@ -73,6 +73,7 @@ def product(depth: int, width: int, turned: bool) -> str:
     )
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("tokens", ROWS)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (16, 3), (768, 129), (5, 1000)])
@@ -99,6 +100,7 @@ def test_sums_over_some_of_the_elements(weight: str, tokens: int) -> None:
     check(text, tokens)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [1, 2, 5, 32, 33, 600])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -153,6 +155,7 @@ def integer_product(depth: int, width: int, kind: str, dtype: str) -> str:
     return "\n".join([*given, *made])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7, 32, 33, 600])
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 @pytest.mark.parametrize("kind", ["plain", "turned", "scales", "scales and zeros"])
@@ -164,6 +167,7 @@ def test_products_with_integers(depth: int, width: int, kind: str, dtype: str, t
     check(text, tokens)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [1, 5, 33, 600])
 @pytest.mark.parametrize("kind", ["scales by 32", "scales and zeros by 32"])
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
@@ -185,6 +189,7 @@ def packed_product(words: str, depth: int, width: int, kind: str, group: int) ->
         "// 32", f"// {group}").replace(f", {depth // 32}]", f", {depth // group}]")  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7, 9, 32, 33, 600])
 @pytest.mark.parametrize("words", PACKED)
 @pytest.mark.parametrize("kind", ["plain", "scales", "scales and zeros"])
@@ -197,6 +202,7 @@ def test_products_with_packed_integers(words: str, width: int, kind: str, tokens
     check(text, tokens)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [1, 5, 8, 33, 600])
 @pytest.mark.parametrize(
     ("words", "group"),
@@ -211,12 +217,14 @@ def test_products_with_groups_of_packed_integers(words: str, group: int, kind: s
     check(text, tokens)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [1, 3, 33])
 @pytest.mark.parametrize("words", ["low first by 1", "high first by 37 less 8"])
 def test_products_with_packed_rows_that_are_no_whole_vectors(words: str, tokens: int) -> None:
     check(packed_product(words, 74, 41, "scales and zeros", 74), tokens)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
 def test_packed_integers_are_read_in_containers_of_any_size(dtype: torch.dtype) -> None:
     text = packed_product("low first by 1", 192, 53, "scales", 64)

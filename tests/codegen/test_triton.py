@@ -225,6 +225,7 @@ def test_on_a_gpu_it_is_preferred(text: str) -> None:
     assert kernels.choose(parse(text), fake("cpu")).name.startswith("cpu.")
 
 
+@pytest.mark.slow
 def test_without_triton_everything_else_works() -> None:
     code = """if True:
         import sys
@@ -457,6 +458,7 @@ def compile_and_check(text: str, D: int, target: ahead_of_time.Target, **changes
     assert usage.spilled <= 64, usage
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("text", ["s = 0.125 * dot", "s = 0.125 * dot; keep k <= q"])
 def test_kernels_compile_for_hopper(text: str, cache: Path) -> None:
@@ -519,6 +521,7 @@ DECODING = {
 }
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "target"),
@@ -545,6 +548,7 @@ def test_decoding_compiles_for_every_target_and_hardly_spills(
     assert usage.spilled <= (400 if many else 16 if page == 0 else 0), usage
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("kept", "name", "target"),
@@ -614,6 +618,7 @@ DIFFERENTIATED: dict[str, tuple[Read, ...]] = {
 }
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("text", "D", "target"),
@@ -658,6 +663,7 @@ def test_the_source_of_a_kernel_that_is_given_lists(golden: Check) -> None:
     golden("documents.py.txt", emit(plan(text, reads=reads, listed=True)).source)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("D", "target"),

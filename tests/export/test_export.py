@@ -106,6 +106,7 @@ def without_attngraph(code: str, folder: Path) -> str:
     return found.stdout
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_as_pt2(way: str, tmp_path: Path) -> None:
     model = Block(way).eval()
@@ -117,6 +118,7 @@ def test_a_module_as_pt2(way: str, tmp_path: Path) -> None:
     assert report.checked.startswith("equal to eager") and "other sizes" in report.checked
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_as_onnx(way: str, tmp_path: Path) -> None:
     as_onnx()
@@ -132,6 +134,7 @@ def test_a_module_as_onnx(way: str, tmp_path: Path) -> None:
     assert report.checked.startswith("equal to eager")
 
 
+@pytest.mark.slow
 def test_a_pt2_file_runs_where_attngraph_is_not(tmp_path: Path) -> None:
     model = Block("window").eval()
     attngraph.export(attngraph.compile(model), tmp_path / "block.pt2", example("window"))
@@ -149,6 +152,7 @@ def test_a_pt2_file_runs_where_attngraph_is_not(tmp_path: Path) -> None:
     assert told.strip() == "False (3, 11, 32)"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 @pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("way", ["causal", "window", "alibi", "softcap"])
@@ -177,6 +181,7 @@ def test_a_decoder_with_its_cache(way: str, padding: bool, format: str, tmp_path
         assert [bool(n.input[3]) for n in made] == [not own] * 2
 
 
+@pytest.mark.slow
 def test_a_decoder_generates_where_attngraph_is_not(tmp_path: Path) -> None:
     model = Decoder().eval()
     decoder = attngraph.compile(model, cache=True)
@@ -202,6 +207,7 @@ def test_a_decoder_generates_where_attngraph_is_not(tmp_path: Path) -> None:
     assert told.strip() == "True"
 
 
+@pytest.mark.slow
 def test_plain_operations_everywhere(tmp_path: Path) -> None:
     report = attngraph.export(
         attngraph.compile(Block().eval()), tmp_path / "block.pt2", example(""), fallback="eager"
@@ -256,6 +262,7 @@ def test_a_model_that_writes_to_a_buffer_is_refused(tmp_path: Path) -> None:
         attngraph.export(attngraph.compile(Counter()), tmp_path / "a.pt2", (torch.randn(2, 3),))
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from attngraph.cli import main
 
@@ -278,6 +285,7 @@ class Dropping(nn.Module):
         return self.drop(self.block(x))
 
 
+@pytest.mark.slow
 def test_a_model_in_training_mode_is_told_to_be_switched(tmp_path: Path) -> None:
     model = Dropping()
     with pytest.raises(attngraph.ExportError, match=r"(?s)random numbers.*call model\.eval\(\) first\.$"):
@@ -296,6 +304,7 @@ class Branches(nn.Module):
         return self.block(x) * 2 if x.shape[1] > 4 else self.block(x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_a_file_refuses_sizes_for_which_the_model_takes_another_branch(format: str, tmp_path: Path) -> None:
     if format == "onnx":
@@ -314,6 +323,7 @@ def test_a_file_refuses_sizes_for_which_the_model_takes_another_branch(format: s
         run([torch.randn(3, 4, 32)])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_a_decoder_refuses_more_tokens_than_its_table_of_positions(format: str, tmp_path: Path) -> None:
     if format == "onnx":
@@ -340,6 +350,7 @@ class HeadsOfTokens(nn.Module):
         return torch.einsum("btn,btnd->btd", s.softmax(-1), k[..., :4])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_heads_whose_number_varies(format: str, tmp_path: Path) -> None:
     if format == "onnx":

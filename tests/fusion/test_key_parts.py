@@ -53,6 +53,7 @@ def of_different_queries(q, k, v, first_k, first_v):
     return p[..., :n] @ first_v + p[..., n:] @ v
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "function",
     [

@@ -380,6 +380,7 @@ SLOWER = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOWER else n for n in CASES]
 )
@@ -413,6 +414,7 @@ def test_eval_mode_without_gradients_fuses_the_same(name: str, compare: Callable
 FAST_DROPOUT = {"causal", "grouped, broadcast", "padded and causal", "decoder", "sparse, fixed"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [n if n in FAST_DROPOUT else pytest.param(n, marks=pytest.mark.slow) for n in sorted(WITH_DROPOUT)],
@@ -496,6 +498,7 @@ def test_a_few_steps_of_training_go_the_same_way(name: str) -> None:
     assert curves[0][-1] < curves[0][0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("dtype", "buckets", "max_distance", "causal"),
     [
@@ -518,6 +521,7 @@ def test_keys_at_the_edge_of_a_t5_bucket_stay_in_it(
         assert (compiled(x) - model(x)).abs().max().item() < (1e-10 if dtype == torch.float64 else 1e-5)
 
 
+@pytest.mark.slow
 def test_the_models_own_error_for_too_many_tokens_reaches_the_user() -> None:
     compiled = attngraph.compile(_decoder(0.0))
     compiled(ids(1, 8))

@@ -98,6 +98,7 @@ def test_a_softmax_over_the_queries_is_told() -> None:
     assert reason.startswith(ANOTHER_DIMENSION)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_a_softmax_shared_by_a_row_and_a_column_is_told(is_cut: bool) -> None:
     def criss_cross(x: Tensor, y: Tensor) -> Tensor:
@@ -114,6 +115,7 @@ def test_a_softmax_shared_by_a_row_and_a_column_is_told(is_cut: bool) -> None:
     assert "as where a row and a column of keys share one softmax" in reason
 
 
+@pytest.mark.slow
 def test_a_softmax_over_all_pairs_is_told() -> None:
     def over_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT

@@ -106,6 +106,7 @@ class DistancesInKeysAndValues(nn.Module):
         return p @ v + more.transpose(0, 1).reshape(batch, heads, tokens, width)
 
 
+@pytest.mark.slow
 def test_scores_of_one_attention_that_another_reads_are_computed_in_the_call() -> None:
     torch.manual_seed(0)
     model = DistancesInKeysAndValues()
@@ -138,6 +139,7 @@ class TwoValues(nn.Module):
         return logits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_decoder_of_joined_values_gives_the_tokens_of_the_model(signed: bool) -> None:
     torch.manual_seed(0)

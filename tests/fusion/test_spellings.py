@@ -118,6 +118,7 @@ def check_at_two_sizes(
     return compiled
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", [slow_if(n in NEAR_ANOTHER, n) for n in spellings.MUST_FUSE])
 def test_a_spelling_of_attention_fuses_and_answers_as_eager_does(name: str, compare: Compare) -> None:
     compiled = check_at_two_sizes(name, *spellings.MUST_FUSE[name], compare)

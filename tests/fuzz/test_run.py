@@ -72,6 +72,7 @@ def test_how_many_processes_there_are_changes_nothing() -> None:
     assert counted(one) == counted(two)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_hangs_is_a_failure_of_its_case_alone(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

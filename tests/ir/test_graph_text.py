@@ -122,13 +122,8 @@ def same_results(graph: ProgramGraph, again: ProgramGraph) -> bool:
     return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("mla_decoder", "longformer", "encoder_decoder"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny_decoder_lm", "vit")),
-    ],
-)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["mla_decoder", "longformer", "encoder_decoder", "tiny_decoder_lm", "vit"])
 def test_whole_models_are_read_back_after_every_pass(name: str) -> None:
     make = getattr(targets, name)
     model, args = make(tokens=16) if name != "vit" else make()

@@ -76,6 +76,7 @@ def _on(ranks: int, model: nn.Module, **config: Any) -> attngraph.Decoder:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CLASSES]
@@ -95,6 +96,7 @@ def test_a_stock_decoder_on_ranks_gives_the_tokens_of_one_device(name: str, rank
     assert not cache.ranks.alike or attentions_of_one_key_head(decoder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, ranks",
     [
@@ -125,6 +127,7 @@ def _lm(**sizes: Any) -> DecoderLM:
     return DecoderLM(DecoderLMConfig(**{"width": 32, "heads": 4, "layers": 1, **sizes})).eval()
 
 
+@pytest.mark.slow
 def test_prefill_decode_beams_sampling_and_an_engine_are_those_of_one_device() -> None:
     model = _lm()
     one, two = attngraph.compile(model, cache=True), _on(2, model)
@@ -190,6 +193,7 @@ def test_weights_that_change_are_seen_by_the_next_step() -> None:
     assert not torch.allclose(before, after)
 
 
+@pytest.mark.slow
 def test_heads_that_cannot_be_divided_are_kept_by_every_rank_and_told() -> None:
     model = _lm(heads=3, width=24)
     decoder = _on(2, model)
@@ -220,6 +224,7 @@ class Latent(nn.Module):
         return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_divide_the_tokens_of_a_latent(ranks: int) -> None:
     torch.manual_seed(0)
@@ -251,6 +256,7 @@ def test_a_latent_is_kept_by_every_rank_where_heads_alone_are_divided() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_state_with_divided_tokens_is_arranged_as_any_other() -> None:
     """Rows of other lengths, chunks of a prompt, copies, another order of rows, and tokens taken back."""
     torch.manual_seed(0)
@@ -286,6 +292,7 @@ def test_tokens_that_cannot_be_divided_are_refused_where_asked_for() -> None:
         attngraph.ShardConfig(cache="pages")
 
 
+@pytest.mark.slow
 def test_shared_key_heads_are_told() -> None:
     decoder = _on(4, _stock("LlamaForCausalLM"), proof=False)
     decoder.prefill(torch.randint(3, 64, (1, 5)))

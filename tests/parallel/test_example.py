@@ -26,6 +26,7 @@ def _assert_the_losses_are_those_of_one_device(said: str, ranks: int) -> None:
     assert int(held.replace(",", "")) < (0.55 if HOLDS_RUNS else 0.8) * int(everything.replace(",", ""))
 
 
+@pytest.mark.slow
 def test_training_on_two_ranks_has_the_losses_of_one_device(tmp_path: Path) -> None:
     """The ranks are forked from a process that has imported attngraph, and told by torchrun's variables who
     they are."""

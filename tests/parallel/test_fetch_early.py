@@ -3,6 +3,7 @@ and gradients stay the same two processes show in `test_processes.py`.)"""
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +43,7 @@ def order() -> tuple[Any, list[Any]]:
     return module, list(fetching_early(module).graph.nodes)
 
 
+@pytest.mark.slow
 def test_each_fetch_begins_before_what_does_not_need_it() -> None:
     _, nodes = order()
     begun = [n for n, node in enumerate(nodes) if node.target is begin_fetch]
@@ -54,6 +56,7 @@ def test_each_fetch_begins_before_what_does_not_need_it() -> None:
         assert meanwhile.count("aten.linear.default") == 2, "the queries and the gate"
 
 
+@pytest.mark.slow
 def test_random_numbers_are_drawn_in_the_same_order() -> None:
     module, nodes = order()
 

@@ -23,6 +23,7 @@ def test_rows_and_parameters_divided_train_as_one_device(tmp_path: Path, ranks: 
     assert [_parts(said) for said in ranks("data", tmp_path, script="sharded.py")] == [[0.5], [0.5]]
 
 
+@pytest.mark.slow
 def test_parameters_divided_along_two_axes_train_as_on_one_device(tmp_path: Path, ranks: Ranks) -> None:
     """A quarter of each, beside vectors that both ranks of the axis `tensor` have."""
     for said in ranks("data_and_tensor", tmp_path, 4, "sharded.py"):

@@ -23,6 +23,7 @@ def _ids(tokens: int = 16) -> Tensor:
     return torch.randint(3, 32, (2, tokens))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["causal", "window", "rotary", "table", "slopes", "sink"])
 def test_each_rank_has_some_heads_of_some_tokens(same_on_mesh: Compared, kind: str) -> None:
     """Rotary positions, tables and sinks by head, masks: each rank of the first axis has its heads, each of
@@ -36,6 +37,7 @@ def test_each_rank_has_some_heads_of_some_tokens(same_on_mesh: Compared, kind: s
     assert max(keys.bytes) <= 2 * seen * (KV // 2) * 4 * 8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, config, sizes",
     [
@@ -60,6 +62,7 @@ def test_stock_models(same_on_mesh: Compared, name: str, config: str, sizes: dic
     assert [a.attentions for a in report.context.axes] == [1] and report.context.whole == ()
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder(same_on_mesh: Compared) -> None:
     """Two sizes that count tokens, one after the other, on a graph whose heads are divided already."""
     config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=64)
@@ -69,6 +72,7 @@ def test_an_encoder_and_a_decoder(same_on_mesh: Compared) -> None:
     assert [(a.tokens, a.attentions) for a in report.context.axes] == [(16, 1), (8, 2)]
 
 
+@pytest.mark.slow
 def test_random_numbers_are_those_of_one_device() -> None:
     model = Model("causal").train().double()
     model.layers.append(nn.Dropout(0.3))

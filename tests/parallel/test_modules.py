@@ -77,6 +77,7 @@ def test_heads_that_cannot_be_divided_are_left_to_every_rank(
     assert "divided among" in reasons["out.weight"] or "heads" in reasons["out.weight"]
 
 
+@pytest.mark.slow
 def test_dropout_of_weights_is_that_of_one_device(same_on_ranks: Compared) -> None:
     """The numbers of heads in the random numbers are those of the whole model."""
     model = Attention(odd="dropout").double()

@@ -67,12 +67,14 @@ def _simulated(model: nn.Module, **ranks: int) -> Any:
     return compiled.report
 
 
+@pytest.mark.few(1)
 def test_every_way_is_planned(planned: tuple[nn.Module, dict[str, Share]]) -> None:
     names = ["data 4", "tensor 2", "tensor 4", "context 2", "context 4", "tensor 2 x context 2"]
     assert list(planned[1]) == names
     assert planned[1]["context 2"].cache is None
 
 
+@pytest.mark.few(1)
 def test_ranks_of_both_axes_hold_and_send_what_simulated_ones_report(
     planned: tuple[nn.Module, dict[str, Share]],
 ) -> None:
@@ -84,6 +86,7 @@ def test_ranks_of_both_axes_hold_and_send_what_simulated_ones_report(
     assert share.received == report.ranks.sent_per_token / 2 + max(report.context.received) / _ids().numel()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.covering
 def test_ranks_that_divide_heads_hold_and_send_what_simulated_ones_report(
@@ -95,6 +98,7 @@ def test_ranks_that_divide_heads_hold_and_send_what_simulated_ones_report(
     assert share.sent == share.received == ranks.sent_per_token > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.covering
 def test_ranks_that_divide_tokens_hold_and_send_what_simulated_ones_report(
@@ -109,6 +113,7 @@ def test_ranks_that_divide_tokens_hold_and_send_what_simulated_ones_report(
     assert sum(sent) == sum(tokens.received) and share.sent == max(sent) / number
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "count"), [("data 4", None), ("tensor 2", 2), ("tensor 4", 4)])
 @pytest.mark.covering
 def test_what_a_rank_keeps_and_sends_for_a_new_token_is_that_of_a_simulated_decoder(
@@ -133,6 +138,7 @@ def _steps(of: Callable[[], nn.Module]) -> dict[str, Share]:
     return _shares(plan(of(), (_ids(),), 2, training=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("of", [_lm, _grouped])
 def test_what_a_backward_pass_keeps_is_what_autograd_saves(of: Callable[[], nn.Module]) -> None:
     """To the byte: the storages that the compiled model's call saves, weights and the input left out."""
@@ -176,6 +182,7 @@ def test_the_estimate_of_a_step_is_what_the_stated_formulas_give() -> None:
     assert both is not None and both.token == bound.token
 
 
+@pytest.mark.slow
 def test_the_command_plans_steps_of_training(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", TINY, "--tokens", "32", "--ranks", "2", "--memory", "80GB", "--training"]
     assert main(command) == 0
@@ -186,6 +193,7 @@ def test_the_command_plans_steps_of_training(capsys: pytest.CaptureFixture[str])
     assert told["training"] and told["ways"][0]["share"]["kept"] > told["ways"][1]["share"]["kept"] > 0
 
 
+@pytest.mark.slow
 def test_operations_are_those_of_products_and_of_pairs_that_the_mask_leaves() -> None:
     shares = _shares(_on_two())
     heads, width, hidden, rows = 4, 32, 128, 256
@@ -215,6 +223,7 @@ def test_what_cannot_be_divided_is_not_derived_and_says_why() -> None:
     assert "tensor 4: not derived" in str(found)
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_are_groups_of_those_that_are_derived() -> None:
     found = plan(_lm(), (_ids(),), 4096, group=2)
     ways = {way.name: way for way in found.ways}
@@ -223,6 +232,7 @@ def test_thousands_of_ranks_are_groups_of_those_that_are_derived() -> None:
     assert ways["tensor 4096"].groups == 1 and len(ways) == 1 + 2 * 12
 
 
+@pytest.mark.slow
 def test_what_is_too_large_to_be_proved_is_derived_by_the_rules_and_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -233,6 +243,7 @@ def test_what_is_too_large_to_be_proved_is_derived_by_the_rules_and_told(
     assert trusted.ways == proved.ways and "by the rules alone" in str(trusted)
 
 
+@pytest.mark.slow
 def test_large_groups_are_derived_without_simulating_their_ranks() -> None:
     with torch.no_grad():
         share = Planner(_lm(), (_ids(),), lambda stage: None, decodes=False).share
@@ -266,6 +277,7 @@ def test_the_chosen_way_fits_with_the_most_tokens_a_second() -> None:
     assert none.chosen is None and "the least that a rank needs is 276 B" in str(none)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_of_the_function(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

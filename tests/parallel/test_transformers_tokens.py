@@ -28,6 +28,7 @@ def _ids(tokens: int = 16) -> torch.Tensor:
     return torch.randint(3, 60, (2, tokens))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, config, sizes, chunks",
     [
@@ -57,6 +58,7 @@ def test_an_encoder(same_by_tokens: Compared) -> None:
     assert [a.attentions for a in entry.axes] == [1] and entry.whole == ()
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder(same_by_tokens: Compared) -> None:
     """With biases by distance, which each rank computes for its own queries."""
     model = _model("T5ForConditionalGeneration", "T5Config", _T5)
@@ -64,6 +66,7 @@ def test_an_encoder_and_a_decoder(same_by_tokens: Compared) -> None:
     assert [(a.tokens, a.attentions) for a in entry.axes] == [(16, 1), (8, 2)]
 
 
+@pytest.mark.slow
 def test_training_with_dropout(same_by_tokens: Compared) -> None:
     """The loss is that of one device: tokens' losses are gathered, and random numbers are the same."""
     model = _model("GPT2LMHeadModel", "GPT2Config", {**_GPT2, "attn_pdrop": 0.0}).train()

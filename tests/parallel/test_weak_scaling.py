@@ -20,6 +20,7 @@ def _tiny(layers: tuple[int, ...]) -> nn.Module:
     ))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_counted_layers_are_those_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weak_scaling, "TOKENS", 128)
     monkeypatch.setattr(weak_scaling, "RANKS", (1, 8, 16))

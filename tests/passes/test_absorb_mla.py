@@ -171,6 +171,7 @@ ABSORBED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ABSORBED)
 @pytest.mark.parametrize("absorb", ["always", "never"])
 @pytest.mark.covering
@@ -282,6 +283,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_in_the_way_is_named(name: str) -> None:
     make, reason = REFUSED[name]
@@ -372,6 +374,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(**SIZES)
 def test_absorbed_and_expanded_agree_for_any_sizes(**sizes: Any) -> None:
@@ -408,6 +411,7 @@ def agree(
 # --- decoders ---
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scores", ["concatenated", "summed", "absorbed"])
 @pytest.mark.parametrize("absorb", ["auto", "always"])
 @pytest.mark.covering
@@ -428,6 +432,7 @@ def test_a_decoder_keeps_the_latent_and_the_rotary_key(scores: str, absorb: str)
     assert len(cache.stores) == 2
 
 
+@pytest.mark.slow
 def test_keys_of_plain_heads_are_kept_as_they_are() -> None:
     transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
     config = transformers.GPT2Config(
@@ -462,6 +467,7 @@ def test_folded_weights_are_multiplied_once_and_follow_the_weights() -> None:
     assert f"{after:,} parameters" in str(compiled.report)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ABSORBED)
 def test_folding_gives_what_eager_gives_and_says_what_stays_apart(name: str) -> None:
     model, x = ABSORBED[name]().double().eval(), torch.randn(2, 9, C, dtype=torch.float64)
@@ -530,6 +536,7 @@ def test_what_is_no_product_of_two_matrices_is_not_folded() -> None:
     assert "not projected at once" in latent.apart
 
 
+@pytest.mark.slow
 def test_a_folded_decoder_answers_as_the_model() -> None:
     model, ids = MLADecoder(SMALL).eval(), torch.randint(0, 256, (2, 9))
     decoder = attngraph.compile(model, cache=True, absorb="fold")

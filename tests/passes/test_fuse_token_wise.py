@@ -151,6 +151,7 @@ def check(model: nn.Module, decoder: attngraph.Decoder, tokens: int = 12) -> Non
     torch.testing.assert_close(torch.cat(found, 1).double(), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_decoders_answer_as_their_models(name: str) -> None:
     model = MODELS[name]()
@@ -232,6 +233,7 @@ class CountedBack(nn.Module):
         return found
 
 
+@pytest.mark.slow
 def test_a_length_that_the_trace_names_the_long_way_is_the_number_of_tokens() -> None:
     model = Model(nn.Sequential(CountedBack(), Gelu()), CountedBack())
     decoder, graph = decoded(model)
@@ -254,6 +256,7 @@ def test_other_dtypes_stay() -> None:
     assert programs(graph) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["layer norm, gelu", "rms norm, swiglu", "norms of heads", "layouts"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.covering
@@ -359,7 +362,8 @@ STEPS_OF = (
 )
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("seed", range(6))
 def test_random_chains(seed: int) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)

@@ -84,6 +84,7 @@ CASES: dict[str, tuple[Callable[[], Callable[..., Any]], int]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_heads_become_one_attention_with_the_answers_of_eager(name: str) -> None:
     make, kv_heads = CASES[name]
@@ -102,6 +103,7 @@ def test_heads_become_one_attention_with_the_answers_of_eager(name: str) -> None
     assert f"merged from {H} attentions" in str(report)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.covering
@@ -131,6 +133,7 @@ def test_slices_of_one_tensor_are_not_copied() -> None:
     assert not any(n.startswith(("aten.cat", "aten.stack")) for n in names)
 
 
+@pytest.mark.slow
 def test_dropout_of_merged_heads_follows_the_seed_and_differs_by_head() -> None:
     model = Heads(0.5)
     compiled = attngraph.compile(model)

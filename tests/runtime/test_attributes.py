@@ -334,6 +334,7 @@ def test_a_list_that_is_also_the_callers_is_not_copied() -> None:
         assert model.kept is maps
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_set_their_own_attributes(same: Same) -> None:
     model = Layers()
     compiled = attngraph.compile(model)
@@ -351,6 +352,7 @@ def test_copies_and_pickles_set_their_own_attributes(same: Same) -> None:
         assert other.gathered is not model.gathered
 
 
+@pytest.mark.slow
 def test_threads_may_share_a_model_that_sets_attributes() -> None:
     model = Layers().eval()
     compiled = attngraph.compile(model)
@@ -389,6 +391,7 @@ class Dropping(nn.Module):
         return self.attn @ x
 
 
+@pytest.mark.slow
 def test_what_is_looked_at_later_is_what_the_call_computed(same: Same) -> None:
     """Inputs, parameters and buffers may have changed since, and dropped weights are the call's own."""
     model = Dropping()

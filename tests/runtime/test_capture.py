@@ -127,6 +127,7 @@ def test_a_change_is_named_with_its_line_and_undone(
     assert (inner.count, inner.seen, inner.table) == (0, [0], {"n": 0})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_a_recurrent_layer_before_attention_is_captured(kind: Any, same: Same, attention: Attend) -> None:
     class Model(nn.Module):
@@ -269,6 +270,7 @@ def test_whether_a_model_settles_is_found_without_touching_its_tensors() -> None
         assert model.table == {}
 
 
+@pytest.mark.slow
 def test_a_model_that_goes_on_changing_runs_each_call_once(same: Same, attention: Attend) -> None:
     model, reference = Changing("count", attention), Changing("count", attention)
     compiled = attngraph.compile(model)
@@ -279,6 +281,7 @@ def test_a_model_that_goes_on_changing_runs_each_call_once(same: Same, attention
     assert compiled.report.breaks
 
 
+@pytest.mark.slow
 def test_sides_of_a_window_partition_become_numbers(same: Same) -> None:
     class Windows(nn.Module):
         """Attention within windows of 3 x 3, of an image that is padded and halved twice."""
@@ -344,6 +347,7 @@ def test_python_that_depends_on_values_is_told_with_its_line(same: Same) -> None
         attngraph.compile(model, strict=True)(x, mask)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_a_hook_of_the_backward_pass_matters_where_gradients_are_recorded(
     register: str, same: Same, attention: Attend
@@ -395,6 +399,7 @@ def test_a_flag_of_torchs_attention_may_follow_from_sizes(same: Same) -> None:
     same(logits, model(ids).detach())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", [0, 1, 2, -1])
 def test_heads_that_vmap_puts_in_any_dimension_are_captured_whole(place: int, same: Same) -> None:
     def heads(x: Tensor, weights: Tensor) -> Tensor:

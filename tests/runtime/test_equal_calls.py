@@ -35,6 +35,7 @@ def _inferred(monkeypatch: pytest.MonkeyPatch, layers: int) -> int:
     return count
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gradients", [False, True])
 def test_more_equal_layers_take_no_more_inferences(monkeypatch: pytest.MonkeyPatch, gradients: bool) -> None:
     with torch.set_grad_enabled(gradients):

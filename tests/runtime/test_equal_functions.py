@@ -102,6 +102,7 @@ def inputs() -> Tensor:
     return x
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_equal_layers_are_traced_twice(
@@ -157,6 +158,7 @@ class AtThree(Layer):
         return 2.0 if self.number == 3 else 1.0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [WithNumber, WithTable, WithGetattr, AtThree])
 def test_a_number_that_a_layer_reads_is_its_own(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     found = repeats(monkeypatch, Stack(kind), inputs())
@@ -183,6 +185,7 @@ def test_what_changes_between_layers_is_seen(monkeypatch: pytest.MonkeyPatch, ki
     assert repeats(monkeypatch, Changing(kind, 6), inputs()) == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", [2, 3])
 def test_a_layer_with_a_hook_or_another_attribute_differs(
     monkeypatch: pytest.MonkeyPatch, place: int
@@ -202,6 +205,7 @@ def test_weights_of_other_dtypes_or_frozen_ones_differ(monkeypatch: pytest.Monke
         assert repeats(monkeypatch, model, inputs()) == REST - 4 - 1
 
 
+@pytest.mark.slow
 def test_shared_modules_and_weights_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     class Shared(Layer):
         def __init__(self, norm: nn.LayerNorm) -> None:
@@ -343,6 +347,7 @@ class IntoACache(Layer):
         return out
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(
     "kind",
@@ -424,6 +429,7 @@ def test_layers_in_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert repeats(monkeypatch, Stages(), inputs()) == 7 * CALLS
 
 
+@pytest.mark.slow
 def test_one_layer_differs_from_the_others_in_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack(WithDropout).train()
     model.layers[2].eval()
@@ -433,6 +439,7 @@ def test_one_layer_differs_from_the_others_in_mode(monkeypatch: pytest.MonkeyPat
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -158,6 +158,7 @@ def test_attributes_that_are_left_out_may_change(monkeypatch: pytest.MonkeyPatch
     assert known((), left_out) is first
 
 
+@pytest.mark.slow
 def test_what_is_replaced_is_not_kept_alive() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     known = Fingerprints(model)

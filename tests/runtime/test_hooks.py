@@ -19,6 +19,7 @@ from attngraph.errors import CaptureError
 Same = Callable[..., None]
 
 
+@pytest.mark.slow
 def test_forward_hooks_of_submodules_run_at_every_call_as_under_torch_compile(
     layer: type[nn.Module], x: Tensor, same: Same
 ) -> None:

@@ -36,6 +36,7 @@ class Branching(nn.Module):
         return torch.softmax(y @ x.mT, -1) @ x
 
 
+@pytest.mark.slow
 def test_a_model_that_branches_on_data_runs_in_pieces_and_says_where_it_broke(same: Same) -> None:
     model = Branching()
     compiled = attngraph.compile(model)
@@ -123,6 +124,7 @@ def test_every_backend_that_runs_here_answers_as_eager(
 # --- torch.compile with our backend ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_backend_is_known_to_torch_compile_by_name(layer: type[nn.Module], same: Same) -> None:
     model = layer()
     compiled = torch.compile(model, backend="attngraph")
@@ -194,6 +196,7 @@ def test_the_backend_writes_buffers(attention: Callable[..., Tensor], same: Same
 # --- explain ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_explain_gives_the_report_and_keeps_nothing(layer: type[nn.Module], x: Tensor) -> None:
     model = layer()
     state = torch.get_rng_state()
@@ -208,6 +211,7 @@ def test_explain_gives_the_report_and_keeps_nothing(layer: type[nn.Module], x: T
     assert alive() is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["captured whole", "captured in pieces"])
 def test_explain_writes_to_no_buffer(whole: bool, attention: Callable[..., Tensor]) -> None:
     class Normed(nn.Module):

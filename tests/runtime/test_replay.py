@@ -122,6 +122,7 @@ def walk(decoder: Decoder, tokens: Tensor, first: int) -> list[Tensor]:
     return [decoder.decode(tokens[:, n : n + 1], state) for n in range(first, tokens.shape[1])]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.covering
@@ -205,6 +206,7 @@ def test_weights_change_between_steps(replayed: list[bool]) -> None:
     assert sum(replayed) > 30
 
 
+@pytest.mark.slow
 def test_other_dtypes_and_back(replayed: list[bool]) -> None:
     model, decoder = made("learned")
     tokens = ids(2, 8)
@@ -221,6 +223,7 @@ def test_other_dtypes_and_back(replayed: list[bool]) -> None:
                 close(logits.flatten(0, 1), wanted[:, n])
 
 
+@pytest.mark.slow
 def test_threads_share_a_decoder(replayed: list[bool]) -> None:
     model, decoder = made("rotary")
     batches = [ids(2, 40, seed) for seed in range(4)]
@@ -265,6 +268,7 @@ def test_results_stay_until_the_same_thread_steps_again(monkeypatch: pytest.Monk
         close(decoder.decode(mine[:, n : n + 1], state).flatten(0, 1), wanted[:, n])
 
 
+@pytest.mark.slow
 def test_threads_of_the_machine_may_change(replayed: list[bool]) -> None:
     model, decoder = made("rotary")
     tokens = ids(1, 40)
@@ -350,6 +354,7 @@ def test_generation_beams_and_the_engine_choose_what_the_model_chooses() -> None
             assert request.result() == row[5:].tolist()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("name", ["learned", "rotary", "window"])
 @pytest.mark.covering

@@ -99,6 +99,7 @@ def leaves(result: Any) -> list[Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(inner) if isinstance(t, Tensor)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_are_eagers_with_its_gradients_whenever_they_are_looked_at(name: str, same: Same) -> None:
     result, waiting = RESULTS[name]
@@ -320,6 +321,7 @@ HELD = "checkpoint", "checkpoint anew", "vmap", "a function of one's own", "a fu
 """Where code in C holds the tensor when it is first looked at, in some versions of torch."""
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", USES)
 def test_a_tensor_that_waits_can_be_used_as_any(
     name: str, both: tuple[Any, Any], model: Model, same: Same
@@ -334,6 +336,7 @@ def test_a_tensor_that_waits_can_be_used_as_any(
     same(*found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_the_mode_of_the_call_counts_not_that_of_the_look(mode: Any, model: Model) -> None:
     compiled, x = attngraph.compile(model), torch.randn(2, 5, 8)
@@ -414,6 +417,7 @@ class Broken(nn.Module):
         return out + p.sum(), p
 
 
+@pytest.mark.slow
 def test_pieces_hand_on_computed_results(same: Same) -> None:
     torch._dynamo.reset()
     model, x = Broken(), torch.randn(2, 5, 8)
@@ -435,6 +439,7 @@ def test_a_file_has_all_results(model: Model, tmp_path: Path, same: Same) -> Non
     same(tuple(t.detach() for t in found), tuple(t.detach() for t in model(x)))
 
 
+@pytest.mark.slow
 def test_inductor_computes_no_weights_either(model: Model, same: Same) -> None:
     compiled, x = attngraph.compile(model, inductor=True), torch.randn(2, 5, 8)
     found, expected = compiled(x), model(x)
@@ -455,6 +460,7 @@ def test_a_saved_model_returns_what_waits(model: Model, tmp_path: Path, same: Sa
     same(found, model(x))
 
 
+@pytest.mark.slow
 def test_comparers_compare_what_waits(model: Model) -> None:
     x = torch.randn(2, 5, 8)
     attngraph.testing.compile(model.eval(), x).assert_close_to_eager()

@@ -81,6 +81,7 @@ def test_a_size_that_a_loop_counts_is_named() -> None:
     assert compiled.report.retraces == (("dimension 1 of tensor argument 0", 1),)
 
 
+@pytest.mark.slow
 def test_a_cause_that_keeps_coming_is_warned_of_once(x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
     compiled = attngraph.compile(Model().eval())
     with caplog.at_level(logging.INFO, LOGGER):

@@ -113,6 +113,7 @@ def test_the_fewest_scores_are_a_number() -> None:
         attngraph.compile(Layer(), min_scores=-1)
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_training_steps_works(tmp_path: Path) -> None:
     assert training.main(["--small", "--rounds", "3", "--json", str(tmp_path / "found.json")]) == 0
     rows = json.loads((tmp_path / "found.json").read_text())

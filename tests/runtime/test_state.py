@@ -113,6 +113,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_the_model_after_compiling_is_seen(name: str, x: Tensor, same: Same) -> None:
     make, change = CHANGES[name]
@@ -339,6 +340,7 @@ def test_an_argument_that_is_written_after_it_was_used_keeps_its_gradients() -> 
 # --- modes and weights ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_half_in_training_stays_so_and_is_traced_so(
     layer: type[nn.Module], x: Tensor, same: Same
 ) -> None:
@@ -545,6 +547,7 @@ class Counting(nn.Module):
         return attend(x) * self.seen + self.average + self.assigned
 
 
+@pytest.mark.slow
 def test_buffers_are_written_as_in_eager(same: Same) -> None:
     model = Counting()
     other = copy.deepcopy(model)
@@ -597,6 +600,7 @@ def test_arguments_are_written_as_in_eager(make: Callable[[], Tensor], same: Sam
         same((a, b), kept)
 
 
+@pytest.mark.slow
 def test_arguments_that_share_memory_are_written_as_in_eager(same: Same) -> None:
     def f(a: Tensor, b: Tensor) -> Tensor:
         a.add_(1)
@@ -648,6 +652,7 @@ EFFECTS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", EFFECTS)
 def test_side_effects_on_the_model_happen_at_every_call(name: str, same: Same) -> None:
     model = Keeping(EFFECTS[name])

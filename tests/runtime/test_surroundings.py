@@ -139,6 +139,7 @@ def test_what_a_forward_reads_around_it_may_change(
     same(compiled(x), attend(x, 3.0))
 
 
+@pytest.mark.slow
 def test_an_object_of_another_class_at_the_same_address_is_another(x: Tensor, same: Same) -> None:
     kinds = [type(f"Times{n}", (), {"of": lambda self, s, n=n: s * n}) for n in range(2, 7)]
 
@@ -254,6 +255,7 @@ def test_a_compiled_model_runs_inside_other_traces(layer: type[nn.Module], x: Te
     assert attngraph.compile(model.to("meta"))(x.to("meta")).shape == x.shape
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens_on", ["cpu", "meta"])
 def test_a_compiled_model_can_be_moved_to_the_device_without_values(tokens_on: str) -> None:
     model = DecoderLM(DecoderLMConfig(vocab_size=50, layers=1, width=32, heads=4)).eval()

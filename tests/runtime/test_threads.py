@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,6 +59,7 @@ def test_compiled_modules_and_decoders_trace_and_serve_at_once() -> None:
     together(works, [])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_explaining_converting_and_calling_at_once(layer: type[nn.Module]) -> None:
     model, (ids,) = tiny_decoder_lm(tokens=12)
     model.eval()

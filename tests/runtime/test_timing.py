@@ -77,6 +77,7 @@ def test_a_model_in_pieces_has_no_times() -> None:
         attngraph.compile(prints).times(torch.randn(2, 5, 8))
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page_with_times_and_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

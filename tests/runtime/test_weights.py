@@ -99,6 +99,7 @@ FORMS = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.covering
@@ -228,6 +229,7 @@ def eager_plain(attn: Attention, x: Tensor) -> Tensor:
         return (q @ k.mT / 2).softmax(-1)
 
 
+@pytest.mark.slow
 def test_autocast_weights_are_those_of_the_cast_operands() -> None:
     model, x = Model(form="causal").eval(), torch.randn(2, 9, 16)
     compiled = attngraph.compile(model)

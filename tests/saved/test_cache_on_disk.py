@@ -51,6 +51,7 @@ def test_it_is_turned_off_by_the_environment(
     assert len(traces) == 2 and not cache.exists()
 
 
+@pytest.mark.slow
 def test_other_options_modes_and_arguments_are_other_entries(
     models: Models, cache: Path, traces: list[str]
 ) -> None:
@@ -64,6 +65,7 @@ def test_other_options_modes_and_arguments_are_other_entries(
     assert len(traces) == entries(cache) == 5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "change",
     [
@@ -242,6 +244,7 @@ print(len(traces))
 """
 
 
+@pytest.mark.slow
 def test_processes_share_it_also_at_once(models: Models, cache: Path, tmp_path: Path) -> None:
     models()
     environment = {**os.environ, "ATTNGRAPH_CACHE": str(cache), "PYTHONHASHSEED": "random"}

@@ -58,6 +58,7 @@ def _run(folder: Path, what: str) -> str:
     return done.stdout.split("\n")[0]
 
 
+@pytest.mark.slow
 def test_another_process_starts_from_what_torch_saved(tmp_path: Path) -> None:
     assert _run(tmp_path, "save") == "compiled"
     assert _run(tmp_path, "load") == "taken"

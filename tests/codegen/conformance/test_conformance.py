@@ -210,6 +210,7 @@ def agree_on_random_programs(subject: Subject, kernel: Kernel, language: Any, ma
 RANDOM = pytest.mark.parametrize("subject", [s for s in SUBJECTS.values() if s.examples], ids=str)
 
 
+@pytest.mark.few(1)
 @RANDOM
 def test_random_programs_agree(subject: Subject, kernel: Kernel, language: Any) -> None:
     agree_on_random_programs(subject, kernel, language, many=False)

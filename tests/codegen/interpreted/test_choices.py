@@ -158,6 +158,7 @@ def damage(results: Any, how: str) -> None:
         last[..., -1:] += 1.0
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("some_choices")
 @pytest.mark.covering
 @pytest.mark.parametrize("how", ["a row", "unwritten", "the last result"])
@@ -238,6 +239,7 @@ def test_few_queries_have_an_entry_of_their_own() -> None:
     assert tuned.find("Another GPU", line, 4096) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("some_choices")
 def test_tiles_and_splits_over_a_cache_are_measured_stored_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = operands(B=1, Hq=4, Sq=2, Skv=2)

@@ -35,6 +35,7 @@ def test_new_tokens_over_pages(text: str, splits: int, page: int) -> None:
     over_pages(text, [(5, 1), (0, 3), (37, 2), (9, 1)], (4, 2), (16, 16), splits, ring, page=page)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("heads", "widths"), [((4, 4), (16, 16)), ((6, 1), (80, 80)), ((6, 1), (10, 24)), ((40, 1), (24, 10))]
 )
@@ -42,6 +43,7 @@ def test_heads_of_a_group_and_widths_over_pages(heads: tuple[int, int], widths: 
     over_pages("s = 0.3 * dot; keep k <= q", [(21, 1), (3, 4), (0, 1)], heads, widths, 2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("widths", "dtype"),
     [
@@ -108,6 +110,7 @@ def test_indices_out_of_range_are_left_to_what_raises() -> None:
         assert Decode().attend(parse(text), *about, [torch.randn(20)], (), rows) is None
 
 
+@pytest.mark.slow
 def test_a_decoder_of_latent_attention_by_these_kernels_which_the_report_shows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -130,6 +133,7 @@ def test_a_decoder_of_latent_attention_by_these_kernels_which_the_report_shows(
     assert plans[-1].shared and entry.kernel.source == decode.emit_decode(plans[-1]).source
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("heads", "widths", "splits"), [((6, 1), (16, 150), 37), ((4, 2), (16, 16), 17), ((20, 1), (24, 16), 33)]
 )

@@ -72,6 +72,7 @@ def drawn(reads: str, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32
     return [draw_read(read, shape, dtype) for read in reads.split()]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "at_once"),
     [
@@ -164,6 +165,7 @@ FAR = (
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("all_listed")
 @pytest.mark.parametrize(("text", "shapes"), FAR, ids=[text for text, _ in FAR])
 def test_gradients_of_rows_whose_scores_are_all_far_from_zero(text: str, shapes: str) -> None:
