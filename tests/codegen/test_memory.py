@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,3 +140,20 @@ def test_a_forked_process_has_memory_of_its_own() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert (mine == 1.0).all()
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no pages of 2 MiB"
+)
+@pytest.mark.parametrize("make", [lambda: block(8 * ROWS), lambda: memory.workspace(8 * ROWS * 256)])
+def test_large_pages_are_asked_for(make: Callable[[], Tensor]) -> None:
+    memory._own.__dict__.clear()
+    made = make()
+    middle = made.data_ptr() + made.nbytes // 2
+    mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    for mapping, flags in itertools.pairwise(mappings):
+        bounds = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) ", mapping, re.MULTILINE)[-1]
+        if int(bounds[0], 16) <= middle < int(bounds[1], 16):
+            assert "hg" in flags.partition("\n")[0].split()
+            return
+    raise AssertionError("the block lies in no mapping")
