@@ -24,7 +24,7 @@ from attngraph.benchmark.scorecard.run import FLEX, OURS, PLAIN, Row, run
 from attngraph.benchmark.scorecard.table import joins as joins_table
 from attngraph.benchmark.scorecard.table import side_by_side, table
 from attngraph.cli import choices
-from attngraph.codegen.triton import device
+from attngraph.codegen.triton import blocks, device
 from attngraph.codegen.triton.ahead_of_time import TARGETS
 from attngraph.codegen.triton.plan import Blocks
 
@@ -80,6 +80,13 @@ def test_loops_are_found_and_what_they_execute_is_counted() -> None:
         fused=1, integer=1, shared_bytes=512 + 128, loaded_bytes=512, stops=2, pending=2, groups=1,
     )  # fmt: skip
     assert (second.instructions, second.flops, second.pending) == (3, 2 * 16 * 8 * 16, None)
+
+
+def test_exponentials_lie_beside_products_until_these_are_waited_for() -> None:
+    names = ("MUFU.EX2", "HGMMA.64x64x16.F32.BF16", "MUFU.EX2", "MUFU.EX2", "WARPGROUP.DEPBAR.LE", "MUFU.EX2")
+    loop = [Instruction(name, "R0, R1, gdesc[UR4], R0", "", False) for name in names]
+    assert nvidia.count(loop).beside == 2
+    assert nvidia.count(loop[:1]).beside == nvidia.count(loop[4:]).beside == 0
 
 
 def code(text: str) -> Code:
@@ -226,7 +233,7 @@ def test_tiles_that_are_visited() -> None:
 
 
 def row(**changes: object) -> Row:
-    made = Figures((128, 64, 8, 3), 1.0, 1.06, 10.75, 17.0, 14, 2, 1, 0, 1 << 17, 201, 1, 1198.4, 1418.0)
+    made = Figures((128, 64, 8, 3), 1.0, 1.06, 10.75, 17.0, 14, 2, 0.5, 1, 0, 1 << 17, 201, 1, 1198.4, 1418.0)
     made = dataclasses.replace(made, **changes)  # type: ignore[arg-type]
     return Row("causal 128", "sm_90", OURS, "", made, 414.0)
 
@@ -241,6 +248,7 @@ def row(**changes: object) -> Row:
         ({"serialised": 2}, "remarks of ptxas that products wait for each other: 2"),
         ({"spilled": 8}, "bytes spilled: 8, the budget is 0"),
         ({"pending": 0}, "loads under way during a tile: 0, the budget is 2"),
+        ({"beside": 0.0}, "part of the exponentials that lies beside products: 0, the budget is 0.5"),
         ({"programs": 0}, "programs on a multiprocessor: 0"),
     ],
 )
@@ -289,8 +297,10 @@ KNOWN = (
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "causal 128" else pytest.mark.slow) for n in KNOWN]
 )
-def test_the_model_is_near_what_was_measured(name: str) -> None:
-    """Not so (docs/gpu.md): short programs (windows, documents), narrow products (80, 96), and T5."""
+def test_the_model_is_near_what_was_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not so (docs/gpu.md): short programs (windows, documents), narrow products (80, 96), and T5. Kernels
+    with products a tile ahead of weights were not measured with this Triton."""
+    monkeypatch.setattr(blocks, "_gains_ahead", lambda *_: False)
     kept = json.loads(MEASURED.read_text())
     if kept["about"]["triton"] != budgets.triton_version():
         pytest.skip(f"measured with Triton {kept['about']['triton']}")
@@ -329,6 +339,18 @@ def test_no_figure_of_a_kernel_is_worse_than_its_budget(
     known = budgets.known()
     assert not known or {one.key for one in rows} <= set(known[target])
     assert budgets.regressions(rows, known) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "causal 128" else pytest.mark.slow) for n in ("causal 128", "full 128",
+     "grouped 128", "window 128", "finite fill 128", "softcap, ALiBi, sink 128")],
+)  # fmt: skip
+def test_kernels_that_multiply_a_tile_ahead_compute_exponentials_beside_products(name: str) -> None:
+    """For every version of Triton: whether they do depends on compilers, and is what they are for."""
+    rows = list(run([name], ["sm_90"], who=[OURS]))
+    assert rows[0].figures is not None and plan(CELLS[name], TARGETS["sm_90"]).blocks.ahead
+    assert rows[0].figures.beside > 0.5
 
 
 def test_the_kernel_that_joins_parts_stands_beside_the_one_over_the_keys() -> None:

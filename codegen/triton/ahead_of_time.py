@@ -28,7 +28,7 @@ from attngraph.codegen.triton.call import launch_options
 from attngraph.codegen.triton.compiler import Request, Usage, compile_kernel
 from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.emit_sums import SumsPlan
-from attngraph.codegen.triton.plan import BackwardPlan, Plan
+from attngraph.codegen.triton.plan import BackwardPlan, Plan, padded
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
@@ -149,6 +149,9 @@ def _type(plan: Plan, name: str) -> str:
     kept = plan.kept if isinstance(plan, DecodePlan) else None
     if kept is not None and name in ("key", "value"):
         return _POINTERS[kept]
+    if plan.blocks.ahead and name in ("key", "value"):
+        width = padded(plan.D if name == "key" else plan.Dv)
+        return f"tensordesc<{_POINTERS[plan.dtype][1:]}[1, 1, {plan.blocks.k}, {width}]>"
     if name in _OPERANDS:
         return _POINTERS[plan.dtype]
     if name in _NUMBERS or re.fullmatch(r"sums\d+", name):

@@ -64,7 +64,8 @@ def blocks_for(
     single = _SINGLE if _is_exact(D, Dv) else _SINGLE_PADDED
     wanted = (single if dtype is torch.float32 else _HALF)[width]
     q, k, warps, stages = wanted.q, wanted.k, wanted.warps, wanted.stages
-    if dtype is not torch.float32 and width < 512 and shared > _MUCH and (capability or (9, 0))[0] < 10:
+    has_groups = dtype is not torch.float32 and shared > _MUCH and (capability or (9, 0))[0] < 10
+    if has_groups and width < 512:
         q, k, warps, stages = _measured(program, D, Dv)
     elif width == 128 and (tiles_read(program) or (shared <= _MUCH and _takes_registers(program, D, Dv))):
         k = max(16, k // (4 if tiles_read(program) and shared <= _MUCH else 2))
@@ -103,7 +104,8 @@ def blocks_for(
             q //= 2
         else:
             break
-    return Blocks(q, k, warps, stages, split=split)
+    ahead = has_groups and not split and Sq >= _LONG and _gains_ahead(program, width)
+    return Blocks(q, k, warps, stages, split=split, ahead=ahead)
 
 
 def _lie_in_two(
@@ -152,6 +154,21 @@ def _measured(program: ScoreProgram, D: int, Dv: int) -> tuple[int, int, int, in
     if tiles_read(program):
         return 64, 32, 4, 3
     return 64, 128 if width == 64 and not window_of(program) else 64, 4, 3
+
+
+_LONG = 1024
+"""Queries from which on a kernel is worth the descriptors of its tensors (`emit_ahead.py`), which the host
+makes for each call."""
+
+
+def _gains_ahead(program: ScoreProgram, width: int) -> bool:
+    """Whether a kernel of sm_90 is faster with products a tile ahead of weights. Measured on an H100 with
+    Triton 3.6: at a width of 128 by 2 to 14 % for most programs, 1 or 2 % slower for full attention and
+    documents; at 64 by 1 to 4 %, and not where scores are more than a multiple of the dot or windows are
+    narrow. Wider rows leave no registers, and reads for each score take longer than what is gained."""
+    if width == 64:
+        return is_linear(program) and not window_of(program)
+    return width == 128 and not tiles_read(program)
 
 
 WIDEST_BACKWARD = 256

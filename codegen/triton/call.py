@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngraph.codegen.triton.plan import Plan
+from attngraph.codegen.triton.plan import Plan, padded
 
 
 def read_arguments(plan: Plan, reads: Sequence[Tensor]) -> list[Any]:
@@ -31,3 +33,29 @@ def launch_options(plan: Plan) -> dict[str, Any]:
 def is_wide(tensor: Tensor) -> bool:
     """Whether the tensor spans so much memory that offsets need 64 bits."""
     return sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) >= 1 << 31
+
+
+_ALIGNED = 16
+"""Bytes of which a described tensor's address and strides are multiples."""
+
+
+def is_describable(tensor: Tensor) -> bool:
+    """Whether the machine's own copies of blocks (TMA) can read a tensor: its rows are dense, and begin at
+    multiples of 16 bytes."""
+    size, strides = tensor.element_size(), tensor.stride()
+    return (
+        strides[-1] == 1
+        and not any(stride * size % _ALIGNED for stride in strides[:-1])
+        and tensor.data_ptr() % _ALIGNED == 0
+    )
+
+
+def described(tensor: Tensor, rows: int) -> Any:
+    """A tensor `[B, H, S, D]` as an argument of kernels that copy so many of its rows at a time."""
+    block = [1, 1, rows, padded(tensor.shape[-1])]
+    return _descriptor()(tensor, list(tensor.shape), list(tensor.stride()), block)
+
+
+@functools.cache
+def _descriptor() -> Any:
+    return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor

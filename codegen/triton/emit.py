@@ -39,15 +39,6 @@ ABOUT_LISTS = (
 )
 
 
-def emit(plan: Plan) -> Kernel:
-    """The forward kernel of a plan.
-
-    Raises:
-        UnsupportedError: the score program has an operation that cannot be emitted; says which.
-    """
-    return Emitter(plan).kernel()
-
-
 def arguments(plan: Plan) -> tuple[str, ...]:
     """The kernel's arguments in order: tensors, lengths, strides, lists of tiles, then reads and sizes."""
     return module.flat(groups(plan))
@@ -84,7 +75,7 @@ class Emitter(RowEmitter):
         loops, start, finish = self.loops(), self.start(), self.finish()
         bounds = [*self.loop_bounds(), *self.last_keys()]
         lines = [*self.begin(), *self.writer.before, *start, *bounds, *loops, *finish]
-        functions = [self.absorb(), module.function(self.name, groups(self.plan), self.contract, lines)]
+        functions = [self.step(), module.function(self.name, groups(self.plan), self.contract, lines)]
         return module.assemble(self.name, groups(self.plan), self.header(), self.writer.calls, functions)
 
     contract = "Output and log-sum-exp of a block of queries of one head."
@@ -93,7 +84,7 @@ class Emitter(RowEmitter):
         """The loops over whole tiles and over those at an edge."""
         whole, edge = self.body(edge=False), self.body(edge=True)
         return [
-            *self.first_listed(),
+            *self.first_tile(),
             *self.loop("0", "whole", whole),
             *self.loop("whole", "stop", edge, about="  # at an edge"),
             *self.behind_fill(edge),
@@ -114,7 +105,8 @@ class Emitter(RowEmitter):
         assert self.plan.fill is not None
         return f"tl.where(tl.min({numbers}) > {self.plan.fill + UNDERFLOW!r}, {yes}, {no})"
 
-    def first_listed(self) -> list[str]:
+    def first_tile(self) -> list[str]:
+        """Where the first tile of a list begins."""
         return [f"start = tl.load(line) * {self.extents[1]}"] if self.plan.listed else []
 
     def loop(
@@ -146,32 +138,48 @@ class Emitter(RowEmitter):
     def heads_of_keys(self) -> str:
         return "Hq" if self.plan.group == 1 else f"Hq // {self.plan.group}"
 
-    def absorb(self) -> str:
+    def step(self) -> str:
         """One step of the online softmax, as a function of the module."""
-        linear = self.plan.is_linear
-        weighs = not self.multiple.is_plain
-        scaled = " * RATE" if linear else ""
-        # Rounded once, so that the rounding error of top affects all weights of the row alike.
-        w = "tl.fma(s, RATE, -top)" if linear else "(s - top) * LOG2E"
-        shrink = "m - top" if linear else "(m - top) * LOG2E"
+        weighs = "" if self.multiple.is_plain else "multiple, "
         sums, values = self.both("acc"), self.both("value_tile")
-        dots = [
-            f"tl.dot(w, {value}, {total} * shrink{self.exact})"
-            for value, total in zip(values.split(", "), sums.split(", "), strict=True)
-        ]
-        lines = [
+        weights = [f"w = tl.exp2({self.exponents})", f"shrink = tl.exp2({self.fall})"]
+        return "\n".join([
             "@triton.jit",
-            f"def absorb(m, l, {sums}, s, {'multiple, ' if weighs else ''}{values}):",
+            f"def absorb(m, l, {sums}, s, {weighs}{values}):",
             '    """Join a tile of scores and values to the rows\' maximum m, sum l and weighted sum acc."""',
-            f"    top = tl.maximum(m, tl.max(s, 1, keep_dims=True){scaled})",
-            f"    w = tl.exp2({w})",
-            f"    shrink = tl.exp2({shrink})",
-            "    l = l * shrink + tl.sum(w, 1, keep_dims=True)",
-            *(["    w = w * multiple"] if weighs else []),
-            "    w = w.to(value_tile.dtype)",
-            f"    return top, l, {', '.join(dots)}",
+            *indented([self.top, *weights, *self.summed("value_tile")]),
+            f"    return top, l, {', '.join(self.weighted_sums())}",
+        ])  # fmt: skip
+
+    @property
+    def top(self) -> str:
+        """The line that computes the rows' maximum with a tile's scores."""
+        scaled = " * RATE" if self.plan.is_linear else ""
+        return f"top = tl.maximum(m, tl.max(s, 1, keep_dims=True){scaled})"
+
+    @property
+    def exponents(self) -> str:
+        """The exponents, of 2, of a tile's weights. Rounded once where that can be, so that the rounding
+        error of top affects all weights of the row alike."""
+        return "tl.fma(s, RATE, -top)" if self.plan.is_linear else "(s - top) * LOG2E"
+
+    @property
+    def fall(self) -> str:
+        """The exponent of what sums weigh that were made with the maximum before."""
+        return "m - top" if self.plan.is_linear else "(m - top) * LOG2E"
+
+    def summed(self, like: str) -> list[str]:
+        """Lines that join weights w to the rows' sum, and round them to the dtype of the tile `like`."""
+        return [
+            "l = l * shrink + tl.sum(w, 1, keep_dims=True)",
+            *([] if self.multiple.is_plain else ["w = w * multiple"]),
+            f"w = w.to({like}.dtype)",
         ]
-        return "\n".join(lines)
+
+    def weighted_sums(self) -> list[str]:
+        """The weighted sums with a tile's values; two, where rows lie in two tiles."""
+        pairs = zip(self.both("value_tile").split(", "), self.both("acc").split(", "), strict=True)
+        return [f"tl.dot(w, {value}, {total} * shrink{self.exact})" for value, total in pairs]
 
     def begin(self) -> list[str]:
         """Lines that determine this program's block of queries and head, and load the queries."""
@@ -283,6 +291,15 @@ class Emitter(RowEmitter):
 
     def body(self, edge: bool) -> list[str]:
         """One tile: its scores, and its step of the online softmax."""
+        products, scores, multiple = self.scored(edge)
+        sums, values = self.both("acc"), self.both("value_tile")
+        factor = multiple and f"{multiple}, "
+        step = f"m, l, {sums} = absorb(m, l, {sums}, s, {factor}{values})"
+        return [*products, *scores, *self.load("value", self.dv, edge), step]
+
+    def scored(self, edge: bool) -> tuple[list[str], list[str], str]:
+        """Lines that multiply a tile's queries and keys; lines that make scores of the products, minus
+        infinity where keys are hidden; and the factor by which the program changes weights ("": none)."""
         plan, writer = self.plan, self.writer
         writer.begin_body()
         skipped = plan.keeps_of_whole_tiles if not edge else self.at_the_end
@@ -291,18 +308,16 @@ class Emitter(RowEmitter):
             writer.assign("s", statement)
         multiple = writer.real(self.multiple.factor)
         shown = [p for s in statements for p in formulas(s)] + [self.multiple.factor]
-        lines = []
+        products = []
         if any(S.index("k") in formula.free for formula in shown):
             k = "start + across"
-            lines.append(f"k = tl.cast({k}, tl.int64)" if plan.wide else f"k = {k}")
-        lines += [*self.products(statements, edge), *writer.inside]
+            products.append(f"k = tl.cast({k}, tl.int64)" if plan.wide else f"k = {k}")
+        products += self.products(statements, edge)
+        scores = list(writer.inside)
         if edge:
             seen = "across <= last_key - start" if self.at_the_end else "across < Skv - start"
-            lines.append(f"s = tl.where({seen}, s, {NEGATIVE_INFINITY})")
-        lines += self.load("value", self.dv, edge)
-        factor = "" if self.multiple.is_plain else f"{multiple}, "
-        sums, values = self.both("acc"), self.both("value_tile")
-        return [*lines, f"m, l, {sums} = absorb(m, l, {sums}, s, {factor}{values})"]
+            scores.append(f"s = tl.where({seen}, s, {NEGATIVE_INFINITY})")
+        return products, scores, "" if self.multiple.is_plain else multiple
 
     def both(self, name: str) -> str:
         """The name of a tile as wide as values, and that of the tile beside it."""

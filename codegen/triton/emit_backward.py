@@ -156,7 +156,7 @@ class _BackwardEmitter(TileEmitter):
             *self.rows_of_gradients(), *self.delta_of_rows(), *self.rows_of_queries(),
             f"sum = tl.zeros([OWN, {self.D}], tl.float32)",
             *(f"sum{i} = tl.zeros([OWN, 1], tl.float32)" for i in summed),
-            *self.first_listed(),
+            *self.first_tile(),
             *self.loop("0", "whole", self.with_keys(whole, summed, edge=False)),
             *self.loop("whole", "stop", self.with_keys(edge, summed, edge=True), about="  # at an edge"),
             f"result = grad_query + row * {self.plan.D} + d",
@@ -270,7 +270,7 @@ class _BackwardEmitter(TileEmitter):
             )
             low = self.unless_low_queries("Sq", "stop", lists[3])
             return [
-                *lists[0], f"whole = {lists[1]}", f"stop = {lists[2]}", *low, *self.first_listed(),
+                *lists[0], f"whole = {lists[1]}", f"stop = {lists[2]}", *low, *self.first_tile(),
                 *self.loop("0", "whole", whole), *self.loop("whole", "stop", edge, about=about),
             ]  # fmt: skip
         shift, lines = self.shift()

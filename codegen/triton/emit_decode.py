@@ -104,7 +104,7 @@ class _DecodeEmitter(Emitter):
         lines += ["for start in tl.range(kept, kept + fresh, BLOCK_K):  # new tokens", *indented(news)]
         lines += self.leave()
         first = module.function(self.name, _groups(self.plan), self.contract, lines)
-        functions = [self.absorb(), first, self.join()]
+        functions = [self.step(), first, self.join()]
         return module.assemble(self.name, _groups(self.plan), self.header(), self.writer.calls, functions)
 
     contract = "Some queries of one row over one part of its keys: their sum, maximum and normaliser."

@@ -22,7 +22,13 @@ from attngraph.codegen.scalar.read_ranges import reads_by_data, require_in_range
 from attngraph.codegen.triton import attempts, launch_backward, store, tuned, visits
 from attngraph.codegen.triton.blocks import WIDEST_BACKWARD, backward_blocks
 from attngraph.codegen.triton.blocks import blocks_for as choose_blocks
-from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
+from attngraph.codegen.triton.call import (
+    described,
+    is_describable,
+    is_wide,
+    launch_options,
+    read_arguments,
+)
 from attngraph.codegen.triton.device import (
     capability,
     is_interpreted,
@@ -31,7 +37,7 @@ from attngraph.codegen.triton.device import (
     on,
     shared_memory,
 )
-from attngraph.codegen.triton.emit import emit
+from attngraph.codegen.triton.emit_forward import emit
 from attngraph.codegen.triton.kept_plans import KeptPlans, key_of
 from attngraph.codegen.triton.plan import (
     DTYPES,
@@ -188,10 +194,14 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp, by the plan's kernel."""
     q, k, v = operands
+    if plan.blocks.ahead and (plan.wide or not (is_describable(k) and is_describable(v))):
+        plan = by_addresses(plan)
     B, Hq, Sq, _ = q.shape
     out = empty_result(v, (B, Hq, Sq, v.shape[3]))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    arguments = [q, k, v, out, lse, Hq, Sq, k.shape[2]]
+    arguments: list[Any] = [q, k, v, out, lse, Hq, Sq, k.shape[2]]
+    if plan.blocks.ahead:
+        arguments[1:3] = (described(t, plan.blocks.k) for t in (k, v))
     arguments += [stride for tensor in operands for stride in tensor.stride()]
     if plan.listed:
         lists = visits.find(plan.program, plan.blocks, operands, reads, sizes)
@@ -203,6 +213,12 @@ def launch_forward(
     with on(q):
         kernel[(programs,)](*arguments, **options)
     return out, lse
+
+
+@functools.cache
+def by_addresses(plan: Plan) -> Plan:
+    """The plan with a kernel that reads keys and values by their addresses, wherever they lie."""
+    return dataclasses.replace(plan, blocks=dataclasses.replace(plan.blocks, ahead=False))
 
 
 def plan_forward(

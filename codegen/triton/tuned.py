@@ -47,7 +47,8 @@ from attngraph.ir.language.score import ScoreProgram
 _log = logging.getLogger("attngraph.codegen.triton")
 SPLIT = "rows in two tiles"
 """Follow the sizes of such blocks in a table."""
-_WORDS = {SPLIT: "split"}
+AHEAD = "products a tile ahead"
+_WORDS = {SPLIT: "split", AHEAD: "ahead"}
 _SHIPPED = Path(__file__).parent / "tuned"
 
 

@@ -108,7 +108,7 @@ def _forward(
     options = _options(operands)
     choose = [
         launch.blocks_by_rule(program, operands), *split_choices(options, operands),
-        *options,
+        *ahead_choices(options, device.capability(operands[0].device)), *options,
     ]  # fmt: skip
     wanted = functools.partial(Tiled().forward, program, operands, reads, sizes)
     return _Choices(_line("forward", program, operands), choose, call, wanted)
@@ -294,6 +294,12 @@ def split_choices(options: Sequence[Blocks], operands: Operands) -> Iterator[Blo
     """Those of these blocks with rows in two tiles, where two are narrower than one."""
     if any(in_two(tensor.shape[3])[1] for tensor in operands):
         yield from (dataclasses.replace(one, split=True) for one in options)
+
+
+def ahead_choices(options: Sequence[Blocks], capability: tuple[int, int] | None) -> Iterator[Blocks]:
+    """Those of these blocks with products a tile ahead of weights, where warps multiply in groups (sm_90)."""
+    if capability is not None and capability[0] == 9:
+        yield from (dataclasses.replace(one, ahead=True) for one in options if one.q >= 64)
 
 
 def decode_choices(first: Blocks, width: int) -> Iterator[Blocks]:

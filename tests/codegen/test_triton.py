@@ -23,9 +23,10 @@ import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.scalar.read_gradients import FLOATING, PAIRS, ROWS, Totals, read_gradients
 from attngraph.codegen.triton import ahead_of_time, attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
-from attngraph.codegen.triton.emit import arguments, emit
+from attngraph.codegen.triton.emit import arguments
 from attngraph.codegen.triton.emit_backward import emit_backward
 from attngraph.codegen.triton.emit_decode import DecodePlan, emit_decode
+from attngraph.codegen.triton.emit_forward import emit
 from attngraph.codegen.triton.emit_sums import SumsPlan, emit_sums
 from attngraph.codegen.triton.plan import (
     BackwardPlan,
@@ -67,6 +68,11 @@ def backward_plan(text: str, D: int = 64, reads: tuple[Read, ...] = (), **change
 
 def test_the_causal_kernel_reads_as_its_golden_file_says(golden: Check) -> None:
     golden("causal.py.txt", emit(plan("s = 0.125 * dot; keep k <= q")).source)
+
+
+def test_the_kernel_with_products_a_tile_ahead_reads_as_its_golden_file_says(golden: Check) -> None:
+    made = plan("s = 0.125 * dot; keep k <= q", D=128, blocks=Blocks(64, 64, 4, 3, ahead=True))
+    golden("ahead.py.txt", emit(made).source)
 
 
 RICH = (

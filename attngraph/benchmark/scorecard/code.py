@@ -65,7 +65,8 @@ class Work:
         shared_bytes: otherwise moved between registers and shared memory, spilled registers included.
         loaded_bytes: from global memory. stops: waits for products and barriers. groups: of loads begun.
         pending: those of them that may be under way while the warp goes on after the strictest wait for them;
-            None: it waits for none.
+            None: it waits for none, or in another way (copies of blocks, which a barrier counts).
+        beside: exponentials that are computed after products were asked for and before these are waited for.
         steps: the turn in order, where products are by groups, which go on while the warp executes other
             instructions.
     """
@@ -84,10 +85,18 @@ class Work:
     stops: int
     pending: int | None
     groups: int
+    beside: int = 0
     steps: tuple[Step, ...] = ()
 
+    @property
+    def waits_at_once(self) -> bool:
+        """Whether what it loads is asked for, waited for, and only then computed with."""
+        return bool(self.loaded_bytes) and not self.pending and not (self.groups and self.pending is None)
 
-COUNTS = tuple(f.name for f in dataclasses.fields(Work) if f.type == "int" and f.name != "instructions")
+
+COUNTS = tuple(
+    f.name for f in dataclasses.fields(Work) if f.type == "int" and f.name not in ("instructions", "beside")
+)
 """What a reader counts, instruction by instruction."""
 
 Loop = tuple[Instruction, ...]

@@ -47,7 +47,9 @@ class Figures:
         tensor: operations of tensor cores, over the fewest. exponentials: per score. others: instructions per
             score and lane besides products and exponentials; `edge`: in tiles under a mask. stops: waits for
             products and barriers, per tile. pending: loads that may be under way while a tile is computed
-            (None: no such wait). serialised: remarks of ptxas that products wait for each other. spilled:
+            (None: no such wait, or they are copied by blocks). beside: the part of the exponentials that is
+            computed after products were asked for and before these are waited for. serialised: remarks of
+            ptxas that products wait for each other. spilled:
             bytes (AMD: registers) per lane. programs: that share a multiprocessor. cycles: of a
             multiprocessor, for 64 x 64 scores.
     """
@@ -59,6 +61,7 @@ class Figures:
     edge: float
     stops: int
     pending: int | None
+    beside: float
     serialised: int
     spilled: int
     shared: int
@@ -139,7 +142,7 @@ def _figures(found: Compiled, loops: Sequence[Work], part: Part, target: str) ->
     return Figures(
         (blocks.q, blocks.k, blocks.warps, blocks.stages), blocks.warps * whole.flops / part.least,
         whole.exponentials * lanes / scores, others(whole), others(edge), whole.stops,
-        min(pending, default=None),
+        min(pending, default=None), whole.beside / max(1, whole.exponentials),
         found.serialised, found.spilled, found.shared, found.registers, programs,
         *(_cycles(card, loop, part, programs) * _TILE / scores for loop in (whole, edge)),
     )  # fmt: skip
@@ -151,7 +154,7 @@ def _cycles(card: Card, loop: Work, part: Part, programs: int) -> float:
     if loop.pending is not None and loop.groups:
         in_flight = programs * part.tile_bytes * (loop.pending / loop.groups + 0.5)
     own = card.cycles(loop, part.blocks.warps, programs)
-    if loop.loaded_bytes and not loop.pending:  # a tile is asked for, waited for, and only then computed
+    if loop.waits_at_once:
         own += ARRIVAL / programs
     return max(own, card.delivery(part.tile_bytes, part.readers, in_flight))
 

@@ -117,9 +117,18 @@ def count(loop: Sequence[Instruction]) -> Work:
     pending = [int(one[1], 16) for one in waited if one]
     by_groups = any(_by_group(i) for i in loop)
     return Work(
-        len(loop), pending=min(pending, default=None), by_groups=by_groups, **_sums(loop),
-        steps=_steps(loop) if by_groups else (),
+        len(loop), pending=min(pending, default=None), by_groups=by_groups, beside=_beside(loop),
+        steps=_steps(loop) if by_groups else (), **_sums(loop),
     )  # fmt: skip
+
+
+def _beside(loop: Sequence[Instruction]) -> int:
+    """How many exponentials lie between products by warp groups and the wait for them."""
+    found, asked = 0, False
+    for one in loop:
+        asked = (asked or _by_group(one)) and one.name != "WARPGROUP.DEPBAR.LE"
+        found += asked and one.name.startswith("MUFU.EX2")
+    return found
 
 
 def _by_group(instruction: Instruction) -> bool:

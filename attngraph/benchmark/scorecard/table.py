@@ -10,13 +10,14 @@ from attngraph.benchmark.scorecard.joins import Join
 from attngraph.benchmark.scorecard.run import Row
 
 _HEAD = (
-    "", "tile", "prog", "tensor", "exp2", "other", "edge", "stops", "loads", "serial", "spill", "shared",
-    "regs", "cycles", "predicted",
+    "", "tile", "prog", "tensor", "exp2", "other", "edge", "stops", "loads", "beside", "serial", "spill",
+    "shared", "regs", "cycles", "predicted",
 )  # fmt: skip
 LEGEND = """\
 tile: queries x keys, warps, stages; prog: programs on one multiprocessor; tensor: operations of tensor cores
 over the fewest; exp2: exponentials for each score; other: other instructions for each score and lane, edge:
-under a mask; stops: waits for products and barriers in a tile; loads: tiles' loads under way during a tile;
+under a mask; stops: waits for products and barriers in a tile; loads: tiles' loads under way during a tile
+(not seen of copies by blocks); beside: the part of the exponentials that is computed while products are;
 serial: remarks of ptxas that products wait for each other; cycles: of a multiprocessor for 64 x 64 scores.
 Predicted, not measured."""
 
@@ -69,7 +70,8 @@ def _line(row: Row, cell: str) -> tuple[str, ...]:
         f"{cell}, {row.who}{', ' if row.part else ''}{row.part}", f"{q}x{k},{warps},{stages}",
         str(found.programs),
         f"{found.tensor:.2f}", f"{found.exponentials:.2f}", f"{found.others:.1f}", f"{found.edge:.1f}",
-        str(found.stops), "-" if found.pending is None else str(found.pending), str(found.serialised or "-"),
+        str(found.stops), "-" if found.pending is None else str(found.pending), f"{found.beside:.2f}",
+        str(found.serialised or "-"),
         str(found.spilled or "-"), f"{found.shared / 1024:.0f}K", str(found.registers), f"{found.cycles:.0f}",
         f"{row.predicted:.0f} {unit}",
     )  # fmt: skip
