@@ -1,15 +1,16 @@
-"""Arguments that all kernels have: the tensors that the program reads, and compilation options."""
+"""What all launches have in common: arguments for the tensors that a program reads, options, the launch."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attngraph.codegen.triton.device import is_interpreted, on
 from attngraph.codegen.triton.plan import Plan, padded
 
 
@@ -36,7 +37,7 @@ def is_wide(tensor: Tensor) -> bool:
 
 
 _ALIGNED = 16
-"""Bytes of which a described tensor's address and strides are multiples."""
+"""Bytes of which addresses are multiples, or not. Of a described tensor, strides too."""
 
 
 def is_describable(tensor: Tensor) -> bool:
@@ -59,3 +60,46 @@ def described(tensor: Tensor, rows: int) -> Any:
 @functools.cache
 def _descriptor() -> Any:
     return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+
+
+MOST = 4096
+"""Compiled kernels that are kept, by the arguments that they serve."""
+_compiled: dict[Hashable, Any] = {}
+
+
+def launch_kernel(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Launch a kernel on a device.
+
+    Triton finds the compiled kernel of a call from each argument: its type, whether it is one, whether it is
+    a multiple of 16. That takes longer than the launch, so the compiled kernel is kept for arguments of which
+    all that is the same.
+
+    Args:
+        kernel: a Triton function that lives as long as the process (`launch.load`), whose arguments have
+            types that follow from it.
+    """
+    with on(device):
+        if device.type != "cuda" or torch.version.hip is not None or is_interpreted():
+            kernel[grid](*arguments, **options)  # on AMD's GPUs it also matters how large tensors are
+            return
+        key = id(kernel), device.index, tuple(map(_specialised, arguments))
+        found = _compiled.get(key)
+        if found is not None:
+            found[(*grid, 1, 1)[:3]](*arguments)
+            return
+        if len(_compiled) >= MOST:
+            _compiled.clear()
+        _compiled[key] = kernel[grid](*arguments, **options)
+
+
+def _specialised(argument: Any) -> Hashable:
+    """What of an argument compiled code follows from. Descriptors are aligned, and of the kernel's tiles."""
+    if isinstance(argument, int):
+        return argument
+    return argument.data_ptr() % _ALIGNED if isinstance(argument, Tensor) else argument is None

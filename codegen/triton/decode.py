@@ -21,14 +21,13 @@ from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.scalar.read_ranges import are_in_range
 from attngraph.codegen.triton import attempts, store, tuned
 from attngraph.codegen.triton.blocks import decode_blocks
-from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
+from attngraph.codegen.triton.call import is_wide, launch_kernel, launch_options, read_arguments
 from attngraph.codegen.triton.device import (
     capability,
     is_captured,
     multiprocessors,
     name_of,
     no_device,
-    on,
     shared_memory,
     shared_of_multiprocessor,
 )
@@ -282,14 +281,13 @@ def launch_decode(
         arguments += tensor.stride()[1:] if tensor is k_new or tensor is v_new else tensor.stride()
     arguments += [*read_arguments(plan, reads), *sizes[: plan.program.sizes]]
     first, second = load(plan)
-    with on(q):
-        first[(items * splits, shares)](*arguments, **launch_options(plan))
-        lanes = plan.group * most
-        grid = (items * lanes, -(-dv // COLUMNS))
-        sums = None if lse is None else lse if lse.is_contiguous() else torch.empty_like(lse).contiguous()
-        second[grid](acc, m, l, rows.starts, out, sums, heads, k.shape[1], splits, shares, lanes, tokens)
-        if lse is not None and sums is not None and sums is not lse:
-            lse.copy_(sums)
+    lanes = plan.group * most
+    sums = None if lse is None else lse if lse.is_contiguous() else torch.empty_like(lse).contiguous()
+    launch_kernel(first, (items * splits, shares), arguments, launch_options(plan), q.device)
+    joined = [acc, m, l, rows.starts, out, sums, heads, k.shape[1], splits, shares, lanes, tokens]
+    launch_kernel(second, (items * lanes, -(-dv // COLUMNS)), joined, {}, q.device)
+    if lse is not None and sums is not None and sums is not lse:
+        lse.copy_(sums)
     return out.transpose(1, 2)
 
 

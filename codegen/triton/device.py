@@ -11,6 +11,8 @@ import os
 import torch
 from torch import Tensor
 
+_NOTHING = contextlib.nullcontext()
+
 
 @functools.cache
 def is_interpreted() -> bool:
@@ -103,6 +105,8 @@ def is_captured(device: torch.device) -> bool:
     return is_used and torch.cuda.is_current_stream_capturing()
 
 
-def on(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """A context in which kernels are launched on the tensor's device."""
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context in which kernels are launched on this device."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)

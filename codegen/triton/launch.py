@@ -26,6 +26,7 @@ from attngraph.codegen.triton.call import (
     described,
     is_describable,
     is_wide,
+    launch_kernel,
     launch_options,
     read_arguments,
 )
@@ -34,7 +35,6 @@ from attngraph.codegen.triton.device import (
     is_interpreted,
     name_of,
     no_device,
-    on,
     shared_memory,
 )
 from attngraph.codegen.triton.emit_forward import emit
@@ -209,9 +209,7 @@ def launch_forward(
     arguments += read_arguments(plan, reads)
     arguments += sizes[: plan.program.sizes]
     programs = -(-Sq // plan.blocks.q) * B * Hq
-    kernel, options = load(plan), launch_options(plan)
-    with on(q):
-        kernel[(programs,)](*arguments, **options)
+    launch_kernel(load(plan), (programs,), arguments, launch_options(plan), q.device)
     return out, lse
 
 

@@ -20,8 +20,8 @@ from attngraph.codegen.scalar.read_gradients import (
     read_gradients,
     wanted_gradients,
 )
-from attngraph.codegen.triton import device, store, visits
-from attngraph.codegen.triton.call import launch_options, read_arguments
+from attngraph.codegen.triton import store, visits
+from attngraph.codegen.triton.call import launch_kernel, launch_options, read_arguments
 from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES, OF_READ, emit_backward
 from attngraph.codegen.triton.plan import BackwardPlan, Plan, stays_trusted
 from attngraph.codegen.unsupported import UnsupportedError
@@ -65,28 +65,28 @@ def differentiate(
     kernels, blocks, options = load_backward(plan), plan.blocks, launch_options(plan)
     has_pairs = any(s.kind == PAIRS for s in summed)
 
-    def launch(name: str, grid: tuple[int, ...], sums: Sequence[Tensor], *pairs: int) -> None:
+    def run(name: str, grid: tuple[int, ...], sums: Sequence[Tensor], *pairs: int) -> None:
         given = (pairs or (B, 0, 0, 0, 0)) if has_pairs else ()
-        getattr(kernels, name)[grid](*first, *lists, *sums, *given, *last, **options)
+        arguments = [*first, *lists, *sums, *given, *last]
+        launch_kernel(getattr(kernels, name), grid, arguments, options, q.device)
 
     def of_pairs(number: int, here: Tensor, batch: int, row: int) -> None:
         owners = here.shape[0] * here.shape[1]
         grid = owners, -(-Skv // blocks.k), here.shape[2] // blocks.q
         places = [here if n == number else s for n, s in enumerate(sums)]
-        launch(f"{OF_READ}{number}", grid, places, B, batch, row, here.stride(1), here.stride(2))
+        run(f"{OF_READ}{number}", grid, places, B, batch, row, here.stride(1), here.stride(2))
 
-    with device.on(q):
-        launch(OF_QUERIES, (-(-Sq // blocks.q) * B * Hq,), sums)
-        launch(OF_KEYS, (-(-Skv // blocks.q) * B * k.shape[1],), sums)  # rows of tiles are keys
-        for number, one in enumerate(summed):
-            if one.kind == ROWS:
-                totals.add_rows(one, sums[number])
-            elif one.kind == COLUMNS:
-                totals.add_columns(one, sums[number])
-            else:
-                totals.add_pairs(one, blocks.q, functools.partial(of_pairs, number))
-        if plan.program.sink is not None:
-            totals.add_sink(plan.program, _exactly(plan, *rows[3:]) if rows[3:] else lse, delta)
+    run(OF_QUERIES, (-(-Sq // blocks.q) * B * Hq,), sums)
+    run(OF_KEYS, (-(-Skv // blocks.q) * B * k.shape[1],), sums)  # rows of tiles are keys
+    for number, one in enumerate(summed):
+        if one.kind == ROWS:
+            totals.add_rows(one, sums[number])
+        elif one.kind == COLUMNS:
+            totals.add_columns(one, sums[number])
+        else:
+            totals.add_pairs(one, blocks.q, functools.partial(of_pairs, number))
+    if plan.program.sink is not None:
+        totals.add_sink(plan.program, _exactly(plan, *rows[3:]) if rows[3:] else lse, delta)
     return [*found, *totals.results()]
 
 

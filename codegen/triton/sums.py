@@ -16,8 +16,9 @@ from torch import Tensor
 
 from attngraph.codegen.triton import store
 from attngraph.codegen.triton.attempts import IN_CAPTURE
+from attngraph.codegen.triton.call import launch_kernel
 from attngraph.codegen.triton.decode import FEW
-from attngraph.codegen.triton.device import is_captured, no_device, on
+from attngraph.codegen.triton.device import is_captured, no_device
 from attngraph.codegen.triton.emit_sums import DEEPEST, SumsPlan, emit_sums, operands
 from attngraph.codegen.triton.plan import DTYPES
 from attngraph.ir.ops.cached_attention import numbers_of, told
@@ -98,10 +99,9 @@ def launch_sums(
         for size, stride in zip(present[name].shape, present[name].stride(), strict=True)
     ]
     tensors: list[Any] = [present[name] for name in operands(plan)]
-    with on(v):
-        load(plan)[(rows * heads, -(-width // plan.columns))](
-            *tensors, state, after, out, starts, heads, width, *strides, num_warps=plan.warps
-        )
+    arguments = [*tensors, state, after, out, starts, heads, width, *strides]
+    grid = rows * heads, -(-width // plan.columns)
+    launch_kernel(load(plan), grid, arguments, {"num_warps": plan.warps}, v.device)
     return out, after
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attngraph
-from attngraph.codegen.triton import attempts, decode, device, launch, launch_backward, tuned, visits
+from attngraph.codegen.triton import attempts, call, decode, device, launch, launch_backward, tuned, visits
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES
 from attngraph.codegen.triton.emit_decode import DecodePlan
@@ -47,7 +47,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     found: list[Launch] = []
     monkeypatch.setattr(decode, "load", lambda plan: (Recorded(found), Recorded(found)))
     monkeypatch.setattr(decode, "multiprocessors", lambda where: 132)
-    monkeypatch.setattr(decode, "on", lambda tensor: contextlib.nullcontext())
+    monkeypatch.setattr(call, "on", lambda where: contextlib.nullcontext())
+    monkeypatch.setattr(call, "_specialised", lambda argument: None)  # tensors without memory have no address
     return found
 
 
@@ -56,6 +57,52 @@ def on_cuda() -> Iterator[None]:
     """Tensors hold nothing: asking for a value of one is an error."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         yield
+
+
+# --- launches ---------------------------------------------------------------------------------------------
+
+
+class Compiling:
+    """A Triton function that notes what it is compiled for, and what its compiled code is launched with."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[Launch] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def compile_and_launch(*arguments: Any, **options: Any) -> Any:
+            self.compiled.append(arguments)
+            return _Code(self)
+
+        return compile_and_launch
+
+
+class _Code:
+    def __init__(self, kernel: Compiling) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments: self.kernel.launched.append((grid, arguments))
+
+
+def test_compiled_code_is_found_by_what_it_follows_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "on", lambda where: contextlib.nullcontext())
+    monkeypatch.setattr(call, "_compiled", {})
+    kernel, other = Compiling(), Compiling()
+    a, b = torch.zeros(64, dtype=torch.float16), torch.ones(64, dtype=torch.float16)
+
+    def run(which: Compiling, *arguments: Any, device: int = 0) -> int:
+        call.launch_kernel(which, (3,), arguments, {}, torch.device("cuda", device))
+        return len(which.compiled)
+
+    assert [run(kernel, a, 5, None), run(kernel, b, 5, None)] == [1, 1]
+    assert kernel.launched == [((3, 1, 1), (b, 5, None))]
+    assert run(kernel, a[1:], 5, None) == 2  # an address that is no multiple of 16
+    assert (
+        run(kernel, a, 1, None) == 3 and run(kernel, a, 5, b) == 4 and run(kernel, a, 5, None, device=1) == 5
+    )
+    assert run(other, a, 5, None) == 1
+    assert run(kernel, a[8:], 5, None) == 5 and len(kernel.launched) == 2
 
 
 # --- attention over a cache ---------------------------------------------------------------------------
