@@ -104,7 +104,7 @@ class _DecodeEmitter(Emitter):
         lines += ["for start in tl.range(kept, kept + fresh, BLOCK_K):  # new tokens", *indented(news)]
         lines += self.leave()
         first = module.function(self.name, _groups(self.plan), self.contract, lines)
-        functions = [self.step(), first, self.join()]
+        functions = [*([] if self.is_shared_out else [self.step()]), first, self.join()]
         return module.assemble(self.name, _groups(self.plan), self.header(), self.writer.calls, functions)
 
     contract = "Some queries of one row over one part of its keys: their sum, maximum and normaliser."
@@ -211,8 +211,37 @@ class _DecodeEmitter(Emitter):
             lines += self.scales("value") if source == "held" else []
             lines.append(self.load_tile("value", prefix, "d" if plan.Dv == plan.D else "dv"))
             value = "value_tile"
+        if self.is_shared_out:
+            more = [] if self.multiple.is_plain else [f"multiple = {multiple}"]
+            return [*lines, *more, *self.weighed_apart(end, value)]
         factor = "" if self.multiple.is_plain else f"{multiple}, "
         return [*lines, f"m, l, acc = absorb(m, l, acc, s, {factor}{value})"]
+
+    def dot(self) -> str:
+        """The smaller product comes first, which feeds the other (`weighed_apart`)."""
+        if not (self.rest and self.is_shared_out):
+            return super().dot()
+        first = f"tl.dot(query_rest, tl.trans(key_rest){self.exact})"
+        return f"tl.dot(query_tile, tl.trans(key_tile), {first}{self.exact})"
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether a tile has fewer rows than warp groups multiply, so that its columns must be shared out."""
+        return self.plan.blocks.q >= 64 and 16 * self.plan.blocks.warps > self.plan.blocks.q
+
+    def weighed_apart(self, end: str, value: str) -> list[str]:
+        """A tile's step of the online softmax, with weights in a branch, which is taken always. Where Triton
+        sees that a product is made of another's results, it gives every warp group all columns of the first,
+        and two groups on the same 64 rows compute the same scores; it does not look into branches."""
+        weights = [f"w = tl.exp2({self.exponents})", f"shrink = tl.exp2({self.fall})"]
+        return [
+            f"if start < {end}:",
+            *indented([self.top, *weights, *self.summed(value), "m = top"]),
+            "else:",
+            f"    w = tl.zeros([BLOCK_Q, BLOCK_K], {value}.dtype)",
+            "    shrink = tl.zeros([BLOCK_Q, 1], tl.float32)",
+            f"acc = tl.dot(w, {value}, acc * shrink{self.exact})",
+        ]
 
     def rows(self, name: str, page: str, token: str) -> list[str]:
         """The addresses of a tile's keys."""

@@ -13,6 +13,7 @@ from attngraph.ir.language.parser import parse
 from attngraph.ir.ops import kernels
 
 SMALL = Forward(Blocks(32, 16))
+FEW_ROWS = Blocks(16, 16)
 REFERENCE = kernels.KERNELS["reference"]
 TOLERANCE = {
     torch.float32: {"atol": 2e-5, "rtol": 1e-5},
@@ -69,7 +70,7 @@ LISTED = [
 def over_pages(
     text: str, lengths: Sequence[tuple[int, int]], heads: tuple[int, int], widths: tuple[int, int],
     splits: int | None, ring: int = 0, latent: bool = False, dtype: torch.dtype = torch.float32,
-    page: int = 3,
+    page: int = 3, blocks: Blocks = FEW_ROWS,
 ) -> None:  # fmt: skip
     """Assert that new tokens over pages get what they get in whole sequences, in float64, and that their
     log-sum-exps are those. `page`: tokens of a page; 0: each row has one page."""
@@ -82,7 +83,7 @@ def over_pages(
     reads = [torch.randn(hq, generator=g).to(dtype), torch.randint(0, 2, (rows, total), generator=g)]
     paged = Paged(k, v, lengths, page or ring or total, ring, latent)
     program = parse(text)
-    kernel = Decode(Blocks(16, 16), splits)
+    kernel = Decode(blocks, splits)
     asked = paged.packed(q)
     sums = torch.full(asked.shape[:3], 7.0)
     found = kernel.attend(program, asked, paged.new, paged.pages, reads, (), paged.rows, lse=sums)

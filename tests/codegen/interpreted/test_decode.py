@@ -63,6 +63,17 @@ def test_latents_are_keys_and_values_at_once(
     over_pages("s = 0.2 * dot; keep k <= q", rows, (20, 1), widths, splits, 0, True, dtype, page)
 
 
+@pytest.mark.parametrize(
+    "text", ["s = 0.2 * dot; keep k <= q", "s = tanh(0.2 * dot); keep k <= q; p = p * 2"]
+)
+@pytest.mark.parametrize("latent", [True, False])
+def test_tiles_whose_columns_warp_groups_share_out(text: str, latent: bool) -> None:
+    """A tile of 64 rows and eight warps, with a part of keys beside their values."""
+    blocks, lengths = Blocks(64, 16, 8), [(20, 1), (40, 2), (0, 1)]
+    over_pages(text, lengths, (40, 1), (24, 16), 2, latent=latent, blocks=blocks)
+    over_pages(text, lengths, (40, 1), (24, 16), 1, latent=latent, blocks=blocks, page=0)
+
+
 def test_a_row_that_brings_nothing_and_one_that_sees_nothing() -> None:
     over_pages("keep k <= q", [(7, 0), (33, 16), (2, 0)], (2, 2), (16, 16), 2)
     over_pages("keep k <= q and k >= 9", [(3, 2), (20, 1)], (2, 2), (16, 16), 2)
