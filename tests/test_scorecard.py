@@ -12,21 +12,30 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from attngraph import cli
 from attngraph.benchmark.scorecard import amd, budgets, flex, nvidia, plain
 from attngraph.benchmark.scorecard.cards import CARDS, DRAIN, OBTAINED, TURN
 from attngraph.benchmark.scorecard.cells import CELLS, HEADS, TOKENS, plan, useful, visited
 from attngraph.benchmark.scorecard.code import Code, Instruction, Step, Work, tile_loops
-from attngraph.benchmark.scorecard.figures import CodeError, Compiled, Figures, Part, figures
+from attngraph.benchmark.scorecard.figures import (
+    CodeError,
+    Compiled,
+    Figures,
+    Part,
+    compile_and_read,
+    figures,
+)
 from attngraph.benchmark.scorecard.joins import KEPT, joins
 from attngraph.benchmark.scorecard.run import FLEX, OURS, PLAIN, Row, run
 from attngraph.benchmark.scorecard.table import joins as joins_table
 from attngraph.benchmark.scorecard.table import side_by_side, table
 from attngraph.cli import choices
 from attngraph.codegen.triton import blocks, device
-from attngraph.codegen.triton.ahead_of_time import TARGETS
+from attngraph.codegen.triton.ahead_of_time import TARGETS, requests
 from attngraph.codegen.triton.plan import Blocks
+from attngraph.ir.language.parser import parse
 
 pytestmark = pytest.mark.skipif(
     device.no_triton() is not None or os.environ.get("TRITON_INTERPRET") == "1",
@@ -339,6 +348,23 @@ def test_no_figure_of_a_kernel_is_worse_than_its_budget(
     known = budgets.known()
     assert not known or {one.key for one in rows} <= set(known[target])
     assert budgets.regressions(rows, known) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "width"),
+    [("s = 0.1 * dot", 128), *(pytest.param(text, width, marks=pytest.mark.slow) for text, width in (
+        ("s = 0.1 * dot", 64), ("s = 30 * tanh(dot / 30)", 64), ("s = 30 * tanh(dot / 30)", 128),
+        ("s = 0.1 * dot; keep k <= q", 64), ("s = 0.1 * dot; keep k <= q", 128),
+    ))],
+)  # fmt: skip
+def test_no_products_of_backward_kernels_are_serialised(text: str, width: int) -> None:
+    """With Triton 3.6 they were without a mask, in one order of the two loops."""
+    made = dataclasses.replace(
+        plan(CELLS["backward, causal 128"], TARGETS["sm_90"]), program=parse(text), D=width, Dv=width,
+        blocks=blocks.backward_blocks(width, torch.bfloat16, TARGETS["sm_90"].shared),
+    )  # fmt: skip
+    for kernel, request in requests(made, TARGETS["sm_90"]):
+        assert compile_and_read(kernel, request).serialised == 0, request.name
 
 
 @pytest.mark.parametrize(

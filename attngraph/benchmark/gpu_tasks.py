@@ -74,7 +74,7 @@ def _dtype(device: str) -> torch.dtype:
 
 def _check(name: str, device: str, small: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    cell, tokens = CELLS[name], 70 if small else 1023
+    cell, tokens = CELLS[name], 70 if small else 1031
     wrong = (_check_cached if cell.step == "decode" else _check_whole)(cell, device, tokens)
     found: dict[str, Any] = {"outcome": "differs", "reason": wrong} if wrong else {}
     remarks = attempts.remarks(cell.program)

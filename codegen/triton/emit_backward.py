@@ -264,14 +264,18 @@ class _BackwardEmitter(TileEmitter):
         """The loops over the blocks of queries that see keys of a block. Under a causal mask the first ones
         are at an edge, and so may the last be."""
         about, end = "  # at an edge", "tl.cdiv(Sq, OTHER)"
-        if self.plan.listed or self.plan.offset is None:
-            lists = (
-                self.bounds_of_list(_LISTS[4:], "Sq") if self.plan.listed else ([], "Sq // OTHER", end, end)
-            )
-            low = self.unless_low_queries("Sq", "stop", lists[3])
+        if self.plan.listed:
+            lines, inner, last, every = self.bounds_of_list(_LISTS[4:], "Sq")
+            low = self.unless_low_queries("Sq", "stop", every)
             return [
-                *lists[0], f"whole = {lists[1]}", f"stop = {lists[2]}", *low, *self.first_tile(),
+                *lines, f"whole = {inner}", f"stop = {last}", *low, *self.first_tile(),
                 *self.loop("0", "whole", whole), *self.loop("whole", "stop", edge, about=about),
+            ]  # fmt: skip
+        if self.plan.offset is None:
+            # The edge comes first: in the other order Triton 3.6's products wait for each other (C7515).
+            return [
+                "whole = Sq // OTHER", f"stop = {end}",
+                *self.loop("whole", "stop", edge, about=about), *self.loop("0", "whole", whole),
             ]  # fmt: skip
         shift, lines = self.shift()
         less = f" - {shift}" if shift else ""

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use"),
 ]
-DEVICE, LENGTH, LONG = "cuda", 1023, 1 << 16
+DEVICE, LENGTH, LONG = "cuda", 1031, 1 << 16
 HALVES = [torch.bfloat16, torch.float16]
 REFERENCE = kernels.KERNELS["reference"]
 assert attngraph.codegen is not None
@@ -84,11 +84,19 @@ def compare(
     grad = torch.randn_like(found[0])
     assert kernel._plan_backward(program, tensors, reads, sizes) is not None
     mine = kernel.backward(program, tensors, reads, sizes, found, (grad, torch.zeros_like(found[1])))
-    none = torch.zeros_like(wanted[1])
-    theirs = REFERENCE.backward(program, (q, k, v), double(reads), sizes, wanted, (grad.double(), none))
+    rounded = rounding_of_delta(grad.double(), wanted[0], found[0])
+    theirs = REFERENCE.backward(program, (q, k, v), double(reads), sizes, wanted, (grad.double(), rounded))
     for one, other in zip(mine, theirs, strict=True):
         if one is not None and other is not None:
             close(one, other, dtype)
+
+
+def rounding_of_delta(grad: Tensor, wanted: Tensor, found: Tensor) -> Tensor:
+    """The gradient of log-sum-exps by which exact gradients are those that follow from a rounded output.
+
+    Kernels take delta = rowsum(grad * out) from the output, which was rounded. Sums over many pairs may
+    cancel to any degree, and what rounding leaves of them does not."""
+    return (grad * (wanted - found.double())).nan_to_num().sum(-1)
 
 
 def reads_of(*shapes: tuple[int, ...]) -> list[Tensor]:
