@@ -81,14 +81,14 @@ def launch_kernel(
     all that is the same.
 
     Args:
-        kernel: a Triton function that lives as long as the process (`launch.load`), whose arguments have
-            types that follow from it.
+        kernel: a Triton function that lives as long as the process (`launch.load`). options: always the same
+            names for one kernel.
     """
     with on(device):
         if device.type != "cuda" or torch.version.hip is not None or is_interpreted():
             kernel[grid](*arguments, **options)  # on AMD's GPUs it also matters how large tensors are
             return
-        key = id(kernel), device.index, tuple(map(_specialised, arguments))
+        key = id(kernel), device.index, *options.values(), *map(_specialised, arguments)
         found = _compiled.get(key)
         if found is not None:
             found[(*grid, 1, 1)[:3]](*arguments)
@@ -102,4 +102,6 @@ def _specialised(argument: Any) -> Hashable:
     """What of an argument compiled code follows from. Descriptors are aligned, and of the kernel's tiles."""
     if isinstance(argument, int):
         return argument
-    return argument.data_ptr() % _ALIGNED if isinstance(argument, Tensor) else argument is None
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % _ALIGNED
+    return type(argument).__name__

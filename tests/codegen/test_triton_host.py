@@ -91,8 +91,8 @@ def test_compiled_code_is_found_by_what_it_follows_from(monkeypatch: pytest.Monk
     kernel, other = Compiling(), Compiling()
     a, b = torch.zeros(64, dtype=torch.float16), torch.ones(64, dtype=torch.float16)
 
-    def run(which: Compiling, *arguments: Any, device: int = 0) -> int:
-        call.launch_kernel(which, (3,), arguments, {}, torch.device("cuda", device))
+    def run(which: Compiling, *arguments: Any, device: int = 0, warps: int = 4) -> int:
+        call.launch_kernel(which, (3,), arguments, {"num_warps": warps}, torch.device("cuda", device))
         return len(which.compiled)
 
     assert [run(kernel, a, 5, None), run(kernel, b, 5, None)] == [1, 1]
@@ -102,7 +102,9 @@ def test_compiled_code_is_found_by_what_it_follows_from(monkeypatch: pytest.Monk
         run(kernel, a, 1, None) == 3 and run(kernel, a, 5, b) == 4 and run(kernel, a, 5, None, device=1) == 5
     )
     assert run(other, a, 5, None) == 1
-    assert run(kernel, a[8:], 5, None) == 5 and len(kernel.launched) == 2
+    assert run(kernel, a, 5, None, warps=8) == 6
+    assert run(other, a.bfloat16(), 5, None) == 2 and run(other, a.view(torch.int16), 5, None) == 3
+    assert run(kernel, a[8:], 5, None) == 6 and len(kernel.launched) == 2
 
 
 # --- attention over a cache ---------------------------------------------------------------------------
