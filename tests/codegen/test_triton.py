@@ -36,7 +36,7 @@ from attngraph.codegen.triton.plan import (
 )
 from attngraph.codegen.triton.plan import diagonal as find_diagonal
 from attngraph.codegen.triton.plan import is_linear as linear
-from attngraph.codegen.triton.tuning import choices, difference
+from attngraph.codegen.triton.tuning import ahead_choices, choices, difference
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.parser import parse
@@ -348,10 +348,10 @@ def test_gradients_of_reads_are_summed_where_the_tensors_are() -> None:
 def test_measured_block_sizes_are_read_back() -> None:
     tuned.add("NVIDIA H200", {"forward, a": Blocks(64, 32, 4, 2)})
     tuned.add("NVIDIA H200", {"forward, b": Blocks(128, 64, 8, 3)})
-    tuned.add("NVIDIA H200", {"forward, c": Blocks(64, 32, split=True), "d": Blocks(64, 32)})
+    tuned.add("NVIDIA H200", {"forward, c": Blocks(64, 32, split=True), "d": Blocks(64, 32, ahead=True)})
     assert tuned.table("NVIDIA H200") == {
         "forward, a": Blocks(64, 32, 4, 2), "forward, b": Blocks(128, 64, 8, 3),
-        "forward, c": Blocks(64, 32, split=True), "d": Blocks(64, 32),
+        "forward, c": Blocks(64, 32, split=True), "d": Blocks(64, 32, ahead=True),
     }  # fmt: skip
     assert tuned.find("NVIDIA H200", "forward, a", 4096) == Blocks(64, 32, 4, 2)
     assert tuned.find("NVIDIA H200", "forward, a", 9) == Blocks(16, 32, 4, 2)
@@ -428,6 +428,22 @@ def test_a_line_tells_shared_heads_and_few_queries_apart() -> None:
     assert tuned.find("A GPU", key(8, 4096), 4096) is None
 
 
+def test_products_a_tile_ahead_are_chosen_where_warps_multiply_in_groups() -> None:
+    options = [Blocks(64, 64, 4, 3), Blocks(32, 64, 4, 3)]
+    assert list(ahead_choices(options, (9, 0))) == [Blocks(64, 64, 4, 3, ahead=True)]
+    assert list(ahead_choices(options, (8, 0))) == list(ahead_choices(options, None)) == []
+    for text, width, wanted in (
+        ("s = 0.1 * dot; keep k <= q", 64, True), ("s = tanh(dot)", 64, False), ("s = tanh(dot)", 128, True),
+        ("s = dot + r0[h, q, k]", 128, False), ("s = 0.1 * dot", 256, False), ("s = 0.1 * dot", 80, False),
+    ):  # fmt: skip
+        for tokens, target in ((4096, "sm_90"), (512, "sm_90"), (4096, "sm_80"), (4096, "sm_100")):
+            gpu = ahead_of_time.TARGETS[target]
+            found = blocks_for(parse(text), width, width, torch.bfloat16, tokens, gpu.shared, gpu.capability)
+            assert found.ahead == (wanted and tokens == 4096 and target == "sm_90"), (text, width, target)
+    single = blocks_for(parse("s = 0.1 * dot"), 128, 128, torch.float32, 4096, 232_448, (9, 0))
+    assert not single.ahead
+
+
 def test_choices_are_such_as_may_run() -> None:
     for width in (64, 128, 256):
         found = list(choices(width, torch.bfloat16, 232_448))
@@ -439,6 +455,9 @@ def test_smaller_tiles_end_at_the_smallest() -> None:
     found = attempts.smaller(Blocks(128, 64, 8, 3))
     assert [(b.q, b.k, b.stages) for b in found] == [(128, 64, 1), (64, 32, 1), (32, 16, 1), (16, 16, 1)]
     assert attempts.smaller(Blocks(16, 16, 4, 1)) == []
+    ahead = Blocks(64, 64, 4, 3, ahead=True)
+    assert attempts.smaller(ahead)[:2] == [Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 1)]
+    assert not any(blocks.ahead for blocks in attempts.smaller(ahead))
 
 
 # --- blocks, and compilation for GPUs that are not here -------------------------------------------------
