@@ -3,9 +3,10 @@
     plan.py        all that fixes a kernel        expression.py  formulas as Triton
     ../scalar/     what C and Triton share        helpers.py     functions that Triton lacks
     emit.py        a plan as source               store.py       where the source is kept
+   emit_ahead.py  the same, with products a tile ahead of weights (emit_forward.py chooses)
     blocks.py      block sizes by rule
     launch.py      `triton.forward`, the kernel of the registry
-    call.py        arguments of launched kernels        device.py      the GPU and its limits
+    call.py        their arguments, and the launch      device.py      the GPU and its limits
     visits.py      which tiles of keys are visited
     emit_backward.py  gradients as source, the tiles of which are in emit_gradients.py
     launch_backward.py  from a call's gradients to launched kernels
