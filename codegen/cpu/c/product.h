@@ -275,8 +275,9 @@ INLINE void add_deep(const float *x, int64_t ldx, const void *w, int64_t ldw, fl
 }
 
 /* The results of a share of columns that a thread computes at a time, in memory of its own: rows of y may lie a
-   multiple of 4096 bytes apart, where they would displace each other in the first cache. */
-enum { SHARE = 4096, LEAST_COLUMNS = 128, MOST_ROWS = SHARE / LEAST_COLUMNS, APART = 16 };
+   multiple of 4096 bytes apart, where they would displace each other in the first cache. They are more than that cache
+   holds, because the pieces of the weight's rows should be long. */
+enum { SHARE = 1 << 14, LEAST_COLUMNS = 512, MOST_ROWS = SHARE / LEAST_COLUMNS, APART = 16 };
 
 /* The columns of the weight from `first` on. */
 INLINE void product_turned_of(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, int64_t first,

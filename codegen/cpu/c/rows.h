@@ -87,7 +87,9 @@ static void product_by_rows(const float *x, int64_t ldx, const float *w, int64_t
 
 /* ---- few rows ---- */
 
-enum { FEW_OUTS = 10 };                 /* of a tile with one vector: sums that hide how long an addition takes */
+/* Of a tile with one vector: as many sums as hide how long an addition takes, and no more, because rows of a weight often
+   lie a multiple of 4096 bytes apart, where a first cache has places for eight lines. */
+enum { FEW_OUTS = 8 };
 
 /* Whether few rows fill more than half of their vectors. */
 INLINE int64_t fill_vectors(int64_t rows) { return 2 * rows > LANES * parts_of(rows, LANES); }
