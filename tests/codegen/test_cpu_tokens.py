@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 
 import pytest
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import chosen
-from attngraph.codegen.cpu.tokens import run
+from attngraph.codegen.cpu import chosen, toolchain
+from attngraph.codegen.cpu.source import header
+from attngraph.codegen.cpu.tokens import products, run
 from attngraph.codegen.cpu.tokens.source import kinds_of_products, write
 from attngraph.ir.language.packed import Packed
 from attngraph.ir.language.token_program import GROUP, Given, parse
@@ -87,6 +89,58 @@ def test_products(depth: int, width: int, turned: bool, tokens: int) -> None:
 def test_products_whose_vectors_are_of_rows(depth: int, width: int, tokens: int) -> None:
     """As many rows as fill vectors of 16, 8 or 4, or nearly, and others."""
     check(product(depth, width, False), tokens)
+
+
+def gated(depth: int, width: int) -> str:
+    """Two products by weights `[in, out]` that are computed together, another beside them, one after them."""
+    return (
+        f"r0[t, {depth}]\nr1[{depth}, {width}]\nr2[{depth}, {width}]\nr3[{depth}, 9]\nr4[{width}, 7]\n"
+        f"r5[i0 < {depth}] = r0[t, i0] * 1.0\n"
+        f"r6[i0 < {width}] = sum[j < {depth}] r5[j] * r1[j, i0]\n"
+        f"r7[i0 < {width}] = sum[j < {depth}] r5[j] * r2[j, i0]\n"
+        f"r8[i0 < 9] = sum[j < {depth}] r5[j] * r3[j, i0]\n"
+        f"r9[i0 < {width}] = r6[i0] * sigmoid(r6[i0]) * r7[i0]\n"
+        f"r10[i0 < 7] = sum[j < {width}] r9[j] * r4[j, i0]\n"
+        f"return r10[t, 7], r7[t, {width}], r8[t, 9]"
+    )
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 32])
+@pytest.mark.parametrize(("depth", "width"), [(2051, 72), (2051, 1100)])
+@pytest.mark.covering
+def test_threads_share_the_depth_of_narrow_weights(depth: int, width: int, tokens: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(gated(depth, width), tokens)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_sums_of_parts_of_the_depth_have_room() -> None:
+    names = ("parts_of_depth", "room_of_sums")
+    functions = "".join(
+        f"int64_t {name}_(int64_t w, int64_t d, int64_t t, int64_t m) {{ return {name}(w, d, t, m); }}\n"
+        for name in names
+    )
+    headers = (header(f"{name}.h") for name in products.HEADERS)
+    library, _ = toolchain.build("\n".join([products.preamble(False), *headers, functions]))
+    parts, room = (getattr(library, f"{name}_") for name in names)
+    for function in (parts, room):
+        function.argtypes, function.restype = [ctypes.c_int64] * 4, ctypes.c_int64
+    divided = 0
+    for width, depth, members in itertools.product(
+        (1, 768, 1024, 2047, 2048, 5000), (1, 63, 64, 127, 768, 3072), (1, 2, 3, 4, 6, 64)
+    ):
+        for tokens in range(1, run.FEW + 1):
+            count = parts(width, depth, tokens, members)
+            assert 1 <= count <= max(1, depth) and members % count == 0
+            if count > 1:
+                divided += 1
+                assert all(count * tokens * width <= room(width, depth, most, members)
+                           for most in range(tokens, run.FEW + 1))  # fmt: skip
+    assert divided and parts(768, 3072, 1, 2) == 2 and parts(2304, 768, 1, 2) == 1
 
 
 @pytest.mark.parametrize("tokens", [1, 33])

@@ -17,9 +17,9 @@ enum {
 };
 static const float ONES[STEP_Q] = {1, 1, 1, 1, 1, 1};
 
-/* Work that threads take one by one: `columns` and `rows` of a product, and how many pieces of columns there are,
-   and pieces in all. */
-typedef struct { int64_t columns, rows, shares, count; } Items;
+/* Work that threads take one by one: `columns` and `rows` of a product, and a part of its depth; how many pieces of
+   columns there are, how many parts of the depth, and items in all. */
+typedef struct { int64_t columns, rows, shares, parts, count; } Items;
 
 static int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
@@ -35,7 +35,7 @@ static Items items_of_many(int64_t width, int64_t depth, int64_t rows, int64_t m
     int64_t panels = parts_of(width, PANEL);
     int64_t most = (across && goes_across(rows, width) ? MOST_OUTS_ACROSS : COLUMNS) / PANEL;
     int64_t each = parts_of(panels, members * parts_of(panels, members * most));
-    Items items = {each * PANEL, rows, parts_of(panels, each), 0};
+    Items items = {each * PANEL, rows, parts_of(panels, each), 1, 0};
     if (items.shares % members)
         items.rows = larger(smaller(rows, FEWEST_ROWS), parts_of(rows, parts_of(4 * members, items.shares)));
     items.rows = parts_of(rows, larger(1, rows / items.rows)); /* no short piece at the end */

@@ -291,3 +291,16 @@ INLINE void product_turned_of(const float *x, int64_t ldx, const void *w, int64_
     for (; d < depth; ++d) add_deep(x + d, ldx, place(w, d * ldw, type), ldw, share, ld, rows, outs, 1, type);
     for (int64_t r = 0; r < rows; ++r) memcpy(y + r * ldy, share + r * ld, sizeof(float) * outs);
 }
+
+/* Columns c0 .. c1 - 1 of y from the sums of parts of the depth, [parts][rows][width]. */
+static void add_parts(const float *sums, int64_t parts, int64_t rows, int64_t width, int64_t c0, int64_t c1, float *y,
+                      int64_t ldy) {
+    for (int64_t r = 0; r < rows; ++r) {
+        memcpy(y + r * ldy + c0, sums + r * width + c0, sizeof(float) * (c1 - c0));
+        for (int64_t p = 1; p < parts; ++p) {
+            const float *more = sums + (p * rows + r) * width;
+#pragma omp simd
+            for (int64_t o = c0; o < c1; ++o) y[r * ldy + o] += more[o];
+        }
+    }
+}

@@ -62,10 +62,10 @@ class Kind:
         scales = f"(Scales){{scale, zero, {', '.join(map(str, self.scales))}}}"
         return "\n".join([preamble(self.short), *(header(f"{name}.h") for name in HEADERS), f"""\
 void attngraph_product(const float *x, int64_t ldx, const void *w, const float *scale, const void *zero,
-                       int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels,
-                       float *arranged) {{
-    product(x, ldx, w, {self.row}, {self.depth}, {scales}, first, y, ldy, rows, outs, panels, arranged,
-            {self.type}, {self.scaled}, {self.zeros}, {self.turned});
+                       int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, int64_t from,
+                       int64_t until, float *panels, float *arranged) {{
+    product(x, ldx, w, {self.row}, {self.depth}, {scales}, first, y, ldy, rows, outs, from, until, panels,
+            arranged, {self.type}, {self.scaled}, {self.zeros}, {self.turned});
 }}
 """])  # fmt: skip
 

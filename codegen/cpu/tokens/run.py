@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -135,6 +135,9 @@ class Prepared:
         self.room: int = code.attngraph_room()
         code.attngraph_arranged.restype = ctypes.c_int64
         self.arranged: int = code.attngraph_arranged()
+        code.attngraph_sums.restype = ctypes.c_int64
+        code.attngraph_sums.argtypes = ctypes.c_int64, ctypes.c_int64
+        self.sums: Callable[[int, int], int] = code.attngraph_sums
         self._told: set[str] = set()
         """The kinds of calls whose choice the report has."""
 
@@ -236,11 +239,13 @@ class Prepared:
         few = tokens <= FEW
         room = (self.arranged * tokens if few else self.room) * members
         size = self.total * tokens + room
-        scratch = torch.empty(size) if few else memory.workspace(size)
+        sums = self.sums(tokens, members) if few else 0
+        scratch = torch.empty(size + sums) if few else memory.workspace(size)
         for number, at in self.between.items():
             values[number - self.first] = scratch.data_ptr() + at * tokens * 4
         if room:
             places[_ARRANGED if few else _PANELS] = scratch.data_ptr() + self.total * tokens * 4
+        places[_SUMS] = scratch.data_ptr() + size * 4
         call = (ctypes.c_int64 * self.layout.length)(*places, *values)
         counters = (ctypes.addressof(call) + _PHASE * 8, (self.layout.given_at - _PHASE) * 8)
 
@@ -321,7 +326,7 @@ class Prepared:
             torch.mm(left, part.T, out=out[:, rows])
 
 
-_PANELS, _ARRANGED, _PHASE, _MEMBER = 2, 3, 4, 5
+_PANELS, _ARRANGED, _SUMS, _PHASE, _MEMBER = 2, 3, 4, 5, 6
 """Places in a call, as in c/tokens.h: from `_PHASE` on they are counters."""
 _NO_STRIDES = [0] * source.RANKS
 

@@ -127,13 +127,25 @@ class _Emitter:
 
     def _room(self, numbers: Sequence[int]) -> Iterator[str]:
         """Functions that tell how many elements a thread needs for panels, and for a token's row that is
-        arranged as packed elements lie, or turned to vectors of which more than half is filled."""
+        arranged as packed elements lie, or turned to vectors of which more than half is filled; and how many
+        all threads need for sums of parts of the depth."""
         depths = {n: self._width(f.left) for n in numbers if (f := self.program.product(n)) is not None}
         depth = max(depths.values(), default=0)
         packed = [d for n, d in depths.items() if products.weight(self.program, n).packed is not None]
         turned = [2 * d for n, d in depths.items() if products.kind(self.program, n).goes_across]
         yield f"int64_t attngraph_room(void) {{ return {f'room_of({depth})' if depth else '0'}; }}\n"
         yield f"int64_t attngraph_arranged(void) {{ return {max([*packed, *turned], default=0)}; }}\n"
+        yield "int64_t attngraph_sums(int64_t tokens, int64_t members) {\n    int64_t most = 0;"
+        for phase in self.phases:
+            deep = [group for group in phase.groups if self._is_deep(group)]
+            if deep:
+                rooms = [
+                    f"{len(group.products)} * room_of_sums({width}, {depth}, tokens, members)"
+                    for group in deep
+                    for width, depth in [self._sizes(group)]
+                ]
+                yield f"    most = larger(most, {' + '.join(rooms)});"
+        yield "    return most;\n}\n"
 
     # --- phases ---
 
@@ -191,21 +203,35 @@ class _Emitter:
             lines += ["    }"]
         return "\n".join([*lines, "}", ""])
 
+    def _sizes(self, group: Group) -> tuple[int, int]:
+        """The outputs of products, and the most elements that they add up."""
+        factors = [f for n in group.products if (f := self.program.product(n)) is not None]
+        return self._width(group.products[0]), max(self._width(f.left) for f in factors)
+
+    def _is_deep(self, group: Group) -> bool:
+        """Whether threads may share the depth of a group's products."""
+        return all(products.kind(self.program, n).turned for n in group.products)
+
     def _columns(self, number: int, phase: Phase) -> str:
         """A function that takes columns of the products of a phase until there are none left."""
         lines = [
-            f"static void columns_{number}(int64_t *c, int64_t member) {{",
+            f"static void columns_{number}(int64_t *c, int64_t member, int64_t *met) {{",
+            "    (void)met;",
             "    float *panels = c[PANELS] ? (float *)c[PANELS] + member * attngraph_room() : 0;",
             "    float *arranged = (float *)c[ARRANGED] + member * c[TOKENS] * attngraph_arranged();",
             "    const int64_t tokens = c[TOKENS];",
         ]
+        room = ["(float *)c[SUMS]"]  # and what is taken of it
+        deep = {place: group for place, group in enumerate(phase.groups) if self._is_deep(group)}
         for place, group in enumerate(phase.groups):
-            factors = [f for n in group.products if (f := self.program.product(n)) is not None]
-            width, depth = self._width(group.products[0]), max(self._width(f.left) for f in factors)
-            turned = int(any(f.turned for f in factors))
-            across = int(all(products.kind(self.program, n).goes_across for n in group.products))
-            sizes = f"{width}, {depth}, c, {turned}, {across}"
+            width, depth = self._sizes(group)
+            kinds = [products.kind(self.program, n) for n in group.products]
+            turned, across = int(any(k.turned for k in kinds)), int(all(k.goes_across for k in kinds))
+            sizes = f"{width}, {depth}, c, {turned}, {across}, {int(place in deep)}"
             lines.append(f"    const Items items_{place} = items_of({sizes});")
+            for n in group.products if place in deep else ():
+                lines.append(f"    float *const sums_{n} = {' + '.join(room)};")
+                room.append(f"(items_{place}.parts > 1 ? items_{place}.parts * tokens * {width} : 0)")
         count = " + ".join(f"items_{place}.count" for place in range(len(phase.groups)))
         lines += [f"    for (int64_t item; (item = take(c + COUNTERS + {number})) < {count};) {{"]
         for place, group in enumerate(phase.groups):
@@ -214,28 +240,58 @@ class _Emitter:
                 f"        if (item < items_{place}.count) {{",
                 f"            const Items of = items_{place};",
                 "            const int64_t c0 = item % of.shares * of.columns;",
-                "            const int64_t t0 = item / of.shares * of.rows;",
+                "            const int64_t part = item / of.shares % of.parts;",
+                "            const int64_t t0 = item / of.shares / of.parts * of.rows;",
                 f"            const int64_t c1 = smaller(c0 + of.columns, {width});",
                 "            const int64_t t1 = smaller(t0 + of.rows, tokens);",
-                *(f"            {self._product(n)}" for n in group.products),
-                f"            follow_{number}_{place}(c, t0, t1, c0, c1);",
+                *(f"            {line}" for n in group.products for line in self._product(n, place in deep)),
+                f"            if (of.parts == 1) follow_{number}_{place}(c, t0, t1, c0, c1);",
                 "            continue;",
                 "        }",
                 f"        item -= items_{place}.count;",
             ]
-        return "\n".join([*lines, "    }", "}", ""])
+        lines += ["    }"]
+        if deep:
+            lines += [
+                f"    if ({' && '.join(f'items_{place}.parts == 1' for place in deep)}) return;",
+                "    meet(c, ++*met);",
+            ]
+        for place, group in deep.items():
+            width = self._width(group.products[0])
+            lines += [
+                f"    if (items_{place}.parts > 1) {{",
+                f"        const int64_t c0 = column_of(member, c[MEMBERS], {width});",
+                f"        const int64_t c1 = column_of(member + 1, c[MEMBERS], {width});",
+                *(
+                    f"        add_parts(sums_{n}, items_{place}.parts, tokens, {width}, c0, c1, "
+                    f"{self._value(n)}, {self.rows[n - self.first]});"
+                    for n in group.products
+                ),
+                f"        follow_{number}_{place}(c, 0, tokens, c0, c1);",
+                "    }",
+            ]
+        return "\n".join([*lines, "}", ""])
 
-    def _product(self, number: int) -> str:
+    def _product(self, number: int, is_deep: bool) -> Iterator[str]:
         about = self.program.product(number)
         assert about is not None
         function = products.kind(self.program, number).name
         scales = products.scales(self.program, number, self._given)
-        ldx, ldy = self.rows[about.left - self.first], self.rows[number - self.first]
+        ldx, ldy = (str(self.rows[n - self.first]) for n in (about.left, number))
+        width, depth = self._width(number), self._width(about.left)
         x, y = f"{self._value(about.left)} + t0 * {ldx}", f"{self._value(number)} + t0 * {ldy} + c0"
-        return (
+        begin, end = "0", str(depth)
+        if is_deep:
+            yield "{"
+            yield f"const int64_t d0 = {depth} * part / of.parts, d1 = {depth} * (part + 1) / of.parts;"
+            yield f"float *const to = of.parts > 1 ? sums_{number} + part * tokens * {width} + c0 : {y};"
+            begin, end, y, ldy = "d0", "d1", "to", f"of.parts > 1 ? {width} : {ldy}"
+        yield (
             f"{function}({x}, {ldx}, {self._given(about.weight)}, {scales}, c0, {y}, {ldy}, t1 - t0, "
-            "c1 - c0, panels, arranged);"
+            f"c1 - c0, {begin}, {end}, panels, arranged);"
         )
+        if is_deep:
+            yield "}"
 
     def _all(self) -> str:
         """The function that each thread runs."""
@@ -243,14 +299,15 @@ class _Emitter:
             "void attngraph_tokens(int64_t *c) {",
             "    const int64_t tokens = c[TOKENS], members = c[MEMBERS], member = take(c + MEMBER);",
             "    const int64_t t0 = tokens * member / members, t1 = tokens * (member + 1) / members;",
+            "    int64_t met = 0;",
         ]
         for number, phase in enumerate(self.phases):
             if number:
-                lines.append(f"    meet(c, {number});")
-            call = f"columns_{number}(c, member)" if phase.groups else f"tokens_{number}(c, t0, t1)"
+                lines.append("    meet(c, ++met);")
+            call = f"columns_{number}(c, member, &met)" if phase.groups else f"tokens_{number}(c, t0, t1)"
             lines.append(f"    {call};")
         if self.layout.results:
-            lines += [f"    meet(c, {len(self.phases)});", "    results(c, t0, t1);"]
+            lines += ["    meet(c, ++met);", "    results(c, t0, t1);"]
         return "\n".join([*lines, "}", ""])
 
     def _part(self) -> str:
