@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from attngraph.api import build, derive, runners
 from attngraph.api.options import Options
 from attngraph.api.rewritten import owner_of
-from attngraph.capture.content import Content
-from attngraph.capture.executed import TOOLS, collecting
+from attngraph.capture.state.content import Content
+from attngraph.capture.state.ran import TOOLS, collecting
 from attngraph.capture.structure import flatten
 from attngraph.codegen.cpu import toolchain
 from attngraph.errors import SavedError

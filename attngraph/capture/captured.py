@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.capture.state import LeftOut
+from attngraph.capture.state.walk import LeftOut
 from attngraph.capture.structure import TreeSpec, attributes_of, unflatten
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.report.entries import Break

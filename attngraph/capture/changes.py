@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attngraph.capture.guards import ShapeGuard, things
 from attngraph.capture.side_effects import name_of
-from attngraph.capture.state import Exact, LeftOut, Place, Walk
+from attngraph.capture.state.walk import Exact, LeftOut, Place, Walk
 
 _SHARED = ("which tensors are the same object", "which tensors share their memory")
 _STATE = ("whether gradients are recorded", "inference mode", "the default dtype", "autocast")

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.capture.guards import things
 from attngraph.capture.replaced import replaced
-from attngraph.capture.snapshot import Snapshot
-from attngraph.capture.state import fingerprint
+from attngraph.capture.state.snapshot import Snapshot
+from attngraph.capture.state.walk import fingerprint
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError
 

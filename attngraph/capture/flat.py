@@ -24,11 +24,11 @@ from attngraph.capture import by_rows
 from attngraph.capture.attributes import Described, Settings, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
 from attngraph.capture.checks import Checks
-from attngraph.capture.executed import recorded
 from attngraph.capture.guards import things
 from attngraph.capture.side_effects import SideEffects, label_of
-from attngraph.capture.snapshot import Snapshot
-from attngraph.capture.state import Place
+from attngraph.capture.state.ran import recorded
+from attngraph.capture.state.snapshot import Snapshot
+from attngraph.capture.state.walk import Place
 from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
 
 

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from attngraph.capture.state import LeftOut
+from attngraph.capture.state.walk import LeftOut
 from attngraph.capture.structure import is_value
 from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from attngraph.capture.attributes import Described, Settings, can_be_watched, holder_of
 from attngraph.capture.process_state import process_state_kept
-from attngraph.capture.snapshot import Snapshot
-from attngraph.capture.state import Place, fingerprint
+from attngraph.capture.state.snapshot import Snapshot
+from attngraph.capture.state.walk import Place, fingerprint
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import short_path
 

@@ -44,9 +44,9 @@ from attngraph.capture.numpy_sizes import numpy_of_sizes
 from attngraph.capture.replaced import replaced
 from attngraph.capture.side_effects import refusal
 from attngraph.capture.size_formulas import FixedSize, ManyQuotients, SizeProblem, short_formulas
-from attngraph.capture.snapshot import Snapshot
 from attngraph.capture.stack_traces import whole_stack_traces
-from attngraph.capture.state import hooks_not_traced
+from attngraph.capture.state.snapshot import Snapshot
+from attngraph.capture.state.walk import hooks_not_traced
 from attngraph.capture.structure import flatten
 from attngraph.capture.unwritten import code_written_when_called
 from attngraph.errors import CaptureError

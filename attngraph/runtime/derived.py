@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from attngraph.capture.compared import SIZES
 from attngraph.capture.guards import call_key
-from attngraph.capture.state import LeftOut
+from attngraph.capture.state.walk import LeftOut
 from attngraph.capture.structure import Spread, flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import AttnGraphError, CacheError, DisagreementError, NoDecoderError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attngraph.capture.state import LeftOut, Walk, fingerprint
-from attngraph.capture.unchanged import Reads, RecordingWalk
+from attngraph.capture.state.unchanged import Reads, RecordingWalk
+from attngraph.capture.state.walk import LeftOut, Walk, fingerprint
 
 _LONGEST_PAUSE = 64
 
@@ -25,7 +25,7 @@ class Fingerprints:
         self._pause = self._wait = 0
 
     def __call__(self, things: Sequence[Any], left_out: LeftOut) -> tuple[Any, ...]:
-        """`capture.state.fingerprint` of the target and of these things, without some attributes."""
+        """`capture.state.walk.fingerprint` of the target and of these things, without some attributes."""
         if things:
             return fingerprint([self._target, *things], left_out=left_out)
         found, reads = self._known.get(left_out, (None, None))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from attngraph.capture.changes import change_between, change_of_sizes
-from attngraph.capture.state import LeftOut
+from attngraph.capture.state.walk import LeftOut
 from attngraph.ir import budgets
 from attngraph.runtime.executable import Executable
 

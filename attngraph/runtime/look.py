@@ -63,7 +63,7 @@ class Unseen(Tensor):
     look: _Look
     value_name: str
     serial_number: tuple[str, int]
-    """Tells it from all others in fingerprints (`capture/state.py`): another one may get its address."""
+    """Tells it from all others in fingerprints (`capture/state/`): another one may get its address."""
 
     @staticmethod
     def of(look: _Look, name: str, example: Tensor, shape: Sequence[int]) -> Unseen:

@@ -31,7 +31,7 @@ class Machine:
     """A graph, ready to run.
 
     It is immutable except for cached results of the weights stage, so fingerprints skip it
-    (`capture/state.py`). No call runs while a trace in any thread has replaced the weights by fake tensors
+    (`capture/state/`). No call runs while a trace in any thread has replaced the weights by fake tensors
     (`trace_lock.py`).
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.state import LeftOut
+from attngraph.capture.state.walk import LeftOut
 from attngraph.errors import CacheError
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attngraph.capture.captured import Attribute, Captured
-from attngraph.capture.content import Content, tensor_digest
+from attngraph.capture.state.content import Content, tensor_digest
 from attngraph.errors import SavedError, TextError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.report.report import CompileReport

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.capture.code_content import Code, code_behind, described
-from attngraph.capture.content import Content
-from attngraph.capture.executed import Executed
 from attngraph.capture.guards import aliases, repeats, things
+from attngraph.capture.state.code_content import Code, code_behind, described
+from attngraph.capture.state.content import Content
+from attngraph.capture.state.ran import Executed
 from attngraph.capture.structure import is_value
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.capture import state
-from attngraph.capture.state import fingerprint
+from attngraph.capture.state import walk as state
+from attngraph.capture.state.walk import fingerprint
 from attngraph.errors import CaptureError
 from attngraph.runtime.look import Unseen
 

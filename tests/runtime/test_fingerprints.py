@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from attngraph.capture import unchanged
-from attngraph.capture.state import fingerprint
+from attngraph.capture.state import unchanged
+from attngraph.capture.state.walk import fingerprint
 from attngraph.runtime.fingerprints import Fingerprints
 from tests.runtime.test_state import CHANGES, Holder, Options
 

@@ -20,9 +20,9 @@ import sympy
 import torch
 
 import attngraph
-from attngraph.capture import code_content, content, executed
-from attngraph.capture.code import globals_in, nested
-from attngraph.capture.executed import is_users
+from attngraph.capture.state import code_content, content, ran
+from attngraph.capture.state.code import globals_in, nested
+from attngraph.capture.state.ran import is_users
 from attngraph.models import targets
 
 
@@ -43,14 +43,14 @@ def test_a_tool_is_known_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "another_tool").mkdir()
     (tmp_path / "another_tool" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(executed, "TOOLS", ("another_tool",))
-    executed._folders_of_tools.cache_clear()
+    monkeypatch.setattr(ran, "TOOLS", ("another_tool",))
+    ran._folders_of_tools.cache_clear()
     is_users.cache_clear()
     try:
         assert not is_users(str(tmp_path / "another_tool" / "core.py"))
         assert is_users(str(tmp_path / "another_tools" / "core.py"))
     finally:
-        executed._folders_of_tools.cache_clear()
+        ran._folders_of_tools.cache_clear()
         is_users.cache_clear()
 
 

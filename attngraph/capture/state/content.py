@@ -1,6 +1,6 @@
 """The state that a forward may depend on, described by its content: the same in another process.
 
-`capture/state.py` compares by identity, at every call; here every part has a path (`model.h.0.attn.scale`)
+`capture/state/` compares by identity, at every call; here every part has a path (`model.h.0.attn.scale`)
 and a short text, so that a difference has a name. What cannot be described is named in `doubts`: a graph that
 may depend on it is not taken up again unasked.
 """
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.code import code_digest, digest, functions_of, nested
-from attngraph.capture.executed import TOOLS
-from attngraph.capture.kinds import has_value, is_foreign, is_open, set_on_entry, slots_of
-from attngraph.capture.state import BACKWARD_HOOKS, FORWARD_HOOKS, MODULES_OWN, PLAIN
+from attngraph.capture.state.code import code_digest, digest, functions_of, nested
+from attngraph.capture.state.kinds import has_value, is_foreign, is_open, set_on_entry, slots_of
+from attngraph.capture.state.ran import TOOLS
+from attngraph.capture.state.walk import BACKWARD_HOOKS, FORWARD_HOOKS, MODULES_OWN, PLAIN
 from attngraph.ir import budgets
 
 _LINE = 100

@@ -1,7 +1,7 @@
 """The code that traces ran, described by content: functions by their names, with what the global names in
 them stand for.
 
-`capture/executed.py` records which code ran. Whether it is the same in another process follows from its own
+`ran.py` records which code ran. Whether it is the same in another process follows from its own
 digest, and from what its names hold there (`content.py`).
 """
 
@@ -14,9 +14,9 @@ import types
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from attngraph.capture.code import digest, functions_of, globals_in, nested
-from attngraph.capture.content import Content
-from attngraph.capture.kinds import is_foreign
+from attngraph.capture.state.code import digest, functions_of, globals_in, nested
+from attngraph.capture.state.content import Content
+from attngraph.capture.state.kinds import is_foreign
 
 Code = list[tuple[str, str]]
 """Functions by name, and for each a digest of what it does and of what the global names in it stand for."""

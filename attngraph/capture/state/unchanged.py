@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from attngraph.capture.code import globals_in
-from attngraph.capture.kinds import is_open, own_classes, set_on_entry, slots_of
-from attngraph.capture.state import BACKWARD_HOOKS, FORWARD_HOOKS, NAMING, LeftOut, Walk, bytes_of
+from attngraph.capture.state.code import globals_in
+from attngraph.capture.state.kinds import is_open, own_classes, set_on_entry, slots_of
+from attngraph.capture.state.walk import BACKWARD_HOOKS, FORWARD_HOOKS, NAMING, LeftOut, Walk, bytes_of
 from attngraph.ir import budgets
 
 _TABLES_OF = itemgetter(*NAMING, *FORWARD_HOOKS, *BACKWARD_HOOKS)

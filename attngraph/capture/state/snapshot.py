@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.state import MODULES_TABLES, NAMING, Place, bytes_of, fingerprint, walk
+from attngraph.capture.state.walk import MODULES_TABLES, NAMING, Place, bytes_of, fingerprint, walk
 from attngraph.ir import budgets
 
 _NO_NAMES: dict[Any, Any] = {}

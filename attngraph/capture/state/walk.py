@@ -23,8 +23,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import _AttrProxy
 from torch.nn.parameter import is_lazy
 
-from attngraph.capture.code import globals_in
-from attngraph.capture.kinds import has_value, is_foreign, is_open, own_classes, set_on_entry, slots_of
+from attngraph.capture.state.code import globals_in
+from attngraph.capture.state.kinds import has_value, is_foreign, is_open, own_classes, set_on_entry, slots_of
 from attngraph.ir import budgets
 
 PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
