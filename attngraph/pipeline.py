@@ -20,6 +20,7 @@ from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import Level, ProgramGraph
 from attngraph.ir.graph.seen import is_unchanged, seen
 from attngraph.ir.graph.verify import verify
+from attngraph.ir.modes import own_modes
 from attngraph.report.dump import CAPTURE, Dump, notes_of, write_failed
 from attngraph.report.entries import PassRecord
 from attngraph.report.user_code import UserCode, user_code
@@ -119,6 +120,13 @@ def run(
         PassError: a pass failed, or left a graph that violates its level's invariants; the graph before it is
             written to a file, and the message has the command that runs the pass on it again.
     """
+    with own_modes():
+        return _run(graph, passes, dump, progress)
+
+
+def _run(
+    graph: ProgramGraph, passes: Sequence[Pass], dump: Dump | None, progress: Callable[[str], None] | None
+) -> Result:
     head, text = format_file(graph)
     result = Result(text, user_code(graph))
     if dump is not None and dump.count == 0:

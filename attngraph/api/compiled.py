@@ -35,6 +35,7 @@ from attngraph.api.transformed import is_transformed
 from attngraph.capture.first_call import fills_a_table
 from attngraph.capture.graph_breaks import GraphBreaks
 from attngraph.capture.guards import call_key
+from attngraph.capture.state.scope import EVERYTHING
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, DisagreementError, PlacementError, SavedError
@@ -153,7 +154,7 @@ class CompiledModule(ModelWrapper):
                 if self._is_small(found, tensors):
                     return self._itself(shapes, args, kwargs)
                 return self._computed(found, tensors, args, kwargs)
-            pieces = pieces or self._pieces.get(key_of(frozenset()))
+            pieces = pieces or self._pieces.get(key_of(EVERYTHING))
         if pieces is not None:
             return pieces(*args, **kwargs)
         try:
@@ -176,7 +177,7 @@ class CompiledModule(ModelWrapper):
                 if self._is_small(found, tensors):
                     return self._itself(shapes, args, kwargs)
                 return self._computed(found, tensors, args, kwargs)
-        where = ALWAYS if ALWAYS in self._pieces else key_of(frozenset())
+        where = ALWAYS if ALWAYS in self._pieces else key_of(EVERYTHING)
         try:
             result = self._pieces[where](*args, **kwargs)
         except Exception:
@@ -287,7 +288,7 @@ class CompiledModule(ModelWrapper):
                 self(*args, **kwargs)  # fills the model's table, as any first call does
             return self._whole(args, kwargs, what)
         if found is None:
-            pieces = self._pieces.get(ALWAYS) or self._pieces[key_of(frozenset())]
+            pieces = self._pieces.get(ALWAYS) or self._pieces[key_of(EVERYTHING)]
             reason = pieces.breaks[0].reason
             raise CaptureError(
                 f"{what} can be shown of a model that is one graph, not of pieces: {reason}", reason
@@ -356,12 +357,12 @@ class CompiledModule(ModelWrapper):
                 if self._options.strict or not self._allow_pieces:
                     raise
                 part = functools.partial(CompiledModule, options=self._options, pieces=False)
-                self._pieces[ALWAYS if problem.lasting else key_of(frozenset())] = GraphBreaks(
+                self._pieces[ALWAYS if problem.lasting else key_of(EVERYTHING)] = GraphBreaks(
                     self._model, part, problem
                 )
                 return None
             leaves, _ = flatten((args, kwargs))
-            self._graphs.tell_why(key_of, found.captured.left_out, self._model, leaves, tensors)
+            self._graphs.tell_why(key_of, found.captured.scope, self._model, leaves, tensors)
             self._graphs.keep(key_of, found)
             return found
 

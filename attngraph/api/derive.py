@@ -88,7 +88,7 @@ def derive_decoder(
 
     def step_of(graph: ProgramGraph) -> Step:
         run, ranks = step_on_ranks(graph, owner, options)
-        return Step(graph, owner, name, names, CompileReport(), run, captured.left_out, spread, ranks)
+        return Step(graph, owner, name, names, CompileReport(), run, captured.scope, spread, ranks)
 
     step = step_of(graph.copy() if rounding else graph)
     proved, drift = None, None

@@ -24,7 +24,9 @@ from attngraph.api import build, derive, runners
 from attngraph.api.options import Options
 from attngraph.api.rewritten import owner_of
 from attngraph.capture.state.content import Content
-from attngraph.capture.state.ran import TOOLS, collecting
+from attngraph.capture.state.kinds import TOOLS
+from attngraph.capture.state.ran import Executed, collecting
+from attngraph.capture.state.scope import Scope
 from attngraph.capture.structure import flatten
 from attngraph.codegen.cpu import toolchain
 from attngraph.errors import SavedError
@@ -102,6 +104,7 @@ class Call:
     ) -> None:  # fmt: skip
         self.target, self.options, self.checks_model = target, options, checks_model
         self.leaves, spec = flatten(args)
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.described = guards.describe_call(self.leaves, spec) | {
             f"{name} of the decoder": str(value) for name, value in kind.items() if name != "kind"
         }
@@ -111,24 +114,29 @@ class Call:
             "call": self.described, "of": f"{name.__module__}.{getattr(name, '__qualname__', '')}",
         }  # fmt: skip
         self.owner = owner_of(target)
+        self._contents: dict[Scope, Content] = {}
 
-    @functools.cached_property
-    def content(self) -> Content:
-        return guards.describe_state(self.target, self.leaves)
+    def content(self, scope: Scope) -> Content:
+        """The state that counts in a scope."""
+        if scope not in self._contents:
+            self._contents[scope] = guards.describe_state(self.target, self.leaves, scope)
+        return self._contents[scope]
 
-    @functools.cached_property
-    def known(self) -> Known:
-        return Known(self.content.objects, self.owner)
+    def known(self, files: Files) -> Known:
+        """What a graph in files is put in place with."""
+        scope = guards.names_from(describe(files)["ran"]).scope(self.content)
+        return Known(self.content(scope).objects, self.owner, scope)
 
     def unfit(self, files: Files) -> list[str]:
         """What does not fit, by name; empty if all does."""
-        found = describe(files)
+        found, known = describe(files), self.known(files)
+        content = self.content(known.scope)
         if not self.checks_model:
-            found = {**found, "state": {}, "code": []}
-        content = self.content if self.checks_model else Content()
-        unlike = guards.differences(found, self.described, content, found["left_out"])
+            found, content = {**found, "state": {}}, Content()
+        answers = guards.describe_answers(self.tensors, guards.names_from(describe(files)["ran"]))
+        unlike = guards.differences(found, {**self.described, **answers}, content, found["left_out"])
         reasons = [reason for reason, _ in zip(unlike, range(_TOLD), strict=False)]
-        return reasons or [r for r in (unfit_contents(files, self.known),) if r]
+        return reasons or [r for r in (unfit_contents(files, known),) if r]
 
 
 class Folder:
@@ -231,11 +239,10 @@ def executable_for(
         as `build.compile_graph`. SavedError: what was saved does not fit, and is strict.
     """
     call = Call({"kind": "module"}, target, (args, kwargs), options, not isinstance(target, Skeleton))
-    tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
     return _taken_or_made(
         call, saved, options,
-        lambda files: executable_from(files, call.known, runners.runner_of(options)),
-        lambda found: found.accepts(tensors),
+        lambda files: executable_from(files, call.known(files), runners.runner_of(options)),
+        lambda found: found.accepts(call.tensors),
         lambda: build.compile_graph(target, args, kwargs, options),
     )  # fmt: skip
 
@@ -256,7 +263,7 @@ def step_for(
     call = Call(kind, target, arguments, options, not isinstance(target, Skeleton))
     return _taken_or_made(
         call, saved, options,
-        lambda files: step_from(files, call.known, runners.step_runner_of(options)),
+        lambda files: step_from(files, call.known(files), runners.step_runner_of(options)),
         Step.is_valid,
         lambda: derive.derive_decoder(target, options, config, name, arguments, *rest),
     )  # fmt: skip
@@ -298,14 +305,14 @@ def _taken(
 
 def _as_saved(files: Files) -> guards.Traced:
     about = describe(files)
-    return guards.Traced(about["call"], about["state"], about["code"], ())
+    return guards.Traced(about["call"], about["state"], guards.names_from(about["ran"]), ())
 
 
-def _keep(found: Executable | Step, call: Call, executed: Any, options: Options) -> None:
+def _keep(found: Executable | Step, call: Call, executed: Executed, options: Options) -> None:
     """Note what a trace depended on, and keep the graph on disk if it can be compared in another process."""
     try:
-        content = guards.describe_state(call.target, call.leaves)
-        found.traced = guards.traced(call.described, content, executed)
+        describe = functools.partial(guards.describe_state, call.target, call.leaves)
+        found.traced, content = guards.traced(call.described, call.tensors, describe, executed, found.scope)
         cached = [source for source in _sources(None, options) if isinstance(source, Cached)]
         if found.traced.doubts:
             log.info("not kept in the cache because of %s", "; ".join(found.traced.doubts[:_TOLD]))
@@ -332,7 +339,7 @@ def save(
     if not found:
         raise SavedError("nothing has been compiled yet: call the model once, then save it.")
     content = Content()
-    content.visit("model", target)
+    content.of("model", target)
     files: dict[str, bytes] = {}
     for number, graph in enumerate(found):
         if graph.traced is None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 
 from attngraph.capture.trace_lock import LOCK
+from attngraph.ir.modes import surroundings
+
+log = logging.getLogger(__name__)
 
 
 def is_transformed() -> bool:
@@ -20,4 +26,12 @@ def is_transformed() -> bool:
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        or (bool(around := surroundings()) and _told(around))
     )
+
+
+@functools.cache
+def _told(around: str) -> bool:
+    """Tell once that something around a call is not run past."""
+    log.warning("under %s the model itself runs, and not what was compiled", around)
+    return True

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngraph.capture.state.walk import LeftOut
+from attngraph.capture.state.scope import EVERYTHING, LeftOut, Scope
 from attngraph.capture.structure import TreeSpec, attributes_of, unflatten
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.report.entries import Break
@@ -70,7 +71,8 @@ class Captured:
     `shapes` has the shape (numbers and sympy expressions) of each tensor argument. `attributes` are set after
     each call; the graph does not depend on what they were before. `checks` are the lines of the conditions on
     values that the graph checks: where one does not hold, the model itself raises an error. `asked`: sizes
-    for whose number the code asks.
+    for whose number the code asks. `around`: what of the state the graph depends on, but for the attributes
+    that each call sets.
     """
 
     graph: ProgramGraph
@@ -79,6 +81,12 @@ class Captured:
     attributes: tuple[Attribute, ...] = ()
     checks: tuple[str, ...] = ()
     asked: tuple[Break, ...] = ()
+    around: Scope = EVERYTHING
+
+    @functools.cached_property
+    def scope(self) -> Scope:
+        """What of the state around a call the graph depends on."""
+        return dataclasses.replace(self.around, left_out=self.left_out)
 
     @property
     def left_out(self) -> LeftOut:

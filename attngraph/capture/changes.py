@@ -12,10 +12,15 @@ from torch import Tensor, nn
 
 from attngraph.capture.guards import ShapeGuard, things
 from attngraph.capture.side_effects import name_of
-from attngraph.capture.state.walk import Exact, LeftOut, Place, Walk
+from attngraph.capture.state.fingerprint import Exact, Fingerprint
+from attngraph.capture.state.scope import EVERYTHING, Scope
+from attngraph.capture.state.walk import Place
 
 _SHARED = ("which tensors are the same object", "which tensors share their memory")
-_STATE = ("whether gradients are recorded", "inference mode", "the default dtype", "autocast")
+_STATE = (
+    "whether gradients are recorded", "inference mode", "the default dtype", "autocast", "the default device",
+    "torch's settings", "what forward() asks of its arguments, such as their layout in memory",
+)  # fmt: skip
 
 
 class Change(NamedTuple):
@@ -29,9 +34,9 @@ class Change(NamedTuple):
 
 
 def change_between(
-    old: Any, new: Any, target: Callable[..., Any], leaves: Sequence[Any], left_out: LeftOut = frozenset()
+    old: Any, new: Any, target: Callable[..., Any], leaves: Sequence[Any], scope: Scope = EVERYTHING
 ) -> Change | None:
-    """The first difference of two keys of calls (`guards.call_key`) without the attributes that are left out,
+    """The first difference of two keys of calls (`guards.call_key`) in a scope,
     None if they are equal. `leaves` are those of the new call."""
     if old == new:
         return None
@@ -40,12 +45,12 @@ def change_between(
     for place, (before, after) in enumerate(zip(old[1], new[1], strict=False)):
         if before != after:
             return _of_argument(_name(place, target, new[0], leaves), before, after)
-    for what, before, after in zip((*_SHARED, *_STATE), old[2:8], new[2:8], strict=True):
+    for what, before, after in zip((*_SHARED, *_STATE), old[2:-1], new[2:-1], strict=True):
         if before != after:
             return Change(what)
-    for place, (before, after) in enumerate(itertools.zip_longest(old[8], new[8])):
+    for place, (before, after) in enumerate(itertools.zip_longest(old[-1], new[-1])):
         if before != after:
-            return _of_state(place, before, after, target, leaves, left_out)
+            return _of_state(place, before, after, target, leaves, scope)
     return Change("the state of the model")
 
 
@@ -76,8 +81,11 @@ def _name(place: int, target: Callable[..., Any], spec: Any, leaves: Sequence[An
 
 
 def _of_argument(name: str, before: Any, after: Any) -> Change:
-    if len(before) == 5 and len(after) == 5:  # both tensors
-        about = ("the dtype", "the device", "the number of dimensions", "the class", "requires_grad")
+    if len(before) == len(after) == 6:  # both tensors
+        about = (
+            "the dtype", "the device", "the number of dimensions", "the class", "requires_grad",
+            "the attributes",
+        )  # fmt: skip
         for what, old, new in zip(about, before, after, strict=True):
             if old != new:
                 return Change(f"{what} of {name}", f"{new}, and it was {old}")
@@ -92,12 +100,11 @@ def _of_state(
     after: Any,
     target: Callable[..., Any],
     leaves: Sequence[Any],
-    left_out: LeftOut,
+    scope: Scope,
 ) -> Change:
     """The attribute or variable that an entry of a fingerprint belongs to."""
-    walk = _Finding(number, left_out)
-    for thing in (target, *things(leaves)):
-        walk.start(thing)
+    walk = _Finding(number, scope)
+    walk.everything((target, *things(leaves)))
     place = walk.place
     if place is None:
         return Change("the state of the model")
@@ -112,11 +119,11 @@ def _of_state(
     return Change(name_of(place, target), values)
 
 
-class _Finding(Walk):
+class _Finding(Fingerprint):
     """A walk that remembers the place of one entry of the fingerprint."""
 
-    def __init__(self, number: int, left_out: LeftOut) -> None:
-        super().__init__({}, left_out)
+    def __init__(self, number: int, scope: Scope) -> None:
+        super().__init__(scope)
         self.number = number
         self.place: Place | None = None
 

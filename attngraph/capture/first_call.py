@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.capture.guards import things
 from attngraph.capture.replaced import replaced
+from attngraph.capture.state.fingerprint import fingerprint
+from attngraph.capture.state.ran import Executed, recorded
 from attngraph.capture.state.snapshot import Snapshot
-from attngraph.capture.state.walk import fingerprint
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError
 
@@ -66,7 +67,7 @@ def answers_alike(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         if writes:
             copies = {id(t): t.detach().clone() for t in _tensors(target)}
             kept.replace_tensors(lambda t: copies.get(id(t), t))
-        with torch.no_grad():
+        with torch.no_grad(), recorded(Executed(), kept.add):
             once, again = (flatten(target(*given, **named))[0] for _ in range(2))
     finally:
         kept.restore()
@@ -103,11 +104,13 @@ def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     calls. Runs it twice on tensors without data, as a trace would; the state is restored."""
     exporting = (replaced(torch.compiler, f"_is_{what}_flag", True) for what in ("compiling", "exporting"))
     try:
-        with next(exporting), next(exporting), without_data(target, args, kwargs) as run:
+        executed = Executed()
+        with next(exporting), next(exporting), without_data(target, args, kwargs, executed) as run:
             run()
-            once = fingerprint([target]), _weights(target)
+            scope = executed.ran.scope()
+            once = fingerprint([target], scope), _weights(target)
             run()
-            return once == (fingerprint([target]), _weights(target))
+            return once == (fingerprint([target], scope), _weights(target))
     except Exception:  # for example, what it does depends on values
         return False
 
@@ -123,9 +126,11 @@ def writes_to_tensors(target: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 @contextlib.contextmanager
 def without_data(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[Callable[[], Any]]:
-    """The call on tensors without data, in the place of all that the target holds; its state is restored."""
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+    executed: Executed | None = None,
+) -> Iterator[Callable[[], Any]]:  # fmt: skip
+    """The call on tensors without data, in the place of all that the target holds and its code reads; the
+    state is restored. `executed`: gets the code that runs."""
     leaves, spec = flatten((args, kwargs))
     kept = Snapshot([target, *things(leaves)])
     try:
@@ -138,7 +143,8 @@ def without_data(
             kept.replace_tensors(emptied)
             fake = [emptied(x) if isinstance(x, Tensor) else x for x in leaves]
             given, named = unflatten(fake, spec)
-            yield functools.partial(target, *given, **named)
+            with recorded(executed or Executed(), kept.add):
+                yield functools.partial(target, *given, **named)
     finally:
         kept.restore()
 

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify
 
 from attngraph.capture import by_rows
+from attngraph.capture.asked import Asked, lend_attributes
 from attngraph.capture.attributes import Described, Settings, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
 from attngraph.capture.checks import Checks
 from attngraph.capture.guards import things
 from attngraph.capture.side_effects import SideEffects, label_of
-from attngraph.capture.state.ran import recorded
+from attngraph.capture.state.ran import Executed, recorded
 from attngraph.capture.state.snapshot import Snapshot
 from attngraph.capture.state.walk import Place
 from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
@@ -55,7 +56,8 @@ class Trace:
     be read before."""
 
     target: Callable[..., Any]
-    weights: list[int]
+    originals: list[Tensor | None]
+    """The parameters and buffers, in whose places a trace has others."""
     settings: Settings
     reads: bool
     structure: Structure | None = None
@@ -69,6 +71,10 @@ class Trace:
     """The extents of values that are numbers."""
     asked: dict[tuple[int, int], tuple[str, str, int]] = dataclasses.field(default_factory=dict)
     """Dimensions for whose number the code asks: the size's name, the file and the line that ask first."""
+    questions: Asked | None = None
+    """What was asked of arguments."""
+    executed: Executed = dataclasses.field(default_factory=Executed)
+    """The code that ran."""
     repeats: Repeats = lambda noted: contextlib.nullcontext()
     """What repeats equal calls of torch's functions while the target runs."""
 
@@ -105,7 +111,7 @@ class Flat(nn.Module):
         self.leaves, self.spec = list(leaves), spec
         # Export restores attributes that forward() sets here, and hands out stand-ins of weights and modules:
         # what must survive, or be the original, is in an object of its own.
-        self.trace = Trace(target, [id(t) for t in self._weights()], settings, reads)
+        self.trace = Trace(target, self._weights(), settings, reads)
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         self.trace.shapes = tuple(t.shape for t in arguments)
@@ -116,6 +122,8 @@ class Flat(nn.Module):
         target = self.model if hasattr(self, "model") else self.function
         printed = io.StringIO()
         effects = self.trace.effects
+        originals = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        asked = self.trace.questions = Asked(arguments, originals, effects.note)
         watch = Watch(list(self.trace.settings), self._refuse, self.trace.reads)
         with (
             contextlib.redirect_stdout(printed),
@@ -124,8 +132,10 @@ class Flat(nn.Module):
             self.trace.checks.watch(),
             _sizes_recorded_when_needed(),
             self.trace.repeats(lambda: self.trace.noted(printed)),
-            recorded(),
+            recorded(self.trace.executed, effects.begins),
+            asked,
         ):
+            self._lend_attributes(arguments, originals)
             result = by_rows.call(target, args, kwargs)
         if printed.getvalue():
             effects.note("forward() prints")
@@ -141,6 +151,14 @@ class Flat(nn.Module):
             tensors.append(condition)
         return tuple(tensors)
 
+    def _lend_attributes(self, arguments: Sequence[Tensor], originals: Sequence[Tensor]) -> None:
+        """Let the stand-ins of arguments and weights have what users put on these."""
+        for tensor, original in zip(self._weights(), self.trace.originals, strict=False):
+            if tensor is not None and original is not None and tensor is not original:
+                lend_attributes(tensor, original)
+        if not all([*map(lend_attributes, arguments, originals)]):
+            self.trace.effects.note("a tensor is an attribute of an argument", of_arguments=True)
+
     def _refuse(self, place: Place) -> None:
         self.trace.effects.note_change(place, self.trace.target)
 
@@ -149,7 +167,7 @@ class Flat(nn.Module):
 
     def _originals(self) -> dict[int, int]:
         """From the identity of each parameter and buffer now to that of the one it stands for."""
-        return dict(zip((id(t) for t in self._weights()), self.trace.weights, strict=False))
+        return dict(zip(map(id, self._weights()), map(id, self.trace.originals), strict=False))
 
     def _record(
         self, watch: Watch, result: Any, others: set[int], tensors: list[Tensor]

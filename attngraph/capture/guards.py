@@ -9,22 +9,22 @@ import sympy
 import torch
 from torch import Tensor
 
-from attngraph.capture.state.walk import LeftOut
+from attngraph.capture.asked import answers, key_of_attributes
+from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.capture.structure import is_value
 from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds
+from attngraph.ir.modes import autocast_of, default_device, settings
 from attngraph.ir.versions import version_of
 
-FingerprintOf = Callable[[Sequence[Any], LeftOut], tuple[Any, ...]]
-"""Gives the fingerprint of a model, and of the objects among a call's arguments, without some attributes."""
+FingerprintOf = Callable[[Sequence[Any], Scope], tuple[Any, ...]]
+"""Gives the fingerprint of a model, and of the objects among a call's arguments, in a scope."""
 
 
-def call_key(
-    leaves: Sequence[Any], spec: Any, fingerprint: FingerprintOf, left_out: LeftOut = frozenset()
-) -> Any:
+def call_key(leaves: Sequence[Any], spec: Any, fingerprint: FingerprintOf, scope: Scope = EVERYTHING) -> Any:
     """A key of everything in a call that a trace depends on, except for tensor sizes and values: structure,
-    dtypes, devices, numbers, which tensors are identical or share memory, global state of PyTorch, and the
-    state of the model but for the attributes that are left out."""
+    dtypes, devices, numbers, which tensors are identical or share memory, global state of PyTorch, and what
+    of the state of the model is in the scope."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return (
         spec,
@@ -34,8 +34,11 @@ def call_key(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-        fingerprint(things(leaves), left_out),
+        (autocast_of("cpu"), autocast_of("cuda")),
+        default_device(),
+        settings(),
+        answers(tensors, scope.asked, scope.layouts) if scope.asked or scope.layouts else (),
+        fingerprint(things(leaves), scope),
     )
 
 
@@ -65,7 +68,7 @@ def _storage(tensor: Tensor) -> int:
 
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return (leaf.dtype, leaf.device, leaf.ndim, type(leaf), leaf.requires_grad)
+        return (leaf.dtype, leaf.device, leaf.ndim, type(leaf), leaf.requires_grad, key_of_attributes(leaf))
     if isinstance(leaf, (float, complex)):
         return repr(leaf)  # distinguishes -0.0 from 0.0, and makes NaN equal to itself
     return (type(leaf), leaf if is_value(leaf) else None)

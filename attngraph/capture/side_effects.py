@@ -23,8 +23,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from attngraph.capture.attributes import Described, Settings, can_be_watched, holder_of
 from attngraph.capture.process_state import process_state_kept
+from attngraph.capture.state.fingerprint import fingerprint
+from attngraph.capture.state.scope import Space
 from attngraph.capture.state.snapshot import Snapshot
-from attngraph.capture.state.walk import Place, fingerprint
+from attngraph.capture.state.walk import Place
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import short_path
 
@@ -54,6 +56,7 @@ class SideEffects:
 
     def __init__(self) -> None:
         self.settings = {}
+        self.kept: Snapshot | None = None
 
     def note(
         self, what: str, line: str = "", advice: str = "return what changes", *,
@@ -72,21 +75,40 @@ class SideEffects:
         Args:
             weights: from the identity of each current parameter and buffer to that of the model's own.
         """
-        kept = Snapshot([target, *arguments])
-        model, given, held = fingerprint([target], weights()), fingerprint(arguments), weights()
-        with (
-            self._own_gradients(),
-            process_state_kept(self.note, lambda name: line_using(name, target)),
-            kept.iterators_refused(lambda place: self._note_iterator(place, target)),
-        ):
-            yield
+        kept = self.kept = Snapshot([target])
+        theirs = Snapshot(arguments)
+        given, held = fingerprint(arguments), weights()
+        try:
+            with (
+                self._own_gradients(),
+                process_state_kept(self.note, lambda name: line_using(name, target)),
+                kept.iterators_refused(lambda place: self._note_iterator(place, target)),
+                theirs.iterators_refused(lambda place: self._note_iterator(place, target)),
+            ):
+                yield
+        except BaseException:
+            self._restore(kept, theirs)
+            raise
         if given != fingerprint(arguments):
-            self.note(f"forward() changes an argument's attributes{_named(kept, target)}", of_arguments=True)
-        if held != weights() or model != fingerprint([target], weights()):
+            self.note(
+                f"forward() changes an argument's attributes{_named(theirs, target)}", of_arguments=True
+            )
+        changed = kept.first_change(weights())
+        if changed is not None or held != weights():
             self.settings = _settings(kept.changed_attributes())
-            self.note_change(kept.first_change(), target)
+            self.note_change(changed, target)
         if self.what:
-            kept.restore()
+            self._restore(kept, theirs)
+
+    @staticmethod
+    def _restore(*kept: Snapshot) -> None:
+        for each in kept:
+            each.restore()
+
+    def begins(self, frame: types.FrameType) -> None:
+        """Watch also what the code can read that is about to run."""
+        if self.kept is not None:
+            self.kept.add(frame)
 
     def note_change(self, place: Place | None, target: Callable[..., Any]) -> None:
         """Note that the target changes its state; `place` is where, if it is known."""
@@ -161,8 +183,8 @@ def name_of(place: Place, target: Callable[..., Any]) -> str:
     if isinstance(owner, nn.Module):
         path = next((p for p, m in _modules(target) if m is owner), type(owner).__name__)
         return f"the attribute {f'{path}.' if path else ''}{name} of the model"
-    if isinstance(owner, types.FunctionType):
-        return f"the {'local' if name in owner.__code__.co_freevars else 'global'} variable {name}"
+    if isinstance(owner, (Space, types.FunctionType)):
+        return f"the {'global' if isinstance(owner, Space) else 'local'} variable {name}"
     if isinstance(owner, type):
         return f"the attribute {name} of the class {owner.__name__}"
     if isinstance(owner, types.ModuleType):
@@ -182,6 +204,9 @@ def line_of(place: Place, target: Callable[..., Any]) -> str:
     owner, name = place
     kinds = [owner if isinstance(owner, type) else type(owner), *(type(m) for _, m in _modules(target))]
     functions = [owner, target] if isinstance(owner, types.FunctionType) else [target]
+    if isinstance(owner, Space):
+        functions += [value for value in owner.held.values() if isinstance(value, types.FunctionType)]
+        kinds += [value for value in owner.held.values() if isinstance(value, type)]
     return _first_line((*functions, *_methods(kinds)), lambda node: _changes(node, name))
 
 

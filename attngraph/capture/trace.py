@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,11 +42,11 @@ from attngraph.capture.hidden_writes import data_of_tensors, hidden_write
 from attngraph.capture.many_tokens import extents_of_loop
 from attngraph.capture.numpy_sizes import numpy_of_sizes
 from attngraph.capture.replaced import replaced
-from attngraph.capture.side_effects import refusal
+from attngraph.capture.side_effects import line_using, name_of, refusal
 from attngraph.capture.size_formulas import FixedSize, ManyQuotients, SizeProblem, short_formulas
 from attngraph.capture.stack_traces import whole_stack_traces
 from attngraph.capture.state.snapshot import Snapshot
-from attngraph.capture.state.walk import hooks_not_traced
+from attngraph.capture.state.walk import Walk, hooks_not_traced
 from attngraph.capture.structure import flatten
 from attngraph.capture.unwritten import code_written_when_called
 from attngraph.errors import CaptureError
@@ -157,7 +157,33 @@ def _capture(
     exported.write_dtypes(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
         raise refusal("forward() writes to an argument that shares its memory with another")
-    return _with_sizes(graph, program, flat.trace)
+    return _watched(_with_sizes(graph, program, flat.trace), flat.trace, [target, *things(leaves)])
+
+
+def _watched(captured: Captured, trace: Trace, targets: Sequence[Any]) -> Captured:
+    """The captured graph, with all that its code read in its scope.
+
+    Raises:
+        CaptureError: the code read what later calls cannot compare, so that a graph would keep what it was.
+    """
+    found = Walk(captured.scope)
+    found.everything(targets)
+    what, line = next(iter(trace.executed.outside), ""), ""
+    if not what and (unseen := found.unseen_at_last()) is not None:
+        place, value, why = unseen
+        what = f"{name_of(place, targets[0])}, a {type(value).__name__}: {why}"
+        line = line_using(place.name, targets[0])
+    if not what:
+        lost = found.functions_not_met(trace.executed.codes.values())
+        around = dataclasses.replace(captured.around, functions=lost)
+        return dataclasses.replace(captured, around=around) if lost else captured
+    raise CaptureError(
+        f"a graph of the model would keep what forward() reads in this call: {what}{line and f' at {line}'}."
+        "\nWhat to do: read it outside of the model and give it as an argument, or compile without "
+        "strict=True.",
+        f"forward() reads {what}",
+        line,
+    )
 
 
 def _export(
@@ -212,8 +238,11 @@ def _with_sizes(graph: ProgramGraph, program: ExportedProgram, trace: Trace) -> 
     ]
     _name_outputs(graph, trace.kinds)
     checks = tuple(line for _, line in trace.checks.found)
-    asked = told(trace, sizes, graph.conditions)
-    return Captured(graph, simplified(trace.structure), sizes, tuple(attributes), checks, asked)
+    sizes_asked = told(trace, sizes, graph.conditions)
+    asked = trace.questions
+    found = frozenset() if asked is None else frozenset(asked.found)
+    around = trace.executed.ran.scope(asked=found, layouts=asked is not None and asked.layouts)
+    return Captured(graph, simplified(trace.structure), sizes, tuple(attributes), checks, sizes_asked, around)
 
 
 def _name_outputs(graph: ProgramGraph, kinds: Mapping[int, tuple[str, str]]) -> None:

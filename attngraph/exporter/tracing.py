@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import ExportError
+from attngraph.ir.modes import without_autocast
 
 
 def traced(
@@ -39,7 +39,7 @@ def traced(
     level = quiet.level
     try:
         quiet.setLevel(logging.CRITICAL)
-        with LOCK.trace(), torch.no_grad(), _without_autocast(), warnings.catch_warnings():
+        with LOCK.trace(), torch.no_grad(), without_autocast(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made = torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
         # Torch's text of guards fails on inputs of several kinds; sizes are checked by the range constraints.
@@ -52,16 +52,6 @@ def traced(
         raise ExportError(f"torch.export cannot trace the rewritten model: {reason}") from problem
     finally:
         quiet.setLevel(level)
-
-
-@contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    """Autocast is off: its casts are in the graph already."""
-    with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 def varies(size: Any) -> bool:

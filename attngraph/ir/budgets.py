@@ -97,9 +97,12 @@ that goes on changing its attributes is captured in pieces."""
 GUARDED_ELEMENTS = 1 << 22
 """Elements of buffers whose contents are compared at every call. Larger ones are compared by address and
 version only, which misses a write through `.data`."""
-STATE_ENTRIES, STATE_DEPTH, STATE_BYTES = 256, 6, 1 << 12
-"""Entries of a container, depth of nesting, and bytes of an array that are examined as state of a model.
-Beyond these limits an object is compared by identity alone."""
+STATE_ENTRIES, STATE_BYTES = 256, 1 << 12
+"""Entries of a container, and bytes of an array, that are examined as state of a model in any case. Larger
+ones are examined if the code that a trace ran has their names, else compared by identity."""
+STATE_ENTRIES_READ, STATE_DEPTH = 1 << 16, 50
+"""Entries of a container, and depth of nesting, beyond which what the code reads cannot be watched: such a
+model is captured in pieces."""
 RECORDED_TOKENS = 256
 """New tokens of a decoder's call that is recorded when its shapes come again. With more, the graph runs: what
 lies between the compiled calls is then a small part of the time."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from attngraph.capture.compared import SIZES
 from attngraph.capture.guards import call_key
-from attngraph.capture.state.walk import LeftOut
+from attngraph.capture.state.scope import Scope
 from attngraph.capture.structure import Spread, flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import AttnGraphError, CacheError, DisagreementError, NoDecoderError
@@ -107,8 +107,8 @@ class DerivedSteps:
         leaves, spec = flatten({name: packed.ids, **dict(sorted(inputs.items()))})
         width = tuple(packed.ids.shape[2:])
 
-        def key(left_out: LeftOut) -> Any:
-            return left_out, call_key(leaves, spec, self._fingerprints, left_out), width
+        def key(scope: Scope) -> Any:
+            return scope, call_key(leaves, spec, self._fingerprints, scope), width
 
         with LOCK.call():
             found = self._valid(key)
@@ -119,7 +119,7 @@ class DerivedSteps:
             if found is None:
                 found = self._derived(name, packed, inputs)
                 with torch.no_grad():
-                    kept_as = key(found.left_out)
+                    kept_as = key(found.scope)
                 self._kept.pop(kept_as, None)
                 self._kept[kept_as] = found
                 while len(self._kept) > budgets.GRAPHS_KEPT:
@@ -142,11 +142,11 @@ class DerivedSteps:
                 f"the model's forward needs {', '.join(missing)} as well: give it by name ({missing[0]}=...)."
             )
 
-    def _valid(self, key: Callable[[LeftOut], Any]) -> Step | None:
+    def _valid(self, key: Callable[[Scope], Any]) -> Step | None:
         """A step that was derived for this call, if the buffers that it relies on are unchanged. `key`: of
         the call, without some attributes."""
-        for left_out in {step.left_out for step in tuple(self._kept.values())}:
-            found = self._kept.get(key(left_out))
+        for scope in {step.scope for step in tuple(self._kept.values())}:
+            found = self._kept.get(key(scope))
             if found is not None and found.is_valid():
                 return found
         return None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from attngraph.capture.attributes import holder_of
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.guards import ShapeGuard, size_value
+from attngraph.capture.state.scope import Scope
 from attngraph.capture.structure import unflatten
 from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, Rate, is_assertion
 from attngraph.report.report import CompileReport
@@ -50,6 +51,11 @@ class Executable:
         stage = captured.graph.stages.get(Rate.LOOK)
         self.looks = None if stage is None else Looks(stage, owner)
         self.state = state
+
+    @property
+    def scope(self) -> Scope:
+        """What of the state around a call the graph depends on."""
+        return self.captured.scope
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the graph accepts a call with these tensors (of the dtypes that it was traced for)."""

@@ -7,7 +7,7 @@ All graphs run on this class: compiled calls (`executable.py`), a decoder's step
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from attngraph.capture.guards import ValueGuard
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CheckError
 from attngraph.ir.graph.program_graph import Output, ProgramGraph, Rate
+from attngraph.ir.modes import without_autocast
 from attngraph.ir.ops.sharing import one_run
 from attngraph.ir.versions import version_of
 from attngraph.runtime.fully_sharded import is_fully_sharded
@@ -96,12 +97,12 @@ class Machine:
             weights = None if self._weights is None else self._weights.values(interpret)
             inputs = self._inputs(arguments, state, weights)
             if interpret is not None:
-                with _without_autocast(inputs):
+                with without_autocast(_devices(inputs)):
                     return list(interpret(self._module).run(*inputs))
             if self._overwritten and torch.is_grad_enabled():
                 # The backward pass needs their old contents.
                 inputs = [t.clone() if n in self._overwritten else t for n, t in enumerate(inputs)]
-            with _without_autocast(inputs), self._sharing():
+            with without_autocast(_devices(inputs)), self._sharing():
                 results = self._run(*inputs)
             for number, line in self._checks:
                 if not results[number]:
@@ -146,15 +147,9 @@ def _stamp(tensor: Tensor) -> object:
     return object() if version is None else version
 
 
-def _without_autocast(inputs: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Disable autocast: its casts are already part of the graph."""
-    if not torch._C._is_any_autocast_enabled():
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    for device in {t.device.type for t in inputs if isinstance(t, Tensor)}:
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
-    return stack
+def _devices(inputs: Sequence[Any]) -> Iterator[str]:
+    """The kinds of devices that tensors are on. (The casts of autocast are part of the graph.)"""
+    yield from {t.device.type for t in inputs if isinstance(t, Tensor)}
 
 
 def _writer(output: Output, owner: nn.Module) -> Callable[[Any, Tensor], None] | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.state.walk import LeftOut
+from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.errors import CacheError
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
@@ -28,21 +28,20 @@ class Step:
         owner: the module whose parameters and buffers the graph's inputs name.
         name: the model's argument that takes the tokens. names: the names of all its arguments, in order.
         run: makes the function that computes a graph's results.
-        left_out: attributes that the model's forward sets and never reads before, so the decoder does not
-            depend on them.
+        scope: what of the state around a call the decoder depends on.
         spread: arguments that calls may give with dimensions of size 1 between rows and tokens.
         ranks: what this process computes of a graph for several ranks (None: all of it).
     """
 
     def __init__(
         self, graph: ProgramGraph, owner: nn.Module, name: str, names: Sequence[str], report: CompileReport,
-        run: Callable[[ProgramGraph], Run], left_out: LeftOut = frozenset(),
+        run: Callable[[ProgramGraph], Run], scope: Scope = EVERYTHING,
         spread: frozenset[str] = frozenset(), ranks: OneRank | None = None,
     ) -> None:  # fmt: skip
         assert graph.state is not None
         self.ranks = OneRank(graph.state) if ranks is None else ranks
         self.graph, self.plan, self.report = graph, self.ranks.plan, report
-        self.name, self.names, self.owner, self.left_out = name, list(names), owner, left_out
+        self.name, self.names, self.owner, self.scope = name, list(names), owner, scope
         self.spread = spread
         self.traced: Any = None
         """What its trace depended on, for saving it."""

@@ -15,8 +15,10 @@ from typing import Any
 
 from torch import nn
 
+from attngraph.ir.modes import surroundings
 from attngraph.runtime.fully_sharded import require_whole_again
 
+OWN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _SHARED = ("_parameters", "_buffers", "_modules")
 _OF_THE_MODEL = (
     "_apply", "_load_from_state_dict", "_register_load_state_dict_pre_hook", "_register_state_dict_hook",
@@ -62,6 +64,12 @@ class ModelWrapper(nn.Module):
         _REAL_CLASS.__set__(self, _extended(type(self), kind, self.__class__))
         self._kind = kind
         require_whole_again(self)
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Hooks of all modules run around the model, and not around what stands for it."""
+        own = any(self.__dict__[name] for name in OWN_HOOKS)
+        call: Callable[..., Any] = super()._call_impl if own or not surroundings() else self.forward
+        return call(*args, **kwargs)
 
     def _said_class(self) -> type:
         """What `__class__` says, by which `isinstance` also goes."""

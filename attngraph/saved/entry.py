@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from attngraph.capture.captured import Attribute, Captured
 from attngraph.capture.state.content import Content, tensor_digest
+from attngraph.capture.state.scope import Scope
 from attngraph.errors import SavedError, TextError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.report.report import CompileReport
@@ -110,9 +111,9 @@ def _attribute(attribute: Attribute, content: Content, names: Mapping[str, str])
 
 def _left_out(step: Step, content: Content) -> list[str]:
     paths = content.paths()
-    if any(owner not in paths for owner, _ in step.left_out):
+    if any(owner not in paths for owner, _ in step.scope.left_out):
         raise SavedError("an object of which its forward sets an attribute cannot be found again")
-    return sorted(f"{paths[owner]}.{name}" for owner, name in step.left_out)
+    return sorted(f"{paths[owner]}.{name}" for owner, name in step.scope.left_out)
 
 
 def _contents(graph: ProgramGraph, owner: nn.Module) -> dict[str, str]:
@@ -137,10 +138,12 @@ def _kernels(report: CompileReport) -> dict[str, bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What a graph is put in place with: the objects of the model by path, and where its weights are."""
+    """What a graph is put in place with: the objects of the model by path, where its weights are, and what of
+    the state counts."""
 
     objects: Mapping[str, Any]
     owner: nn.Module
+    scope: Scope
 
 
 def unfit_contents(files: Files, known: Known) -> str:
@@ -192,7 +195,7 @@ def _executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], R
     captured = Captured(
         graph, read_structure(beside["structure"], names),
         tuple(tuple(_extent(n, names) for n in shape) for shape in beside["shapes"]),
-        attributes, tuple(beside["checks"]),
+        attributes, tuple(beside["checks"]), around=known.scope,
     )  # fmt: skip
     found = Executable(captured, known.owner, run)
     found.report = report
@@ -214,8 +217,8 @@ def _step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -
     split = (path.rpartition(".") for path in json.loads(files["guards.json"])["left_out"])
     left_out = frozenset((id(known.objects[path]), name) for path, _, name in split if path in known.objects)
     return Step(
-        graph, known.owner, beside["name"], beside["names"], report, run, left_out,
-        frozenset(beside["spread"]),
+        graph, known.owner, beside["name"], beside["names"], report, run,
+        dataclasses.replace(known.scope, left_out=left_out), frozenset(beside["spread"]),
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """When a saved graph may be used: everything that its trace depended on, by name, as text.
 
-Four sections, compared entry by entry, so that what does not fit has a name: `call` (the arguments but for
-sizes, and torch's modes), `state` (what the model and what it refers to hold), `code` (the functions that ran
-and what the global names in them stand for) and `contents` (of buffers whose values were read). Versions are
+Sections, compared entry by entry, so that what does not fit has a name: `call` (the arguments but for sizes,
+and torch's modes), `ran` (the functions that ran, and variables of the environment that they read), `state`
+(what the model and these functions can read) and `contents` (of buffers whose values were read). Versions are
 compared before.
 """
 
@@ -15,11 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngraph.capture.asked import answers
 from attngraph.capture.guards import aliases, repeats, things
-from attngraph.capture.state.code_content import Code, code_behind, described
-from attngraph.capture.state.content import Content
+from attngraph.capture.state.content import Content, names_of, ran_of
 from attngraph.capture.state.ran import Executed
+from attngraph.capture.state.scope import Scope
+from attngraph.capture.state.walk import own_attributes
 from attngraph.capture.structure import is_value
+from attngraph.ir.modes import autocast_of, settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """What decides what of the state counts: the names of functions that ran, of variables of the environment
+    that they read, and whether the layouts of tensors count, and what is asked of arguments."""
+
+    functions: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    asked: tuple[tuple[int, str], ...] = ()
+    layouts: bool = False
+
+    def scope(self, describe: Callable[[Scope], Content]) -> Scope:
+        ran = ran_of(self.functions, describe)
+        ran.environment.update(self.environment)
+        return ran.scope(asked=frozenset((place, what) for place, what in self.asked), layouts=self.layouts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +47,11 @@ class Traced:
 
     call: dict[str, str]
     state: dict[str, str]
-    code: Code
+    ran: Names
     doubts: tuple[str, ...]
 
     def sections(self) -> dict[str, Any]:
-        return {"call": self.call, "state": self.state, "code": self.code}
+        return {"call": self.call, "state": self.state, "ran": dataclasses.asdict(self.ran)}
 
 
 def describe_call(leaves: Sequence[Any], spec: Any) -> dict[str, str]:
@@ -44,16 +63,24 @@ def describe_call(leaves: Sequence[Any], spec: Any) -> dict[str, str]:
     found["arguments that are the same"] = f"{repeats(tensors)} {aliases(tensors)}"
     found["gradients"] = f"{torch.is_grad_enabled()}, inference {torch.is_inference_mode_enabled()}"
     found["default dtype and device"] = f"{torch.get_default_dtype()} {torch.get_default_device()}"
-    found["autocast"] = str(
-        [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
-    )
+    found["autocast"] = str([(device, *autocast_of(device)) for device in ("cpu", "cuda")])
+    found["torch's settings"] = str(settings())
     return found
+
+
+def describe_answers(tensors: Sequence[Tensor], ran: Names) -> dict[str, str]:
+    """What is true of a call's tensors of what the code asked."""
+    if not ran.asked and not ran.layouts:
+        return {}
+    found = answers(tensors, frozenset((place, what) for place, what in ran.asked), ran.layouts)
+    return {"what is asked of arguments": str(found)}
 
 
 def _leaf(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         kind = type(leaf)
-        return (
+        own = own_attributes(leaf)
+        return f"with the attributes {own} " * bool(own) + (
             f"{kind.__module__}.{kind.__qualname__} of {leaf.dtype}, {leaf.ndim} dimensions, {leaf.device}, "
             f"{'with' if leaf.requires_grad else 'without'} gradient"
         )
@@ -61,24 +88,33 @@ def _leaf(leaf: Any) -> str:
     return f"{kind_name} {leaf!r}" if is_value(leaf) else kind_name
 
 
-def describe_state(target: Callable[..., Any], leaves: Sequence[Any]) -> Content:
-    """The model's state, and that of arguments that are objects."""
-    content = Content()
-    content.visit("model", target)
+def describe_state(target: Callable[..., Any], leaves: Sequence[Any], scope: Scope) -> Content:
+    """The model's state, that of arguments that are objects, and what code that ran can read."""
+    content = Content(scope)
+    content.of("model", target)
     for place, thing in enumerate(things(leaves)):
-        content.visit(f"object {place} among the arguments", thing)
+        content.of(f"object {place} among the arguments", thing)
+    content.around()
     return content
 
 
-def traced(call: Mapping[str, str], content: Content, executed: Executed) -> Traced:
-    """What a trace depended on, just after it."""
-    own = (code for place, code in executed.without_file.items() if place in content.codes)
-    code, lost = code_behind([*executed.codes.values(), *own], content)
-    doubts = [*content.doubts, *lost]
-    if not executed.complete:
-        doubts.append("the code that ran: another profiler was active")
-    doubts += [f"the file {name}, which a trace opened" for name in executed.files]
-    return Traced(dict(call), dict(content.lines), code, tuple(dict.fromkeys(doubts)))
+def traced(
+    call: Mapping[str, str], tensors: Sequence[Tensor], describe: Callable[[Scope], Content],
+    executed: Executed, scope: Scope,
+) -> tuple[Traced, Content]:  # fmt: skip
+    """What a trace depended on, just after it; `scope`: that of its graph."""
+    names, lost = names_of(executed.codes.values(), describe)
+    ran = Names(tuple(names), scope.environment, tuple(sorted(scope.asked)), scope.layouts)
+    content = describe(ran.scope(describe))
+    doubts = [*content.doubts, *lost, *executed.outside]
+    described = {**call, **describe_answers(tensors, ran)}
+    return Traced(described, dict(content.lines), ran, tuple(dict.fromkeys(doubts))), content
+
+
+def names_from(saved: Mapping[str, Any]) -> Names:
+    """What a file says of the code that ran."""
+    asked = tuple((int(place), str(what)) for place, what in saved["asked"])
+    return Names(tuple(saved["functions"]), tuple(saved["environment"]), asked, bool(saved["layouts"]))
 
 
 def differences(
@@ -87,13 +123,6 @@ def differences(
     """What does not fit, by name, the plainest first."""
     yield from _differences("", saved["call"], call, ())
     yield from _differences("", saved["state"], content.lines, left_out)
-    about = Content()
-    for name, text in saved["code"]:
-        found = described(name, content, about)
-        if found is None:
-            yield f"{_readable(name)} is not loaded"
-        elif found != text:
-            yield f"the code of {_readable(name)}, or what it names"
 
 
 def _differences(
@@ -112,7 +141,3 @@ def _differences(
 
 def _is_below(name: str, paths: Sequence[str]) -> bool:
     return any(name == p or name.startswith((f"{p}.", f"{p}[")) for p in paths)
-
-
-def _readable(name: str) -> str:
-    return name.removeprefix("=").replace(":", ".")

@@ -3,6 +3,7 @@ find the same."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import gc
 import types
@@ -16,11 +17,22 @@ import torch
 from torch import nn
 
 from attngraph.capture.state import unchanged
-from attngraph.capture.state.walk import fingerprint
+from attngraph.capture.state.fingerprint import fingerprint
+from attngraph.capture.state.scope import Ran, Scope
 from attngraph.runtime.fingerprints import Fingerprints
 from tests.runtime.test_state import CHANGES, Holder, Options
 
-NOTHING: frozenset[tuple[int, str]] = frozenset()
+NOTHING = Scope()
+
+
+def scope_of(model: Any) -> Scope:
+    """That of a trace in which the forward ran, and the functions that the model holds."""
+    ran = Ran()
+    held = [value for part in model.modules() for value in vars(part).values()]
+    for value in [type(model).forward, *held, *(getattr(v, "func", None) for v in held)]:
+        if isinstance(value, types.FunctionType):
+            ran.add(value.__code__, value.__globals__)
+    return dataclasses.replace(ran.scope(), names=frozenset({*ran.scope().names, "l"}))
 
 
 class Slots:
@@ -116,32 +128,34 @@ SUBTLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 def test_after_any_change_it_is_that_of_a_new_walk(name: str) -> None:
     make, change = {**CHANGES, **SUBTLE}[name]
     model = make()
-    known = Fingerprints(model)
-    before = fingerprint([model])
-    assert known((), NOTHING) == known((), NOTHING) == known((), NOTHING) == before
+    known, scope = Fingerprints(model), scope_of(model)
+    before = fingerprint([model], scope)
+    assert known((), scope) == known((), scope) == known((), scope) == before
     change(model)
     for _ in range(3):
-        assert known((), NOTHING) == fingerprint([model])
+        assert known((), scope) == fingerprint([model], scope)
     if name in SUBTLE:
         # A weight's place in memory and the identity of what replaces it are no part of a fingerprint.
-        assert fingerprint([model]) != before
+        assert fingerprint([model], scope) != before
 
 
 def test_globals_are_read_again_after_a_change() -> None:
     space = types.ModuleType("theirs")
     exec("scale = 1\nhelper = [1.0]\ndef forward(x): return x * scale * helper[0]", vars(space))
-    known = Fingerprints(space.forward)
+    known, ran = Fingerprints(space.forward), Ran()
+    ran.add(space.forward.__code__, vars(space))
+    scope = ran.scope()
     for change in ("pass", "scale = 2", "helper[0] = 3.0", "helper = (1.0,)", "del scale", "scale = 2"):
         exec(change, vars(space))
         for _ in range(4):
-            assert known((), NOTHING) == fingerprint([space.forward]), change
+            assert known((), scope) == fingerprint([space.forward], scope), change
 
 
 def test_a_model_that_has_not_changed_is_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.TransformerEncoderLayer(8, 2)
     known = Fingerprints(model)
     first = [known((), NOTHING) for _ in range(2)][-1]
-    monkeypatch.setattr(unchanged.Walk, "visit", lambda *_: pytest.fail("walked again"))
+    monkeypatch.setattr(unchanged.Fingerprint, "visit", lambda *_: pytest.fail("walked again"))
     assert known((), NOTHING) is first
     with pytest.raises(pytest.fail.Exception):
         known([Options(n=1)], NOTHING)  # an argument of the call has state as well
@@ -150,11 +164,11 @@ def test_a_model_that_has_not_changed_is_not_walked_through(monkeypatch: pytest.
 def test_attributes_that_are_left_out_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = holder(calls=1000, c=Options(last=None))
     model.register_buffer("seen", torch.zeros(3))
-    left_out = frozenset({(id(model), "calls"), (id(model.c), "last"), (id(model), "seen")})
+    left_out = Scope(frozenset({(id(model), "calls"), (id(model.c), "last"), (id(model), "seen")}))
     known = Fingerprints(model)
     first = [known((), left_out) for _ in range(2)][-1]
     model.calls, model.c.last, model.seen = 2000, object(), torch.zeros(5)
-    monkeypatch.setattr(unchanged.Walk, "visit", lambda *_: pytest.fail("walked again"))
+    monkeypatch.setattr(unchanged.Fingerprint, "visit", lambda *_: pytest.fail("walked again"))
     assert known((), left_out) is first
 
 

@@ -40,6 +40,7 @@ SOURCE = """
             return scores(q, k)
 
         def forward(self, x):
+            x = x if self.kind == "plain" else 2 * x
             q, k, v = self.qkv(x).chunk(3, -1)
             t = x.shape[1]
             i = torch.arange(t)

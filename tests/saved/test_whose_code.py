@@ -20,9 +20,11 @@ import sympy
 import torch
 
 import attngraph
-from attngraph.capture.state import code_content, content, ran
-from attngraph.capture.state.code import globals_in, nested
+from attngraph.capture.state import ran
+from attngraph.capture.state.code import chains_in, nested
+from attngraph.capture.state.content import Content, names_of, ran_of
 from attngraph.capture.state.ran import is_users
+from attngraph.capture.state.scope import Ran
 from attngraph.models import targets
 
 
@@ -75,8 +77,8 @@ def test_of_thousands_of_modules_only_those_of_the_codes_files_are_resolved(
     resolved: list[str] = []
     resolve = os.path.realpath
     monkeypatch.setattr(os.path, "realpath", lambda path: (resolved.append(path), resolve(path))[1])
-    found, lost = code_content.code_behind([code], content.Content())
-    assert [name for name, _ in found] == ["attngraph.models.targets:tiny_decoder_lm"] and not lost
+    found, lost = names_of([code], Content)
+    assert found == ["attngraph.models.targets:tiny_decoder_lm"] and not lost
     assert {os.path.basename(path) for path in resolved} == {os.path.basename(code.co_filename)}
 
 
@@ -91,8 +93,22 @@ def test_global_names_are_those_that_pythons_own_reader_finds() -> None:
     ):
         for code in nested(compile(source, "a file", "exec")):
             read = [i for i in dis.get_instructions(code) if i.opcode in dis.hasname]
-            wanted = [i.argval for i in read if re.search("GLOBAL|NAME|IMPORT", i.opname)]
-            assert globals_in(code) == tuple(dict.fromkeys(wanted))
+            wanted = {i.argval for i in read if re.search("GLOBAL|NAME", i.opname)}
+            assert {chain.root for chain in chains_in(code)} == wanted
+
+
+def test_what_code_takes_of_a_module_is_told_from_the_module_itself() -> None:
+    def uses() -> object:
+        from json import decoder as theirs
+        from json import dumps
+
+        return dis.opname[0], json.decoder.JSONDecoder.decode, inspect, dumps, theirs
+
+    found = {(c.root, *c.attributes) for c in chains_in(uses.__code__)}
+    assert found == {
+        ("dis", "opname"), ("json", "decoder", "JSONDecoder", "decode"), ("inspect",), ("json", "decoder"),
+        ("json", "dumps"),
+    }  # fmt: skip
 
 
 def test_what_a_class_holds_is_described_also_where_two_classes_extend_it() -> None:
@@ -106,8 +122,8 @@ def test_what_a_class_holds_is_described_also_where_two_classes_extend_it() -> N
         pass
 
     def described() -> dict[str, str]:
-        found = content.Content()
-        found.visit("it", (First, Second))
+        found = Content()
+        found.of("it", (First, Second))
         return found.lines
 
     before = described()
@@ -124,13 +140,14 @@ def uses_a_name_as_an_attribute(x: torch.Tensor) -> int:
 
 
 def test_a_name_that_code_uses_as_an_attribute_is_no_global(monkeypatch: pytest.MonkeyPatch) -> None:
-    def described() -> str | None:
-        name = f"{__name__}:{uses_a_name_as_an_attribute.__name__}"
-        return code_content.described(name, content.Content(), content.Content())
+    def described() -> dict[str, str]:
+        found = Content(ran_of([f"{__name__}:{uses_a_name_as_an_attribute.__name__}"], Content).scope())
+        found.around()
+        return found.lines
 
     before = described()
     monkeypatch.setitem(globals(), "size", 5)
-    assert before is not None and described() == before
+    assert described() == before
     monkeypatch.setitem(globals(), "named", 5)  # a text may be the name of a global
     assert described() != before
 
@@ -143,8 +160,10 @@ def test_what_differs_between_processes_alone_is_not_compared() -> None:
 
     noted.wrapper_id = id(noted)  # type: ignore[attr-defined]
     noted.limit = 7  # type: ignore[attr-defined]
-    found = content.Content()
-    found.visit("noted", noted)
-    found.visit("append", numpy.append)
+    made = Ran()
+    made.add(noted.__code__, noted.__globals__)
+    found = Content(made.scope())
+    found.of("noted", noted)
+    found.of("append", numpy.append)
     assert not found.doubts and str(id(noted)) not in str(found.lines)
-    assert found.lines["noted.limit"] == "int 7" and "append" in found.lines["append"]
+    assert found.lines["noted.__dict__[limit]"] == "int 7" and "append" in found.lines["append"]

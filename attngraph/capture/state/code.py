@@ -9,9 +9,10 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
+import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 _DEPTH = 6
 """Decorators around decorators that are followed."""
@@ -61,26 +62,79 @@ def nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 _LOOKS_UP = frozenset(
-    kind for kind in dis.hasname if any(word in dis.opname[kind] for word in ("GLOBAL", "NAME", "IMPORT"))
+    kind
+    for kind in dis.hasname
+    if any(word in dis.opname[kind] for word in ("GLOBAL", "NAME")) and "SUPER" not in dis.opname[kind]
 )
 """The kinds of instructions that name a global variable, or a module."""
 _EXTENDED, _LOAD_GLOBAL = dis.opmap["EXTENDED_ARG"], dis.opmap["LOAD_GLOBAL"]
 
 
+class Chain(NamedTuple):
+    """What code looks up: a global variable, or a module that it imports, and the attributes that it takes
+    of it at once: `torch.nn.functional.softmax`."""
+
+    root: str
+    attributes: tuple[str, ...] = ()
+
+
+_TAKES = frozenset(dis.opmap[name] for name in ("LOAD_ATTR", "LOAD_METHOD") if name in dis.opmap)
+_IMPORT, _FROM = dis.opmap["IMPORT_NAME"], dis.opmap["IMPORT_FROM"]
+_SHIFTED = {_LOAD_GLOBAL, *(_TAKES if sys.version_info >= (3, 12) else ())}
+"""Instructions whose lowest bit is no part of the number of a name."""
+_PASSED_OVER = frozenset(dis.opmap[name] for name in ("CACHE", "NOP", "PUSH_NULL") if name in dis.opmap)
+
+
 @functools.lru_cache(maxsize=4096)
-def globals_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names that code looks up among globals, or imports. (`co_names` has attributes as well.) They are
-    read from the instructions as Python's `dis` reads them, in a tenth of its time."""
-    raw, names, found, more = code.co_code, code.co_names, dict[str, None](), 0
+def chains_in(code: types.CodeType) -> tuple[Chain, ...]:
+    """What the code looks up by name, each once. It is read from the instructions as Python's `dis` reads
+    them, in a tenth of its time."""
+    raw, found, more = code.co_code, dict[Chain, None](), 0
+    open_chain, imported = Chain(""), ""
     for kind, number in zip(raw[::2], raw[1::2], strict=True):
         if kind == _EXTENDED:
             more = (more | number) << 8
             continue
+        number, more = number | more, 0
+        if kind in _PASSED_OVER:
+            continue
+        if kind in _TAKES and open_chain.root:
+            name = code.co_names[number >> 1 if kind in _SHIFTED else number]
+            open_chain = Chain(open_chain.root, (*open_chain.attributes, name))
+            continue
+        if kind == _FROM:
+            if open_chain == Chain(imported):
+                open_chain = Chain("")  # the module itself is no value of the code's
+            found[Chain(imported, (code.co_names[number],))] = None
+        if open_chain.root:
+            found[open_chain] = None
+        open_chain = Chain("")
         if kind in _LOOKS_UP:
-            number |= more
-            found[names[number >> 1 if kind == _LOAD_GLOBAL else number]] = None
-        more = 0
+            open_chain = Chain(code.co_names[number >> 1 if kind in _SHIFTED else number])
+            imported = open_chain.root if kind == _IMPORT else imported
     return tuple(found)
+
+
+class Names(NamedTuple):
+    """Names in code: those of attributes and variables, and texts that may be names (`getattr(x, "name")`).
+    `looks_around`: whether it asks for variables of its file by other means than their names."""
+
+    all: frozenset[str]
+    written: frozenset[str]
+    looks_around: bool
+
+
+_LOOKS_AROUND = frozenset(
+    {"globals", "vars", "eval", "exec", "modules", "import_module", "__import__", "f_globals", "__globals__"}
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> Names:
+    constants = (c for c in code.co_consts for c in (c if isinstance(c, (tuple, frozenset)) else (c,)))
+    texts = (c for c in constants if isinstance(c, str) and len(c) < 100)
+    written = frozenset(text for text in texts if all(map(str.isidentifier, text.split("."))))
+    return Names(frozenset(code.co_names) | written, written, not _LOOKS_AROUND.isdisjoint(code.co_names))
 
 
 def functions_of(value: Any) -> list[types.FunctionType]:

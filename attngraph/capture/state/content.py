@@ -1,285 +1,305 @@
-"""The state that a forward may depend on, described by its content: the same in another process.
+"""The visitor that describes state by its content: the same in another process.
 
-`capture/state/` compares by identity, at every call; here every part has a path (`model.h.0.attn.scale`)
-and a short text, so that a difference has a name. What cannot be described is named in `doubts`: a graph that
-may depend on it is not taken up again unasked.
+Every part has a path (`model.h.0.attn.scale`, `package.module.SCALE`) and a short text, so that a difference
+has a name. What cannot be described is named in `doubts`: a graph that may depend on it is not taken up again
+unasked.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
-import logging
-import re
+import os
 import sys
-import threading
 import types
-import weakref
-from contextvars import ContextVar
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attngraph.capture.state.code import code_digest, digest, functions_of, nested
-from attngraph.capture.state.kinds import has_value, is_foreign, is_open, set_on_entry, slots_of
-from attngraph.capture.state.ran import TOOLS
-from attngraph.capture.state.walk import BACKWARD_HOOKS, FORWARD_HOOKS, MODULES_OWN, PLAIN
-from attngraph.ir import budgets
+from attngraph.capture.state.kinds import TOOLS, is_known
+from attngraph.capture.state.scope import EVERYTHING, Ran, Scope, Space
+from attngraph.capture.state.walk import BY_VALUE, Walk
 
 _LINE = 100
 """Longer texts are written as digests."""
-_ENTRIES = 1 << 14
 _BYTES = 1 << 26
-"""Contents of larger tensors, and containers with more entries, are not described."""
-_MUTE = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
-"""Objects on which no result depends."""
-_NAMED = (
-    types.BuiltinFunctionType,
-    types.WrapperDescriptorType,
-    types.MethodDescriptorType,
-    types.GetSetDescriptorType,
-    torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket,
-)
+"""Contents of larger tensors are not described."""
 
 
-_CONTAINERS = (list, tuple, set, frozenset, dict)
-
-
-class Content:
-    """What is reachable from some values.
+class Content(Walk):
+    """What is reachable from some values, and what code of the scope can read.
 
     Attributes:
-        lines: a text for each path.
-        objects: modules, objects and tensors by path.
-        doubts: what could not be described.
-        functions: functions and methods that were met, by path or by the name of the class.
-        codes: for the identity of each code object in them the name of its function.
+        lines: a text for each path. doubts: what could not be described.
+        objects: modules, objects and tensors by path. functions: those that were met.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scope: Scope = EVERYTHING) -> None:
+        super().__init__(scope)
         self.lines: dict[str, str] = {}
         self.objects: dict[str, Any] = {}
         self.doubts: list[str] = []
         self.functions: dict[str, types.FunctionType] = {}
-        self.codes: dict[int, str] = {}
-        self._seen: dict[int, str] = {}
+        self.path = ""
+        self._paths: dict[int, str] = {}
         self._held: list[Any] = []
-        self._classes: dict[type, str] = {}
-        self._owners: dict[type, list[str]] = {}
 
-    def beside(self) -> Content:
-        """An empty one, which takes the classes that this one has described as described."""
-        made = Content()
-        made._classes, made._owners = self._classes, self._owners
-        return made
+    def of(self, path: str, value: Any) -> None:
+        """Describe a value, under this path."""
+        self.path = path
+        self.start(value)
+
+    def around(self) -> None:
+        """Describe what the code of the scope can read by name."""
+        self.everything(())
 
     def paths(self) -> dict[int, str]:
         """The path of each object, by its identity."""
         return {id(value): path for path, value in self.objects.items()}
 
-    def meet(self, name: str, function: types.FunctionType) -> None:
-        self.functions.setdefault(name, function)
-        for code in nested(function.__code__):
-            self.codes.setdefault(id(code), name)
-
-    def put(self, path: str, text: str) -> None:
-        self.lines[path] = text if len(text) <= _LINE else f"{text[:24]}... {digest(text)}"
-
-    def doubt(self, path: str, value: Any) -> None:
-        self.put(path, f"a {_name(type(value))}")
-        self.doubts.append(f"{path}, a {type(value).__name__}")
-
-    def visit(self, path: str, value: Any, depth: int = 0) -> None:
-        if isinstance(value, (*PLAIN, float, complex, types.NotImplementedType, types.EllipsisType)):
-            self.put(path, f"{type(value).__name__} {value!r}")
-        elif isinstance(value, weakref.ref):
-            self.visit(path, value(), depth)
-        elif id(value) in self._seen:
-            self.put(path, f"same as {self._seen[id(value)]}")
-        elif depth > budgets.STATE_DEPTH:
-            self.doubt(path, value)
-        else:
-            self._seen[id(value)] = path
+    def visit(self, value: Any, depth: int) -> None:
+        if id(value) not in self.seen and not isinstance(value, BY_VALUE):
+            self._paths.setdefault(id(value), self.path)
             self._held.append(value)  # its identity stays its own
-            self._open(path, value, depth + 1)
+        super().visit(value, depth)
 
-    def _open(self, path: str, value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
-            self._tensor(path, value)
-        elif isinstance(value, nn.Module):
-            self._module(path, value, depth)
-        elif isinstance(value, type):
-            self.put(path, self.kind(value))
-        elif isinstance(value, types.ModuleType):
-            self.put(path, f"module {value.__name__} {getattr(value, '__version__', '')}")
-        elif isinstance(value, (list, tuple, set, frozenset, dict, types.MappingProxyType)):
-            self._container(path, value, depth)
-        elif isinstance(value, types.MethodType):
-            self._function(path, value.__func__, depth)
-            self.visit(f"{path}.__self__", value.__self__, depth)
-        elif isinstance(value, partial):
-            for name in ("func", "args", "keywords"):
-                self.visit(f"{path}.{name}", getattr(value, name), depth)
-        elif functions_of(value):
-            self._function(path, value, depth)
+    def child(self, step: str, value: Any, depth: int) -> None:
+        around = self.path
+        self.path = f"{around}{'' if step.startswith('[') else '.'}{step}" if step else around
+        owner = self.at.owner
+        passing = (
+            type(value) is int and abs(value) > 1 << 32 and not isinstance(owner, (Space, types.ModuleType))
+        )
+        if passing and _is_identity_of(owner, value):
+            self.put("its own identity, which differs between processes")
         else:
-            self._thing(path, value, depth)
+            self.visit(value, depth)
+        self.path = around
 
-    def _tensor(self, path: str, tensor: Tensor) -> None:
+    def put(self, text: str) -> None:
+        self.lines[self.path] = text if len(text) <= _LINE else f"{text[:24]}... {digest(text)}"
+
+    def doubt(self, value: Any) -> None:
+        self.put(f"a {_name(type(value))}")
+        self.doubts.append(f"{self.path}, a {type(value).__name__}")
+
+    # --- where paths begin anew ---
+
+    def kind(self, kind: type, depth: int) -> None:
+        if id(kind) in self._paths and self._paths[id(kind)] == self.path:
+            self.put(f"class {_name(kind)}")
+        super().kind(kind, depth)
+
+    def members(self, owner: type) -> Iterator[tuple[str, Any]]:
+        around, self.path = self.path, _name(owner)
+        for name, value in super().members(owner):
+            functions = functions_of(value)
+            ran = any(id(f.__code__) in self.codes for f in functions) or is_known(owner.__module__)
+            if functions and not ran:
+                for number, function in enumerate(functions):
+                    self._meet(f"{self.path}.{name}.{number}", function)
+            else:
+                yield name, value
+        self.path = around
+
+    def variables(self, space: Space, names: Iterable[str]) -> None:
+        self.path = space.name
+        super().variables(space, sorted(names))
+
+    def file(self, module: types.ModuleType, depth: int) -> None:
+        self.put(f"module {module.__name__} {getattr(module, '__version__', '')}")
+        around, self.path = self.path, module.__name__
+        super().file(module, depth)
+        self.path = around
+
+    def environment(self, names: Iterable[str]) -> None:
+        self.path = "environment"
+        super().environment(names)
+
+    # --- what is noted ---
+
+    def plain(self, value: Any) -> None:
+        self.put(f"{type(value).__name__} {value!r}")
+
+    def tensor(self, value: Tensor) -> None:
         """A tensor that is not a weight: by its contents too."""
-        self.objects[path] = tensor
-        about = f"tensor {tensor.dtype} {tuple(tensor.shape)} {tensor.device} {tensor.requires_grad}"
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.nbytes > _BYTES:
-            self.doubt(path, tensor)
+        if id(value) in self.seen:
+            self.again(value)
+            return
+        self.seen[id(value)] = len(self.seen)
+        self.objects[self.path] = value
+        about = f"tensor {value.dtype} {tuple(value.shape)} {value.device} {value.requires_grad}"
+        if type(value) not in (Tensor, nn.Parameter) or value.is_meta or value.nbytes > _BYTES:
+            self.doubt(value)
         else:
-            self.put(path, f"{about} {tensor_digest(tensor)}")
+            self.put(f"{about} {self._layout(value)}{tensor_digest(value)}")
 
-    def _module(self, path: str, module: nn.Module, depth: int) -> None:
-        self.objects[path] = module
-        self.put(path, f"{self.kind(type(module))} {'training' if module.training else 'eval'}")
-        for kind, store in (("parameter", module._parameters), ("buffer", module._buffers)):
-            for name, tensor in store.items():
-                where = f"{path}.{name}"
-                if tensor is None:
-                    self.put(where, f"no {kind}")
-                    continue
-                known = self._seen.setdefault(id(tensor), where)
-                same = "" if known == where else f", same as {known}"
-                wants = kind == "buffer" and tensor.requires_grad
-                shape = tuple(tensor.shape)
-                self.put(where, f"{kind} {tensor.dtype} {shape} {tensor.device}{' wants' * wants}{same}")
-                if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-                    self.doubt(where, tensor)
-        for hooks in (*FORWARD_HOOKS, *BACKWARD_HOOKS):
-            for number, hook in enumerate(getattr(module, hooks).values()):
-                self.visit(f"{path}.{hooks}.{number}", hook, depth)
-        for name, value in tuple(vars(module).items()):
-            if name not in MODULES_OWN:
-                self.visit(f"{path}.{name}", value, depth)
-        for name, child in module._modules.items():
-            self.visit(f"{path}.{name}", child, 0)
+    def _layout(self, tensor: Tensor) -> str:
+        return f"{tensor.stride()} {tensor.storage_offset()} " if self.scope.layouts else ""
 
-    def _container(self, path: str, value: Any, depth: int) -> None:
-        self.put(path, f"{type(value).__name__} of {len(value)}")
-        if len(value) > _ENTRIES:
-            self.doubt(path, value)
-        elif isinstance(value, (set, frozenset)):
-            inner = Content()
-            texts = []
-            for number, entry in enumerate(value):
-                inner.visit(str(number), entry, depth)
-                texts.append(inner.lines[str(number)])
-            self.doubts += [f"{path}, {d}" for d in inner.doubts]
-            self.put(path, f"{type(value).__name__} {sorted(texts)}")
-        elif isinstance(value, (dict, types.MappingProxyType)):
-            for number, (key, inner_value) in enumerate(tuple(value.items())):
-                name = key if isinstance(key, str) else f"{number}"
-                if not isinstance(key, str):
-                    self.visit(f"{path}[key {number}]", key, depth)
-                self.visit(f"{path}[{name}]", inner_value, depth)
+    def head(self, module: nn.Module) -> None:
+        self.objects[self.path] = module
+        self.put(f"{_name(type(module))} {'training' if module.training else 'eval'}")
+
+    def weight(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        around, self.path = self.path, f"{self.path}.{name}"
+        kind = "buffer" if name in module._buffers else "parameter"
+        if tensor is None:
+            self.put(f"no {kind}")
         else:
-            for number, entry in enumerate(value):
-                self.visit(f"{path}[{number}]", entry, depth)
+            known = self._paths.setdefault(id(tensor), self.path)
+            self.seen.setdefault(id(tensor), len(self.seen))
+            same = "" if known == self.path else f", same as {known}"
+            wants = " wants" * (kind == "buffer" and tensor.requires_grad)
+            shape = tuple(tensor.shape)
+            self.put(f"{kind} {tensor.dtype} {shape} {tensor.device} {self._layout(tensor)}{wants}{same}")
+            if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+                self.doubt(tensor)
+        self.path = around
 
-    def _function(self, path: str, value: Any, depth: int) -> None:
-        """A function by its code and what it was made with; not the globals that it names."""
-        texts = []
-        identities = {id(function) for function in functions_of(value)}  # torch notes them on its wrappers
-        for number, function in enumerate(functions_of(value)):
-            texts.append(f"{function.__module__}.{function.__qualname__} {code_digest(function.__code__)}")
-            own = f"{path}.{number}" if number else path
-            self.meet(own, function)
-            for name in ("__defaults__", "__kwdefaults__"):
-                if getattr(function, name):
-                    self.visit(f"{own}.{name}", getattr(function, name), depth)
-            names = function.__code__.co_freevars
-            for name, cell in zip(names, function.__closure__ or (), strict=True):
-                if cell != types.CellType() and not isinstance(cell.cell_contents, types.FunctionType):
-                    self.visit(f"{own}.<{name}>", cell.cell_contents, depth)
-            for name, inner in vars(function).items():
-                if type(inner) is int and inner in identities:
-                    self.put(f"{own}.{name}", "its own identity, which differs between processes")
-                elif name != "__wrapped__":
-                    self.visit(f"{own}.{name}", inner, depth)
-        self.put(path, f"function {'; '.join(texts)}")
+    def opened(self, value: Any) -> None:
+        self.objects[self.path] = value
+        self.put(_name(type(value)))
 
-    def _thing(self, path: str, value: Any, depth: int) -> None:
-        kind: Any = type(value)
-        if isinstance(value, _MUTE):
-            self.put(path, kind.__name__)
-        elif isinstance(value, enum.Enum):
-            self.put(path, f"{_name(kind)}.{value.name}")
-        elif isinstance(value, _NAMED) or _is_of_a_tool(value):
-            self.put(
-                path,
-                f"{kind.__name__} {getattr(value, '__module__', '')} {getattr(value, '__qualname__', value)}",
-            )
-        elif isinstance(value, ContextVar):
-            self.visit(f"{path}.value", value.get(None), depth)
-        elif is_open(kind) and (hasattr(value, "__dict__") or slots_of(kind)):
-            self.objects[path] = value
-            self.put(path, self.kind(kind))
-            passing = set_on_entry(kind)
-            held = {name: getattr(value, name, None) for name in slots_of(kind)}
-            held |= getattr(value, "__dict__", {})
-            for name, inner in tuple(held.items()):
-                if name in passing:
-                    continue
-                if type(inner) is int and abs(inner) > 1 << 32 and _is_hash_of(value, inner):
-                    self.put(f"{path}.{name}", "its own hash, which differs between processes")
-                else:
-                    self.visit(f"{path}.{name}", inner, depth)
-        else:
-            self._closed(path, value)
+    def function(self, function: types.FunctionType, depth: int) -> None:
+        self._meet(self.path, function)
+        text = f"function {function.__module__}.{function.__qualname__}"
+        ran = id(function.__code__) in self.codes
+        self.put(f"{text} with the code {code_digest(function.__code__)[:16]}" if ran else text)
+        super().function(function, depth)
 
-    def _closed(self, path: str, value: Any) -> None:
-        """An object whose attributes are not all of its state: by its text, if that stands for its value."""
-        try:
-            view = memoryview(value)
-        except TypeError:
-            view = None
+    def _meet(self, path: str, function: types.FunctionType) -> None:
+        self.functions.setdefault(path, function)
+
+    def same(self, value: Any) -> None:
+        if isinstance(value, (type, types.FunctionType, types.ModuleType)) or self.path in self.lines:
+            return
+        named = f"{getattr(value, '__module__', '')} {getattr(value, '__qualname__', '')}".strip()
         text = repr(value)
-        if view is not None and view.nbytes <= _BYTES:
-            self.put(
-                path, f"{_name(type(value))} {view.shape} {hashlib.sha256(view.tobytes()).hexdigest()[:32]}"
-            )
-        elif isinstance(value, (slice, re.Pattern)) or (has_value(value) and " at 0x" not in text):
-            self.put(path, f"{_name(type(value))} {text}")
+        self.put(f"{type(value).__name__} {named or ('' if ' at 0x' in text else text)}")
+
+    def mute(self, value: Any) -> None:
+        self.put(type(value).__name__)
+
+    def valued(self, value: Any) -> None:
+        text = f"{_name(type(value))}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
+        if " at 0x" in text and not _is_of_a_tool(value):
+            self.doubt(value)
         else:
-            self.doubt(path, value)
+            self.put(f"{_name(type(value))} {getattr(value, '__qualname__', text)}")
 
-    def kind(self, kind: type) -> str:
-        """A class: its name, the code of all its methods, and plain attributes."""
-        found = self._classes.get(kind)
-        if found is None:
-            owners = (k for k in kind.__mro__ if k is not object and k.__module__ != "builtins")
-            parts = [part for owner in owners for part in self._own(owner)]
-            found = self._classes[kind] = f"class {_name(kind)} {digest(chr(10).join(parts))[:16]}"
-        return found
+    def buffer(self, value: Any) -> None:
+        view = memoryview(value)
+        self.put(f"{_name(type(value))} {view.shape} {hashlib.sha256(view.tobytes()).hexdigest()[:32]}")
 
-    def _own(self, owner: type) -> list[str]:
-        """What a class has itself, without its bases; looked at once: many classes have equal bases."""
-        if owner in self._owners:
-            return self._owners[owner]
-        parts = [_name(owner)]
-        for name, value in tuple(vars(owner).items()):
-            for number, function in enumerate(functions_of(value)):
-                self.meet(f"{_name(owner)}.{name}.{number}", function)
-                parts.append(f"{name} {code_digest(function.__code__)}")
-            if isinstance(value, enum.Enum):
-                value = value.value if isinstance(value.value, PLAIN) else repr(value.value)
-            is_plain = isinstance(value, (int, float, str))
-            if is_foreign(owner.__module__) or name.startswith("__"):
-                continue
-            if is_plain:
-                parts.append(f"{name} {value!r}")
-            elif isinstance(value, _CONTAINERS):
-                self.visit(f"{_name(owner)}.{name}", value)
-        self._owners[owner] = parts
-        return parts
+    def length(self, value: Any, entries: int) -> None:
+        self.put(f"{type(value).__name__} of {entries}")
+
+    def members_of_set(self, value: Any) -> None:
+        inner = Content()
+        for number, entry in enumerate(value):
+            inner.of(str(number), entry)
+        self.doubts += [f"{self.path}, {d}" for d in inner.doubts]
+        texts = (inner.lines[str(number)] for number in range(len(value)))
+        self.put(f"{type(value).__name__} {sorted(texts)}")
+
+    def again(self, value: Any) -> None:
+        if not isinstance(value, (type, types.ModuleType, types.FunctionType)):
+            self.put(f"same as {self._paths[id(value)]}")
+        elif not isinstance(value, types.FunctionType):
+            self.put(f"{'class' if isinstance(value, type) else 'module'} {value.__name__}")
+
+    def hidden(self, value: Any, why: str) -> None:
+        if self.scope.reads(self.at.name):
+            self.doubt(value)
+        else:
+            self.put(f"a {_name(type(value))}")
+
+
+# --- the code that ran, by name ---
+
+
+def names_of(
+    codes: Iterable[types.CodeType], describe: Callable[[Scope], Content]
+) -> tuple[list[str], list[str]]:
+    """The functions that traces ran, by their names (`package.module:Class.method`); those without one of
+    their own by where they are met (`=model.activation`). Second: what cannot be found again."""
+    codes = list(codes)
+    modules = _modules_of({code.co_filename for code in codes})
+    found: dict[str, None] = {}
+    waiting: list[types.CodeType] = []
+    for code in codes:
+        module_name = modules.get(os.path.realpath(code.co_filename), "__main__")
+        name = f"{module_name}:{code.co_qualname.split('.<locals>')[0]}"
+        if any(code is part for f in _functions_named(name) for part in nested(f.__code__)):
+            found[name] = None
+        else:
+            waiting.append(code)
+    while waiting:
+        met = describe(ran_of(list(found), describe).scope()).functions
+        places = {id(part): path for path, f in reversed(met.items()) for part in nested(f.__code__)}
+        known = [code for code in waiting if id(code) in places]
+        if not known:
+            break
+        found |= {f"={places[id(code)]}": None for code in known}
+        waiting = [code for code in waiting if id(code) not in places]
+    lost = [f"the function {code.co_qualname} in {os.path.basename(code.co_filename)}" for code in waiting]
+    return list(found), lost
+
+
+def ran_of(names: Sequence[str], describe: Callable[[Scope], Content] | None) -> Ran:
+    """The code of the functions of these names.
+
+    Args:
+        describe: the state in a scope, where functions are met that have no name of their own.
+    """
+    ran = Ran()
+    waiting = []
+    for name in names:
+        if name.startswith("="):
+            waiting.append(name[1:])
+        for function in _functions_named(name):
+            _add(ran, function)
+    while waiting and describe is not None:
+        met = describe(ran.scope()).functions
+        known = [path for path in waiting if path in met]
+        if not known:
+            break
+        for path in known:
+            _add(ran, met[path])
+        waiting = [path for path in waiting if path not in met]
+    return ran
+
+
+def _add(ran: Ran, function: types.FunctionType) -> None:
+    for code in nested(function.__code__):
+        ran.add(code, function.__globals__)
+
+
+def _modules_of(files: Collection[str]) -> dict[str, str]:
+    """The names of the modules that were loaded from these files, by their real paths. Thousands of modules
+    are loaded, so only those of files with such names are looked at."""
+    names = {os.path.basename(path) for file in files for path in (file, os.path.realpath(file))}
+    found: dict[str, str] = {}
+    for name, module in tuple(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.rpartition(os.sep)[2] in names:
+            found.setdefault(os.path.realpath(file), name)
+    return found
+
+
+def _functions_named(name: str) -> list[types.FunctionType]:
+    module, _, path = name.partition(":")
+    value: Any = sys.modules.get(module)
+    for part in path.split("."):
+        if isinstance(value, type):
+            value = next((vars(k)[part] for k in value.__mro__ if part in vars(k)), None)
+        else:
+            value = getattr(value, "__dict__", {}).get(part)
+    return functions_of(value)
 
 
 def _is_of_a_tool(value: Any) -> bool:
@@ -291,9 +311,10 @@ def _is_of_a_tool(value: Any) -> bool:
     return getattr(sys.modules.get(module), name, None) is value
 
 
-def _is_hash_of(value: Any, number: int) -> bool:
+def _is_identity_of(owner: Any, number: int) -> bool:
+    """Whether a number is the identity of its owner, or its hash: torch notes the former on its wrappers."""
     try:
-        return number in (id(value), hash(value))
+        return number in (id(owner), hash(owner))
     except TypeError:
         return False
 

@@ -1,51 +1,63 @@
-"""Which of the user's functions a trace ran: what a graph of it depends on besides state.
+"""Which of the user's code a trace ran, heard while it runs: what a graph of it depends on besides arguments.
 
-A profiler written in C counts calls while forward itself runs; it is off inside of torch's operations, where
-nearly all of a trace's time goes, so it costs next to nothing. Code of torch and of Python's library does not
-count: their versions do.
+Python tells of each call (`sys.setprofile`) while forward itself runs; it is silent inside of torch's
+operations, where nearly all of a trace's time goes. Code of torch and of Python's library does not count:
+their versions do.
 """
 
 from __future__ import annotations
 
+import _lsprof
 import contextlib
 import contextvars
-import cProfile
 import functools
 import importlib.util
 import os
 import sys
 import sysconfig
+import time
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from attngraph.capture.state.kinds import TOOLS, is_known
+from attngraph.capture.state.scope import Ran
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
+_OURS = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "..")) + os.sep
 _LIBRARY = tuple({sysconfig.get_path(n) + os.sep for n in ("stdlib", "platstdlib")})
-TOOLS = ("sympy", "mpmath", "networkx", "numpy", "typing_extensions")
-"""Packages that torch itself works with: what they do follows from their versions."""
 _INSTALLED = ("site-packages", "dist-packages")
 """Folders of packages; one may lie inside of Python's library, whichever environment runs."""
 
 
+_CLOCKS = frozenset(
+    value for name, value in vars(time).items()
+    if isinstance(value, types.BuiltinFunctionType) and name not in ("sleep", "tzset", "mktime",
+    "get_clock_info")
+)  # fmt: skip
+_CODE_FILES = (".py", ".pyc", ".pyi", ".so", ".pth")
+_OUTSIDE = ("socket.connect", "subprocess.Popen", "urllib.Request", "os.listdir", "os.scandir", "os.urandom")
+"""Events of Python's audit that read something outside of the process."""
+
+
 class Executed:
-    """The code that ran in the traces of one compilation. `codes`: the user's; `without_file`: other code
-    that has no file; `complete`: whether all of it could be seen; `files`: what it opened, besides code."""
+    """The code that ran in the traces of one compilation.
+
+    Attributes:
+        ran: the user's code, and its variables.
+        outside: what it read that no later call can look at, such as files, clocks and the network.
+    """
 
     def __init__(self) -> None:
-        self.codes: dict[int, types.CodeType] = {}
-        self.without_file: dict[int, types.CodeType] = {}
-        self.complete = True
-        self.files: list[str] = []
+        self.ran = Ran()
+        self.outside: dict[str, None] = {}
 
-    def add(self, entries: Sequence[Any]) -> None:
-        """Add what a profile has."""
-        self.codes |= {id(code): code for code in _of_the_user(entries)}
-        ran = (e.code for e in entries if isinstance(e.code, types.CodeType))
-        self.without_file |= {id(code): code for code in ran if _is_generated(code.co_filename)}
+    @property
+    def codes(self) -> dict[int, types.CodeType]:
+        return self.ran.codes
 
 
 _CURRENT: contextvars.ContextVar[Executed | None] = contextvars.ContextVar("executed", default=None)
@@ -63,50 +75,149 @@ def collecting() -> Iterator[Executed]:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[None]:
-    """Record the code that the body runs, for whoever collects it."""
-    into = _CURRENT.get()
-    if into is None:
+def recorded(
+    into: Executed, begins: Callable[[types.FrameType], None] = lambda frame: None
+) -> Iterator[None]:
+    """Record the code that the body runs.
+
+    Args:
+        begins: is called when code of the user's begins to run for the first time, before it does anything.
+    """
+    profile = _Profile(into, begins)
+    with (
+        _heard_outside(into.outside),
+        _environment_read(into.ran.environment),
+        profile.listening(),
+        _Off(profile),
+    ):
         yield
-        return
-    profile = None if sys.getprofile() is not None else _profiler()
-    if profile is None:  # another profiler runs, and there can be one only
-        into.complete = False
-        yield
-        return
-    with _Off(profile), _files_noted(into):
-        profile.enable()
+    around = _CURRENT.get()
+    if around is not None and around is not into:
+        around.ran.update(into.ran)
+        around.outside |= into.outside
+
+
+class _Profile:
+    """Hears of calls. There can be one such listener only: where another one is active, it is put aside
+    meanwhile; a debugger's is not touched."""
+
+    def __init__(self, into: Executed, begins: Callable[[types.FrameType], None]) -> None:
+        self.into, self.begins = into, begins
+        self._known: dict[tuple[int, int], types.CodeType] = {}
+
+    def __call__(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            key = id(code), id(frame.f_globals)
+            if key not in self._known:
+                self._known[key] = code
+                self.first(frame)
+        elif event == "c_call" and _asks_the_time(argument) and is_users(frame.f_code.co_filename):
+            self.into.outside[f"the clock ({argument.__qualname__})"] = None
+
+    def first(self, frame: types.FrameType) -> None:
+        code = frame.f_code
+        made = _is_generated(code.co_filename) and not is_known(str(frame.f_globals.get("__name__")))
+        if made or is_users(code.co_filename):
+            sys.setprofile(None)
+            try:
+                self.into.ran.add(code, frame.f_globals)
+                self.begins(frame)
+            finally:
+                sys.setprofile(self)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        before = sys.getprofile()
+        sys.setprofile(self)
         try:
             yield
         finally:
-            profile.disable()
-            into.add(profile.getstats())
+            sys.setprofile(None)
+            if isinstance(before, _lsprof.Profiler):
+                before.enable()  # one written in C is put back by its own method
+            else:
+                sys.setprofile(before)
 
 
-def _profiler() -> Any:
-    """None where another one runs that Python does not show."""
-    profile: Any = cProfile.Profile(subcalls=True, builtins=False)
-    try:
-        profile.enable()
-        profile.disable()
-    except ValueError:
-        return None
-    return profile
+class _Off(TorchFunctionMode):
+    """Stops listening inside of torch's operations, but not inside of those that run functions."""
+
+    def __init__(self, profile: _Profile) -> None:
+        super().__init__()
+        self.profile = profile
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return func(*args, **(kwargs or {}))
+        sys.setprofile(None)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            sys.setprofile(self.profile)
 
 
-_OPENED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("opened", default=None)
-_CODE_FILES = (".py", ".pyc", ".pyi", ".so", ".pth")
+def _asks_the_time(function: Any) -> bool:
+    if function in _CLOCKS:
+        return True
+    names_now = getattr(function, "__name__", "") in ("now", "today", "utcnow")
+    return names_now and isinstance(getattr(function, "__self__", None), type)
+
+
+class _Environment(dict[Any, Any]):
+    """The variables of the environment, which notes what is read."""
+
+    def __init__(self, held: dict[Any, Any], read: set[str]) -> None:
+        super().__init__(held)
+        self.held, self.read = held, read
+
+    def __getitem__(self, key: Any) -> Any:
+        self.read.add(os.fsdecode(key))
+        return self.held[key]
+
+    def __contains__(self, key: Any) -> bool:
+        self.read.add(os.fsdecode(key))
+        return key in self.held
+
+    def __iter__(self) -> Iterator[Any]:
+        self.read.update(map(os.fsdecode, self.held))
+        return iter(self.held)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.held[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        del self.held[key]
 
 
 @contextlib.contextmanager
-def _files_noted(into: Executed) -> Iterator[None]:
-    """Note the files that the body opens: what a graph takes from them cannot be seen."""
-    _listen()
-    token = _OPENED.set(into.files)
+def _environment_read(read: set[str]) -> Iterator[None]:
+    """Note the variables of the environment that the body reads."""
+    environment: Any = os.environ
+    held = environment._data
+    environment._data = _Environment(held, read)
     try:
         yield
     finally:
-        _OPENED.reset(token)
+        environment._data = held
+
+
+_OUTSIDE_READ: contextvars.ContextVar[dict[str, None] | None] = contextvars.ContextVar(
+    "outside", default=None
+)
+
+
+@contextlib.contextmanager
+def _heard_outside(into: dict[str, None]) -> Iterator[None]:
+    """Note what the user's code reads from outside of the process in the body."""
+    _listen()
+    token = _OUTSIDE_READ.set(into)
+    try:
+        yield
+    finally:
+        _OUTSIDE_READ.reset(token)
 
 
 @functools.cache
@@ -115,42 +226,19 @@ def _listen() -> None:
 
 
 def _heard(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open":
-        opened = _OPENED.get()
-        name = str(arguments[0])
-        if opened is not None and not name.endswith(_CODE_FILES) and not name.startswith(_TORCH):
-            opened.append(name)
-
-
-class _Off(TorchFunctionMode):
-    """Stops the profiler inside of torch's operations."""
-
-    def __init__(self, profile: Any) -> None:
-        super().__init__()
-        self.profile = profile
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.profile.disable()
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.profile.enable()
-
-
-def _of_the_user(entries: Iterable[Any]) -> list[types.CodeType]:
-    """The user's code among a profile's entries, and code without a file that it called."""
-    entries = [e for e in entries if isinstance(e.code, types.CodeType)]
-    calls = {
-        id(e.code): [c.code for c in e.calls or () if isinstance(c.code, types.CodeType)] for e in entries
-    }
-    stack = [e.code for e in entries if is_users(e.code.co_filename)]
-    found: dict[int, types.CodeType] = {}
-    while stack:
-        code = stack.pop()
-        if id(code) not in found:
-            found[id(code)] = code
-            stack += [c for c in calls.get(id(code), ()) if _is_generated(c.co_filename)]
-    return list(found.values())
+    if (event != "open" and event not in (_OUTSIDE or ())) or _OUTSIDE_READ is None:
+        return  # at the end of the process there are no variables
+    into = _OUTSIDE_READ.get()
+    name = str(arguments[0]) if arguments else ""
+    if into is None or (event == "open" and name.endswith(_CODE_FILES)):
+        return
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and _is_pythons(frame.f_code.co_filename):
+        if "importlib" in frame.f_code.co_filename:
+            return  # code is loaded
+        frame = frame.f_back
+    if frame is not None and is_users(frame.f_code.co_filename):
+        into[f"the file {name}" if event == "open" else f"what lies outside of the process ({event})"] = None
 
 
 def _is_generated(file: str) -> bool:

@@ -6,28 +6,40 @@ or shape. Comparing identities tells that in a fraction of a walk's time.
 
 from __future__ import annotations
 
+import os
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence, Sized
-from functools import partial
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextvars import ContextVar
+from functools import lru_cache, partial
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from attngraph.capture.state.code import globals_in
-from attngraph.capture.state.kinds import is_open, own_classes, set_on_entry, slots_of
-from attngraph.capture.state.walk import BACKWARD_HOOKS, FORWARD_HOOKS, NAMING, LeftOut, Walk, bytes_of
+from attngraph.capture.state.fingerprint import Fingerprint
+from attngraph.capture.state.kinds import is_known, set_on_entry, slots_of
+from attngraph.capture.state.scope import MISSING, Scope, Space
+from attngraph.capture.state.walk import (
+    BACKWARD_HOOKS,
+    FORWARD_HOOKS,
+    MODULES_OWN,
+    NAMING,
+    bytes_of,
+    own_attributes,
+)
 from attngraph.ir import budgets
 
-_TABLES_OF = itemgetter(*NAMING, *FORWARD_HOOKS, *BACKWARD_HOOKS)
+_TABLES = (*NAMING, *FORWARD_HOOKS, *BACKWARD_HOOKS)
+_TABLES_OF = itemgetter(*_TABLES)
 _ABOUT = attrgetter("__class__", "dtype", "device", "shape", "requires_grad")
+_OWN = attrgetter("__dict__")
+_LAYOUT = methodcaller("stride"), methodcaller("storage_offset")
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _OF_PARTIALS = ("func", "args", "keywords")
-_MISSING = object()
 
 
 Read = tuple[Iterable[Any], Any]
@@ -81,19 +93,19 @@ class Reads:
         self.is_stale = True
 
 
-class RecordingWalk(Walk):
+class RecordingWalk(Fingerprint):
     """A walk that records what it reads. Each place is recorded before it is read: if another thread changes
     it in between, the record is stale."""
 
-    def __init__(self, left_out: LeftOut) -> None:
-        super().__init__({}, left_out)
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope)
         self.reads = Reads()
         self._read: set[int] = set()
         """The modules that are recorded."""
 
     def start(self, target: Any) -> None:
         if isinstance(target, nn.Module):
-            skips = {number for number, _ in self.left_out}
+            skips = {number for number, _ in self.scope.left_out}
             modules = [m for m in target.modules() if id(m) not in skips]
             self._modules(modules)
         super().start(target)
@@ -102,7 +114,8 @@ class RecordingWalk(Walk):
         """Record modules and their weights, all but the attributes of these names."""
         self._read.update(map(id, modules))
         own = {id(table) for m in modules for table in _TABLES_OF(vars(m))}
-        self.reads.add(_of_modules, [*map(self.reads.reference, modules)], skipped, not_kept=own)
+        parts = [_parts_of(tuple(vars(m)), skipped) for m in modules]
+        self.reads.add(_of_modules, [*map(self.reads.reference, modules)], parts, skipped, not_kept=own)
         tables = (table for m in modules for table in (m._parameters, m._buffers))
         held = (t for table in tables for name, t in table.items() if t is not None and name not in skipped)
         self._tensors([*held])
@@ -111,83 +124,107 @@ class RecordingWalk(Walk):
         if any(map(is_lazy, tensors)):
             self.reads.is_stale = True  # their shapes cannot be read
         else:
-            self.reads.add(_metadata, [*map(self.reads.reference, tensors)])
+            self.reads.add(_metadata, [*map(self.reads.reference, tensors)], self.scope.layouts)
 
-    def visit(self, value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
-            self._tensors([value])
-        elif isinstance(value, weakref.ref):
-            self.reads.add(_target, value)
-        super().visit(value, depth)
+    def tensor(self, value: Tensor) -> None:
+        self._tensors([value])
+        super().tensor(value)
+
+    def attributes_of_tensor(self, tensor: Tensor, depth: int) -> None:
+        if own_attributes(tensor):
+            self.reads.add(_of_dict, vars(tensor))
+        super().attributes_of_tensor(tensor, depth)
+
+    def referred(self, reference: weakref.ref[Any]) -> None:
+        self.reads.add(_target, reference)
 
     def module(self, module: nn.Module, depth: int) -> None:
         if id(module) not in self._read:
             self._modules([module], self._skipped(module))
         super().module(module, depth)
 
-    def thing(self, value: Any, depth: int) -> None:
+    def opened(self, value: Any) -> None:
         kind: Any = type(value)
-        if is_open(kind):
-            names = slots_of(kind) + (_OF_PARTIALS if isinstance(value, partial) else ())
-            skipped = self._skipped(value) | set_on_entry(kind)
-            self.reads.add(_of_thing, self.reads.reference(value), names, skipped)
-        super().thing(value, depth)
+        names = slots_of(kind) + (_OF_PARTIALS if isinstance(value, partial) else ())
+        skipped = self._skipped(value) | set_on_entry(kind)
+        self.reads.add(_of_thing, self.reads.reference(value), names, skipped)
+        super().opened(value)
 
-    def closed(self, value: Any) -> None:
+    def buffer(self, value: Any) -> None:
         self.reads.add(_bytes, self.reads.reference(value))
-        super().closed(value)
+        super().buffer(value)
 
-    def kind(self, kind: type) -> None:
-        for owner in own_classes(kind):
-            if owner not in self.kinds:
+    def kind(self, kind: type, depth: int) -> None:
+        for owner in kind.__mro__:
+            if owner not in self.kinds and not (
+                is_known(owner.__module__) and not issubclass(owner, nn.Module)
+            ):
                 self.reads.add(_of_class, self.reads.reference(owner))
-        super().kind(kind)
+        super().kind(kind, depth)
 
-    def plain(self, owner: Any, names: Iterable[str], space: Any) -> None:
-        if isinstance(owner, types.ModuleType):
-            self.reads.add(_of_names, space, tuple(names))
-        super().plain(owner, names, space)
-
-    def container(self, value: Any, depth: int) -> None:
-        if len(value) > budgets.STATE_ENTRIES:
+    def length(self, value: Any, entries: int) -> None:
+        if len(value) > budgets.STATE_ENTRIES and not self.scope.reads(self.at.name):
             self.reads.add(_length, value)
-        elif isinstance(value, dict):
+        elif isinstance(value, (dict, types.MappingProxyType)):
             self.reads.add(_of_dict, value)
         elif isinstance(value, (list, set, deque)):
             self.reads.add(_of_list, value)
-        super().container(value, depth)
+        super().length(value, entries)
 
-    def function(self, function: types.FunctionType, depth: int) -> None:
+    def context(self, variable: ContextVar[Any]) -> None:
+        self.reads.add(_of_context, variable)
+
+    def read_function(self, function: types.FunctionType) -> None:
         self.reads.add(_of_function, self.reads.reference(function))
-        self.reads.add(_of_names, function.__globals__, globals_in(function.__code__))
-        super().function(function, depth)
+
+    def read_variables(self, space: Space, names: Iterable[str]) -> None:
+        self.reads.add(_of_variables, space, tuple(names))
+
+    def environment(self, names: Iterable[str]) -> None:
+        if names:
+            self.reads.add(_of_environment, tuple(names))
+        super().environment(names)
 
     def _skipped(self, owner: Any) -> frozenset[str]:
-        return frozenset(name for number, name in self.left_out if number == id(owner))
+        return frozenset(name for number, name in self.scope.left_out if number == id(owner))
 
 
-def _of_modules(references: Sequence[Callable[[], Any]], skipped: frozenset[str]) -> Read:
-    """The attributes of modules, and the contents of the tables that PyTorch keeps in them."""
+@lru_cache(maxsize=4096)
+def _parts_of(names: tuple[str, ...], skipped: frozenset[str]) -> Callable[[Any], Any]:
+    """Takes what counts of the attributes of a module that has these: whether it trains, tables, and what
+    users set."""
+    wanted = ("training", *_TABLES, *(name for name in names if name not in MODULES_OWN))
+    return itemgetter(*(name for name in wanted if name in names and name not in skipped))
+
+
+def _of_modules(
+    references: Sequence[Callable[[], Any]], parts: Sequence[Callable[[Any], Any]], skipped: frozenset[str]
+) -> Read:
+    """The attributes of modules that forwards read (`parts` takes them of each), the contents of the tables
+    that PyTorch keeps in them, and the names of all."""
     modules = [reference() for reference in references]
-    own = [*map(vars, modules)]
-    held = [*own, *chain.from_iterable(map(_TABLES_OF, own))]
+    own: list[Any] = [*map(vars, modules)]
+    tables = [*chain.from_iterable(map(_TABLES_OF, own))]
+    attributes = chain.from_iterable(part(one) for part, one in zip(parts, own, strict=True))
     if skipped:
-        held = [{name: value for name, value in one.items() if name not in skipped} for one in held]
-    values = chain.from_iterable(map(dict.values, held))
-    return [*map(type, modules), *values], [*map(len, held), *chain.from_iterable(held)]
+        tables = [{name: value for name, value in one.items() if name not in skipped} for one in tables]
+        own = [{name: value for name, value in one.items() if name not in skipped} for one in own]
+    held = chain.from_iterable(map(dict.values, tables))
+    names = [*chain.from_iterable(own), *chain.from_iterable(tables), *map(len, tables)]
+    return [*map(type, modules), *attributes, *held], names
 
 
 def _of_thing(reference: Callable[[], Any], names: Sequence[str], skipped: frozenset[str]) -> Read:
     thing = reference()
     own = getattr(thing, "__dict__", None)
     held = {name: value for name, value in (own or {}).items() if name not in skipped}
-    slots = (getattr(thing, name, _MISSING) for name in names)
+    slots = (getattr(thing, name, MISSING) for name in names)
     return [type(thing), *slots, *held.values()], [*held]
 
 
 def _of_class(reference: Callable[[], Any]) -> Read:
-    space = vars(reference())
-    return space.values(), [*space]
+    kind = reference()
+    return [type(kind), *vars(kind).values()], [*vars(kind)]
 
 
 def _of_function(reference: Callable[[], Any]) -> Read:
@@ -197,12 +234,21 @@ def _of_function(reference: Callable[[], Any]) -> Read:
         try:
             found.append(cell.cell_contents)
         except ValueError:
-            found.append(_MISSING)
+            found.append(MISSING)
     return [*found, *function.__dict__.values()], [*function.__dict__]
 
 
-def _of_names(space: dict[str, Any], names: Iterable[str]) -> Read:
-    return [space.get(name, _MISSING) for name in names], None
+def _of_variables(space: Space, names: Sequence[str]) -> Read:
+    found = [space.held.get(name, MISSING) for name in names]
+    return [space.get(n) if v is MISSING else v for n, v in zip(names, found, strict=True)], None
+
+
+def _of_environment(names: Sequence[str]) -> Read:
+    return (), [*map(os.environ.get, names)]
+
+
+def _of_context(variable: ContextVar[Any]) -> Read:
+    return (variable.get(None),), None
 
 
 def _of_dict(held: dict[Any, Any]) -> Read:
@@ -213,7 +259,7 @@ def _of_list(held: Iterable[Any]) -> Read:
     return held, None
 
 
-def _length(held: Sized) -> Read:
+def _length(held: Any) -> Read:
     return (), len(held)
 
 
@@ -221,8 +267,12 @@ def _target(reference: weakref.ref[Any]) -> Read:
     return (reference(),), None
 
 
-def _metadata(references: Sequence[Callable[[], Any]]) -> Read:
-    return (), [*map(_ABOUT, (reference() for reference in references))]
+def _metadata(references: Sequence[Callable[[], Any]], layouts: bool) -> Read:
+    tensors = [reference() for reference in references]
+    facts: list[Any] = [*map(_ABOUT, tensors), *map(len, map(_OWN, tensors))]
+    if layouts:
+        facts += [tuple(ask(t) for ask in _LAYOUT) for t in tensors]
+    return (), facts
 
 
 def _bytes(reference: Callable[[], Any]) -> Read:

@@ -1,35 +1,47 @@
-"""Fingerprints of the state, besides its arguments, that a forward may depend on.
+"""The walk through what a forward may depend on besides its arguments: the state of the model and of what its
+code reads.
 
-That is the state of the model and of what it references: closures, globals, classes.
-Two fingerprints are equal if nothing that a trace can depend on has changed. One is taken at every call (a
-change requires another graph) and before and after a trace (a change is a side effect, which a graph would
-lose).
+One walk, with a visitor for each purpose: fingerprints compare by identity at every call (`fingerprint.py`),
+records tell whether another walk would read the same (`unchanged.py`), contents compare in another process
+(`content.py`), snapshots put back what a trace changed (`snapshot.py`), and differences are named
+(`capture/changes.py`). What counts is decided here, by a scope, and nowhere else.
 """
 
 from __future__ import annotations
 
 import builtins
+import functools
+import gc
+import os
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache, partial
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import _AttrProxy
-from torch.nn.parameter import is_lazy
 
-from attngraph.capture.state.code import globals_in
-from attngraph.capture.state.kinds import has_value, is_foreign, is_open, own_classes, set_on_entry, slots_of
+from attngraph.capture.state.code import functions_of, nested
+from attngraph.capture.state.kinds import (
+    has_value,
+    is_fixed,
+    is_known,
+    is_mute,
+    is_open,
+    own_classes,
+    set_on_entry,
+    slots_of,
+    state_of_generator,
+)
+from attngraph.capture.state.scope import EVERYTHING, MISSING, Scope, Space
 from attngraph.ir import budgets
 
 PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
-_BY_VALUE = (*PLAIN, float)
-_COMPARED_EXACTLY = frozenset({int, str, bytes, type(None), torch.dtype, torch.device})
+BY_VALUE = (*PLAIN, float, complex)
 _MARKS = {"_is_torch_compile", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
 """Attributes by which PyTorch's own tools mark modules: no forward reads them."""
 MODULES_OWN = frozenset(vars(nn.Module())) | _MARKS
@@ -38,63 +50,408 @@ NAMING = ("_parameters", "_buffers", "_modules")
 """Of a module's tables those whose entries are read as attributes of it."""
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
-_RESTORED = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
+CONTAINERS = (list, tuple, set, frozenset, dict, deque, types.MappingProxyType)
+_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_WRAPPERS = (
+    property, staticmethod, classmethod, functools.cached_property, functools.partialmethod,
+    functools._lru_cache_wrapper,
+)  # fmt: skip
+_OF_EVERY_CLASS = frozenset(
+    {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__slots__",
+    "__abstractmethods__", "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__parameters__",
+    "__orig_bases__", "__hash__", "__static_attributes__", "__firstlineno__", "_abc_impl"}
+)  # fmt: skip
+_TOO_DEEP = "it is nested too deeply"
 
 
-LeftOut = frozenset[tuple[int, str]]
-"""Attributes that a fingerprint skips: the identity of each owner, and the name."""
+class Place(NamedTuple):
+    """An attribute or a variable: the module, object, class, function, file or globals (`Space`) that it
+    belongs to, and its name. Without a name, all of the owner's."""
+
+    owner: Any
+    name: str
 
 
-class Same:
-    """Compares an object by identity. It keeps the object alive, so that its address is not reused."""
+class Walk:
+    """Visits values and what they hold. What a visitor notes of each is in the methods below `visit`.
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-class Exact(NamedTuple):
-    """A value that equals only one of its type and text: `True` is not 1, -0.0 is not 0.0, NaN is NaN."""
-
-    type: type
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def exact(value: Any) -> Any:
-    return value if type(value) in _COMPARED_EXACTLY else Exact(type(value), repr(value))
-
-
-def fingerprint(
-    targets: Iterable[Any], weights: Mapping[int, int] | None = None, left_out: LeftOut = frozenset()
-) -> tuple[Any, ...]:
-    """The state of everything reachable from the targets (modules, functions, values): numbers and strings by
-    value; tensors by identity and metadata; modules by identity, training flag, weights' metadata, hooks and
-    attributes; containers and plain objects by their contents, and by the plain attributes of their class.
-
-    Args:
-        weights: during a trace, whose parameters and buffers are stand-ins: from the identity of each to
-            that of the tensor that it stands for.
-        left_out: attributes that are skipped.
+    Attributes:
+        at: the attribute or variable that is visited.
+        unseen: what code that ran names and nobody can watch, with where it is and why.
     """
-    return tuple(walk(targets, weights, left_out).found)
+
+    def __init__(self, scope: Scope = EVERYTHING) -> None:
+        self.scope = scope
+        self.codes = set(scope.codes or ())
+        self.at = Place(None, "")
+        self.unseen: list[tuple[Place, Any, str]] = []
+        self.seen: dict[int, int] = {}
+        self.made: list[Any] = []
+        """Containers that exist for the walk alone; their addresses stay their own."""
+        self.met: set[int] = set()
+        """The codes of the functions that were opened."""
+        self.closed: dict[int, list[types.FunctionType]] = {}
+        """Functions that were not, by their code."""
+        self.kinds: set[type] = set()
+
+    def everything(self, targets: Iterable[Any]) -> None:
+        """Visit the targets, and all that code that ran can read by name."""
+        for target in targets:
+            self.start(target)
+        for function in self.scope.functions:
+            self.start(function)
+        with torch._C.DisableTorchFunction():
+            for space, names in self.scope.spaces:
+                self.variables(space, names)
+            self.environment(self.scope.environment)
+
+    def start(self, target: Any) -> None:
+        """Visit a target, whose own code counts as code that ran."""
+        self.at = Place(target, "")
+        self.codes.update(id(f.__code__) for f in functions_of(target))
+        with torch._C.DisableTorchFunction():  # a trace would look at each attribute of a tensor that is read
+            self.visit(target, 0)
+
+    def unseen_at_last(self) -> tuple[Place, Any, str] | None:
+        """What nobody can watch, the first of it, once everything has been visited: what is nested too deeply
+        may have been met elsewhere."""
+        return next((f for f in self.unseen if f[2] != _TOO_DEEP or id(f[1]) not in self.seen), None)
+
+    def functions_not_met(self, codes: Iterable[types.CodeType]) -> frozenset[types.FunctionType]:
+        """The functions that ran, have variables of their own around them, and were not met; but for those
+        that code that ran made itself. A library may keep them where no walk leads."""
+        codes = list(codes)
+        made = {id(part) for code in codes for part in nested(code) if part is not code}
+        closes = (c for c in codes if c.co_freevars not in ((), ("__class__",)))
+        lost = [c for c in closes if id(c) not in self.met and id(c) not in made]
+        held = (f for c in lost for f in gc.get_referrers(c) if isinstance(f, types.FunctionType))
+        return frozenset(f for f in held if any(f.__code__ is c for c in lost))
+
+    def visit(self, value: Any, depth: int) -> None:
+        if isinstance(value, BY_VALUE):
+            self.plain(value)
+        elif isinstance(value, Tensor):
+            self.tensor(value)
+            self.attributes_of_tensor(value, depth)
+        elif isinstance(value, weakref.ref):
+            self.referred(value)
+            self.visit(value(), depth)
+        elif isinstance(value, _AttrProxy):
+            self.visit(value.get_base(), depth)  # type: ignore[attr-defined]
+        elif id(value) in self.seen:
+            self.again(value)
+        elif depth > budgets.STATE_DEPTH:
+            self.hidden(value, _TOO_DEEP)
+        else:
+            self.seen[id(value)] = len(self.seen)
+            self.open(value, depth + 1)
+
+    def open(self, value: Any, depth: int) -> None:
+        if isinstance(value, nn.Module):
+            self.module(value, depth)
+        elif isinstance(value, type):
+            self.kind(value, depth)
+        elif isinstance(value, types.ModuleType):
+            self.file(value, depth)
+        elif value is vars(builtins):
+            self.same(value)
+        elif isinstance(value, CONTAINERS):
+            self.container(value, depth)
+        elif isinstance(value, types.FunctionType):
+            self.function(value, depth)
+        elif isinstance(value, types.MethodType):
+            self.child("__func__", value.__func__, depth)
+            self.child("__self__", value.__self__, depth)
+        elif isinstance(value, types.BuiltinFunctionType):
+            self.same(value)
+            if not isinstance(value.__self__, (types.ModuleType, type, types.NoneType)):
+                self.child("__self__", value.__self__, depth)
+        elif isinstance(value, _WRAPPERS):
+            self.wrapper(value, depth)
+        elif isinstance(value, ContextVar):
+            self.context(value)
+            self.child("get", value.get(None), depth)
+        elif isinstance(value, _VIEWS):
+            self.made.append(list(value))
+            self.container(self.made[-1], depth)
+        else:
+            self.thing(value, depth)
+
+    def child(self, step: str, value: Any, depth: int) -> None:
+        """Visit something inside of what is being visited; `step` says which part of it."""
+        self.visit(value, depth)
+
+    # --- what has parts ---
+
+    def module(self, module: nn.Module, depth: int) -> None:
+        own = vars(module)
+        self.head(module)
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if (id(module), name) not in self.scope.left_out:
+                    self.weight(module, name, tensor)
+                    if tensor is not None:
+                        self.attributes_of_tensor(tensor, depth)
+        self.kind(type(module), depth)
+        around = self.at
+        for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS):
+            for hook in tuple(own[name].values()):
+                self.at = Place(module, name)
+                self.child(name, hook, depth)
+        for name in _set_by_user(tuple(own)):
+            if (id(module), name) not in self.scope.left_out:
+                self.at = Place(module, name)
+                self.child(name, own.get(name), depth)  # another thread's call may have removed it
+        self.at = around
+        for name, child in tuple(module._modules.items()):
+            self.child(name, child, depth)
+
+    def attributes_of_tensor(self, tensor: Tensor, depth: int) -> None:
+        held = own_attributes(tensor)
+        if held:
+            self.made.append(held)
+            self.child("__dict__", held, depth)
+
+    def thing(self, value: Any, depth: int) -> None:
+        """An object: by its attributes if they are its whole state, by its value if it has one."""
+        kind: Any = type(value)
+        names = slots_of(kind)
+        held = getattr(value, "__dict__", None)
+        if is_fixed(value):
+            self.same(value)
+        elif is_mute(kind):
+            self.mute(value)
+        elif state_of_generator(value) is not None:
+            self.generator(value)
+        elif not is_open(kind) or (held is None and not names):
+            self.closed_thing(value)
+        else:
+            if isinstance(value, partial):
+                for step in ("func", "args", "keywords"):
+                    self.child(step, getattr(value, step), depth)
+            self.attributes(value, names, held or {}, depth)
+
+    def attributes(self, value: Any, slots: Iterable[str], held: dict[str, Any], depth: int) -> None:
+        """What an object has, and what its class does with it."""
+        self.opened(value)
+        self.kind(type(value), depth)
+        around = self.at
+        for name in slots:
+            self.at = Place(value, name)
+            self.child(name, getattr(value, name, MISSING), depth)
+        passing = set_on_entry(type(value))  # type: ignore[arg-type]
+        for name, inner in tuple(held.items()):
+            if name not in passing and (id(value), name) not in self.scope.left_out:
+                self.at = Place(value, name)
+                self.child(name, inner, depth)
+        self.at = around
+
+    def closed_thing(self, value: Any) -> None:
+        """An object that cannot be opened: by its value or its bytes. One without either may change
+        unseen."""
+        if isinstance(value, slice) or has_value(value):
+            self.valued(value)
+            return
+        size = _size_of(value)
+        if size < 0:
+            self.hidden(value, "nobody can see its state")
+        elif size <= budgets.STATE_BYTES or self.scope.reads(self.at.name):
+            self.buffer(value)
+        else:
+            self.same(value)
+
+    def kind(self, kind: type, depth: int) -> None:
+        """A class, with what its objects read of it."""
+        self.same(kind)
+        for owner in kind.__mro__:
+            if owner in self.kinds:
+                continue
+            self.kinds.add(owner)
+            around = self.at
+            for name, value in self.members(owner):
+                self.at = Place(owner, name)
+                self.child(name, value, depth)
+            self.at = around
+        if own_classes(type(kind)):
+            self.kind(type(kind), depth)
+
+    def members(self, owner: type) -> Iterator[tuple[str, Any]]:
+        """The attributes of a class that count: its code, and what code that ran names. Of torch's modules,
+        their forward, which users replace."""
+        if is_known(owner.__module__):
+            if issubclass(owner, nn.Module) and "forward" in vars(owner):
+                yield "forward", vars(owner)["forward"]
+            return
+        for name, value in tuple(vars(owner).items()):
+            is_code = isinstance(value, (types.FunctionType, *_WRAPPERS))
+            if name in _OF_EVERY_CLASS or isinstance(
+                value, (types.GetSetDescriptorType, types.MemberDescriptorType)
+            ):
+                continue
+            if is_code or self.scope.reads(name):
+                yield name, value
+
+    def wrapper(self, value: Any, depth: int) -> None:
+        """What a decorator of Python's makes of a function."""
+        self.same(value)
+        if isinstance(value, property):
+            parts = [value.fget, value.fset, value.fdel]
+        elif isinstance(value, functools._lru_cache_wrapper):
+            parts = [value.__wrapped__]
+        else:
+            parts = [getattr(value, "func", None) or getattr(value, "__func__", None)]
+        for part in parts:
+            if part is not None:
+                self.child("", part, depth)
+
+    def container(self, value: Any, depth: int) -> None:
+        entries: Any = value
+        if isinstance(value, (dict, types.MappingProxyType)):
+            entries = [(key, inner) for key, inner in value.items() if not is_of_stand_ins(key)]
+        self.length(value, len(entries))
+        if len(value) > budgets.STATE_ENTRIES and not self.scope.reads(self.at.name):
+            self.same(value)
+        elif len(value) > budgets.STATE_ENTRIES_READ:
+            self.hidden(value, "it has too many entries")
+        elif isinstance(value, (dict, types.MappingProxyType)):
+            for number, (key, inner) in enumerate(entries):
+                self.entry(number, key, inner, depth)
+        elif isinstance(value, (set, frozenset)):
+            self.members_of_set(value)
+        else:
+            for number, inner in enumerate(tuple(value)):
+                self.child(f"[{number}]", inner, depth)
+
+        if own_classes(type(value)):  # type: ignore[arg-type]
+            self.attributes(value, (), getattr(value, "__dict__", {}), depth)
+
+    def entry(self, number: int, key: Any, value: Any, depth: int) -> None:
+        """An entry of a dictionary."""
+        self.child(f"[key {number}]", key, depth)
+        self.child(f"[{key if isinstance(key, str) else number}]", value, depth)
+
+    def function(self, function: types.FunctionType, depth: int) -> None:
+        """A function; if its code counts, also its closure, its defaults and its attributes. So does what a
+        library's decorator makes of a function, which it has in its closure."""
+        self.same(function)
+        decorates = function.__closure__ and is_known(str(function.__globals__.get("__name__")))
+        if decorates or id(function.__code__) in self.codes:
+            self.inside_of(function, depth)
+        else:
+            self.closed.setdefault(id(function.__code__), []).append(function)
+
+    def inside_of(self, function: types.FunctionType, depth: int) -> None:
+        self.met.add(id(function.__code__))
+        self.read_function(function)
+        for step in ("__dict__", "__defaults__", "__kwdefaults__"):
+            held = getattr(function, step)
+            if held:
+                self.child(step, held, depth)
+        around = self.at
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self.at = Place(function, name)
+            self.child(f"<{name}>", _inside(cell), depth)
+        self.at = around
+
+    def variables(self, space: Space, names: Iterable[str]) -> None:
+        """Variables by their names. Of torch's files and Python's own, which object each is."""
+        known = is_known(space.name)
+        self.read_variables(space, names)
+        for name in names:
+            self.at = Place(space, name)
+            value = space.get(name)
+            if known and not isinstance(value, BY_VALUE):
+                self.same(value)
+            else:
+                self.child(name, value, 0)
+
+    def file(self, module: types.ModuleType, depth: int) -> None:
+        """A file that an attribute or a variable holds: what it has under the names that code uses."""
+        self.same(module)
+        space = Space(vars(module))
+        names = sorted(name for name in self.scope.names if name in space.held)
+        if names and not is_known(module.__name__):
+            around = self.at
+            self.read_variables(space, names)
+            for name in names:
+                self.at = Place(space, name)
+                self.child(name, space.get(name), depth)
+            self.at = around
+
+    # --- what visitors note ---
+
+    def plain(self, value: Any) -> None:
+        """A number, a text, a dtype."""
+
+    def tensor(self, value: Tensor) -> None:
+        """A tensor that is no weight of a module."""
+
+    def weight(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        """A parameter or a buffer."""
+
+    def head(self, module: nn.Module) -> None:
+        """A module."""
+
+    def opened(self, value: Any) -> None:
+        """An object whose attributes follow."""
+
+    def same(self, value: Any) -> None:
+        """Something that is told by its identity: a class, a function, a file, a constant."""
+
+    def valued(self, value: Any) -> None:
+        """An object that is told by its value."""
+
+    def buffer(self, value: Any) -> None:
+        """An object that is told by its bytes."""
+
+    def length(self, value: Any, entries: int) -> None:
+        """A container whose entries follow."""
+
+    def members_of_set(self, value: Any) -> None:
+        """The members of a set, which have no order."""
+
+    def again(self, value: Any) -> None:
+        """What was visited before."""
+
+    def mute(self, value: Any) -> None:
+        """An object on whose state no result depends."""
+        self.same(value)
+
+    def generator(self, value: Any) -> None:
+        """A generator of random numbers."""
+        self.mute(value)
+
+    def hidden(self, value: Any, why: str) -> None:
+        """What nobody can watch."""
+        if self.scope.reads(self.at.name):
+            self.unseen.append((self.at, value, why))
+        self.same(value)
+
+    def referred(self, reference: weakref.ref[Any]) -> None:
+        """A weak reference, whose object follows."""
+
+    def context(self, variable: ContextVar[Any]) -> None:
+        """A context variable, whose value follows."""
+
+    def read_function(self, function: types.FunctionType) -> None:
+        """A function that is opened."""
+
+    def read_variables(self, space: Space, names: Iterable[str]) -> None:
+        """Global variables that follow."""
+
+    def environment(self, names: Iterable[str]) -> None:
+        """Variables of the environment."""
+        for name in names:
+            self.child(name, os.environ.get(name), 0)
 
 
-def _is_of_stand_ins(key: Any) -> bool:
-    """Whether a key is a class of tensors that exist in a trace alone, or holds one. What a library notes
-    under it (einx does, under the types of its operands) is no state of the model."""
-    if isinstance(key, tuple):
-        return any(map(_is_of_stand_ins, key))
-    return isinstance(key, type) and issubclass(key, (FakeTensor, FunctionalTensor))
+_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def own_attributes(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that users put on a tensor."""
+    held = vars(tensor) if type(tensor) in _PLAIN_TENSORS else None
+    return {n: v for n, v in held.items() if not n.startswith("_dynamo")} if held else {}
 
 
 def hooks_not_traced(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
@@ -111,263 +468,41 @@ def hooks_not_traced(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
                 yield path, "backward hook", hook
 
 
-class Place(NamedTuple):
-    """An attribute or a global variable: the module, object, class or function that it belongs to, and its
-    name. Without a name, all of the owner's."""
-
-    owner: Any
-    name: str
-
-
-def walk(
-    targets: Iterable[Any], weights: Mapping[int, int] | None = None, left_out: LeftOut = frozenset()
-) -> Walk:
-    """What is reachable from the targets, and all that `fingerprint` says of it."""
-    found = Walk(weights or {}, left_out)
-    for target in targets:
-        found.start(target)
-    return found
-
-
-class Walk:
-    """Visits values and what they reference.
-
-    Attributes:
-        found: the fingerprint.
-        containers: each with where it belongs; the dictionaries of attributes as well.
-        variables: numbers and strings of classes and files, and attributes in slots.
-        buffers: objects that may have bytes, such as numpy arrays, each with where it belongs.
-    """
-
-    def __init__(self, weights: Mapping[int, int], left_out: LeftOut) -> None:
-        self.weights, self.left_out = weights, left_out
-        self.found: list[Any] = []
-        self.at = Place(None, "")
-        self.containers: list[tuple[Place, Any]] = []
-        self.variables: list[tuple[Place, Any]] = []
-        self.buffers: list[tuple[Place, Any]] = []
-        self.seen: dict[int, int] = {}
-        self.kinds: set[type] = set()
-
-    def start(self, target: Any) -> None:
-        self.at = Place(target, "")
-        with torch._C.DisableTorchFunction():  # a trace would look at each attribute of a tensor that is read
-            self.visit(target, 0)
-
-    def visit(self, value: Any, depth: int) -> None:
-        found = self.found
-        if type(value) in _COMPARED_EXACTLY:
-            found.append(value)
-        elif isinstance(value, _BY_VALUE):
-            found.append(exact(value))
-        elif isinstance(value, Tensor):
-            # A tensor that a graph takes as a constant lives as long as that, so its address is its own.
-            identity = self.weights.get(id(value)) or getattr(value, "serial_number", id(value))
-            found.append((identity, value.dtype, value.device, tuple(value.shape), value.requires_grad))
-        elif isinstance(value, weakref.ref):
-            self.visit(value(), depth)
-        elif isinstance(value, _AttrProxy):
-            self.visit(value.get_base(), depth)  # type: ignore[attr-defined]
-        elif id(value) in self.seen:
-            found.append(self.seen[id(value)])
-        elif depth > budgets.STATE_DEPTH:
-            found.append(Same(value))
-        else:
-            self.seen[id(value)] = len(self.seen)
-            self.open(value, depth + 1)
-
-    def open(self, value: Any, depth: int) -> None:
-        if isinstance(value, nn.Module):
-            self.module(value, depth)
-        elif isinstance(value, type):
-            self.kind(value)
-        elif isinstance(value, types.ModuleType) or value is vars(builtins):
-            self.found.append(Same(value))
-        elif isinstance(value, (list, tuple, set, frozenset, dict, deque)):
-            self.container(value, depth)
-        elif isinstance(value, types.FunctionType):
-            self.found.append(Same(value))
-            if depth <= 2:
-                self.function(value, depth)
-        elif isinstance(value, types.MethodType):
-            self.found.append(Same(value.__func__))
-            self.visit(value.__self__, depth)
-        else:
-            self.thing(value, depth)
-
-    def thing(self, value: Any, depth: int) -> None:
-        """An object: by its attributes if they are its whole state, else as `closed` says."""
-        kind: Any = type(value)
-        names = slots_of(kind)
-        held = getattr(value, "__dict__", None)
-        if not is_open(kind) or (held is None and not names):
-            self.closed(value)
-            return
-        self.kind(kind)
-        if isinstance(held, dict):
-            self.containers.append((Place(value, ""), held))
-        if isinstance(value, partial):
-            for inner in (value.func, value.args, value.keywords):
-                self.visit(inner, depth)
-        for name in names:
-            self.found.append(name)
-            if hasattr(value, name):
-                self.variables.append((Place(value, name), getattr(value, name)))
-            self.visit(getattr(value, name, None), depth)
-        passing = set_on_entry(kind)
-        around = self.at
-        for name, inner in tuple((held or {}).items()):
-            if name not in passing and (id(value), name) not in self.left_out:
-                self.found.append(name)
-                self.at = Place(value, name)
-                self.visit(inner, depth)
-        self.at = around
-
-    def closed(self, value: Any) -> None:
-        """An object that cannot be inspected: by value if it is hashable by value, else by identity."""
-        if isinstance(value, slice):
-            self.found.append((slice, repr(value)))
-        elif has_value(value):
-            self.found.append((type(value), value))
-        else:
-            self.found += (Same(value), bytes_of(value))
-            self.buffers.append((self.at, value))
-
-    def kind(self, kind: type) -> None:
-        """A class, with the plain attributes that its objects read."""
-        self.found.append(kind)
-        for owner in own_classes(kind):
-            if owner not in self.kinds:
-                self.kinds.add(owner)
-                self.plain(owner, vars(owner), vars(owner))
-                self.tables(owner)
-                if issubclass(owner, nn.Module):
-                    forward = vars(owner).get("forward")
-                    self.visit(forward, 0)
-
-    def plain(self, owner: Any, names: Iterable[str], space: Mapping[str, Any]) -> None:
-        """The numbers and strings of these names in the namespace of a class or a file."""
-        for name in names:
-            value = space.get(name)
-            if isinstance(value, (int, float, str)) and not name.startswith("__"):
-                self.found += (name, exact(value))
-                self.variables.append((Place(owner, name), value))
-
-    def tables(self, owner: type) -> None:
-        """The containers among the attributes of a class."""
-        around = self.at
-        for name, value in tuple(vars(owner).items()):
-            if isinstance(value, (list, tuple, set, frozenset, dict, deque)) and not name.startswith("__"):
-                self.at = Place(owner, name)
-                self.visit(value, 0)
-        self.at = around
-
-    def container(self, value: Any, depth: int) -> None:
-        entries = value
-        if isinstance(value, dict):
-            entries = [(name, inner) for name, inner in value.items() if not _is_of_stand_ins(name)]
-        self.found.append((type(value), len(entries)))
-        if type(value) in _RESTORED:
-            self.containers.append((self.at, value))
-        if len(value) > budgets.STATE_ENTRIES:
-            self.found.append(Same(value))
-        elif isinstance(value, dict):
-            for key, inner in entries:
-                self.visit(key, depth)
-                self.visit(inner, depth)
-        elif isinstance(value, (set, frozenset)):
-            self.found.append(frozenset(exact(v) if isinstance(v, _BY_VALUE) else Same(v) for v in value))
-        else:
-            for inner in value:
-                self.visit(inner, depth)
-
-    def identity(self, module: nn.Module) -> Any:
-        """What tells this module from others."""
-        return id(module)
-
-    def module(self, module: nn.Module, depth: int) -> None:
-        found, own = self.found, vars(module)
-        found += (self.identity(module), module.training)
-        self.kind(type(module))
-        for store in (module._parameters, module._buffers):
-            for name, tensor in store.items():
-                if (id(module), name) in self.left_out:
-                    continue
-                if tensor is None:
-                    found.append((name, None))
-                    continue
-                # Weights may be replaced by similar ones; only which modules share a weight matters.
-                order, lazy = self.seen.setdefault(id(tensor), len(self.seen)), is_lazy(tensor)
-                shape = () if lazy else tuple(tensor.shape)
-                wants = store is module._buffers and tensor.requires_grad
-                found.append((name, order, tensor.dtype, tensor.device, shape, lazy, wants))
-        for name in BACKWARD_HOOKS:
-            found += map(Same, own[name].values())
-        self.containers.append((Place(module, ""), own))
-        around = self.at
-        for name in FORWARD_HOOKS:
-            for hook in tuple(own[name].values()):
-                found.append(name)
-                self.at = Place(module, name)
-                self.visit(hook, 0)
-        for name in _set_by_user(tuple(own)):
-            if (id(module), name) not in self.left_out:
-                found.append(name)
-                self.at = Place(module, name)
-                self.visit(own.get(name), depth)  # another thread's call may have removed it
-        self.at = around
-        for name, child in module._modules.items():
-            found.append(name)
-            self.visit(child, 0)
-
-    def function(self, function: types.FunctionType, depth: int) -> None:
-        """What a function can read besides its arguments: its closure, its defaults, the globals it names,
-        and its own attributes."""
-        if function.__dict__:
-            self.visit(function.__dict__, depth)
-        self.visit(function.__defaults__, depth)
-        self.visit(function.__kwdefaults__, depth)
-        around = self.at
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self.at = Place(function, name)
-            try:
-                self.visit(cell.cell_contents, depth)
-            except ValueError:
-                self.found.append("empty")
-        self.at = around
-        names = function.__code__.co_names
-        for name in globals_in(function.__code__):
-            if name in function.__globals__:
-                value = function.__globals__[name]
-                around, self.at = self.at, Place(function, name)
-                self.variables.append((self.at, value))
-                self.visit(value, depth)
-                self.at = around
-                if isinstance(value, types.ModuleType) and not is_foreign(value.__name__):
-                    self.plain(value, names, vars(value))
-                    self.held_by(value, names, depth)
-
-    def held_by(self, module: types.ModuleType, names: Iterable[str], depth: int) -> None:
-        """What a file has under these names besides numbers and strings."""
-        for name in names:
-            value = vars(module).get(name)
-            foreign = isinstance(value, type) and is_foreign(value.__module__)
-            if not foreign and not isinstance(value, (int, float, str, types.ModuleType, types.NoneType)):
-                around, self.at = self.at, Place(module, name)
-                self.visit(value, depth)
-                self.at = around
-
-
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def _set_by_user(names: tuple[str, ...]) -> tuple[str, ...]:
     """Of the names of a module's attributes those that not every module has."""
     return tuple(name for name in names if name not in MODULES_OWN)
 
 
-def bytes_of(value: Any) -> bytes:
-    """The contents of a small buffer, such as a numpy array; empty for other objects."""
+def is_of_stand_ins(key: Any) -> bool:
+    """Whether a key is a class of tensors that exist in a trace alone, or holds one. What a library notes
+    under it (einx does, under the types of its operands) is no state of the model."""
+    if isinstance(key, tuple):
+        return any(map(is_of_stand_ins, key))
+    return isinstance(key, type) and key.__module__ in _STAND_INS
+
+
+_STAND_INS = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
+
+
+def _inside(cell: types.CellType) -> Any:
     try:
-        view = memoryview(value)
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _size_of(value: Any) -> int:
+    """The bytes of an object such as a numpy array; -1 if it has none."""
+    try:
+        return memoryview(value).nbytes
+    except TypeError:
+        return -1
+
+
+def bytes_of(value: Any) -> bytes:
+    """The contents of a buffer, such as a numpy array; empty for other objects."""
+    try:
+        return memoryview(value).tobytes()
     except TypeError:
         return b""
-    return view.tobytes() if view.nbytes <= budgets.STATE_BYTES else b""

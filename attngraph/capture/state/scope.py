@@ -1,0 +1,167 @@
+"""What of the state around a call a graph depends on: what the code that its trace ran can read by name.
+
+A graph depends on what was read, not on what can be reached. So functions count if their code ran, however
+deep they lie; global variables count if code that ran names them; and something large, or something whose
+state cannot be seen, counts only if code that ran names it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from attngraph.capture.state.code import chains_in, names_in
+from attngraph.capture.state.kinds import is_known
+
+LeftOut = frozenset[tuple[int, str]]
+"""Attributes that do not count: the identity of each owner, and the name."""
+Asked = frozenset[tuple[int, str]]
+"""What a forward asks of its arguments besides values: the number of the tensor, and the question."""
+
+
+MISSING = object()
+_BUILTIN = frozenset(vars(builtins))
+
+
+class Space:
+    """The global variables of a file or of other code, as the owner of them. Equal ones are of the same
+    dictionary."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Space) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    @property
+    def name(self) -> str:
+        return str(self.held.get("__name__", "globals"))
+
+    def get(self, name: str) -> Any:
+        """What a name stands for, or the file that is imported by it; `MISSING` if there is neither."""
+        if name in self.held or name in _BUILTIN:
+            return self.held.get(name, MISSING)
+        inside = f"{self.held.get('__package__') or ''}.{name}".strip(".")
+        return sys.modules.get(name) or sys.modules.get(inside, MISSING)
+
+    def variables(self) -> list[str]:
+        return [name for name in self.held if not name.startswith("__")]
+
+
+def read_by(code: types.CodeType, held: dict[str, Any]) -> Iterator[tuple[Space, Iterable[str]]]:
+    """The variables that code names that runs among these globals: its own, and those of files that it takes
+    them of. All of a file that it uses as a value, since it may ask that for any name."""
+    own = Space(held)
+    names = names_in(code)
+    yield own, (text for text in names.written if text in held)
+    if names.looks_around:
+        yield own, (*own.variables(), *(text for text in names.written if text in sys.modules))
+    for root, attributes in chains_in(code):
+        yield own, (root,)
+        value = own.get(root)
+        for name in attributes:
+            if not isinstance(value, types.ModuleType):
+                break
+            space = Space(vars(value))
+            yield space, (name,)
+            value = space.get(name)
+        if isinstance(value, types.ModuleType) and not is_known(value.__name__):
+            yield Space(vars(value)), Space(vars(value)).variables()
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What counts.
+
+    Attributes:
+        left_out: attributes that do not count, because each call sets them before it reads them.
+        codes: the identities of the code that ran; None: unknown, so that everything with a name counts, and
+            no function is opened but a target itself.
+        spaces: where it reads variables, with their names.
+        names: all names of attributes in it.
+        environment: variables of the environment that were read.
+        asked: questions about the arguments' tensors that are part of a call's key. layouts: whether the
+            layouts of all tensors in memory are.
+    """
+
+    left_out: LeftOut = frozenset()
+    codes: frozenset[int] | None = None
+    spaces: tuple[tuple[Space, tuple[str, ...]], ...] = ()
+    names: frozenset[str] = frozenset()
+    environment: tuple[str, ...] = ()
+    asked: Asked = frozenset()
+    layouts: bool = False
+    functions: frozenset[Any] = frozenset()
+    """Functions that ran, have variables of their own, and are not reached through what the model holds."""
+    alive: Any = dataclasses.field(default=None, compare=False, repr=False)
+    """Keeps the code alive, whose identities are compared."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.left_out, self.codes, self.spaces, self.names, self.environment, self.asked))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def reads(self, name: str) -> bool:
+        """Whether the code may read what has this name; it may, if there is no name."""
+        return self.codes is None or not name or name in self.names
+
+
+EVERYTHING = Scope()
+
+
+class Ran:
+    """Code that ran, with the globals that it ran among.
+
+    Attributes:
+        codes: the user's, by identity.
+        environment: names of variables of the environment that were read.
+    """
+
+    def __init__(self) -> None:
+        self.codes: dict[int, types.CodeType] = {}
+        self.environment: set[str] = set()
+        self._spaces: dict[int, tuple[Space, dict[str, None]]] = {}
+        self._names: set[str] = set()
+        self._known: set[tuple[int, int]] = set()
+
+    def add(self, code: types.CodeType, held: dict[str, Any]) -> bool:
+        """Add code that runs among these globals; whether it is new there."""
+        if (id(code), id(held)) in self._known:
+            return False
+        self._known.add((id(code), id(held)))
+        self.codes[id(code)] = code
+        self._names.update(names_in(code).all)
+        for space, names in read_by(code, held):
+            self._spaces.setdefault(id(space.held), (space, {}))[1].update(dict.fromkeys(names))
+        return True
+
+    def update(self, other: Ran) -> None:
+        """Add what another one has."""
+        self._known |= other._known
+        self.codes |= other.codes
+        self.environment |= other.environment
+        self._names |= other._names
+        for space, names in other._spaces.values():
+            self._spaces.setdefault(id(space.held), (space, {}))[1].update(names)
+
+    def scope(
+        self, left_out: LeftOut = frozenset(), asked: Asked = frozenset(), layouts: bool = False
+    ) -> Scope:
+        return Scope(
+            left_out, frozenset(self.codes),
+            tuple((space, tuple(names)) for space, names in self._spaces.values()),
+            frozenset(self._names), tuple(sorted(self.environment)), asked, layouts,
+            alive=tuple(self.codes.values()),
+        )  # fmt: skip

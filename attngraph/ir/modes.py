@@ -1,0 +1,82 @@
+"""What surrounds a call of torch: autocast, modes that change operations, hooks of all modules.
+
+Our own machinery runs in modes of its own choosing: a graph has the casts of autocast in it already. What a
+user put around a call, and a graph cannot honour, is named, so that the model itself runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules import module as _modules
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+_GLOBAL_HOOKS = tuple(
+    held for name, held in vars(_modules).items() if name.startswith("_global_") and name.endswith("hooks")
+)
+
+
+def autocast_of(device: str) -> tuple[bool, torch.dtype]:
+    """Whether autocast is on for a kind of device, and the dtype to which it casts."""
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+@contextlib.contextmanager
+def without_autocast(devices: Iterable[str] = ("cpu", "cuda")) -> Iterator[None]:
+    """Autocast is off in the body, for these kinds of devices."""
+    if not torch._C._is_any_autocast_enabled():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for device in devices:
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def own_modes() -> Iterator[None]:
+    """Nothing that the caller put around the body changes what operations in it do."""
+    taken = []
+    try:
+        while torch._C._len_torch_function_stack():
+            taken.append(torch._C._pop_torch_function_stack())
+        with without_autocast(), _disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(taken):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def surroundings() -> str:
+    """What is around a call that a graph would run past, in words; "" if there is nothing of the kind."""
+    if any(_GLOBAL_HOOKS):
+        return "a hook of all modules"
+    functions = torch._C._len_torch_function_stack()
+    for place in range(functions):
+        mode = torch._C._get_function_stack_at(place)
+        if not isinstance(mode, DeviceContext):
+            return f"the mode {type(mode).__name__}, which changes torch's functions"
+    if torch._C._len_torch_dispatch_stack():
+        mode = _get_current_dispatch_mode_stack()[-1]
+        return f"the mode {type(mode).__name__}, which sees torch's operations"
+    return ""
+
+
+def default_device() -> torch.device | None:
+    """The device of tensors that are made without one, if it was set."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+def settings() -> tuple[object, ...]:
+    """What code can ask torch about the process."""
+    cuda: Any = torch.backends.cuda
+    return (
+        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        torch.get_num_threads(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(), torch.backends.mkldnn.enabled,
+    )  # fmt: skip
