@@ -26,6 +26,7 @@ from attngraph.capture.attributes import Described, Settings, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
 from attngraph.capture.checks import Checks
 from attngraph.capture.guards import things
+from attngraph.capture.products import products_cast
 from attngraph.capture.side_effects import SideEffects, label_of
 from attngraph.capture.state.ran import Executed, recorded
 from attngraph.capture.state.snapshot import Snapshot
@@ -134,6 +135,7 @@ class Flat(nn.Module):
             self.trace.repeats(lambda: self.trace.noted(printed)),
             recorded(self.trace.executed, effects.begins),
             asked,
+            products_cast(),
         ):
             self._lend_attributes(arguments, originals)
             result = by_rows.call(target, args, kwargs)

@@ -331,27 +331,34 @@ class Walk:
         self.child(f"[{key if isinstance(key, str) else number}]", value, depth)
 
     def function(self, function: types.FunctionType, depth: int) -> None:
-        """A function; if its code counts, also its closure, its defaults and its attributes. So does what a
-        library's decorator makes of a function, which it has in its closure."""
+        """A function, and the attributes that users put on one that is no method; if its code counts, also
+        its closure and its defaults. So does what a library's decorator makes of a function, which it has in
+        its closure."""
         self.same(function)
         decorates = function.__closure__ and is_known(str(function.__globals__.get("__name__")))
         if decorates or id(function.__code__) in self.codes:
             self.inside_of(function, depth)
-        else:
-            self.closed.setdefault(id(function.__code__), []).append(function)
+            return
+        self.closed.setdefault(id(function.__code__), []).append(function)
+        if not isinstance(self.at.owner, type):
+            self.read_function(function)
+            self._parts_of(function, ("__dict__",), depth)
 
     def inside_of(self, function: types.FunctionType, depth: int) -> None:
         self.met.add(id(function.__code__))
         self.read_function(function)
-        for step in ("__dict__", "__defaults__", "__kwdefaults__"):
-            held = getattr(function, step)
-            if held:
-                self.child(step, held, depth)
+        self._parts_of(function, ("__dict__", "__defaults__", "__kwdefaults__"), depth)
         around = self.at
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self.at = Place(function, name)
             self.child(f"<{name}>", _inside(cell), depth)
         self.at = around
+
+    def _parts_of(self, function: types.FunctionType, names: Iterable[str], depth: int) -> None:
+        for name in names:
+            held = getattr(function, name)
+            if held:
+                self.child(name, held, depth)
 
     def variables(self, space: Space, names: Iterable[str]) -> None:
         """Variables by their names. Of torch's files and Python's own, which object each is."""
