@@ -12,9 +12,9 @@ from attngraph import pipeline
 from attngraph.cli.problems import TargetError
 from attngraph.cli.progress import Progress
 from attngraph.ir.graph.literals import split
-from attngraph.ir.graph.operations import of_library, spaces
 from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.operations import of_library, spaces
 from attngraph.ir.ops import nodes
 from attngraph.passes import pass_named
 from attngraph.passes.attention_entries import describe

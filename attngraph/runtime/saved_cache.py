@@ -106,8 +106,8 @@ def _shown(values: Sequence[Any]) -> str:
 
 def device_of(text: Any) -> torch.device:
     """The device of a saved state, if memory can be had there."""
+    require(type(text) is str, "its device is no text")
     try:
-        require(type(text) is str, "its device is no text")
         device = torch.device(text)
         torch.empty(0, device=device)
         return device

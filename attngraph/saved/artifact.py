@@ -78,7 +78,10 @@ def put(key: str, content: bytes, root: Path) -> None:
         parts = key.split("/")
         if len(parts) != 2 or not all(map(_NAME.fullmatch, parts)):
             raise SavedError(f"an artifact has the key {key!r}.")
-        write_folder(root / parts[0] / parts[1], {"kind": "cached"}, from_artifact(content), replace=False)
+        files = from_artifact(content)
+        for folder in (root, root / parts[0]):
+            folder.mkdir(mode=0o700, exist_ok=True, parents=folder == root)
+        write_folder(root / parts[0] / parts[1], {"kind": "cached"}, files, replace=False)
     except (SavedError, OSError) as problem:
         log.info("not put into the cache: %s", problem)
 

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from attngraph.capture.captured import Attribute, Captured
 from attngraph.capture.content import Content, tensor_digest
 from attngraph.errors import SavedError
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.printer import parts_of
+from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.records import made, plain
 from attngraph.report.report import CompileReport
 from attngraph.report.user_code import UserCode
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.inputs import own_tensor
+from attngraph.runtime.inputs import own_tensor, require_own
 from attngraph.runtime.machine import Run
 from attngraph.runtime.step import Step
 from attngraph.saved import graphs
@@ -236,6 +237,7 @@ def step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) ->
 def _step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Step:
     beside = json.loads(files["graph.json"])
     graph, _, report = _graph(files, beside, known)
+    _require_state(graph)
     split = (path.rpartition(".") for path in json.loads(files["guards.json"])["left_out"])
     left_out = frozenset((id(known.objects[path]), name) for path, _, name in split if path in known.objects)
     return Step(
@@ -249,9 +251,33 @@ def _graph(
 ) -> tuple[ProgramGraph, graphs.Names, CompileReport]:
     live = {name: known.objects[path] for name, path in beside["live"].items()}
     graph, names = graphs.read(files["graph.txt"].decode(), beside, live)
+    for part in parts_of(graph).values():
+        for node, given in zip(part.placeholders(), part.inputs, strict=True):
+            if given.kind in ("parameter", "buffer", "constant"):
+                require_own(given, known.owner, graph.constants, node.meta.get("val"))
     report: CompileReport = made(CompileReport, json.loads(files["report.json"]))
     graphs.give_entries(graph, report.attention)
     return graph, names, report
+
+
+def _require_state(graph: ProgramGraph) -> None:
+    """Raise ValueError unless a decoder's state has what its graphs take and give, by name."""
+    plan = graph.state
+    if plan is None:
+        raise ValueError("a decoder without a plan of its cache")
+    known = {
+        "pages": {store.name for store in plan.stores}, "carried": {about.name for about in plan.carried},
+        Rate.PROMPT.value: {about.name for about in plan.fixed},
+        "rows": {"starts", "first", "row", "positions", "picked", *(store.table for store in plan.stores)},
+    }  # fmt: skip
+    for part in parts_of(graph).values():
+        for given in part.inputs:
+            if given.kind in known and given.name not in known[given.kind]:
+                raise ValueError(f"a decoder's state has no {given.kind} {given.name!r:.80}")
+    given_on = [(o.kind, o.name) for o in graph.outputs if o.kind in ("pages", "carried")]
+    wanted = [("pages", store.name) for store in plan.stores] + [("carried", c.name) for c in plan.carried]
+    if given_on != wanted or len(graph.outputs) != 1 + len(wanted):
+        raise ValueError("a decoder's graph gives other values to its state than its plan says")
 
 
 def _extent(text: Any, names: Mapping[str, str]) -> Any:

@@ -2,7 +2,7 @@
 
 This file goes through the lines; `ir/graph/body.py` builds the graph. The type of every value is inferred
 again and compared with the written one, so inconsistent edits by hand are detected. Only ops of a closed list
-(`operations.py`) are executed, on fake tensors. Buffer contents are not part of the text (`dump.py` stores
+(`ir/operations.py`) are executed, on fake tensors. Buffer contents are not part of the text (`dump.py` stores
 them separately).
 
 A saved graph is read with the types as they are written: nothing is executed. So graphs over a cache are

@@ -35,7 +35,7 @@ _ATEN = frozenset(
     avg_pool1d avg_pool2d avg_pool3d baddbmm bartlett_window batch_norm bernoulli bilinear
     binary_cross_entropy binary_cross_entropy_with_logits bincount binomial bitwise_and bitwise_left_shift
     bitwise_not bitwise_or bitwise_right_shift bitwise_xor blackman_window block_diag bmm broadcast_tensors
-    broadcast_to bucketize cartesian_prod cat cdist ceil celu chain_matmul chalf channel_shuffle
+    broadcast_to bucketize cartesian_prod cat cauchy cdist ceil celu chain_matmul chalf channel_shuffle
     cholesky_inverse cholesky_solve chunk clamp clamp_max clamp_min clip clone col2im column_stack
     combinations complex concat concatenate conj conj_physical constant_pad_nd contiguous conv1d conv2d
     conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution copy copysign corrcoef cos cosh
@@ -43,14 +43,14 @@ _ATEN = frozenset(
     cumsum cumulative_trapezoid deg2rad det detach detach_copy diag diag_embed diagflat diagonal
     diagonal_backward diagonal_copy diagonal_scatter diff digamma dim dist div divide dot dropout dsplit
     dstack einsum elu elu_backward embedding embedding_bag empty empty_like empty_permuted empty_strided eq
-    equal erf erfc erfinv exp exp2 expand expand_as expand_copy expm1 eye feature_alpha_dropout
+    equal erf erfc erfinv exp exp2 expand expand_as expand_copy expm1 exponential eye feature_alpha_dropout
     feature_dropout fft_fft fft_fft2 fft_fftfreq fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft
     fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn
     fft_rfft fft_rfft2 fft_rfftfreq fft_rfftn fill fix flatten flip fliplr flipud float_power floor
     floor_divide fmax fmin fmod frac frexp frobenius_norm full full_like gather gcd ge gelu gelu_backward
-    ger glu glu_backward gradient greater greater_equal grid_sampler grid_sampler_2d grid_sampler_3d
-    group_norm gru gru_cell gt hamming_window hann_window hardshrink hardshrink_backward hardsigmoid
-    hardsigmoid_backward hardswish hardswish_backward hardtanh hardtanh_backward heaviside
+    geometric ger glu glu_backward gradient greater greater_equal grid_sampler grid_sampler_2d
+    grid_sampler_3d group_norm gru gru_cell gt hamming_window hann_window hardshrink hardshrink_backward
+    hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh hardtanh_backward heaviside
     hinge_embedding_loss histc histogram hsplit hstack huber_loss huber_loss_backward hypot i0 igamma
     igammac im2col imag index index_add index_copy index_fill index_put index_reduce index_select
     index_select_backward inner instance_norm inverse is_nonzero isclose isfinite isin isinf isnan isneginf
@@ -62,7 +62,7 @@ _ATEN = frozenset(
     linalg_matrix_exp linalg_matrix_norm linalg_matrix_power linalg_matrix_rank linalg_multi_dot linalg_norm
     linalg_pinv linalg_polar linalg_qr linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular
     linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve linalg_vander linalg_vecdot
-    linalg_vector_norm linear linspace log log10 log1p log2 log_sigmoid log_sigmoid_backward
+    linalg_vector_norm linear linspace log log10 log1p log2 log_normal log_sigmoid log_sigmoid_backward
     log_sigmoid_forward log_softmax logaddexp logaddexp2 logcumsumexp logdet logical_and logical_not
     logical_or logical_xor logit logit_backward logspace logsumexp lstm lstm_cell lt lu_unpack mH mT
     margin_ranking_loss masked_fill masked_scatter masked_select matmul matrix_H matrix_exp matrix_power max
@@ -72,36 +72,37 @@ _ATEN = frozenset(
     multinomial multiply mv mvlgamma nan_to_num nanmean nanmedian nanquantile nansum narrow narrow_copy
     native_channel_shuffle native_dropout native_group_norm native_layer_norm ne neg negative new_empty
     new_empty_strided new_full new_ones new_zeros nextafter nll_loss nll_loss2d nll_loss2d_forward
-    nll_loss_forward nll_loss_nd nonzero nonzero_numpy nonzero_static norm norm_except_dim normal not_equal
-    nuclear_norm numel one_hot ones ones_like orgqr ormqr outer pad pad_sequence pairwise_distance pdist
-    permute permute_copy pinverse pixel_shuffle pixel_unshuffle poisson poisson_nll_loss polar polygamma
-    positive pow prelu prod put quantile rad2deg rand rand_like randint randint_like randn randn_like
-    randperm range ravel real reciprocal reflection_pad1d reflection_pad2d reflection_pad3d relu relu6
-    remainder renorm repeat repeat_interleave replication_pad1d replication_pad2d replication_pad3d reshape
-    reshape_as resolve_conj resolve_neg rms_norm rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell roll rot90
-    round row_stack rrelu rsqrt rsub scalar_tensor scaled_dot_product_attention scatter scatter_add
-    scatter_reduce searchsorted select select_backward select_copy select_scatter selu sgn sigmoid
-    sigmoid_backward sign signbit silu silu_backward sin sinc sinh size slice slice_backward slice_copy
-    slice_inverse slice_scatter slogdet smooth_l1_loss smooth_l1_loss_backward soft_margin_loss
-    soft_margin_loss_backward softmax softplus softplus_backward softshrink softshrink_backward sort
-    special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
-    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
-    special_chebyshev_polynomial_w special_digamma special_entr special_erf special_erfc special_erfcx
-    special_erfinv special_exp2 special_expit special_expm1 special_gammainc special_gammaincc
-    special_gammaln special_hermite_polynomial_h special_hermite_polynomial_he special_i0 special_i0e
-    special_i1 special_i1e special_laguerre_polynomial_l special_legendre_polynomial_p special_log1p
-    special_log_ndtr special_log_softmax special_logit special_logsumexp special_modified_bessel_i0
-    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_multigammaln
-    special_ndtr special_ndtri special_polygamma special_psi special_round special_scaled_modified_bessel_k0
-    special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t
-    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
-    special_shifted_chebyshev_polynomial_w special_sinc special_softmax special_spherical_bessel_j0
-    special_xlog1py special_xlogy special_zeta split split_copy split_with_sizes split_with_sizes_copy sqrt
-    square squeeze squeeze_copy stack std std_mean stft stride sub subtract sum sum_to_size svd swapaxes
-    swapdims sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride t t_copy take take_along_dim
-    tan tanh tanh_backward tensor_split tensordot threshold threshold_backward tile to topk trace transpose
-    transpose_copy trapezoid trapz triangular_solve tril tril_indices triplet_margin_loss triu triu_indices
-    true_divide trunc type_as unbind unbind_copy unflatten unfold unfold_copy unique_consecutive unique_dim
+    nll_loss_forward nll_loss_nd nonzero nonzero_numpy nonzero_static norm norm_except_dim normal
+    normal_functional not_equal nuclear_norm numel one_hot ones ones_like orgqr ormqr outer pad pad_sequence
+    pairwise_distance pdist permute permute_copy pinverse pixel_shuffle pixel_unshuffle poisson
+    poisson_nll_loss polar polygamma positive pow prelu prod put quantile rad2deg rand rand_like randint
+    randint_like randn randn_like random randperm range ravel real reciprocal reflection_pad1d
+    reflection_pad2d reflection_pad3d relu relu6 remainder renorm repeat repeat_interleave replication_pad1d
+    replication_pad2d replication_pad3d reshape reshape_as resolve_conj resolve_neg rms_norm rnn_relu
+    rnn_relu_cell rnn_tanh rnn_tanh_cell roll rot90 round row_stack rrelu rsqrt rsub scalar_tensor
+    scaled_dot_product_attention scatter scatter_add scatter_reduce searchsorted select select_backward
+    select_copy select_scatter selu sgn sigmoid sigmoid_backward sign signbit silu silu_backward sin sinc
+    sinh size slice slice_backward slice_copy slice_inverse slice_scatter slogdet smooth_l1_loss
+    smooth_l1_loss_backward soft_margin_loss soft_margin_loss_backward softmax softplus softplus_backward
+    softshrink softshrink_backward sort special_airy_ai special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+    special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_digamma special_entr special_erf
+    special_erfc special_erfcx special_erfinv special_exp2 special_expit special_expm1 special_gammainc
+    special_gammaincc special_gammaln special_hermite_polynomial_h special_hermite_polynomial_he special_i0
+    special_i0e special_i1 special_i1e special_laguerre_polynomial_l special_legendre_polynomial_p
+    special_log1p special_log_ndtr special_log_softmax special_logit special_logsumexp
+    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+    special_modified_bessel_k1 special_multigammaln special_ndtr special_ndtri special_polygamma special_psi
+    special_round special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_sinc
+    special_softmax special_spherical_bessel_j0 special_xlog1py special_xlogy special_zeta split split_copy
+    split_with_sizes split_with_sizes_copy sqrt square squeeze squeeze_copy stack std std_mean stft stride
+    sub subtract sum sum_to_size svd swapaxes swapdims sym_is_contiguous sym_numel sym_size
+    sym_storage_offset sym_stride t t_copy take take_along_dim tan tanh tanh_backward tensor_split tensordot
+    threshold threshold_backward tile to topk trace transpose transpose_copy trapezoid trapz
+    triangular_solve tril tril_indices triplet_margin_loss triu triu_indices true_divide trunc type_as
+    unbind unbind_copy unflatten unfold unfold_copy uniform unique_consecutive unique_dim
     unique_dim_consecutive unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze unsqueeze_copy
     upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
     upsample_nearest3d upsample_trilinear3d vander var var_mean vdot view view_as view_as_complex
@@ -170,6 +171,8 @@ def packet_of(name: str, libraries: Collection[str] = (), runs: bool = False) ->
         ValueError: it is not on the list.
     """
     first, *more = name.split(".")
+    if first == "aten" and more:
+        first, *more = more
     if first in _ATEN and len(more) <= 1:
         return getattr(torch.ops.aten, first), more
     space, op, rest = first, more[0] if more else "", more[1:]
@@ -203,10 +206,3 @@ def of_library(module: str, before: Collection[str]) -> set[str]:
 def spaces() -> set[str]:
     """The libraries that have registered operations."""
     return {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
-
-
-def is_listed(overload: Any) -> bool:
-    """Whether a graph with this operation can be read from a file and run."""
-    space, _, op = getattr(overload, "_name", "").partition("::")
-    listed = _ATEN if space == "aten" else _OURS if space == "attngraph" else frozenset()
-    return op.partition(".")[0] in listed and is_pure(overload)
