@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import attngraph
-from attngraph.errors import SavedError
+from attngraph.errors import PlacementError, SavedError
 from attngraph.saved import folder
 from attngraph.saved.artifact import as_artifact, from_artifact
 from attngraph.saved.folder import read_file, read_manifest, write_folder
@@ -227,3 +227,10 @@ def test_an_artifact_says_which_files_it_has(named: bytes) -> None:
     with pytest.raises(SavedError):
         from_artifact(folder.hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
     assert from_artifact(as_artifact({"a": b"1", "b": b"23"})) == {"a": b"1", "b": b"23"}
+
+
+def test_weights_in_several_files_lie_beside_their_index(tmp_path: Path) -> None:
+    index = {"weight_map": {"weight": "../secret.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(PlacementError, match="which is no file beside it"):
+        attngraph.load_weights(torch.nn.Linear(2, 2), tmp_path)
