@@ -32,7 +32,10 @@ FLOORS = (
 )
 """Rooms from the ground up: a file may import from its own room and from lower floors, nothing else."""
 FLOORS_INSIDE = {
-    "ir": ({"budgets", "versions", "cache_folder", "garbage"}, {"language"}, {"ops"}, {"graph"}),
+    "ir": (
+        {"budgets", "versions", "cache_folder", "garbage", "records", "operations"},
+        {"language"}, {"ops"}, {"graph"},
+    ),
     "meaning": (
         {"rule"}, {"algebra"}, {"masks", "constants"}, {"constant_folding", "wrapping"}, {"element"},
         {"rules"}, {"attention"}, {"check"}, {"tokens", "placement"}, {"__init__"},

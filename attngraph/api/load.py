@@ -9,8 +9,6 @@ from typing import Any
 from attngraph.api import saving
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.methods import decoder_of
-from attngraph.api.options import Options
-from attngraph.errors import SavedError
 from attngraph.runtime.decoder import Decoder
 from attngraph.saved.weights import load_skeleton
 
@@ -35,12 +33,6 @@ def load(
     """
     folder = saving.Folder(Path(path), strict or model is None)
     target = load_skeleton(folder.path, folder.about) if model is None else model
-    about = folder.about
-    given: dict[str, Any] = {**about["options"]}
-    if given.pop("passes"):
-        raise SavedError(f"{path} was compiled with other passes; compile it with them: attngraph.compile.")
-    options = Options(**{**given, "disable": tuple(given["disable"])})
-    compiled = CompiledModule(target, options, saved=folder if about["kind"] == "module" else None)
-    if about["kind"] == "module":
-        return compiled
-    return decoder_of(compiled, options, saving.config_of(about), folder)
+    options, said = folder.options(), folder.said
+    compiled = CompiledModule(target, options, saved=folder if said.config is None else None)
+    return compiled if said.config is None else decoder_of(compiled, options, said.config, folder)

@@ -32,14 +32,23 @@ from attngraph.codegen.cpu import toolchain
 from attngraph.errors import SavedError
 from attngraph.ir import cache_folder
 from attngraph.ir.garbage import without_collections
+from attngraph.ir.records import made, plain
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.step import Step
 from attngraph.saved import artifact, guards
 from attngraph.saved.disk import Disk
-from attngraph.saved.entry import Files, Known, describe, executable_from, files_of, step_from, unfit_contents
+from attngraph.saved.entry import (
+    Files,
+    Known,
+    describe,
+    executable_from,
+    files_of,
+    step_from,
+    told,
+    unfit_contents,
+)
 from attngraph.saved.folder import read_file, read_manifest, write_folder
-from attngraph.saved.plain import made, plain
 from attngraph.saved.weights import Skeleton, weights_of
 
 log = logging.getLogger(__name__)
@@ -124,7 +133,7 @@ class Call:
 
     def known(self, files: Files) -> Known:
         """What a graph in files is put in place with."""
-        scope = guards.names_from(describe(files)["ran"]).scope(self.content)
+        scope = told(describe(files)["ran"].scope, self.content)
         return Known(self.content(scope).objects, self.owner, scope)
 
     def unfit(self, files: Files) -> list[str]:
@@ -133,10 +142,34 @@ class Call:
         content = self.content(known.scope)
         if not self.checks_model:
             found, content = {**found, "state": {}}, Content()
-        answers = guards.describe_answers(self.tensors, guards.names_from(describe(files)["ran"]))
+        answers = told(guards.describe_answers, self.tensors, found["ran"])
         unlike = guards.differences(found, {**self.described, **answers}, content, found["left_out"])
         reasons = [reason for reason, _ in zip(unlike, range(_TOLD), strict=False)]
         return reasons or [r for r in (unfit_contents(files, known),) if r]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedOptions:
+    """What `options_key` gives."""
+
+    backend: str
+    inductor: bool
+    strict: bool
+    absorb: str
+    disable: tuple[str, ...]
+    passes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What the manifest of a saved model says, besides `weights.About`."""
+
+    kind: str
+    versions: dict[str, str]
+    graphs: int
+    options: SavedOptions
+    config: CacheConfig | None
+    model: str
 
 
 class Folder:
@@ -149,20 +182,52 @@ class Folder:
     def __init__(self, path: Path, strict: bool) -> None:
         self.path, self.strict = path, strict
         self.about = read_manifest(path)
+        self.said = self._said()
         files = {name: read_file(path, self.about, name) for name in self.about["files"]}
         self.graphs: list[dict[str, bytes]] = []
-        for number in range(self.about["graphs"]):
+        for number in range(self.said.graphs):
             prefix = f"graph-{number}/"
             self.graphs.append(
                 {name.removeprefix(prefix): data for name, data in files.items() if name.startswith(prefix)}
             )
         self.unlike = [
             f"{name} was {was}, and is {versions().get(name, 'none')}"
-            for name, was in self.about["versions"].items()
+            for name, was in self.said.versions.items()
             if versions().get(name, "none") != was
         ]
         if self.unlike:
             self.refuse(self.unlike)
+
+    def _said(self) -> About:
+        names = [field.name for field in dataclasses.fields(About)]
+        try:
+            found: About = made(About, {n: self.about[n] for n in names if n in self.about}, "the manifest")
+            if found.kind not in ("module", "decoder") or (found.config is None) != (found.kind == "module"):
+                raise ValueError(f"a {found.kind!r:.80} with the configuration {found.config}")
+            if not 0 < found.graphs <= len(self.about["files"]):
+                raise ValueError(f"{found.graphs} graphs in {len(self.about['files'])} files")
+        except ValueError as problem:
+            raise SavedError(f"{self.path} is no saved model: {problem}.") from problem
+        return found
+
+    def options(self) -> Options:
+        """The options that it was compiled with.
+
+        Raises:
+            SavedError: there are no such options, or passes of the user's own are among them.
+        """
+        given = self.said.options
+        if given.passes:
+            raise SavedError(
+                f"{self.path} was compiled with other passes; compile it with them: attngraph.compile."
+            )
+        try:
+            kept = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.name != "passes"}
+            return Options(**kept)
+        except ValueError as problem:
+            raise SavedError(
+                f"{self.path} was compiled with options that are not there: {problem}"
+            ) from problem
 
     def refuse(self, reasons: Sequence[str]) -> None:
         """Say why what is saved is not used.
@@ -177,13 +242,12 @@ class Folder:
             raise SavedError(f"{self.path} does not fit: {shown}.")
         log.warning("%s does not fit, the model is traced anew: %s", self.path, shown)
 
-    def entries(self, call: Call) -> Iterator[tuple[Files, str]]:
-        """The graphs that may serve a call.
+    def entries(self, call: Call, reasons: list[str]) -> Iterator[tuple[Files, str]]:
+        """The graphs that may serve a call. `reasons` gets why others do not.
 
         Raises:
             SavedError: strict, and there is none.
         """
-        reasons: list[str] = []
         for files in () if self.unlike else self.graphs:
             unlike = call.unfit(files)
             reasons += unlike
@@ -198,9 +262,12 @@ class Cached:
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
 
-    def entries(self, call: Call) -> Iterator[tuple[Files, str]]:
+    def entries(self, call: Call, _: list[str]) -> Iterator[tuple[Files, str]]:
         for path, files in self.disk.entries(call.key):
-            unlike = call.unfit(files)
+            try:
+                unlike = call.unfit(files)
+            except SavedError as problem:
+                unlike = [str(problem)]
             if unlike:
                 log.info("%s does not fit: %s", path, "; ".join(unlike))
             else:
@@ -290,13 +357,16 @@ def _taken(
 ) -> _Made | None:  # fmt: skip
     """What was saved, or kept on disk, and fits the call."""
     for source in _sources(saved, options):
-        for files, where in source.entries(call):
+        reasons: list[str] = []
+        for files, where in source.entries(call, reasons):
             try:
                 found = read(files)
+                fitting = told(fits, found)
             except SavedError as problem:
                 log.info("not used: %s", problem)
+                reasons.append(str(problem).removesuffix("."))
                 continue
-            if fits(found):
+            if fitting:
                 found.traced = _as_saved(files)
                 found.report = dataclasses.replace(found.report, taken_from=where)
                 return found
@@ -305,7 +375,7 @@ def _taken(
 
 def _as_saved(files: Files) -> guards.Traced:
     about = describe(files)
-    return guards.Traced(about["call"], about["state"], guards.names_from(about["ran"]), ())
+    return guards.Traced(about["call"], about["state"], about["ran"], ())
 
 
 def _keep(found: Executable | Step, call: Call, executed: Executed, options: Options) -> None:
@@ -359,9 +429,3 @@ def save(
         files |= weights_of(target, about)
     write_folder(Path(path), about, files, replace=True)
     return Path(path)
-
-
-def config_of(about: Mapping[str, Any]) -> CacheConfig:
-    """The cache's options that a decoder was saved with."""
-    found: CacheConfig = made(CacheConfig, about["config"])
-    return found

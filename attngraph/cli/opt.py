@@ -14,6 +14,7 @@ from attngraph.cli.progress import Progress
 from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.operations import of_library, spaces
 from attngraph.ir.ops import nodes
 from attngraph.passes import pass_named
 from attngraph.passes.attention_entries import describe
@@ -25,14 +26,17 @@ def run(options: argparse.Namespace) -> int:
         passes = [pass_named(text) for text in split(options.passes)]
     except ValueError as problem:
         raise TargetError(f"-p {options.passes}: {problem}") from problem
+    libraries: set[str] = set()
     for name in options.modules:
+        before = spaces()
         try:
             importlib.import_module(name)
         except ImportError as problem:
             raise TargetError(f"--import {name}: {problem}") from problem
+        libraries |= of_library(name, before)
     tell = Progress()
     tell(f"reading {options.file}")
-    graph = read_graph_file(options.file)
+    graph = read_graph_file(options.file, libraries)
     _describe_attentions(graph)
     dump = None if options.dump is None else Dump(options.dump)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 VARIABLE = "ATTNGRAPH_CACHE"
@@ -17,6 +18,18 @@ def wanted() -> Path:
     home = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     return base / "attngraph"
+
+
+def why_not_safe(path: Path) -> str | None:
+    """Why what lies in a folder may be somebody else's; None if it is the user's own."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is not a folder"
+    if hasattr(os, "getuid") and found.st_uid != os.getuid():
+        return "it belongs to another user"
+    if os.name == "posix" and found.st_mode & 0o022:
+        return "other users may write to it"
+    return None
 
 
 def is_off() -> bool:

@@ -18,9 +18,9 @@ import dataclasses
 import json
 import re
 import shutil
+import stat
 import tempfile
-import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from attngraph.errors import DumpError
@@ -28,6 +28,7 @@ from attngraph.ir.graph.printer import input_name
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.reader import read_graph
 from attngraph.ir.graph.values import decode, encode
+from attngraph.ir.records import made
 from attngraph.report.entries import AttentionEntry, Break, KernelEntry, PassRecord, TokenProgramEntry
 from attngraph.report.report import CompileReport
 from attngraph.report.user_code import UserCode
@@ -111,6 +112,8 @@ def read_dump(root: Path) -> tuple[CompileReport, ...]:
             f"there is no dump in {root}: a dump is a folder with graph-0/00-{CAPTURE}.txt in it, as "
             'attngraph.compile(model, dump="DIR") or `attngraph compile TARGET --dump DIR` writes.'
         )
+    if any(folder.is_symlink() for folder in folders if folder != root):
+        raise DumpError(f"{root} has links in it. Copy it with what they point to (cp -rL).")
     first, *others = (_read_graph(folder) for folder in folders)
     return dataclasses.replace(first, breaks=(*_read_breaks(root), *first.breaks)), *others
 
@@ -128,8 +131,8 @@ def _read_breaks(root: Path) -> tuple[Break, ...]:
     found: list[Break] = []
     for path in sorted(root.glob("breaks-*.json")):
         try:
-            found += [Break(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
-        except (ValueError, TypeError) as problem:
+            found += made(tuple[Break, ...], json.loads(_text_of(path)), path.name)
+        except (OSError, ValueError, RecursionError) as problem:
             raise DumpError(f"{path} is cut off or of another version ({problem}).") from problem
     return tuple(dict.fromkeys(found))
 
@@ -137,21 +140,21 @@ def _read_breaks(root: Path) -> tuple[Break, ...]:
 def _read_graph(folder: Path) -> CompileReport:
     path = folder / "report.json"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        files = [entry["kernel"].pop("file", "") for entry in data["attention"]]
-        more = [entry["kernel"].pop("file", "") for entry in data.get("programs", ())]
+        data = json.loads(_text_of(path))
+        files = [str(entry["kernel"].pop("file", "")) for entry in data["attention"]]
+        more = [str(entry["kernel"].pop("file", "")) for entry in data.get("programs", ())]
         report = CompileReport.from_json(json.dumps(data))
     except OSError as problem:
         raise DumpError(
             f"cannot read {path}: {problem.strerror or problem}. "
             "It is written when compiling ends; compile again."
         ) from problem
-    except (ValueError, KeyError, TypeError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise DumpError(
             f"{path} is cut off or of another version of attngraph ({problem}). Write the dump again."
         ) from problem
     texts = {p.stem.split("-", 1)[1]: _graph_text(p) for p in sorted(folder.glob("[0-9][0-9]-*.txt"))}
-    lost = [r.name for r in report.passes if r.changed and r.name not in texts]
+    lost = [name for name in (CAPTURE, *(r.name for r in report.passes if r.changed)) if name not in texts]
     if lost:
         raise DumpError(f"{folder} lacks the graph after {', '.join(lost)}. Write the dump again.")
     passes = tuple(dataclasses.replace(r, text=texts[r.name] if r.changed else "") for r in report.passes)
@@ -178,14 +181,18 @@ def _code(path: Path) -> UserCode:
     if not path.exists():
         return UserCode()
     try:
-        return UserCode.from_plain(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+        found: UserCode = made(UserCode, json.loads(_text_of(path)), path.name)
+        return found
+    except (OSError, ValueError, RecursionError) as problem:
         raise DumpError(f"{path} is cut off or of another version ({problem}).") from problem
 
 
 def _graph_text(path: Path) -> str:
     """A graph's text, without the notes and the head before it."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = _text_of(path).splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DumpError(f"cannot read {path}: {problem}. Write the dump again.") from problem
     begins = next((n for n, line in enumerate(lines) if line.endswith("(")), len(lines))
     return "\n".join(lines[begins:])
 
@@ -195,9 +202,12 @@ def _kernel_text(folder: Path, name: str) -> str:
     if not name:
         return ""
     path = folder / Path(name).name
-    if not path.is_file():
-        raise DumpError(f"{folder} lacks {path.name}, the source of a kernel. Write the dump again.")
-    return path.read_text(encoding="utf-8")
+    try:
+        return _text_of(path)
+    except (OSError, ValueError) as problem:
+        raise DumpError(
+            f"{folder} lacks {path.name:.80}, the source of a kernel. Write the dump again."
+        ) from problem
 
 
 def write_values(graph: ProgramGraph, path: Path) -> None:
@@ -225,14 +235,15 @@ def write_failed(dump: Dump | None, name: str, about: str, head: str, text: str,
     return path
 
 
-def read_graph_file(path: Path) -> ProgramGraph:
-    """The graph of a dump's file, with the contents of buffers that are stored beside it.
+def read_graph_file(path: Path, libraries: Collection[str] = ()) -> ProgramGraph:
+    """The graph of a dump's file, with the contents of buffers that are stored beside it. `libraries`: whose
+    operations it may have, besides PyTorch's and attngraph's.
 
     Raises:
         DumpError: a file cannot be read. TextError: the text is truncated or wrong; names the line.
     """
     try:
-        graph = read_graph(path.read_text(encoding="utf-8"), path.name)
+        graph = read_graph(_text_of(path.resolve()), path.name, None, libraries)
     except (OSError, UnicodeDecodeError) as problem:
         why = (problem.strerror if isinstance(problem, OSError) else None) or "it is no text"
         raise DumpError(
@@ -241,13 +252,34 @@ def read_graph_file(path: Path) -> ProgramGraph:
     beside = path.with_name(VALUES)
     if beside.exists():
         try:
-            known = {name: decode(value) for name, value in json.loads(beside.read_text()).items()}
-        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError, zlib.error) as problem:
+            known = {name: decode(value) for name, value in json.loads(_text_of(beside)).items()}
+        except (OSError, ValueError, AttributeError, RecursionError) as problem:
             raise DumpError(f"{beside} is cut off or of another version ({problem}).") from problem
         for node, given in zip(graph.placeholders(), graph.inputs, strict=True):
             if input_name(given) in known:
-                graph.values[node.name] = known[input_name(given)]
+                found, wanted = known[input_name(given)], node.meta["val"]
+                if found.dtype != wanted.dtype or found.ndim != wanted.ndim:
+                    raise DumpError(f"{beside} and {path} do not go together: {input_name(given)}.")
+                graph.values[node.name] = found
     return graph
+
+
+MOST_BYTES = 1 << 29
+"""Of a file of a dump."""
+
+
+def _text_of(path: Path) -> str:
+    """The text of a plain file: through a link a page would show what is elsewhere.
+
+    Raises:
+        OSError, UnicodeDecodeError: it is none.
+    """
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise OSError(0, "it is no plain file")
+    if found.st_size > MOST_BYTES:
+        raise OSError(0, f"it is larger than {MOST_BYTES} bytes")
+    return path.read_text(encoding="utf-8")
 
 
 def _files_near(path: Path) -> str:

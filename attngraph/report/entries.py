@@ -10,8 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import torch
-
+from attngraph.ir.records import dtype_of
 from attngraph.report.cache_entry import CacheEntry
 from attngraph.report.ranks import ContextEntry, RanksEntry
 from attngraph.report.units import binary
@@ -101,10 +100,12 @@ class TracedCall:
     numbers: tuple[int, ...] = ()
     read_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        dtype_of(self.dtype)  # raises if there is none: a report may come from a file
+
     @property
     def itemsize(self) -> int:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found.itemsize
+        return dtype_of(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

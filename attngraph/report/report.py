@@ -6,13 +6,12 @@ import dataclasses
 import html
 import itertools
 import json
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
+from attngraph.ir.records import made
 from attngraph.meaning.masks.words import remarks
 from attngraph.report import page
 from attngraph.report.entries import (
@@ -71,9 +70,9 @@ class CompileReport(Entries):
         """The report that `to_json` wrote.
 
         Raises:
-            ValueError: the text is not JSON; TypeError or KeyError: it is not a report.
+            ValueError: the text is not JSON, or not a report.
         """
-        found: CompileReport = _made(CompileReport, json.loads(text))
+        found: CompileReport = made(CompileReport, json.loads(text))
         return found
 
     def __str__(self) -> str:
@@ -159,20 +158,6 @@ def _shown(line: str) -> str:
     """A line of a score program, with a word for the number that a dtype's `finfo.min` is."""
     remark = "; ".join(remarks(line))
     return f"{line}   ({remark})" if remark else line
-
-
-def _made(kind: Any, data: Any) -> Any:
-    """A record, a tuple of records or a plain value from its JSON form."""
-    if dataclasses.is_dataclass(kind):
-        fields = typing.get_type_hints(kind)
-        return kind(**{name: _made(fields[name], value) for name, value in data.items()})  # type: ignore[operator]
-    kinds = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        every = kinds[:1] * len(data) if kinds[-1] is Ellipsis else kinds
-        return tuple(_made(k, value) for k, value in zip(every, data, strict=True))
-    if type(None) in kinds:
-        return None if data is None else _made(kinds[0], data)
-    return data
 
 
 def _attention_lines(entries: list[AttentionEntry]) -> list[str]:

@@ -10,8 +10,7 @@ import bisect
 import dataclasses
 import linecache
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.source import Frame, call_stack, module_of, source_of
@@ -51,12 +50,6 @@ class UserCode:
 
     stretches: tuple[Stretch, ...] = ()
     reached: tuple[Reached, ...] = ()
-
-    @staticmethod
-    def from_plain(data: Mapping[str, Any]) -> UserCode:
-        """The code that `dataclasses.asdict` took apart."""
-        reached = (Reached(**{**r, "frames": tuple(r["frames"])}) for r in data["reached"])
-        return UserCode(tuple(Stretch(**s) for s in data["stretches"]), tuple(reached))
 
     def how(self, source: str, module: str) -> Reached | None:
         """How a line was reached in a module; by any module, if not by one of that name."""

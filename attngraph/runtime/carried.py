@@ -96,7 +96,7 @@ class CarriedValues:
         """What `restore` reads."""
         return {"values": self.values, "earlier": list(self.earlier)}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Carry on with what was saved."""
-        self.values = dict(saved["values"])
-        self.earlier.extend((list(lengths), dict(values)) for lengths, values in saved["earlier"])
+    def restore(self, saved: Sequence[tuple[list[int], dict[str, Tensor]]]) -> None:
+        """Carry on with what was saved: what was carried before, by length, and last what is carried now."""
+        *earlier, (_, self.values) = saved
+        self.earlier.extend(earlier)

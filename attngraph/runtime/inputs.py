@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
 from attngraph.runtime.fully_sharded import collected
@@ -113,6 +114,38 @@ def own_tensor(
         return tensor if type(tensor) in _PLAIN else collected(tensor, given.name, axis)
 
     return functools.partial(_inside, fetch, inside) if inside else fetch
+
+
+def require_own(given: Input, owner: nn.Module, constants: Mapping[str, Tensor], wanted: Any) -> None:
+    """Check that a model has the tensor that an input names, by nothing but names of weights: no other
+    attribute is looked up because a file says so.
+
+    Args:
+        wanted: a tensor of the type that the graph says, whose symbolic sizes may be any.
+
+    Raises:
+        ValueError: it has not, or one of another type.
+    """
+    if given.kind != "constant":
+        module, (name, *inside) = _holder(given, owner)
+        store: Mapping[str, Any] = module._parameters if given.kind == "parameter" else module._buffers
+        known = store.get(name) is not None or parametrize.is_parametrized(module, name)
+        found: Any = getattr(module, name) if known else None
+        for part in inside:
+            parts = found.__tensor_flatten__()[0] if hasattr(found, "__tensor_flatten__") else ()
+            found = getattr(found, part) if part in parts else None
+        if not isinstance(found, Tensor):
+            raise ValueError(f"the model has no {given.kind} {given.label!r:.80}")
+    elif given.name not in constants:
+        raise ValueError(f"there is no constant {given.name!r:.80}")
+    found = own_tensor(given, owner, constants)(None)
+    if wanted is None:
+        return
+    sizes = zip(found.shape, wanted.shape, strict=False)
+    same = found.ndim == wanted.ndim and all(n == m for n, m in sizes if isinstance(m, int))
+    if not same or found.dtype != wanted.dtype:
+        types = (f"{t.dtype}{list(t.shape)}" for t in (found, wanted))
+        raise ValueError(f"{given.label} is {', not '.join(types)}")
 
 
 def _inside(fetch: Fetch, names: Sequence[str], source: Any) -> Tensor:

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from attngraph.errors import CacheError
-from attngraph.ir.ops.cached_attention import CachePlan, Carried, Fixed, Store, tell
+from attngraph.ir.ops.cached_attention import CachePlan, Fixed, Store, tell
+from attngraph.runtime import saved_cache
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.carried import CarriedValues
 from attngraph.runtime.divided_pages import make_pages
 from attngraph.runtime.pages import Pages, sent
+from attngraph.runtime.saved_cache import require
 from attngraph.runtime.serving_mode import serving
 
-SAVED = "attngraph cache 3"
+SAVED = "attngraph cache 4"
 
 
 class KVCache:
@@ -204,20 +206,17 @@ class KVCache:
 
     def save(self, path: str | Path) -> None:
         """Write the state to a file that `load` reads."""
-        torch.save({"format": SAVED, "state": self.__getstate__()}, path)
+        state = self.__getstate__()
+        torch.save({"format": SAVED, "state": state, "digest": saved_cache.digest(state)}, path)
 
     def __getstate__(self) -> dict[str, Any]:
         groups = {
             name: {
-                **vars(group),
-                "_table": None,
-                "_views": ([], {}),
-                "arenas": [a for _, a in group.arenas.values()],
+                "arenas": [a for _, a in group.arenas.values()], "page": group.page, "rows": group.rows,
+                "users": group.users, "free": group.free,
             }
             for name, group in self.groups.items()
-        }
-        for group in groups.values():
-            group.pop("config")
+        }  # fmt: skip
         return {
             "plan": dataclasses.asdict(self.plan), "config": dataclasses.asdict(self.config),
             "limit": self.limit, "lengths": list(self.lengths), "lost": list(self.lost), "fixed": self.fixed,
@@ -225,22 +224,32 @@ class KVCache:
             "rank": self.rank,
         }  # fmt: skip
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        stores = tuple(Store(**{**s, "shape": tuple(s["shape"])}) for s in state["plan"]["stores"])
-        fixed = tuple(Fixed(**f) for f in state["plan"]["fixed"])
-        carried = tuple(Carried(**{**c, "shape": tuple(c["shape"])}) for c in state["plan"]["carried"])
-        plan = CachePlan(**{**state["plan"], "stores": stores, "fixed": fixed, "carried": carried})
-        config = CacheConfig(**state["config"])
-        self.__init__(plan, len(state["lengths"]), config, torch.device(state["device"]), state["limit"])  # type: ignore[misc]
-        self.lengths, self.lost, self.fixed = state["lengths"], state["lost"], dict(state["fixed"])
-        self.carried.restore(state["carried"])
-        self.rank = tuple(state.get("rank", self.rank))
-        for name, kept in state["groups"].items():
-            group = self.groups[name]
-            for (kind, (members, _)), arena in zip(group.arenas.items(), kept["arenas"], strict=True):
-                group.arenas[kind] = members, arena
-            group.page, group.rows = kept["page"], kept["rows"]
-            group.users, group.free = kept["users"], kept["free"]
+    def __setstate__(self, state: Any) -> None:
+        require(isinstance(state, dict), "it is no record")
+        lacking = {"device", "limit", "lengths", "lost", "fixed", "carried", "groups"} - state.keys()
+        require(not lacking, f"it lacks {', '.join(sorted(lacking))}")
+        plan, config = saved_cache.plan_of(state)
+        limit = None if state["limit"] is None else saved_cache.number(state["limit"], "limit")
+        lengths = saved_cache.numbers(
+            state["lengths"], "lengths", 0, saved_cache.MOST if limit is None else limit
+        )
+        lost = saved_cache.numbers(state["lost"], "lost")
+        fits = len(lost) == len(lengths) and all(a <= b for a, b in zip(lost, lengths, strict=True))
+        require(fits, "lost has other rows than lengths, or says more")
+        device = saved_cache.device_of(state["device"])
+        fixed = saved_cache.fixed_values(plan, state["fixed"], len(lengths), device)
+        carried = saved_cache.carried_values(plan, config, state["carried"], len(lengths), device)
+        self.__init__(plan, len(lengths), config, device, limit)  # type: ignore[misc]
+        self.lengths, self.lost, self.fixed = lengths, lost, fixed
+        self.carried.restore(carried)
+        rank = saved_cache.numbers(state.get("rank", self.rank), "rank")
+        require(len(rank) == 2 and rank[0] < rank[1], f"it is of no rank: {rank!r:.40}")
+        self.rank = rank[0], rank[1]
+        kept = state["groups"]
+        same = isinstance(kept, dict) and kept.keys() == self.groups.keys()
+        require(same, "it has other pages than its plan")
+        for name, group in self.groups.items():
+            saved_cache.fill_pages(group, kept[name], name, lengths)
 
     @classmethod
     @serving
@@ -248,16 +257,15 @@ class KVCache:
         """Read a state that `save` wrote.
 
         Raises:
-            CacheError: the file is not a saved state, or was saved by another version.
+            CacheError: the file is not a saved state, or was saved by another version, or its numbers do not
+                go together (`saved_cache.py`).
         """
-        try:
-            found = torch.load(path, weights_only=True)
-        except Exception as problem:
-            raise CacheError(f"{path} holds no saved cache: {problem}") from problem
+        found = saved_cache.read(path)
         if not isinstance(found, dict) or found.get("format") != SAVED:
             raise CacheError(f"{path} holds no saved cache, or one of another version of attngraph.")
         state = cls.__new__(cls)
-        state.__setstate__(found["state"])
+        state.__setstate__(found.get("state"))
+        require(found.get("digest") == saved_cache.digest(state.__getstate__()), f"{path} has changed")
         return state
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from attngraph.errors import SavedError
-from attngraph.saved.folder import write_folder
+from attngraph.saved.folder import MANIFEST, MOST_FILES, write_folder
 
 try:
     from torch.compiler import _cache as torchs
@@ -48,17 +48,27 @@ def from_artifact(content: bytes) -> dict[str, bytes]:
     """The files of an artifact.
 
     Raises:
-        SavedError: its bytes have changed, or a name in it is no plain name of a file.
+        SavedError: its bytes have changed, or what it says of its files is not true of them.
     """
     digest, _, body = content.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise SavedError("an artifact has changed since it was made.")
     named, _, rest = body.partition(b"\n")
+    try:
+        lengths = json.loads(named)
+    except (ValueError, RecursionError) as problem:
+        raise SavedError("an artifact does not say which files it has.") from problem
+    if not isinstance(lengths, dict) or any(type(n) is not int or n < 0 for n in lengths.values()):
+        raise SavedError("an artifact does not say which files it has.")
+    if sum(lengths.values()) != len(rest) or len(lengths) > MOST_FILES:
+        raise SavedError("an artifact has other files than it says.")
     files: dict[str, bytes] = {}
-    for name, length in json.loads(named).items():
-        if not _NAME.fullmatch(name):
-            raise SavedError(f"an artifact has a file of the name {name!r}.")
-        files[name], rest = rest[:length], rest[length:]
+    place = 0
+    for name, length in lengths.items():
+        if not _NAME.fullmatch(name) or name == MANIFEST:
+            raise SavedError(f"an artifact has a file of the name {name!r:.80}.")
+        files[name] = rest[place : place + length]
+        place += length
     return files
 
 
@@ -68,7 +78,10 @@ def put(key: str, content: bytes, root: Path) -> None:
         parts = key.split("/")
         if len(parts) != 2 or not all(map(_NAME.fullmatch, parts)):
             raise SavedError(f"an artifact has the key {key!r}.")
-        write_folder(root / parts[0] / parts[1], {"kind": "cached"}, from_artifact(content), replace=False)
+        files = from_artifact(content)
+        for folder in (root, root / parts[0]):
+            folder.mkdir(mode=0o700, exist_ok=True, parents=folder == root)
+        write_folder(root / parts[0] / parts[1], {"kind": "cached"}, files, replace=False)
     except (SavedError, OSError) as problem:
         log.info("not put into the cache: %s", problem)
 

@@ -4,8 +4,10 @@
 
 The key is a digest of what is plain before anything is looked at: versions, options, the model's class and
 the arguments. Entries of one key differ in the model's state, or in code. Nothing in the cache is trusted: an
-entry whose bytes have changed is removed, one that does not fit is passed over. Several processes may use one
-cache: entries appear at once and whole, and one that goes away meanwhile is a miss.
+entry whose bytes have changed is removed, one that does not fit is passed over. What lies in a folder to
+which others may write is neither used nor added to: each folder on the way is looked at, whatever umask made
+it. Several processes may use one cache: entries appear at once and whole, and one that goes away meanwhile is
+a miss.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from attngraph.errors import SavedError
+from attngraph.ir import cache_folder
 from attngraph.saved import artifact
 from attngraph.saved.folder import MANIFEST, as_bytes, read_file, read_manifest, size_of_folder, write_folder
 
@@ -38,6 +41,8 @@ class Disk:
     def entries(self, key: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, bytes]]]:
         """The entries of a key, the latest first."""
         for path in _by_use(self.root / _digest(key)):
+            if not _are_own(self.root, path.parent, path):
+                continue
             try:
                 manifest = read_manifest(path)
                 yield path, {name: read_file(path, manifest, name) for name in manifest["files"]}
@@ -56,6 +61,10 @@ class Disk:
         name = hashlib.sha256(b"".join(files[n] for n in ("guards.json", "graph.txt"))).hexdigest()[:16]
         folder = self.root / _digest(key)
         try:
+            for made in (self.root.parent, self.root, folder):
+                made.mkdir(mode=0o700, exist_ok=True, parents=made == self.root.parent)
+            if not _are_own(self.root, folder):
+                return
             write_folder(folder / name, {"kind": "cached"}, files, replace=False)
             artifact.record(folder.name, name, files)
             for path in _by_use(folder)[OF_A_KEY:]:
@@ -86,6 +95,19 @@ class Disk:
 
     def _all(self) -> list[Path]:
         return [p.parent for p in self.root.glob(f"*/*/{MANIFEST}")]
+
+
+def _are_own(*folders: Path) -> bool:
+    """Whether nobody but the user can have written to these."""
+    for path in folders:
+        try:
+            reason = cache_folder.why_not_safe(path)
+        except OSError as problem:
+            reason = str(problem)
+        if reason is not None:
+            log.warning("graphs are neither taken from %s nor kept there: %s", path, reason)
+            return False
+    return True
 
 
 def _digest(key: Mapping[str, Any]) -> str:

@@ -23,18 +23,20 @@ from torch import Tensor, nn
 from attngraph.capture.captured import Attribute, Captured
 from attngraph.capture.state.content import Content, tensor_digest
 from attngraph.capture.state.scope import Scope
-from attngraph.errors import SavedError, TextError
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.errors import SavedError
+from attngraph.ir.graph.printer import parts_of
+from attngraph.ir.graph.program_graph import ProgramGraph, Rate
+from attngraph.ir.records import made, plain
 from attngraph.report.report import CompileReport
 from attngraph.report.user_code import UserCode
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.inputs import own_tensor
+from attngraph.runtime.inputs import own_tensor, require_own
 from attngraph.runtime.machine import Run
 from attngraph.runtime.step import Step
 from attngraph.saved import graphs
 from attngraph.saved.folder import as_bytes
-from attngraph.saved.guards import Traced
-from attngraph.saved.plain import made, plain, size_of, size_text
+from attngraph.saved.guards import Names, Traced
+from attngraph.saved.size_texts import size_of, size_text
 from attngraph.saved.structure import read_structure, write_structure
 
 Files = Mapping[str, bytes]
@@ -147,7 +149,15 @@ class Known:
 
 
 def unfit_contents(files: Files, known: Known) -> str:
-    """The first buffer that does not hold what the graph relies on; "" if all do."""
+    """The first buffer that does not hold what the graph relies on; "" if all do.
+
+    Raises:
+        SavedError: the files do not go together.
+    """
+    return told(_unfit_contents, files, known)  # type: ignore[no-any-return]
+
+
+def _unfit_contents(files: Files, known: Known) -> str:
     graph_file, guards = json.loads(files["graph.json"]), json.loads(files["guards.json"])
     for label, digest in guards["contents"].items():
         kind, _, name = label.partition(" ")
@@ -180,7 +190,7 @@ def executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], Ru
     Raises:
         SavedError: the files do not go together, or the model has not what the graph takes.
     """
-    return _told(_executable_from, files, known, run)  # type: ignore[no-any-return]
+    return told(_executable_from, files, known, run)  # type: ignore[no-any-return]
 
 
 def _executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Executable:
@@ -188,10 +198,11 @@ def _executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], R
     graph, names, report = _graph(files, beside, known)
     attributes = tuple(
         Attribute(
-            known.objects[path], name, label, None if tree is None else read_structure(tree, names), read
+            _owner(known.objects[path], name), name, label,
+            None if tree is None else read_structure(tree, names), read,
         )
         for path, name, label, tree, read in beside["attributes"]
-    )
+    )  # fmt: skip
     captured = Captured(
         graph, read_structure(beside["structure"], names),
         tuple(tuple(_extent(n, names) for n in shape) for shape in beside["shapes"]),
@@ -202,18 +213,34 @@ def _executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], R
     return found
 
 
+def _owner(thing: Any, name: str) -> Any:
+    """An object whose attribute a graph sets, if the attribute is its own: not what its class defines, nor
+    what every module has, nor a module or a parameter of it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    held = {*vars(nn.Module())}
+    if isinstance(thing, nn.Module):
+        held |= {*thing._modules, *thing._parameters}
+    if not name.isidentifier() or hasattr(type(thing), name) or name in held:
+        raise ValueError(f"{name!r:.80} of a {type(thing).__name__} is not set by any forward")
+    return thing
+
+
 def step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Step:
     """The decoder's step that `files_of` wrote; its guards have been compared.
 
     Raises:
         SavedError: as `executable_from`.
     """
-    return _told(_step_from, files, known, run)  # type: ignore[no-any-return]
+    return told(_step_from, files, known, run)  # type: ignore[no-any-return]
 
 
 def _step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Step:
     beside = json.loads(files["graph.json"])
     graph, _, report = _graph(files, beside, known)
+    _require_state(graph)
     split = (path.rpartition(".") for path in json.loads(files["guards.json"])["left_out"])
     left_out = frozenset((id(known.objects[path]), name) for path, _, name in split if path in known.objects)
     return Step(
@@ -227,9 +254,33 @@ def _graph(
 ) -> tuple[ProgramGraph, graphs.Names, CompileReport]:
     live = {name: known.objects[path] for name, path in beside["live"].items()}
     graph, names = graphs.read(files["graph.txt"].decode(), beside, live)
+    for part in parts_of(graph).values():
+        for node, given in zip(part.placeholders(), part.inputs, strict=True):
+            if given.kind in ("parameter", "buffer", "constant"):
+                require_own(given, known.owner, graph.constants, node.meta.get("val"))
     report: CompileReport = made(CompileReport, json.loads(files["report.json"]))
     graphs.give_entries(graph, report.attention)
     return graph, names, report
+
+
+def _require_state(graph: ProgramGraph) -> None:
+    """Raise ValueError unless a decoder's state has what its graphs take and give, by name."""
+    plan = graph.state
+    if plan is None:
+        raise ValueError("a decoder without a plan of its cache")
+    known = {
+        "pages": {store.name for store in plan.stores}, "carried": {about.name for about in plan.carried},
+        Rate.PROMPT.value: {about.name for about in plan.fixed},
+        "rows": {"starts", "first", "row", "positions", "picked", *(store.table for store in plan.stores)},
+    }  # fmt: skip
+    for part in parts_of(graph).values():
+        for given in part.inputs:
+            if given.kind in known and given.name not in known[given.kind]:
+                raise ValueError(f"a decoder's state has no {given.kind} {given.name!r:.80}")
+    given_on = [(o.kind, o.name) for o in graph.outputs if o.kind in ("pages", "carried")]
+    wanted = [("pages", store.name) for store in plan.stores] + [("carried", c.name) for c in plan.carried]
+    if given_on != wanted or len(graph.outputs) != 1 + len(wanted):
+        raise ValueError("a decoder's graph gives other values to its state than its plan says")
 
 
 def _extent(text: Any, names: Mapping[str, str]) -> Any:
@@ -237,22 +288,36 @@ def _extent(text: Any, names: Mapping[str, str]) -> Any:
     return int(found) if getattr(found, "is_Integer", False) else found
 
 
-def _told(read: Callable[..., Any], *args: Any) -> Any:
+def told(read: Callable[..., Any], *args: Any) -> Any:
+    """What `read` makes of files.
+
+    Raises:
+        SavedError: it fails, for whatever reason: the files may be anybody's.
+    """
     try:
         return read(*args)
-    except (
-        TextError,
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        AssertionError,
-    ) as problem:
-        raise SavedError(f"the files of a graph do not go together: {problem!r}") from problem
+    except SavedError:
+        raise
+    except Exception as problem:
+        raise SavedError(f"the files of a graph do not go together: {problem!r:.300}") from problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Guards:
+    """What `guards.json` has."""
+
+    call: dict[str, str]
+    state: dict[str, str]
+    ran: Names
+    left_out: tuple[str, ...]
+    contents: dict[str, str]
 
 
 def describe(files: Files) -> Mapping[str, Any]:
-    """The guards among the files."""
-    found: Mapping[str, Any] = json.loads(files["guards.json"])
-    return found
+    """The guards among the files.
+
+    Raises:
+        SavedError: there are none.
+    """
+    found: Guards = told(lambda: made(Guards, json.loads(files["guards.json"]), "guards"))
+    return vars(found)

@@ -2,6 +2,9 @@
 
 `manifest.json` has the size and the SHA-256 digest of every other file, and a digest of itself. A folder is
 written under another name and renamed into place.
+
+Whoever wrote a folder, only plain files inside of it are read, by names of the form that `write_folder` gives
+them, and only where they are as long as the manifest says: that is compared before anything is read.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +25,10 @@ from attngraph.errors import SavedError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
+MOST_BYTES, MOST_FILES = 1 << 29, 4096
+"""Of any file but the weights, and in a folder."""
+_NAME = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9_-]*/)?[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def as_bytes(data: Any) -> bytes:
@@ -84,7 +93,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """What the manifest of a folder says.
 
     Raises:
-        SavedError: there is none, or it has changed, or it has another format.
+        SavedError: there is none, or it has changed, or it has another format, or it names what is no plain
+            file of the folder.
     """
     data = _read(path, MANIFEST)
     try:
@@ -93,37 +103,70 @@ def read_manifest(path: Path) -> dict[str, Any]:
         same = as_bytes(found) == data and hashlib.sha256(as_bytes(content)).hexdigest() == digest
     except (ValueError, KeyError, TypeError, RecursionError):
         same = False
-    if not same:
+    if not same or not isinstance(content, dict):
         raise SavedError(f"{path / MANIFEST} has changed since it was written, or is cut off. Save it again.")
     if content.get("format") != FORMAT:
         raise SavedError(
-            f"{path} has the format {content.get('format')}; this version of attngraph reads {FORMAT}. "
+            f"{path} has the format {content.get('format')!r:.80}; this version of attngraph reads {FORMAT}. "
             "Save it again."
         )
-    found_content: dict[str, Any] = content
-    return found_content
+    files = content.get("files")
+    if not isinstance(files, dict) or len(files) > MOST_FILES:
+        raise SavedError(f"{path / MANIFEST} has no list of files, or one of more than {MOST_FILES}.")
+    for name, entry in files.items():
+        if not _NAME.fullmatch(name) or name == MANIFEST:
+            raise SavedError(f"{path / MANIFEST} names {name!r:.80}, which is no file of a saved model.")
+        match entry:
+            case [int() as size, str()] if size >= 0 and (size <= MOST_BYTES or name == WEIGHTS):
+                continue
+        raise SavedError(f"{path / MANIFEST} says of {name} {entry!r:.80}: that is no size and digest.")
+    return content
 
 
 def read_file(path: Path, manifest: Mapping[str, Any], name: str) -> bytes:
-    """A file of a folder.
+    """A file of a folder. `manifest`: as `read_manifest` gave it.
 
     Raises:
-        SavedError: it is missing, or it has changed.
+        SavedError: it is missing, it is no plain file, or it has changed.
     """
     if name not in manifest["files"]:
         raise SavedError(f"{path} has no {name}.")
     size, digest = manifest["files"][name]
-    data = _read(path, name)
-    if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
-        raise SavedError(f"{path / name} has changed since it was written, or is cut off. Save it again.")
+    data = _read(path, name, size)
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise _changed(path / name)
     return data
 
 
-def _read(path: Path, name: str) -> bytes:
+def _changed(path: Path) -> SavedError:
+    return SavedError(f"{path} has changed since it was written, or is cut off. Save it again.")
+
+
+def _read(path: Path, name: str, size: int | None = None) -> bytes:
+    """A plain file inside of a folder, reached by no link. `size`: its bytes, if that is known."""
     try:
-        return (path / name).read_bytes()
+        for part in (*reversed((path / name).relative_to(path).parents[:-1]), Path(name)):
+            if stat.S_ISLNK((path / part).lstat().st_mode):
+                raise SavedError(
+                    f"{path / part} is a link, and only files that lie in the folder itself are read. "
+                    "Copy the folder with what its links point to (cp -rL)."
+                )
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        flags |= getattr(os, "O_BINARY", 0)
+        with open(os.open(path / name, flags), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise SavedError(f"{path / name} is no plain file.")
+            if size is not None and found.st_size != size:
+                raise _changed(path / name)
+            if size is None and found.st_size > MOST_BYTES:
+                raise SavedError(f"{path / name} is larger than {MOST_BYTES} bytes.")
+            data = file.read(found.st_size + 1)
     except OSError as problem:
         raise SavedError(f"cannot read {path / name}: {problem.strerror or problem}.") from problem
+    if len(data) != found.st_size:
+        raise _changed(path / name)
+    return data
 
 
 def size_of_folder(path: Path) -> int:

@@ -22,8 +22,9 @@ from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate, 
 from attngraph.ir.graph.reader import read_graph
 from attngraph.ir.graph.values import decode, encode
 from attngraph.ir.ops.cached_attention import CachePlan
+from attngraph.ir.records import made, plain
 from attngraph.report.entries import AttentionEntry
-from attngraph.saved.plain import made, plain, size_of, size_text
+from attngraph.saved.size_texts import size_of, size_text
 
 Names = dict[str, str]
 """Names of sizes in a file by those in a graph, or the other way round."""

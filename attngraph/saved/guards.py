@@ -111,12 +111,6 @@ def traced(
     return Traced(described, dict(content.lines), ran, tuple(dict.fromkeys(doubts))), content
 
 
-def names_from(saved: Mapping[str, Any]) -> Names:
-    """What a file says of the code that ran."""
-    asked = tuple((int(place), str(what)) for place, what in saved["asked"])
-    return Names(tuple(saved["functions"]), tuple(saved["environment"]), asked, bool(saved["layouts"]))
-
-
 def differences(
     saved: Mapping[str, Any], call: Mapping[str, str], content: Content, left_out: Sequence[str]
 ) -> Iterator[str]:

@@ -6,6 +6,7 @@ made of their parts alone are accepted: those registered with torch's pytrees, a
 
 from __future__ import annotations
 
+import collections
 import enum
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from attngraph.capture.captured import Structure
 from attngraph.errors import SavedError
-from attngraph.saved.plain import dtype_of, size_of, size_text
+from attngraph.ir.records import dtype_of
+from attngraph.saved.size_texts import size_of, size_text
 
 _LEAF = pytree.tree_flatten(0)[1]
 _PLAIN = (str, int, float, bool, type(None))
@@ -65,7 +67,12 @@ def _spec(found: Any) -> Any:
     kind = _class(found["type"])
     if kind not in pytree.SUPPORTED_NODES:
         raise SavedError(f"results of the class {kind.__qualname__} cannot be made from their parts")
-    return pytree.TreeSpec(kind, _made(found["context"]), [_spec(child) for child in found["children"]])
+    context = _made(found["context"])
+    if kind is collections.namedtuple and not (isinstance(context, type) and issubclass(context, tuple)):
+        raise SavedError(f"{context!r:.80} is no named tuple")
+    if kind is collections.defaultdict:
+        raise SavedError("a defaultdict among results cannot be made from its parts")
+    return pytree.TreeSpec(kind, context, [_spec(child) for child in found["children"]])
 
 
 def _value(value: Any) -> Any:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attngraph.errors import SavedError
-from attngraph.saved.folder import read_file
+from attngraph.saved.folder import WEIGHTS, read_file
 
 
 def weights_of(target: Callable[..., Any], about: dict[str, Any]) -> dict[str, bytes]:
@@ -35,7 +36,7 @@ def weights_of(target: Callable[..., Any], about: dict[str, Any]) -> dict[str, b
         for p in inspect.signature(target.forward).parameters.values()
     ]
     own = {name: named[name].detach().contiguous() for name in first.values()}
-    return {"weights.safetensors": safetensors.save(own)}
+    return {WEIGHTS: safetensors.save(own)}
 
 
 def _safetensors() -> Any:
@@ -93,12 +94,21 @@ def load_skeleton(path: Path, about: Mapping[str, Any]) -> Skeleton:
     """The weights of a saved model as a module. `about`: its manifest.
 
     Raises:
-        SavedError: they were not saved, or safetensors is missing.
+        SavedError: they were not saved, or do not go together, or safetensors is missing.
     """
     if "weights" not in about:
         raise SavedError(
             f"{path} has no weights: it was saved without weights=True. Give the model: "
             "attngraph.load(path, model)."
         )
-    data = read_file(path, about, "weights.safetensors")
-    return Skeleton(about, _safetensors().load(data))
+    data, library = read_file(path, about, WEIGHTS), _safetensors()
+    try:
+        weights = library.load(data)
+        for name, tensor in weights.items():
+            if tensor.dtype is torch.bool and tensor.numel() and tensor.view(torch.uint8).max() > 1:
+                raise ValueError(f"{name} has a truth that is neither 0 nor 1")
+        return Skeleton(about, weights)
+    except SavedError:
+        raise
+    except Exception as problem:  # its names and types are the file's
+        raise SavedError(f"the weights of {path} cannot be put together: {problem!r:.300}.") from problem

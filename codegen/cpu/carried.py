@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import team, toolchain
 from attngraph.codegen.cpu.chain import Link
+from attngraph.codegen.cpu.operands import rows_fit, table_range
 from attngraph.codegen.cpu.source import header
+from attngraph.ir.ops.cached_attention import numbers_of
 
 _log = logging.getLogger("attngraph.codegen.cpu")
 INNER, MOST_VECTORS = 4, 8
@@ -67,6 +69,8 @@ class LastTokens:
         inner = value.shape[1:]
         if code is None or len(inner) > INNER or not _are_floats(pages, new) or not _are_whole(rows):
             return None
+        if not self._fit(value, pages.movedim((row_dim, dim), (0, 1)), *rows) or new.shape[row_dim] != 1:
+            return None
         out = value.new_empty((value.shape[0], back + 1, *inner))
         call = _LastTokens(
             fresh=value.data_ptr(), out=out.data_ptr(), table=table.data_ptr(), starts=starts.data_ptr(),
@@ -79,6 +83,7 @@ class LastTokens:
 
         def move(pages: Tensor) -> None:
             store = pages.movedim((row_dim, dim), (0, 1))
+            assert store.shape[2:] == inner and store.dtype is torch.float32
             call.pages, call.page = store.data_ptr(), store.shape[1]
             call.page_stride, call.slot_stride = store.stride()[:2]
             call.page_strides = _Strides(*(0,) * missing, *store.stride()[2:])
@@ -86,6 +91,18 @@ class LastTokens:
         move(pages)
         counters = [(ctypes.addressof(call) + _LastTokens.item.offset, 8)]
         return Link(code.attngraph_last_tokens, call, counters, [out], [value, *rows], move_pages=move)
+
+    @staticmethod
+    def _fit(value: Tensor, store: Tensor, table: Tensor, starts: Tensor, first: Tensor) -> bool:
+        """Whether new tokens `[N, ...]` and pages `[pages, page, ...]` go together, and rows have pages."""
+        if (
+            not rows_fit(len(value), starts, first)
+            or store.shape[2:] != value.shape[1:]
+            or not store.shape[1]
+        ):
+            return False
+        found = table_range(table, len(first))
+        return found is not None and found[1] < max(len(store), not max(numbers_of(first), default=0))
 
 
 class RunningSum:
@@ -117,6 +134,8 @@ class RunningSum:
             return None
         if not state.is_contiguous() or not _are_whole([starts]):
             return None
+        if not self._fit(given, vectors, state, starts):
+            return None
         rows, heads, depth, width = state.shape
         out, after = v.new_empty(v.shape), torch.empty_like(state)
         call = _Sums(
@@ -137,6 +156,23 @@ class RunningSum:
         counters = [(ctypes.addressof(call) + _Sums.item.offset, 8)]
         held = [*present, state, starts]
         return Link(code.attngraph_sums, call, counters, [out, after], held, carry=carry)
+
+    @staticmethod
+    def _fit(given: Mapping[str, Tensor | None], vectors: int, state: Tensor, starts: Tensor) -> bool:
+        """Whether the operands have the shapes that `ir/ops/running_sum.py` says."""
+        v, left, right = given["v"], given["left"], given["right"]
+        if v is None or v.ndim != 3 or state.ndim != 4 or (left is None) != (right is None):
+            return False
+        rows, heads, depth, width = state.shape
+        if v.shape[1:] != (heads, width) or not rows_fit(len(v), starts) or len(starts) != rows + 1:
+            return False
+        wanted: dict[str, tuple[int, ...]] = {name: (len(v), heads, depth) for name in ("q", "k", "decay")}
+        wanted |= {name: (len(v), heads, vectors, depth) for name in ("left", "right")}
+        others = [(t.shape, wanted[name]) for name, t in given.items() if t is not None and name != "v"]
+        return all(
+            len(shape) == len(whole) and all(n in (1, m) for n, m in zip(shape, whole, strict=True))
+            for shape, whole in others
+        )
 
 
 @functools.cache

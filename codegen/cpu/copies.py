@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from attngraph.codegen.cpu import team, toolchain
 from attngraph.codegen.cpu.chain import Link
+from attngraph.codegen.cpu.operands import rows_fit, table_range
 from attngraph.codegen.cpu.source import header
 
 aten = torch.ops.aten
@@ -148,6 +149,10 @@ class Keeping:
         rows = (table, starts, first)
         if _code() is None or not value.is_cpu or not all(map(_is_whole, rows)) or not value.numel():
             return None
+        if fresh.shape[row_dim] != 1 or not rows_fit(len(value), starts, first):
+            return None
+        if table_range(table, len(first)) is None:
+            return None
         if not 0 < len(inner) <= INNER or value.stride(-1) != 1 or pages.dtype != value.dtype:
             return None
         missing = INNER - len(inner)
@@ -163,6 +168,8 @@ class Keeping:
 
         def move(pages: Tensor) -> bool:
             store = pages.movedim((row_dim, dim), (0, 1))
+            if store.shape[2:] != inner or store.dtype != value.dtype or not store.shape[1]:
+                return False
             call.pages, call.page = store.data_ptr(), store.shape[1]
             call.page_stride, call.slot_stride = (n * bytes_ for n in store.stride()[:2])
             call.page_strides = strides(store)

@@ -21,6 +21,7 @@ from attngraph.codegen.cpu import source, team
 from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Run, Three
 from attngraph.codegen.cpu.chain import Link
 from attngraph.codegen.cpu.library import Library, library
+from attngraph.codegen.cpu.operands import attention_fits, most_tokens, rows_fit, table_range
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.unsupported import UnsupportedError
@@ -95,11 +96,11 @@ class Decode:
         return made.link(q, new, pages, reads, tuple(sizes), about, scales, _threads())
 
     @staticmethod
-    def most_kept(q: Tensor) -> int:
-        """The most kept tokens of a row for which a call like this is the faster way, even if all new tokens
-        are the row's."""
+    def most_kept(program: ScoreProgram, q: Tensor, reads: Sequence[Tensor]) -> int:
+        """The most kept tokens of a row for which a call like this is the faster way, and finds all that it
+        reads at positions, even if all new tokens are the row's."""
         heads, tokens = q.shape[1:3]
-        return LONG // (heads * tokens) - tokens // 2
+        return min(LONG // (heads * tokens) - tokens // 2, most_tokens(program, reads) - tokens)
 
     def source(
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
@@ -171,6 +172,11 @@ class _Prepared:
         rows, by as many threads as there are items."""
         k, v = pages
         if any((by is None) == (k.dtype in LARGEST) for by in scales):
+            return None
+        fits = rows.fit(q.shape[2], k.shape[0]) and attention_fits(
+            self.program, q, new, pages, reads, sizes, scales, rows.count, rows.farthest
+        )
+        if not fits:
             return None
         call, held = Call(), [*new]
         if sizes or reads or max(*q.shape, *k.shape) >= SMALL:
@@ -285,14 +291,27 @@ class _Rows:
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
+        self._table: tuple[int, int] | None = None
         self.held = [t if t.is_contiguous() else t.contiguous() for t in rows]
         self.places = [t.data_ptr() for t in self.held]
         self.copies = any(a is not b for a, b in zip(self.held, rows, strict=True))
         self.count, self.columns = rows.table.shape
         self.counts, first, held = counts(rows)
         self.longest = max(held, default=0)
+        self.farthest = max(
+            (max(a, b) + n for a, b, n in zip(first, held, self.counts, strict=False)), default=0
+        )
         self.is_batch = len(set(self.counts)) == 1 and not any(first) and not any(held)
         self.scores = [n * (kept + n // 2) for n, kept in zip(self.counts, held, strict=True)]
+
+    def fit(self, tokens: int, pages: int) -> bool:
+        """Whether they divide so many tokens between them, and have pages of these where they keep tokens."""
+        table, starts, first, held = self.rows
+        if not rows_fit(tokens, starts, first, held) or not table.is_cpu or len(first) != self.count:
+            return False
+        if self._table is None:
+            self._table = table_range(table, self.count)
+        return self._table is not None and (self.longest == 0 or self._table[1] < pages)
 
     def are_long(self, heads: int) -> list[bool]:
         """For each row with new tokens, and for those without by the others, whether the kernels for whole

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from attngraph.codegen.cpu import team, toolchain
 from attngraph.codegen.cpu.chain import Link
+from attngraph.codegen.cpu.operands import rows_fit
 from attngraph.codegen.cpu.source import header
 from attngraph.codegen.cpu.tokens.run import FEW, TOKENS, Prepared
 from attngraph.ir.language.step_program import parse
@@ -135,6 +136,8 @@ class Loops:
         of = {"t": tokens, "s": shared, "c": carried}
         step = TOKENS.link(whole.program, [of[kind][number] for kind, number in whole.given])
         if step is None or not all(t.is_cpu and t.is_contiguous() for t in (starts, first)):
+            return None
+        if len(starts) != rows + 1 or not rows_fit(int(starts[-1]), starts, first):
             return None
         results = [{**of, "r": step.results}[kind][number] for kind, number in whole.results]
         if not _are_alike(results[1:], carried):

@@ -18,6 +18,7 @@ from attngraph.codegen.cpu.chain import Chain, Link
 from attngraph.codegen.cpu.copies import Keeping, link_of, may_be_copy
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.loops import LOOPS
+from attngraph.codegen.cpu.operands import are_of_the_state
 from attngraph.codegen.cpu.places import addresses, places
 from attngraph.codegen.cpu.recording import Between, Carry, Reader, Recording, Renewed
 from attngraph.codegen.cpu.step_graph import SEVERAL, Kinds, early_first, is_view, only_moves
@@ -150,6 +151,8 @@ class Recorder:
         if node.target in (torch.ops.attngraph.token_program.default, loop):
             if not self.growing.isdisjoint(node.all_input_nodes):
                 return None
+            if node.target is loop and not self._of_the_state([], None, *cast("Any", node.args[3:5])):
+                return None
             args = cast("tuple[Any, ...]", fx.map_arg(node.args, self._settled))
             return LOOPS.link(*args) if node.target is loop else TOKENS.link(args[1], args[0])
         if node.target is last_tokens:
@@ -165,6 +168,8 @@ class Recorder:
         moving = {n for n in node.all_input_nodes if n in self.growing}
         if not moving <= set(pages) or not all(map(self._is_settled_or_moves, pages)):
             return None
+        if not self._of_the_state(pages, view.table, view.starts, view.first, view.held):
+            return None
         q, k, v, k_pages, v_pages, table, starts, first, held = (
             self._settled(n) for n in (
                 view.q, view.k, view.v, view.k_pages, view.v_pages,
@@ -178,13 +183,23 @@ class Recorder:
             (scales[0], scales[1]),
         )  # fmt: skip
         if link is not None:
-            place = self.placeholders.index(view.held) if view.held in self.placeholders else None
-            self.readers.append(Reader(link, pages, place, _DECODE.most_kept(q)))
+            most = _DECODE.most_kept(view.program, q, reads)
+            self.readers.append(Reader(link, pages, self.placeholders.index(view.first), most))
         return link
+
+    def _of_the_state(
+        self, pages: Sequence[fx.Node], table: fx.Node | None, starts: fx.Node, first: fx.Node | None = None,
+        held: fx.Node | None = None,
+    ) -> bool:  # fmt: skip
+        """Whether the state vouches for the numbers of these operands, at every run."""
+        kinds = dict(zip(self.placeholders, self.kinds.graph.inputs, strict=True))
+        return are_of_the_state(kinds, self.kinds.graph.state, pages, table, starts, first, held)
 
     def _link_of_windows(self, node: fx.Node) -> Link | None:
         pages, new, table, starts, first, _, row_dim, dim, back = cast("tuple[Any, ...]", node.args)
         if new in self.growing or not self._is_settled_or_moves(pages):
+            return None
+        if pages not in self.pages or not self._of_the_state([pages], table, starts, first):
             return None
         tensors = [self._settled(n) for n in (pages, new, table, starts, first)]
         link = LAST_TOKENS.link(*tensors, row_dim, dim, back)  # type: ignore[call-arg, arg-type]
@@ -194,6 +209,8 @@ class Recorder:
 
     def _link_of_sums(self, node: fx.Node) -> Link | None:
         if not self.growing.isdisjoint(node.all_input_nodes):
+            return None
+        if not self._of_the_state([], None, cast("fx.Node", node.args[5])):
             return None
         args = [self._settled(a) if isinstance(a, fx.Node) else a for a in node.args]
         link = RUNNING_SUM.link(*args)  # type: ignore[arg-type]
@@ -264,7 +281,10 @@ class Recorder:
         """What writes all results that a cache keeps to its pages, and what moves each of them, in the order
         of these inputs; None where something is kept in another way."""
         graph = self.kinds.graph
-        inputs = {given.name: node for given, node in zip(graph.inputs, self.placeholders, strict=True)}
+        inputs = {
+            given.name: node
+            for given, node in zip(graph.inputs, self.placeholders, strict=True) if given.kind == "rows"
+        }  # fmt: skip
         stores = {store.name: store for store in graph.state.stores} if graph.state else {}
         results = {o.name: n for o, n in zip(graph.outputs, self.results, strict=True) if o.kind == "pages"}
         keeping, movers = Keeping(), []
@@ -272,6 +292,8 @@ class Recorder:
             name = graph.inputs[number].name
             store, result = stores.get(name), results.pop(name, None)
             if store is None or result is None or store.team > 1 or (result in self.fresh - self.own.keys()):
+                return None, []
+            if not {store.table, "starts", "first"} <= inputs.keys():
                 return None, []
             table, starts, first = (self.values[inputs[n]] for n in (store.table, "starts", "first"))
             pages, dims = self.values[self.placeholders[number]], (store.row_dim, store.token_dim)

@@ -19,7 +19,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 import threading
@@ -86,7 +85,7 @@ def folder() -> Path:
     found = cache_folder.wanted()
     try:
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = _why_not_safe(found)
+        reason = cache_folder.why_not_safe(found)
     except OSError as error:
         reason = str(error)
     if reason is None:
@@ -103,17 +102,6 @@ def _temporary(wanted: str, reason: str) -> Path:
 
 
 _HELD: list[tempfile.TemporaryDirectory[str]] = []
-
-
-def _why_not_safe(path: Path) -> str | None:
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        return "it is not a folder"
-    if hasattr(os, "getuid") and found.st_uid != os.getuid():
-        return "it belongs to another user"
-    if os.name == "posix" and found.st_mode & 0o022:
-        return "other users may write to it"
-    return None
 
 
 @functools.cache

@@ -40,7 +40,7 @@ def directory() -> Path:
     with contextlib.suppress(OSError, RuntimeError):
         found = cache_folder.wanted() / "triton"
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_private(found) or _made_private(found):
+        if cache_folder.why_not_safe(found.parent) is None and (is_private(found) or _made_private(found)):
             return found
     return Path(tempfile.mkdtemp(prefix="attngraph-"))
 

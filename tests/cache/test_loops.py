@@ -347,10 +347,22 @@ def test_a_saved_model_with_a_loop_is_loaded(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["v0 = open('x')", "v0 = aten.nothing.at_all(t0)", "v0 = x0", "v0 = torch.ones", "v0 +"]
+    "line",
+    [
+        "v0 = open('x')",
+        "v0 = aten.nothing.at_all(t0)",
+        "v0 = x0",
+        "v0 = torch.ones",
+        "v0 +",
+        "v0 = aten.from_file.default('/tmp/x', True, 4)",
+        "v0 = aten.add_.Tensor(t0, t0)",
+        "v0 = aten.add.out(t0, t0, out=t0)",
+        "v0 = load_library.__self__.load_library('/x.so')",
+        "v0 = attngraph.all_reduce.default(t0, '0')",
+    ],
 )
 def test_a_malformed_step_program_is_an_error(line: str) -> None:
-    with pytest.raises(ValueError, match=r"step program|operator|defined|operation"):
+    with pytest.raises(ValueError, match=r"step program|operator|defined|operation|no op|other processes"):
         parse(f"begin:\n    return t0\nstep:\n    {line}\n    return v0")
 
 

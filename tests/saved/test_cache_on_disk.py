@@ -268,3 +268,22 @@ def test_the_command_line_shows_and_clears_it(
     assert "1 graph" in (shown := capsys.readouterr().out) and str(cache) in shown
     assert main(["cache", "clear"]) == 0
     assert entries(cache) == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_folder_to_which_others_may_write_is_not_used(
+    models: Models, cache: Path, traces: list[str], depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models().Model().eval()
+    mask = os.umask(0o002)
+    try:
+        attngraph.compile(model)(IDS)
+    finally:
+        os.umask(mask)
+    (manifest,) = (cache / "graphs").glob("*/*/manifest.json")
+    folders = (cache / "graphs", manifest.parent.parent, manifest.parent)
+    assert all(not folder.stat().st_mode & 0o022 for folder in folders)
+    folders[depth].chmod(0o775)
+    attngraph.compile(model)(IDS)
+    assert traces == ["compile_graph"] * 2
+    assert "other users may write to it" in caplog.text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from attngraph.ir.graph.literals import Formula, Name, TensorType, read_name, re
 from attngraph.ir.graph.overloads import implied
 from attngraph.ir.graph.program_graph import Input, Output, Rate
 from attngraph.ir.language.score import ProgramError
+from attngraph.ir.operations import is_pure, packet_of
 from attngraph.ir.ops import nodes
 
 Places = Mapping[str, tuple[int, int]]
@@ -70,12 +71,14 @@ class Body:
     Args:
         places: where sizes are taken from, in a text whose types are taken as they are written. None: types
             are inferred and compared with the written ones.
+        libraries: whose operations the text may name, besides PyTorch's and attngraph's.
     """
 
     def __init__(
-        self, mode: FakeTensorMode, symbols: Mapping[str, torch.SymInt], places: Places | None = None
+        self, mode: FakeTensorMode, symbols: Mapping[str, torch.SymInt], places: Places | None = None,
+        libraries: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self.mode, self.places = mode, places
+        self.mode, self.places, self.libraries = mode, places, libraries
         self.graph = fx.Graph()
         self.formulas = Formulas(symbols, self.graph, mode)
         self.inputs: list[Input] = []
@@ -143,7 +146,9 @@ class Body:
             given = [kwargs[f"r{number}"] for number in range(len(kwargs))]
             node = self._call(torch.ops.attngraph.token_program.default, [given, program], {})
         else:
-            node = self._call(_target(op, args, kwargs), args, kwargs)
+            node = self._call(
+                _target(op, args, kwargs, self.libraries, self.places is not None), args, kwargs
+            )
         if op == "attention":
             self.values[f"{name}.1"] = self._call(operator.getitem, [node, 1], {})
             node = self._call(operator.getitem, [node, 0], {})
@@ -278,20 +283,19 @@ def _whole_name(kind: str, text: str) -> str:
     return name if kind in plain else f"model.{name}"
 
 
-def _target(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _target(
+    op: str, args: list[Any], kwargs: dict[str, Any], libraries: Collection[str], runs: bool
+) -> Any:  # fmt: skip
     """The op of a call: `add`, `add.Scalar`, `library.op`, `library.op.overload`."""
-    first, *more = op.split(".")
-    if hasattr(torch.ops.aten, first):
-        packet = getattr(torch.ops.aten, first)
-    elif more and hasattr(getattr(torch.ops, first), more[0]):
-        packet = getattr(getattr(torch.ops, first), more.pop(0))
-    else:
-        raise ValueError(
-            f"there is no op {op}; if it is of a library, import that first (attngraph opt --import MODULE)"
-        )
-    target = getattr(packet, more[0], None) if more else implied(packet, args, kwargs)
+    packet, more = packet_of(op, libraries, runs)
+    overloads = packet.overloads()
+    target = implied(packet, args, kwargs) if not more else None
+    if more and more[0] in overloads:
+        target = getattr(packet, more[0])
     if target is None:
         raise ValueError(f"no form of {op} takes these arguments")
+    if not is_pure(target):
+        raise ValueError(f"{target} writes to its operands, or takes more than tensors and plain values")
     return target
 
 

@@ -1,12 +1,14 @@
 """Formulas of sizes in the text of a graph: `s0 + 1`, `((s1//4))`, `Max(1, s0)`, `Eq(Mod(s0, 4), 0)`.
 
 They are parsed as arithmetic, never evaluated as Python, and become nodes of the graph, as passes expect: a
-size query on an input for each symbol, and a node for each operation.
+size query on an input for each symbol, and a node for each operation. They are bounded before they are
+computed, as anybody may have written them: in letters, and numbers to what 64 bits hold.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +37,10 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+MOST_LETTERS, MOST_DEEP = 1 << 14, 200
+LARGEST, MOST_POWER = 1 << 63, 64
+
+
 class Formulas:
     """Reads formulas over the symbols of one graph."""
 
@@ -59,7 +65,7 @@ class Formulas:
         Raises:
             ValueError: it is not a formula, or it names a size that the file's header does not declare.
         """
-        return self._walk(_parsed(text), self._symbol, lambda function, *args: function(*args))
+        return self._walk(parsed(text), self._symbol, lambda function, *args: function(*args))
 
     def node(self, text: str) -> Any:
         """A number, or the node of the graph that computes the formula.
@@ -68,13 +74,13 @@ class Formulas:
             ValueError: as `value`, or no input has one of the named sizes.
         """
         if text not in self._nodes:
-            self._nodes[text] = self._walk(_parsed(text), self._query, self._call)
+            self._nodes[text] = self._walk(parsed(text), self._query, self._call)
         return self._nodes[text]
 
     def _walk(self, tree: ast.expr, name: Callable[[str], Any], call: Callable[..., Any]) -> Any:
         def walk(tree: ast.expr) -> Any:
             match tree:
-                case ast.Constant(value=int() | float() as number):
+                case ast.Constant(value=int() | float() as number) if abs(number) <= LARGEST:
                     return number
                 case ast.Name(id=known):
                     return name(known)
@@ -83,7 +89,10 @@ class Formulas:
                 case ast.UnaryOp(op=ast.Invert(), operand=operand):
                     return call(torch.sym_not, walk(operand))
                 case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-                    return call(_BINARY[type(op)], walk(left), walk(right))
+                    first, second = walk(left), walk(right)
+                    if isinstance(op, ast.Pow):
+                        check_power(first, second)
+                    return call(_BINARY[type(op)], first, second)
                 case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
                     return call(_COMPARE[type(op)], walk(left), walk(right))
                 case ast.Call(func=ast.Name(id=function), args=[first, *more], keywords=[]) if (
@@ -91,7 +100,10 @@ class Formulas:
                 ):
                     found = walk(first)
                     for other in more:
-                        found = call(_CALLS[function], found, walk(other))
+                        second = walk(other)
+                        if _CALLS[function] is operator.pow:
+                            check_power(found, second)
+                        found = call(_CALLS[function], found, second)
                     return found if more else call(_CALLS[function], found)
             raise ValueError(f"{ast.unparse(tree)!r} is no formula of sizes")
 
@@ -121,11 +133,38 @@ class Formulas:
         return node
 
 
-def _parsed(text: str) -> ast.expr:
+def check_power(base: Any, exponent: Any) -> None:
+    """Raise ValueError unless a power is small enough to be computed."""
+    whole = [n for n in (base, exponent) if isinstance(n, (int, float)) and not isinstance(n, bool)]
+    if isinstance(exponent, (int, float)) and abs(exponent) > MOST_POWER:
+        raise ValueError(f"the power {exponent} is larger than {MOST_POWER}")
+    if len(whole) == 2 and abs(base) > 1 and exponent * math.log2(abs(base)) > MOST_POWER:
+        raise ValueError(f"{base} to the power {exponent} is more than 64 bits hold")
+
+
+def parsed(text: str) -> ast.expr:
+    """The tree of a formula.
+
+    Raises:
+        ValueError: it is none, or is longer or deeper than the formulas of any model.
+    """
+    deep = max(itertools.accumulate((letter in "([") - (letter in ")]") for letter in text), default=0)
+    if len(text) > MOST_LETTERS or deep > MOST_DEEP:
+        raise ValueError(f"a formula of {len(text)} letters, {deep} deep, is too long")
     try:
-        return ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as problem:
-        raise ValueError(f"{text!r} is no value") from problem
+        tree = ast.parse(text.strip(), mode="eval").body
+        if _powers(tree) > 2:
+            raise ValueError(f"{text[:80]!r} has powers of powers of powers")
+        return tree
+    except (SyntaxError, MemoryError, RecursionError) as problem:
+        raise ValueError(f"{text[:80]!r} is no value") from problem
+
+
+def _powers(tree: ast.AST) -> int:
+    """How many powers are inside of each other."""
+    by_name = isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and "Pow" in tree.func.id
+    own = by_name or (isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Pow))
+    return own + max(map(_powers, ast.iter_child_nodes(tree)), default=0)
 
 
 def _all(names: Mapping[str, Any]) -> str:

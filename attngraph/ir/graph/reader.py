@@ -1,20 +1,23 @@
 """Reads a program graph from the text that `ir/graph/printer.py` wrote.
 
 This file goes through the lines; `ir/graph/body.py` builds the graph. The type of every value is inferred
-again and compared with the written one, so inconsistent edits by hand are detected. Only the ops that a text
-names are executed, on fake tensors. Buffer contents are not part of the text (`dump.py` stores them
-separately).
+again and compared with the written one, so inconsistent edits by hand are detected. Only ops of a closed list
+(`ir/operations.py`) are executed, on fake tensors. Buffer contents are not part of the text (`dump.py` stores
+them separately).
 
-A text that is known to be what was printed (`attngraph/saved/` keeps its digest) may be read with the types
-as they are written: nothing is executed. So graphs over a cache are read, whose types are those of whole
-sequences.
+A saved graph is read with the types as they are written: nothing is executed. So graphs over a cache are
+read, whose types are those of whole sequences. Nothing relies on a type that is written: operations, and the
+kernels of this package, look at the tensors that they are given.
+
+A text may be anybody's. Whatever is wrong with it is a TextError, and how long it takes, and how much memory,
+follows from its length alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,19 +28,26 @@ from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.printer import VERSION
 from attngraph.ir.graph.program_graph import BEFORE, Level, ProgramGraph, Rate, as_module
 
+MOST_LETTERS, MOST_MEASURED = 1 << 17, 10_000
+"""In a line, and sizes without an example in a text: far more than any model has."""
 
-def read_graph(text: str, file: str = "the text", places: Mapping[str, Places] | None = None) -> ProgramGraph:
+
+def read_graph(
+    text: str, file: str = "the text", places: Mapping[str, Places] | None = None,
+    libraries: Collection[str] = (),
+) -> ProgramGraph:  # fmt: skip
     """The graph that a dump's file holds.
 
     Args:
         file: the name of the file in error messages.
-        places: given for a text that is known to be unchanged, whose types are taken as written: for each
-            part (`graph`, or the name of a stage) where its sizes are taken from.
+        places: given for a text whose types are taken as written: for each part (`graph`, or the name of a
+            stage) where its sizes are taken from.
+        libraries: whose operations the text may name, besides PyTorch's and attngraph's.
 
     Raises:
         TextError: the file has another format version, is truncated, or has a malformed line; names the line.
     """
-    return _Reader(text, file, places).graph()
+    return _Reader(text, file, places, libraries).graph()
 
 
 @dataclasses.dataclass
@@ -49,8 +59,10 @@ class _Head:
 
 
 class _Reader:
-    def __init__(self, text: str, file: str, places: Mapping[str, Places] | None = None) -> None:
-        self.file, self.places = file, places
+    def __init__(
+        self, text: str, file: str, places: Mapping[str, Places] | None, libraries: Collection[str]
+    ) -> None:  # fmt: skip
+        self.file, self.places, self.libraries = file, places, libraries
         self.lines = text.splitlines()
         self.number = 0
         self.head = _Head()
@@ -60,7 +72,9 @@ class _Reader:
         measured = (
             {int(n) for n in re.findall(r"\bu(\d+)\b", "\n".join(self.lines))} if self.places else set()
         )
-        self.mode, self.symbols = symbols_of(self.head.sizes, max(measured, default=-1) + 1)
+        if max(measured, default=0) >= MOST_MEASURED:
+            raise self._error(f"it names the size u{max(measured)}; there are at most {MOST_MEASURED}")
+        self.mode, self.symbols = self._told(symbols_of, self.head.sizes, max(measured, default=-1) + 1)
         stages = {rate: self._part(rate.value) for rate in BEFORE if self._peek() == f"{rate.value}("}
         if Rate.PROMPT in stages and self.places is None:
             raise self._error("graphs of a decoder cannot be read back: what they keep is not in the text")
@@ -74,16 +88,22 @@ class _Reader:
         return TextError(f"{self.file}, line {self.number + 1}: {problem}.")
 
     def _told(self, read: Callable[..., Any], *args: Any) -> Any:
-        """Parse a line with `read`; a ValueError becomes a TextError with the line's number."""
+        """Parse a line with `read`. What it raises becomes a TextError with the line's number: an operation
+        that is asked for a type refuses operands in words of its own."""
         try:
             return read(*args)
-        except (ValueError, SyntaxError) as problem:
+        except ValueError as problem:
             raise self._error(problem) from problem
+        except Exception as problem:
+            raise self._error(f"it cannot be read: {type(problem).__name__}: {problem}") from problem
 
     def _peek(self) -> str:
         if self.number >= len(self.lines):
             raise self._error("the file ends here, it is cut off")
-        return self.lines[self.number]
+        line = self.lines[self.number]
+        if len(line) > MOST_LETTERS:
+            raise self._error(f"it has {len(line)} letters; a line has at most {MOST_LETTERS}")
+        return line
 
     def _read_head(self) -> None:
         while self._peek().startswith("#") or not self._peek().strip():
@@ -101,6 +121,8 @@ class _Reader:
             if kind == "sizes":
                 for part in split(rest):
                     name, _, value = part.partition(" = ")
+                    if not name.isidentifier() or name in self.head.sizes:
+                        raise self._error(f"{name!r} is no name of a size, or stands twice")
                     self.head.sizes[name] = self._told(int, value)
             elif kind == "where":
                 self.head.conditions.append(rest)
@@ -112,7 +134,8 @@ class _Reader:
         if self._peek() != f"{title}(":
             raise self._error(f"expected {title}(, found {self._peek()[:60]!r}")
         self.number += 1
-        body = Body(self.mode, self.symbols, None if self.places is None else self.places.get(title, {}))
+        places = None if self.places is None else self.places.get(title, {})
+        body = Body(self.mode, self.symbols, places, self.libraries)
         while self._peek() != ") {":
             self._told(body.input, self._peek())
             self.number += 1

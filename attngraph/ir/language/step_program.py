@@ -13,8 +13,8 @@ the token, `s0, ...` tensors that all tokens share, `c0, ...` what the step befo
 many rows take the step. Tensors of tokens and those handed on have a row in each place of their first
 dimension. The first result is the value of the token, the others are handed on.
 
-Each part is compiled to an `fx.GraphModule`. Nothing but registered operators, their plain arguments and
-arithmetic of `rows` can be written, and nothing is evaluated as Python.
+Each part is compiled to an `fx.GraphModule`. Nothing but operators of a closed list (`ir/operations.py`),
+their plain arguments and arithmetic of `rows` can be written, and nothing is evaluated as Python.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+
+from attngraph.ir.operations import is_pure, packet_of
 
 _ARITHMETIC: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -133,11 +135,11 @@ class _Part:
 
 def _operator(function: ast.expr) -> Any:
     """The operator `library.name.overload`."""
-    found: Any = torch.ops
-    for name in ast.unparse(function).split("."):
-        found = getattr(found, name, None)
-    if not isinstance(found, torch._ops.OpOverload):
-        raise ValueError(f"{ast.unparse(function)} is no operator")
+    name = ast.unparse(function)
+    packet, more = packet_of(name, runs=True)
+    found = getattr(packet, more[0]) if more and more[0] in packet.overloads() else None
+    if found is None or not is_pure(found):
+        raise ValueError(f"{name} is no operator that a step program may have")
     return found
 
 

@@ -33,6 +33,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Statement, Weight
 from attngraph.ir.ops import kernels
+from attngraph.ir.ops.attention import check_operands
 from attngraph.ir.ops.partial_attention import cleared
 from attngraph.ir.ops.quantised import widened
 from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
@@ -331,6 +332,7 @@ def _attend(
     q, k, v = operands
     if q.shape[2] == 0:
         return v.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3])
+    check_operands(q, k, v, reads, sizes, program)
     chosen = kernels.choose(program, (q, k, v), family)
     return chosen.forward(program, (q, k, v), reads, sizes)
 

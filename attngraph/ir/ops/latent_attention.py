@@ -37,6 +37,7 @@ from torch import Tensor
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import kernels
+from attngraph.ir.ops.attention import check_operands
 from attngraph.ir.ops.cached_attention import INSTEAD, Rows, cached_attention, counts, gather, packed, shift
 from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
 from attngraph.ir.ops.partial_attention import Part, can_be_joined, cleared, joined, tell_shares
@@ -208,6 +209,7 @@ def _expanded_by_blocks(
             kept = gather(pages, rows.table[row], old, scales, fresh.dtype)
             k, v = node.expanded(torch.cat([kept, fresh], 2))
             numbers = [*sizes, *([0] * (count - len(sizes))), row, first[row], start]
+            check_operands(query, k, v, reads, numbers, moved)
             chosen = kernels.choose(moved, (query, k, v), family)
             return cleared(*chosen.forward(moved, (query, k, v), reads, numbers), (query, k, v, *reads))
 

@@ -53,7 +53,11 @@ def _stored(path: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, Any]
     index = path / "model.safetensors.index.json"
     files = [path / "model.safetensors" if path.is_dir() else path]
     if index.exists():
-        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise PlacementError(f"{index} names {outside[0]!r:.80}, which is no file beside it.")
+        files = [path / name for name in names]
     for file in files:
         if not file.exists():
             raise FileNotFoundError(f"there is no {file}.")

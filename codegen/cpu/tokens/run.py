@@ -24,7 +24,7 @@ from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.schedule import arranged, phases
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir.language.token_program import Result, TokenProgram, parse
+from attngraph.ir.language.token_program import Given, Result, TokenProgram, parse
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.token_program import floating, memory_of_results, tokens_in, weight_rows
 
@@ -108,6 +108,13 @@ def _code(text: str) -> ctypes.CDLL:
         address = ctypes.cast(product.attngraph_product, ctypes.c_void_p)
         ctypes.c_void_p.in_dll(code, kind.name).value = address.value
     return code
+
+
+def _has_shape(tensor: Tensor, about: Given, tokens: int) -> bool:
+    """Whether a given tensor has as many elements as the program says, in each dimension."""
+    if about.packed is not None:
+        return 2 * tensor.nbytes == math.prod(n or 0 for n in about.shape)
+    return tensor.shape == tuple(tokens if n is None else n for n in about.shape)
 
 
 class Prepared:
@@ -205,11 +212,15 @@ class Prepared:
         return ", ".join(dict.fromkeys(f"{' x '.join(map(str, w.shape))} {w.dtype}" for w in weights))
 
     def has_types(self, given: Sequence[Tensor]) -> bool:
-        """Whether the given tensors are on the CPU, with the elements that the C reads."""
-        return all(
+        """Whether the given tensors are on the CPU, with the elements that the C reads, and as many."""
+        kinds = all(
             t.is_cpu and (t.dtype is dtype or (dtype is None and not t.is_floating_point()))
             for t, dtype in zip(given, self.dtypes, strict=True)
         )
+        if not kinds:
+            return False
+        tokens = tokens_in(self.program, given)
+        return all(_has_shape(t, about, tokens) for t, about in zip(given, self.program.given, strict=True))
 
     def is_usable(self, number: int, tensor: Tensor) -> bool:
         """Whether the C can read a given tensor where it lies."""

@@ -11,6 +11,8 @@ from attngraph.codegen.cpu.source import header
 from attngraph.codegen.cpu.tokens import products
 from attngraph.codegen.cpu.tokens.formula import Formula
 from attngraph.codegen.cpu.tokens.ranges import divided
+from attngraph.codegen.cpu.tokens.reads import RANKS as RANKS
+from attngraph.codegen.cpu.tokens.reads import require_in_range
 from attngraph.codegen.cpu.tokens.schedule import Group, Phase, phases
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
@@ -19,8 +21,6 @@ from attngraph.ir.language.packed import WORD
 from attngraph.ir.language.parser import operation
 from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
 
-RANKS = 8
-"""The most dimensions of a given tensor."""
 COUNTERS = 8
 """Where the counters of the phases begin in a call, as in c/tokens.h."""
 _ELEMENTS = {
@@ -89,6 +89,7 @@ def write(text: str) -> str:
         UnsupportedError: the program has an operation that cannot be emitted as C.
     """
     program = parse(text)
+    require_in_range(program)
     products.require_whole_groups(program)
     emitter = _Emitter(program)
     head = "".join(f"// {line}\n" for line in ("attngraph, for each token", *text.splitlines()))

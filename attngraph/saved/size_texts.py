@@ -1,12 +1,8 @@
-"""Plain records as JSON values and back, by the types that their classes declare. Nothing is executed, and no
-class is made that the caller has not named."""
+"""Formulas of sizes as JSON values and back. Nothing is executed."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
-import functools
-import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,60 +11,7 @@ import torch
 from torch.utils._sympy import functions as torchs
 
 from attngraph.errors import SavedError
-
-
-def plain(value: Any) -> Any:
-    """A record, a tuple, a dtype or a plain value as a JSON value."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (torch.dtype, torch.device)):
-        return str(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise SavedError(f"a {type(value).__name__} has no form in a file")
-
-
-def made(kind: Any, data: Any) -> Any:
-    """The value of this type that `plain` wrote.
-
-    Raises:
-        ValueError, TypeError, KeyError: it is another one.
-    """
-    if dataclasses.is_dataclass(kind):
-        fields = _types_of(typing.cast(Any, kind))
-        return kind(**{name: made(fields[name], value) for name, value in data.items()})  # type: ignore[operator]
-    kinds = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        every = kinds[:1] * len(data) if kinds[-1] is Ellipsis else kinds
-        return tuple(made(k, value) for k, value in zip(every, data, strict=True))
-    if type(None) in kinds:
-        return None if data is None else made(kinds[0], data)
-    if kind is torch.dtype:
-        return dtype_of(data)
-    if kind in (bool, int, float, str) and not isinstance(data, (bool, int, float, str)):
-        raise TypeError(f"{data!r} is no {kind.__name__}")
-    return data
-
-
-@functools.cache
-def _types_of(kind: Any) -> dict[str, Any]:
-    """The types of a record's fields, by name."""
-    return typing.get_type_hints(kind)
-
-
-def dtype_of(text: str) -> torch.dtype:
-    """The dtype of a name such as "torch.float32"."""
-    found = getattr(torch, text.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{text!r} is no dtype")
-    return found
-
-
-# --- formulas of sizes ---
+from attngraph.ir.graph.formula import LARGEST, check_power, parsed
 
 _FUNCTIONS: dict[str, Any] = {
     name: getattr(torchs, name)
@@ -120,7 +63,7 @@ def size_of(text: int | float | bool | str, names: Mapping[str, str]) -> Any:
     """
     if not isinstance(text, str):
         return text
-    return _formula(ast.parse(text, mode="eval").body, names)
+    return _formula(parsed(text), names)
 
 
 def _formula(tree: ast.expr, names: Mapping[str, str]) -> Any:
@@ -130,7 +73,7 @@ def _formula(tree: ast.expr, names: Mapping[str, str]) -> Any:
     match tree:
         case ast.Constant(value=bool() as truth):
             return sympy.true if truth else sympy.false
-        case ast.Constant(value=int() as number):
+        case ast.Constant(value=int() as number) if abs(number) <= LARGEST:
             return sympy.Integer(number)
         case ast.Constant(value=float() as number):
             return sympy.Float(number)
@@ -141,9 +84,15 @@ def _formula(tree: ast.expr, names: Mapping[str, str]) -> Any:
         case ast.UnaryOp(op=ast.Invert(), operand=operand):
             return sympy.Not(formula(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _BINARY[type(op)](formula(left), formula(right))
+            first, second = formula(left), formula(right)
+            if isinstance(op, ast.Pow):
+                check_power(*(float(n) if n.is_number else n for n in (first, second)))
+            return _BINARY[type(op)](first, second)
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARED:
             return _COMPARED[type(op)](formula(left), formula(right))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*map(formula, args))
+            given = list(map(formula, args))
+            if "Pow" in name and len(given) == 2:
+                check_power(*(float(n) if n.is_number else n for n in given))
+            return _FUNCTIONS[name](*given)
     raise ValueError(f"{ast.unparse(tree)!r} is no formula of sizes")

@@ -1,0 +1,261 @@
+"""A decoder's state from a file, which may be damaged or anybody's: everything is checked before it is used.
+
+Kernels read and write pages by the numbers in page tables, without looking at them again. So of a state that
+is put together every number is in range, every page belongs to one row unless rows of the paged layout share
+it, rows have the pages that their lengths need, and tensors have the shapes and dtypes that the plan says.
+What a file holds in bytes bounds what is allocated. A digest finds damage that leaves a state possible, such
+as another length; it does not say who wrote a file.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import hashlib
+import os
+import stat
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attngraph.errors import CacheError
+from attngraph.ir.ops.cached_attention import CachePlan
+from attngraph.ir.records import made
+from attngraph.runtime.cache_config import CacheConfig
+
+if TYPE_CHECKING:
+    from attngraph.runtime.pages import Pages
+
+MOST = 1 << 40
+"""No size, length or number of rows is larger."""
+
+
+def require(holds: Any, problem: str) -> None:
+    if not holds:
+        raise CacheError(f"a saved cache cannot be used: {problem}.")
+
+
+def read(path: str | Path) -> Any:
+    """What a file of `torch.save` holds, without any code in it.
+
+    Raises:
+        CacheError: it is no such file, or unpacks to more than it is.
+    """
+    try:
+        require(stat.S_ISREG(os.stat(path).st_mode), f"{path} is no plain file")
+        with zipfile.ZipFile(path) as file:
+            sizes = [(part.compress_type, part.file_size) for part in file.infolist()]
+        packed = any(kind != zipfile.ZIP_STORED for kind, _ in sizes)
+        require(not packed and sum(n for _, n in sizes) <= os.stat(path).st_size, f"{path} is packed")
+        return torch.load(path, weights_only=True)
+    except CacheError:
+        raise
+    except Exception as problem:
+        raise CacheError(f"{path} holds no saved cache: {problem}") from problem
+
+
+def digest(state: Any) -> str:
+    """A digest of what `KVCache.__getstate__` gives."""
+    found = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found.update(f"{value.dtype}{list(value.shape)}".encode())
+            plain = value.detach().cpu().contiguous()
+            if plain.numel():
+                found.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
+        elif isinstance(value, dict):
+            add([part for name in sorted(value) for part in (name, value[name])])
+        elif isinstance(value, (list, tuple)):
+            found.update(b"[")
+            for part in value:
+                add(part)
+            found.update(b"]")
+        else:
+            found.update(f"{value!r},".encode())
+
+    add(state)
+    return found.hexdigest()
+
+
+def numbers(values: Any, name: str, least: int = 0, most: int = MOST) -> list[int]:
+    """A list of whole numbers within bounds."""
+    require(type(values) in (list, tuple), f"{name} is no list")
+    found = [n for n in values if type(n) is not int or not least <= n <= most]
+    require(not found, f"{name} holds {_shown(found)}, which is not from {least} to {most}")
+    return list(values)
+
+
+def number(value: Any, name: str, least: int = 0, most: int = MOST) -> int:
+    return numbers([value], name, least, most)[0]
+
+
+def _shown(values: Sequence[Any]) -> str:
+    """The first of some values; of a number with thousands of digits that it has many."""
+    first = values[0] if values else ""
+    return (
+        repr(first)[:40]
+        if type(first) is not int or abs(first) < 1 << 64
+        else "a number of more than 64 bits"
+    )
+
+
+def device_of(text: Any) -> torch.device:
+    """The device of a saved state, if memory can be had there."""
+    require(type(text) is str, "its device is no text")
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+        return device
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        raise CacheError(f"a saved cache cannot be used: its device is {text!r:.40}: {problem}") from problem
+
+
+def plan_of(state: Any) -> tuple[CachePlan, CacheConfig]:
+    """The plan and the options of a saved state, if they are possible.
+
+    Raises:
+        CacheError: they are not.
+    """
+    try:
+        plan, config = made(CachePlan, state["plan"], "plan"), made(CacheConfig, state["config"], "config")
+    except (ValueError, KeyError, TypeError) as problem:
+        raise CacheError(f"a saved cache cannot be used: {problem!s:.300}.") from problem
+    names = [value.name for value in (*plan.stores, *plan.fixed, *plan.carried)]
+    require(len(set(names)) == len(names), "two of its values have one name")
+    for store in plan.stores:
+        numbers(store.shape, f"the shape of {store.name}")
+        dims = store.row_dim, store.token_dim
+        within = all(0 <= dim < len(store.shape) for dim in dims) and dims[0] != dims[1]
+        require(within and not any(store.shape[dim] for dim in dims), f"{store.name} has no rows or tokens")
+        require(store.window is None or store.window >= 1, f"{store.name} has a window of {store.window}")
+        require(store.team >= 1 and 0 <= store.member < store.team, f"{store.name} is of no member of a team")
+    for value in plan.carried:
+        numbers(value.shape, f"the shape of {value.name}")
+    number(config.page, "page", 1)
+    number(config.rollback, "rollback")
+    return plan, config
+
+
+def tensor(
+    value: Any, name: str, shape: Sequence[int] | None, dtype: torch.dtype | None, device: Any
+) -> Tensor:
+    """A plain tensor of this shape, dtype and device (None: any)."""
+    plain = type(value) is Tensor and value.layout is torch.strided and not value.is_quantized
+    require(plain, f"{name} is no plain tensor")
+    found: Tensor = value
+    require(found.device.type == device.type, f"{name} is on {found.device}, the state on {device}")
+    require(dtype in (None, found.dtype), f"{name} is of {found.dtype}, not of {dtype}")
+    if shape is not None:
+        same = list(found.shape) == list(shape) and found.is_contiguous()
+        require(same, f"{name} is {tuple(found.shape)}, not {tuple(shape)}")
+    end = (
+        found.storage_offset()
+        + sum((n - 1) * s for n, s in zip(found.shape, found.stride(), strict=True))
+        + 1
+    )
+    inside = not found.numel() or end * found.itemsize <= found.untyped_storage().nbytes()
+    require(inside, f"{name} is larger than what the file holds of it")
+    if found.dtype is torch.bool and found.numel():
+        require(int(found.contiguous().view(torch.uint8).max()) <= 1, f"{name} has truths other than 0 and 1")
+    return found
+
+
+def fill_pages(group: Pages, kept: Any, name: str, lengths: Sequence[int]) -> None:
+    """Give pages what was saved of them, if it fits the rows of these lengths.
+
+    Raises:
+        CacheError: it does not.
+    """
+    require(isinstance(kept, dict), f"{name} is no record")
+    lacking = {"arenas", "page", "rows", "users", "free"} - kept.keys()
+    require(not lacking, f"{name} lacks {', '.join(sorted(lacking))}")
+    page = number(kept["page"], f"{name}.page", 1)
+    wanted = group.page if group.paged or group.ring else page
+    require(page == wanted, f"{name} has pages of {page} tokens, not of {wanted}")
+    users = numbers(kept["users"], f"{name}.users", 0, len(lengths))
+    _check_rows(group, kept, name, page, users, lengths)
+    arenas = kept["arenas"]
+    require(
+        type(arenas) is list and len(arenas) == len(group.arenas), f"{name} has other values than its plan"
+    )
+    places: set[int] = set()
+    for (kind, (members, empty)), arena in zip(list(group.arenas.items()), arenas, strict=True):
+        first = members[0]
+        shape = [len(members), *first.shape]
+        shape[1 + first.row_dim], shape[1 + first.token_dim] = len(users), page
+        found = tensor(arena, f"{name}.{first.name}", shape, empty.dtype, group.device)
+        place = found.untyped_storage().data_ptr()
+        require(not found.numel() or place not in places, f"{name} has two values in one place")
+        places.add(place)
+        group.arenas[kind] = members, found
+    group.page, group.users = page, users
+    group.rows, group.free = [list(pages) for pages in kept["rows"]], list(kept["free"])
+
+
+def _check_rows(
+    group: Pages, kept: Any, name: str, page: int, users: Sequence[int], lengths: Sequence[int]
+) -> None:  # fmt: skip
+    """Whether each row has the pages that it needs, and nobody else's."""
+    rows = kept["rows"]
+    own = type(rows) is list and len(rows) == len(lengths) and len(set(map(id, rows))) == len(rows)
+    require(own, f"{name} has not one list of pages for each of {len(lengths)} rows")
+    columns = -(-group.ring // page) if group.ring else None
+    counted: collections.Counter[int] = collections.Counter()
+    for number_, (pages, length) in enumerate(zip(rows, lengths, strict=True)):
+        where = f"{name}.rows[{number_}]"
+        numbers(pages, where, 0, len(users) - 1)
+        require(len(set(pages)) == len(pages), f"{where} has a page twice")
+        needed = -(-group.own(length) // page)
+        needed, most = (needed, len(users)) if columns is None else (min(needed, columns), columns)
+        most = most if group.paged else 1
+        fits = needed <= len(pages) <= most
+        require(fits, f"{where} has {len(pages)} page(s) of {page} tokens for {length} tokens")
+        counted.update(pages)
+    same = all(counted[n] == count for n, count in enumerate(users))
+    require(same, f"{name}.users does not say how many rows use a page")
+    require(group.paged or max(users, default=0) <= 1, f"{name} has a page of two rows")
+    free = numbers(kept["free"], f"{name}.free", 0, len(users) - 1)
+    unused = [n for n, count in enumerate(users) if not count]
+    require(sorted(free) == unused, f"{name}.free is not the pages that no row uses")
+
+
+def fixed_values(plan: CachePlan, saved: Any, rows: int, device: torch.device) -> dict[str, Tensor]:
+    """The values of the prompt that a state has."""
+    about = {value.name: value for value in plan.fixed}
+    known = isinstance(saved, dict) and saved.keys() in (set(), about.keys())
+    require(known, "its values of the prompt are others than its plan names")
+    for name, value in saved.items():
+        tensor(value, name, None, None, device)
+        dim, own = about[name].row_dim, about[name].own
+        fits = dim is None or (0 <= dim < value.ndim and own >= 1 and value.shape[dim] == rows * own)
+        require(fits, f"{name} is {tuple(value.shape)}, which is not of {rows} row(s)")
+    return dict(saved)
+
+
+def carried_values(
+    plan: CachePlan, config: CacheConfig, saved: Any, rows: int, device: torch.device
+) -> list[tuple[list[int], dict[str, Tensor]]]:  # fmt: skip
+    """What the rows carry, with no lengths, after what they carried before."""
+    require(isinstance(saved, dict) and saved.keys() == {"values", "earlier"}, "what it carries is no record")
+    earlier = saved["earlier"]
+    require(
+        type(earlier) is list and len(earlier) <= config.snapshots, "it has other snapshots than its plan"
+    )
+    found: list[tuple[list[int], dict[str, Tensor]]] = []
+    for entry in (*earlier, ([], saved["values"])):
+        require(type(entry) in (list, tuple) and len(entry) == 2, "a snapshot of it is no pair")
+        lengths, values = numbers(entry[0], "a snapshot", -1), entry[1]
+        require(isinstance(values, dict), "what its rows carry is no record")
+        require(values.keys() == {about.name for about in plan.carried}, "its rows carry other values")
+        require(entry[1] is saved["values"] or len(lengths) == rows, "a snapshot has other rows")
+        for about in plan.carried:
+            wide = config.dtype == torch.float64 and about.dtype.is_floating_point
+            dtype = torch.float64 if wide else about.dtype
+            tensor(values[about.name], about.name, (rows, *about.shape), dtype, device)
+        found.append((lengths, dict(values)))
+    return found

@@ -1,0 +1,123 @@
+"""What compiled code takes for granted of its operands, looked at before it gets their addresses.
+
+C reads where shapes, strides and numbers in tensors point. In a graph that this process made they are what
+its passes proved; a graph from a file may give any tensor to any operand. What does not fit is left to
+PyTorch's operations, which raise errors of their own. Numbers of rows are looked at call by call, or, for
+calls that are recorded and run again, are those of the state that the decoder keeps (`are_of_the_state`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.program_graph import Input
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.cached_attention import CachePlan, Scales, numbers_of
+
+aten = torch.ops.aten
+_STARTS, _FIRST = Input("rows", "starts"), Input("rows", "first")
+_BY_SHAPE = (aten.sym_size.int, aten.zeros_like.default, aten.full_like.default)
+"""Operations to which the first operand is its shape alone."""
+_OF_SHAPES = (*_BY_SHAPE, aten.arange.default, aten.unsqueeze.default)
+"""Operations by which the table and the lengths of fixed keys are made of shapes."""
+
+
+def rows_fit(tokens: int, starts: Tensor, *of_rows: Tensor) -> bool:
+    """Whether rows divide so many tokens between them, and each of `of_rows` has a number from 0 on for each
+    row."""
+    if any(t.dtype is not torch.int64 or t.ndim != 1 or not t.is_cpu for t in (starts, *of_rows)):
+        return False
+    ends = numbers_of(starts)
+    if not ends or ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in itertools.pairwise(ends)):
+        return False
+    return all(len(t) == len(ends) - 1 and min(numbers_of(t), default=0) >= 0 for t in of_rows)
+
+
+def table_range(table: Tensor, rows: int) -> tuple[int, int] | None:
+    """The least and the largest page in the table of so many rows; None if it is no such table."""
+    if table.dtype is not torch.int64 or table.ndim != 2 or len(table) != rows or not table.numel():
+        return None
+    low, high = map(int, table.aminmax())
+    return (low, high) if low >= 0 else None
+
+
+def attention_fits(
+    program: ScoreProgram, q: Tensor, new: Sequence[Tensor], pages: Sequence[Tensor],
+    reads: Sequence[Tensor], sizes: Sequence[int], scales: Scales, rows: int, most: int,
+) -> bool:  # fmt: skip
+    """Whether queries, new keys and pages go together, and what the program reads at a position or a row is
+    there. `most`: the largest number of tokens of a row."""
+    (k, v), (k_new, v_new) = pages, new
+    if any(t.ndim != 4 for t in (q, k, v, k_new, v_new)) or q.shape[0] != 1 or not k.shape[1]:
+        return False
+    heads, tokens, width = q.shape[1:]
+    if heads % k.shape[1] or k.shape[3] != width or k.shape[:3] != v.shape[:3] or not k.shape[2]:
+        return False
+    count = k_new.shape[2]
+    if count not in (0, tokens) or k_new.dtype is not q.dtype or v_new.dtype is not q.dtype:
+        return False
+    if count and (k_new.shape != (1, k.shape[1], tokens, width) or v_new.shape[:3] != k_new.shape[:3]):
+        return False
+    if count and v_new.shape[3] != v.shape[3]:
+        return False
+    if any(by is not None and (by.shape != k.shape[:3] or by.dtype is not torch.float32) for by in scales):
+        return False
+    extents = {"b": rows, "h": heads, "q": most, "k": most}
+    return program.sizes <= len(sizes) and _reads_fit(program, reads, extents)
+
+
+def _reads_fit(program: ScoreProgram, reads: Sequence[Tensor], extents: Mapping[str, int]) -> bool:
+    """Whether the tensors that a program reads are there, with an element at each plain index."""
+    for number, rank in program.reads.items():
+        if number >= len(reads) or reads[number].ndim != rank:
+            return False
+    for node, axis, index in program.places:
+        extent = reads[node.value].shape[axis]
+        if index.op == "var" and extent < extents[index.value]:
+            return False
+        if index.op == "const" and not 0 <= index.value < extent:
+            return False
+    return True
+
+
+def most_tokens(program: ScoreProgram, reads: Sequence[Tensor]) -> int:
+    """The most tokens of a row for which a program that reads these tensors at positions finds its places."""
+    extents = (
+        reads[node.value].shape[axis]
+        for node, axis, index in program.places if index.op == "var" and index.value in ("q", "k")
+    )  # fmt: skip
+    return min(extents, default=1 << 31)
+
+
+def are_of_the_state(
+    kinds: Mapping[fx.Node, Input], plan: CachePlan | None, pages: Sequence[fx.Node], table: fx.Node | None,
+    starts: fx.Node, first: fx.Node | None, held: fx.Node | None,
+) -> bool:  # fmt: skip
+    """Whether operands that say which tokens belong to which row will hold, at every run, numbers that the
+    decoder's state vouches for: they are its inputs of those names, the table that of the pages; or they
+    follow from shapes alone, and then the pages are none of the state's."""
+    if kinds.get(starts) != _STARTS or (first is not None and kinds.get(first) != _FIRST):
+        return False
+    stores = {store.name: store for store in plan.stores} if plan is not None else {}
+    found = [stores.get(kinds[p].name) for p in pages if p in kinds and kinds[p].kind == "pages"]
+    if len(found) not in (0, len(pages)) or None in found:
+        return False
+    if not found:
+        return all(n is None or _follows_from_shapes(n) for n in (table, held))
+    names = {store.table for store in found if store is not None and store.team == 1}
+    if table is None or len(names) != 1 or kinds.get(table) != Input("rows", *names):
+        return False
+    return held is None or kinds.get(held) == _FIRST
+
+
+def _follows_from_shapes(node: fx.Node) -> bool:
+    """Whether a value is made of shapes alone: every tensor that it follows from counts by its shape."""
+    if node.target not in _OF_SHAPES and getattr(node.target, "__module__", "") != "_operator":
+        return False
+    operands = [n for n in node.all_input_nodes if node.target not in _BY_SHAPE or n is not node.args[0]]
+    return node.target is not operator.getitem and all(_follows_from_shapes(n) for n in operands)
