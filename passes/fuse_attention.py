@@ -114,6 +114,8 @@ class _Fusion:
         # Weights and scores that fused attentions no longer need, and the seeds of their dropouts.
         self.freed: dict[fx.Node, str] = {}
         self.seeds: dict[fx.Node, fx.Node] = {}
+        # What nodes stand for that were fused beside results.
+        self.beside: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Outcome:
         for node in self.graph.attentions():
@@ -130,7 +132,7 @@ class _Fusion:
         if self.later:
             self.outcome.notes += [
                 f"{name} is computed when somebody looks at it"
-                for name in take_results(self.graph, self.later, self.freed, self.seeds)
+                for name in take_results(self.graph, self.later, self.freed, self.seeds, self.beside)
             ]
         if self.graph.gradients:
             self._own_results()
@@ -170,7 +172,8 @@ class _Fusion:
         for found in self.waiting if self.later else ():
             if any(found is each for each in self.waiting):
                 self._attempt(found.node, functools.partial(_claims_of, found), found.weights)
-            elif found.node in set(self.graph.graph.nodes):  # what it reads was replaced
+            elif found.node not in self.beside and found.node in set(self.graph.graph.nodes):
+                # what it reads was replaced
                 self._attempt(found.node, self.recogniser.examine, found.weights)
 
     def _fuse_pieces(self) -> None:
@@ -264,7 +267,10 @@ class _Fusion:
         for old, new in replaced.items():
             self.follows_arguments.replace(old, new)
             old.replace_all_uses_with(new)
-            self.graph.graph.erase_node(old)
+            if self.may_wait:  # what the new one is tied to
+                self.beside[old] = new
+            else:
+                self.graph.graph.erase_node(old)
         for whole, claim, verdict, again in entries:
             self.fused += 1
             entry, notes = describe_claim(claim, verdict, whole, self.graph)

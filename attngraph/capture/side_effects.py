@@ -36,6 +36,14 @@ _CHANGING = {
 }
 """Methods that may change a container."""
 
+_HOOKS = "forward() registers hooks on tensors"
+_ASKS_FOR_GRADIENTS = {
+    "register_hook": _HOOKS,
+    "register_post_accumulate_grad_hook": _HOOKS,
+    "retain_grad": "forward() asks for the gradient of a tensor (retain_grad)",
+}
+"""Methods of a tensor by which a forward has its gradient, which is no tensor of a graph."""
+
 
 class SideEffects:
     """The side effect that one trace found; empty if there is none."""
@@ -82,7 +90,8 @@ class SideEffects:
             yield
         if given != fingerprint(arguments):
             self.note(f"forward() changes an argument's attributes{_named(kept, target)}", of_arguments=True)
-        if held != weights() or model != fingerprint([target], weights()):
+        is_refused = self.what and not self.of_arguments
+        if not is_refused and (held != weights() or model != fingerprint([target], weights())):
             self.settings = _settings(kept.changed_attributes())
             self.note_change(kept.first_change(), target)
         if self.what:
@@ -107,7 +116,7 @@ class SideEffects:
         if not torch.is_grad_enabled():
             yield
             return
-        apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.__dict__["register_hook"]
+        apply = torch.autograd.Function.__dict__["apply"]
 
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if cls is CheckpointFunction and any(isinstance(a, Tensor) and a.requires_grad for a in args):
@@ -117,14 +126,13 @@ class SideEffects:
                 self.note(f"{cls.__name__} has a backward of its own")
             return apply.__get__(None, cls)(*args, **kwargs)
 
-        def hooked(tensor: Tensor, function: Any) -> Any:
-            self.note("forward() registers hooks on tensors")
-            return hook(tensor, function) if tensor.requires_grad else None
+        def noting(what: str) -> Callable[..., None]:
+            return lambda tensor, *args, **kwargs: self.note(what)
 
-        with (
-            mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)),
-            mock.patch.object(torch.Tensor, "register_hook", hooked),
-        ):
+        with contextlib.ExitStack() as patched:
+            patched.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)))
+            for name, what in _ASKS_FOR_GRADIENTS.items():
+                patched.enter_context(mock.patch.object(Tensor, name, noting(what)))
             yield
 
     def error(self) -> CaptureError:
