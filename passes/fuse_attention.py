@@ -205,13 +205,15 @@ class _Fusion:
         self.reasons |= dict(refusals.values())
 
     def _own_results(self) -> None:
-        """Copy results that share memory with an attention's output: the backward pass needs that output
+        """Copy the output of an attention whose memory a result is in: the backward pass needs that output
         unchanged, and the caller may write to a result in place."""
-        output = self.graph.graph.output_node()
-        for node in output.all_input_nodes:
-            if isinstance(nodes.view(memory_of(node)), nodes.Attention):
-                builder = Builder(self.graph, output)
-                output.replace_input_with(node, builder.call(torch.ops.aten.clone.default, node))
+        for node in self.graph.graph.output_node().all_input_nodes:
+            whole = memory_of(node)
+            if isinstance(nodes.view(whole), nodes.Attention):
+                out = next(user for user in whole.users if user.args[1] == 0)
+                builder = Builder(self.graph, out.next)
+                copied = builder.call(torch.ops.aten.clone.default, out)
+                out.replace_all_uses_with(copied, lambda user, copied=copied: user is not copied)
 
     def _require_equal_sizes(self) -> None:
         """Make the assumptions of element rules about sizes conditions of the graph."""

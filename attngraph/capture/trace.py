@@ -39,6 +39,7 @@ from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
 from attngraph.capture.hidden_writes import data_of_tensors, hidden_write
+from attngraph.capture.layouts import hold_layouts
 from attngraph.capture.many_tokens import extents_of_loop
 from attngraph.capture.numpy_sizes import numpy_of_sizes
 from attngraph.capture.replaced import replaced
@@ -157,7 +158,9 @@ def _capture(
     exported.write_dtypes(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
         raise refusal("forward() writes to an argument that shares its memory with another")
-    return _with_sizes(graph, program, flat.trace)
+    found = _with_sizes(graph, program, flat.trace)
+    hold_layouts(found.graph, flat.trace.memory)
+    return found
 
 
 def _export(

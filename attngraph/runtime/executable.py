@@ -13,8 +13,8 @@ from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.guards import ShapeGuard, size_value
 from attngraph.capture.structure import unflatten
 from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, Rate, is_assertion
+from attngraph.ir.ops.layout import laid_out
 from attngraph.report.report import CompileReport
-from attngraph.runtime.layout import laid_out
 from attngraph.runtime.looks import Looks
 from attngraph.runtime.machine import Machine, Run
 from attngraph.runtime.small_calls import scores_per_attention
@@ -96,6 +96,8 @@ class Executable:
         for kind, value in structure.leaves:
             if kind == "tensor":
                 leaves.append(values[value])
+            elif kind == "argument":
+                leaves.append(tensors[value])
             elif kind == "size" and hasattr(value, "free_symbols"):
                 leaves.append(size_value(value, self._sizes(tensors) or {}))
             else:

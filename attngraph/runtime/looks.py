@@ -27,8 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from attngraph.capture.guards import size_value
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate, computed_from, part_of
+from attngraph.ir.ops.layout import laid_out
 from attngraph.ir.ops.tied import tying
-from attngraph.runtime.layout import laid_out
 from attngraph.runtime.look import Look, Seen, Unseen, of_operation, same, undisturbed
 from attngraph.runtime.machine import Machine
 
