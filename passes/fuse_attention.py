@@ -21,7 +21,15 @@ import sympy
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import RESULTS, Level, ProgramGraph, memory_of, sort
+from attngraph.ir.graph.program_graph import (
+    RESULTS,
+    Level,
+    ProgramGraph,
+    is_empty,
+    memory_of,
+    replace_in_other_users,
+    sort,
+)
 from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ProgramError
@@ -67,6 +75,7 @@ OF_FEATURES = (
     "its softmax runs over features: its keys are weights of the model and its values are computed from the "
     "input, so it stays an operation on each token"
 )
+EMPTY = "it has no elements in a call of these sizes, so nothing is computed"
 ONE_KEY = "it has one key, whose weight is 1 whatever its score"
 
 
@@ -152,6 +161,8 @@ class _Fusion:
     ) -> Refusal | None:
         """Fuse what a node is recognised as; `weights` are its exponentials, if the recogniser does not say.
         An error in our own code counts as a refusal."""
+        if is_empty(node):
+            return Refusal(EMPTY)
         try:
             found = recognise(node)
             self._require_equal_sizes()
@@ -213,7 +224,7 @@ class _Fusion:
                 out = next(user for user in whole.users if user.args[1] == 0)
                 builder = Builder(self.graph, out.next)
                 copied = builder.call(torch.ops.aten.clone.default, out)
-                out.replace_all_uses_with(copied, lambda user, copied=copied: user is not copied)
+                replace_in_other_users(out, copied)
 
     def _require_equal_sizes(self) -> None:
         """Make the assumptions of element rules about sizes conditions of the graph."""

@@ -40,6 +40,7 @@ from attngraph.ir.graph.program_graph import (
     is_size,
     memory_of,
     part_of,
+    replace_in_other_users,
 )
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.rule import argument
@@ -125,7 +126,7 @@ def _tie(graph: ProgramGraph, value: fx.Node, kept: Sequence[fx.Node], number: i
     """Let what a fused value goes to take it tied."""
     builder = Builder(graph, value.next)
     made = builder.call(torch.ops.attngraph.tied.default, value, kept, number)
-    value.replace_all_uses_with(made, lambda user: user is not made)
+    replace_in_other_users(value, made)
 
 
 def _waiting(

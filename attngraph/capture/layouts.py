@@ -25,7 +25,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from attngraph.capture.exported import memory_order
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.infer import infer_once
-from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, computed_from, may_alias, op_name
+from attngraph.ir.graph.program_graph import (
+    RESULTS,
+    ProgramGraph,
+    computed_from,
+    may_alias,
+    op_name,
+    replace_in_other_users,
+)
 from attngraph.ir.graph.source import source_of
 from attngraph.meaning.rule import ELEMENTWISE, category_of
 
@@ -64,7 +71,7 @@ def hold_layouts(graph: ProgramGraph, memory: Sequence[int]) -> None:
         with graph.graph.inserting_after(node):
             made = graph.graph.call_function(torch.ops.attngraph.laid_out.default, (node, list(order)))
         made.meta = {key: value for key, value in node.meta.items() if key != "inferred"}
-        node.replace_all_uses_with(made, lambda user, made=made: user is not made)
+        replace_in_other_users(node, made)
     graph.module.recompile()
 
 

@@ -55,8 +55,8 @@ class SideEffects:
     """Whether only this call's arguments are changed, so that other calls may be captured."""
     of_state: bool = False
     """Whether nothing but attributes of the model or values around it are changed."""
-    advances: bool = False
-    """Whether it advances an iterator."""
+    splits: bool = True
+    """Whether torch.compile notices it; else the model runs as it is."""
     settings: Settings
     """The attributes that are changed, and to what."""
 
@@ -65,8 +65,9 @@ class SideEffects:
 
     def note(
         self, what: str, line: str = "", advice: str = "return what changes", *,
-        of_arguments: bool = False, of_state: bool = False,
+        of_arguments: bool = False, of_state: bool = False, splits: bool = True,
     ) -> None:  # fmt: skip
+        self.splits = self.splits and splits
         self.of_arguments = of_arguments and (self.of_arguments or not self.what)
         self.of_state = of_state and not self.what
         self.what, self.line, self.advice = what, line, advice
@@ -107,8 +108,8 @@ class SideEffects:
 
     def _note_iterator(self, place: Place, target: Callable[..., Any]) -> None:
         """Note that the target advances an iterator, which torch.compile does not notice either."""
-        self.advances = True
-        self.note(f"forward() advances an iterator, {name_of(place, target)}", line_using(place.name, target))
+        line = line_using(place.name, target)
+        self.note(f"forward() advances an iterator, {name_of(place, target)}", line, splits=False)
 
     @contextlib.contextmanager
     def _own_gradients(self) -> Iterator[None]:
@@ -144,7 +145,7 @@ class SideEffects:
             advice=self.advice,
         )
         found.settings = self.settings if self.of_state else {}
-        found.splits = not self.advances
+        found.splits = self.splits
         return found
 
 

@@ -129,7 +129,7 @@ def _capture(
             dynamic = (shapes,) if tensors else None
             program = _export(flat, tensors, dynamic, symbolic - fixed, any_number)
             exported.complete_users(program.graph_module)
-            hidden = hidden_write(program, tensors)
+            hidden = hidden_write(program, tensors) or exported.switches_gradients_on(program.graph_module)
             exported.inline_grad_regions(program.graph_module)
             exported.inline_vmap(program)
             # The executable checks sizes itself; torch's guard code fails on unused inputs.

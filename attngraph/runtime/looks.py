@@ -127,8 +127,8 @@ class _Part:
         given = {name: kept[name] for name in self.kept}
         pattern = tuple(tensor.requires_grad for tensor in given.values())
         if any(pattern) and pattern not in self._flows:
-            fake = FakeTensorMode(allow_non_fake_inputs=True)
-            with undisturbed(), saved_tensors_hooks(same, same), fake as mode, torch.enable_grad():
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            with undisturbed(), saved_tensors_hooks(same, same), mode, torch.enable_grad():
                 fakes = {n: mode.from_tensor(t.detach()) for n, t in given.items()}
                 for fake, needs in zip(fakes.values(), pattern, strict=True):
                     fake.requires_grad_(needs)

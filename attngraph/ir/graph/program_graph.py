@@ -226,7 +226,7 @@ def part_of(
     needed = computed_from(values.values(), given)
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    known = dict(zip(graph.placeholders(), graph.inputs, strict=False)) | given
+    known = {**dict(zip(graph.placeholders(), graph.inputs, strict=False)), **given}
     taken = [node for node in (*graph.placeholders(), *given) if node in needed]
     for node in (*taken, *(n for n in graph.graph.nodes if n in needed and n not in known)):
         is_input = node in known and node.op != "placeholder"
@@ -258,10 +258,21 @@ def computed_from(values: Iterable[fx.Node], until: Container[fx.Node] = ()) -> 
     return found
 
 
+def replace_in_other_users(node: fx.Node, made: fx.Node) -> None:
+    """Let what is made from a node take its place in all its other users."""
+    node.replace_all_uses_with(made, lambda user: user is not made)
+
+
 def is_size(node: fx.Node) -> bool:
     """Whether the node is a number (a size), not a tensor."""
     value = node.meta.get("val")
     return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_empty(node: fx.Node) -> bool:
+    """Whether the node is a tensor of no elements, as for a batch of no sequences."""
+    extents = getattr(node.meta.get("val"), "shape", ())
+    return any(isinstance(extent, int) and extent == 0 for extent in extents)
 
 
 def is_measured(node: fx.Node) -> bool:

@@ -23,7 +23,8 @@ torch.library.define(
 def strided_scatter(
     x: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int
 ) -> Tensor:  # fmt: skip
-    order = sorted(range(x.ndim), key=lambda d: (-x.stride(d), d))
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda d: (-strides[d], d))
     inverse = sorted(range(x.ndim), key=order.__getitem__)
     memory = x.permute(order)
     places = torch.full([1] * len(size), storage_offset, dtype=torch.int64, device=x.device)
