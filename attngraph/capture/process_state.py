@@ -31,6 +31,8 @@ _OF_A_RANGE = "randrange", "randint", "uniform", "choice"
 _SEEDS = 24
 _BACKWARD = "_engine_run_backward"
 """What every function of torch.autograd that computes gradients calls."""
+_DECORATORS = "torch.utils._contextlib"
+"""Where torch's modes are entered that decorate a function of the user's."""
 _DEFAULTS = {"dtype": torch.get_default_dtype, "device": torch.get_default_device}
 
 
@@ -60,7 +62,9 @@ def process_state_kept(note: Note, line_of: Callable[[str], str]) -> Iterator[No
         def entered(mode: torch.inference_mode) -> None:
             before = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
             enter(mode)
-            if before != (torch.is_inference_mode_enabled(), torch.is_grad_enabled()):
+            frame = sys._getframe(1)
+            of_torch = _room(frame) == "torch" and frame.f_globals["__name__"] != _DECORATORS
+            if not of_torch and before != (torch.is_inference_mode_enabled(), torch.is_grad_enabled()):
                 what = "forward() enters torch.inference_mode"
                 note(what, line_of("inference_mode"), _OUTSIDE, splits=False)
 
