@@ -5,11 +5,11 @@ that is built under `no_grad`), `detach`. These are identities on values. Unused
 removed as well. A `view`, which is only valid for some strides, becomes a `reshape`, which is valid for any,
 so that later passes may change memory layouts. For the same reason a copy made only for contiguity becomes
 `contiguous`, which copies only if needed. A copy of an intermediate value that is not returned (dropout in
-eval, in torch older than 2.15) is removed, because nothing writes to either. A `copy` into a tensor is
-replaced by the value that is copied. An einsum of more than two operands becomes einsums of two, the pair
-with the smallest result first, because an attention may be part of it. A triangular inverse that is written
-row by row becomes one operation (`join_rows.py`), and picking places that follow each other a slice
-(`slice_lists.py`). Refuses nothing.
+eval, in torch older than 2.15) is removed, because nothing writes to either; what is returned stays a
+tensor of its own. A `copy` into a tensor is replaced by the value that is copied. An einsum of more than two
+operands becomes einsums of two, the pair with the smallest result first, because an attention may be part of
+it. A triangular inverse that is written row by row becomes one operation (`join_rows.py`), and picking places
+that follow each other a slice (`slice_lists.py`). Refuses nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import dataclasses
 import itertools
 import string
 from collections import Counter
+from collections.abc import Container
 
 import torch
 from torch import fx
@@ -46,7 +47,8 @@ class Canonicalize:
 
     def run(self, graph: ProgramGraph) -> Outcome:
         removed: Counter[str] = Counter()
-        returned = {memory_of(node) for node in graph.graph.output_node().all_input_nodes}
+        results = set(graph.graph.output_node().all_input_nodes)
+        returned = set(map(memory_of, results))
         differentiable = _differentiable(graph)
         for node in list(graph.graph.nodes):
             target = str(node.target)
@@ -55,13 +57,14 @@ class Canonicalize:
             if target.startswith(_ASSERTIONS):
                 removed[op_name(node)] += 1
                 graph.graph.erase_node(node)
-            elif target.startswith(_IDENTITY) or (
-                target.startswith("aten.detach.") and node not in differentiable
+            elif node not in results and (
+                target.startswith(_IDENTITY)
+                or (target.startswith("aten.detach.") and node not in differentiable)
             ):
                 removed[op_name(node)] += 1
                 node.replace_all_uses_with(node.args[0])
                 graph.graph.erase_node(node)
-            elif target == "aten.clone.default" and memory_of(node.args[0]).op != "placeholder":
+            elif target == "aten.clone.default" and _is_unseen(memory_of(node.args[0]), returned):
                 if node.kwargs.get("memory_format") is torch.contiguous_format:
                     node.target, node.kwargs = torch.ops.aten.contiguous.default, {}
                 elif _same_strides(node) and node not in returned:
@@ -84,6 +87,11 @@ class Canonicalize:
             f"{count} x {name} of places that follow each other became slices" for name, count in sliced
         ]
         return Outcome([*notes, *join_rows(graph)])
+
+
+def _is_unseen(memory: fx.Node, returned: Container[fx.Node]) -> bool:
+    """Whether nobody but the graph writes to this memory or looks into it: it need not be copied."""
+    return memory.op != "placeholder" and memory not in returned
 
 
 def _take_from_inputs(graph: ProgramGraph, node: fx.Node) -> None:

@@ -21,7 +21,15 @@ import sympy
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import RESULTS, Level, ProgramGraph, memory_of, sort
+from attngraph.ir.graph.program_graph import (
+    RESULTS,
+    Level,
+    ProgramGraph,
+    is_empty,
+    memory_of,
+    replace_in_other_users,
+    sort,
+)
 from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ProgramError
@@ -67,6 +75,7 @@ OF_FEATURES = (
     "its softmax runs over features: its keys are weights of the model and its values are computed from the "
     "input, so it stays an operation on each token"
 )
+EMPTY = "it has no elements in a call of these sizes, so nothing is computed"
 ONE_KEY = "it has one key, whose weight is 1 whatever its score"
 
 
@@ -114,6 +123,8 @@ class _Fusion:
         # Weights and scores that fused attentions no longer need, and the seeds of their dropouts.
         self.freed: dict[fx.Node, str] = {}
         self.seeds: dict[fx.Node, fx.Node] = {}
+        # What nodes stand for that were fused beside results.
+        self.beside: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Outcome:
         for node in self.graph.attentions():
@@ -130,7 +141,7 @@ class _Fusion:
         if self.later:
             self.outcome.notes += [
                 f"{name} is computed when somebody looks at it"
-                for name in take_results(self.graph, self.later, self.freed, self.seeds)
+                for name in take_results(self.graph, self.later, self.freed, self.seeds, self.beside)
             ]
         if self.graph.gradients:
             self._own_results()
@@ -150,6 +161,8 @@ class _Fusion:
     ) -> Refusal | None:
         """Fuse what a node is recognised as; `weights` are its exponentials, if the recogniser does not say.
         An error in our own code counts as a refusal."""
+        if is_empty(node):
+            return Refusal(EMPTY)
         try:
             found = recognise(node)
             self._require_equal_sizes()
@@ -170,7 +183,8 @@ class _Fusion:
         for found in self.waiting if self.later else ():
             if any(found is each for each in self.waiting):
                 self._attempt(found.node, functools.partial(_claims_of, found), found.weights)
-            elif found.node in set(self.graph.graph.nodes):  # what it reads was replaced
+            elif found.node not in self.beside and found.node in set(self.graph.graph.nodes):
+                # what it reads was replaced
                 self._attempt(found.node, self.recogniser.examine, found.weights)
 
     def _fuse_pieces(self) -> None:
@@ -202,13 +216,15 @@ class _Fusion:
         self.reasons |= dict(refusals.values())
 
     def _own_results(self) -> None:
-        """Copy results that share memory with an attention's output: the backward pass needs that output
+        """Copy the output of an attention whose memory a result is in: the backward pass needs that output
         unchanged, and the caller may write to a result in place."""
-        output = self.graph.graph.output_node()
-        for node in output.all_input_nodes:
-            if isinstance(nodes.view(memory_of(node)), nodes.Attention):
-                builder = Builder(self.graph, output)
-                output.replace_input_with(node, builder.call(torch.ops.aten.clone.default, node))
+        for node in self.graph.graph.output_node().all_input_nodes:
+            whole = memory_of(node)
+            if isinstance(nodes.view(whole), nodes.Attention):
+                out = next(user for user in whole.users if user.args[1] == 0)
+                builder = Builder(self.graph, out.next)
+                copied = builder.call(torch.ops.aten.clone.default, out)
+                replace_in_other_users(out, copied)
 
     def _require_equal_sizes(self) -> None:
         """Make the assumptions of element rules about sizes conditions of the graph."""
@@ -264,7 +280,10 @@ class _Fusion:
         for old, new in replaced.items():
             self.follows_arguments.replace(old, new)
             old.replace_all_uses_with(new)
-            self.graph.graph.erase_node(old)
+            if self.may_wait:  # what the new one is tied to
+                self.beside[old] = new
+            else:
+                self.graph.graph.erase_node(old)
         for whole, claim, verdict, again in entries:
             self.fused += 1
             entry, notes = describe_claim(claim, verdict, whole, self.graph)

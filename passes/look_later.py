@@ -9,8 +9,11 @@ shares its memory with an input or with another result.
 A result waits only beside one that is computed in the call from the attention's output: else all of the call
 would be computed when it is looked at, and nothing saved. Random numbers must be those of the call. A dropout
 that was fused has them by the seed of its attention (`ir/ops/dropout.py`); what any other random operation
-draws is computed in the call, and what draws from the weights themselves computes them there. Used by
-`fuse_attention.py`.
+draws is computed in the call, and what draws from the weights themselves computes them there.
+
+In the model what the attention gives follows from its weights, and gradients flow from it to who holds them.
+The fused value does not, so where gradients may flow it is tied to the results that it would follow from
+(`ir/ops/tied.py`): the stage has it too, computed from them as the model does. Used by `fuse_attention.py`.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ from attngraph.ir.graph.program_graph import (
     is_random,
     is_size,
     memory_of,
+    part_of,
+    replace_in_other_users,
 )
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.rule import argument
@@ -67,31 +72,61 @@ def results_of(graph: ProgramGraph) -> list[tuple[fx.Node, Output]]:
     return list(zip(nodes, graph.outputs, strict=True))
 
 
-def take_results(graph: ProgramGraph, kinds: Kinds, weights: Weights, seeds: Seeds) -> list[str]:
+def take_results(
+    graph: ProgramGraph, kinds: Kinds, weights: Weights, seeds: Seeds, fused: Mapping[fx.Node, fx.Node]
+) -> list[str]:
     """Move results of these kinds that need any of these weights and scores to their stage, where nothing
-    else needs them; returns their names."""
+    else needs them; returns their names. `fused`: the values of the model that fused ones stand for."""
     results = [node for node, _ in results_of(graph)]
     waiting, needed = _waiting(graph, kinds, weights, seeds)
     if not waiting:
         return []
-    own = {n for n in computed_from(results[n] for n in waiting) - needed if n.op == "call_function"}
+    shown = [results[n] for n in sorted(waiting)]
+    ties = [old for old in fused if ancestors_among(shown, old)] if graph.gradients else []
+    own = {n for n in computed_from((*shown, *ties)) - needed if n.op == "call_function"}
     # One of several results of a node that is computed in the call is a value of the call.
     own -= {n for n in own if n.target is operator.getitem and n.args[0] not in own}
     stage = _Stage(graph, own, weights, seeds)
     of_call = [n for n, o in enumerate(graph.outputs) if o.kind in RESULTS]
-    looks = _together([results[n] for n in sorted(waiting)], own, weights)
+    looks = dict(zip(shown, _together(shown, own, weights, ties), strict=True))
     later = [
-        dataclasses.replace(graph.outputs[n], place=of_call.index(n), look=look)
-        for n, look in zip(sorted(waiting), looks, strict=True)
+        dataclasses.replace(graph.outputs[n], place=of_call.index(n), look=looks[results[n]])
+        for n in sorted(waiting)
     ]
-    graph.stages[Rate.LOOK] = stage.finish([results[n] for n in sorted(waiting)], later)
+    tied = [
+        Output("tied", str(number), look=looks[ancestors_among(shown, old)[0]])
+        for number, old in enumerate(ties)
+    ]
+    graph.stages[Rate.LOOK] = stage.finish([*shown, *ties], [*later, *tied])
     staying = [n for n in range(len(results)) if n not in waiting]
-    kept = _kept(graph, stage.taken.values(), [results[n] for n in staying])
-    graph.graph.output_node().args = ((*(results[n] for n in staying), *kept),)
+    kept = _kept(graph, stage.taken, [results[n] for n in staying])
     graph.outputs = (
         *(graph.outputs[n] for n in staying), *(Output(Rate.LOOK.value, name) for name in stage.taken)
     )  # fmt: skip
+    graph.graph.output_node().args = ((*(results[n] for n in staying), *kept.values()),)
+    for number, old in enumerate(ties):
+        _tie(graph, fused[old], [kept[name] for name in tied_inputs(graph.stages[Rate.LOOK], number)], number)
     return sorted({o.name.removeprefix("model.") or f"result {o.place}" for o in later})
+
+
+def ancestors_among(results: Iterable[fx.Node], value: fx.Node) -> list[fx.Node]:
+    """The floating results that a value is computed from."""
+    above = computed_from(value.all_input_nodes)
+    return [n for n in dict.fromkeys(results) if n in above and n.meta["val"].is_floating_point()]
+
+
+def tied_inputs(stage: ProgramGraph, number: int) -> list[str]:
+    """What the tied value of this number, and the results that it follows from, need of the call."""
+    value = next(node for node, o in results_of(stage) if (o.kind, o.name) == ("tied", str(number)))
+    names = (i.name for i in part_of(stage, {"": value}).inputs if i.kind == Rate.LOOK.value)
+    return sorted(names, key=int)
+
+
+def _tie(graph: ProgramGraph, value: fx.Node, kept: Sequence[fx.Node], number: int) -> None:
+    """Let what a fused value goes to take it tied."""
+    builder = Builder(graph, value.next)
+    made = builder.call(torch.ops.attngraph.tied.default, value, kept, number)
+    replace_in_other_users(value, made)
 
 
 def _waiting(
@@ -112,11 +147,16 @@ def _waiting(
         waiting -= now
 
 
-def _together(results: Sequence[fx.Node], own: Collection[fx.Node], weights: Weights) -> list[int]:
-    """For each result the number of its look: those that need the same weights are computed together."""
+def _together(
+    results: Sequence[fx.Node], own: Collection[fx.Node], weights: Weights, ties: Iterable[fx.Node]
+) -> list[int]:
+    """For each result the number of its look: those that need the same weights, or to which one value is
+    tied, are computed together."""
     view = nx.Graph()
     for node in results:
         view.add_edges_from((node, n) for n in computed_from([node]) if n in own and n in weights)
+    for value in ties:
+        view.add_edges_from((node, value) for node in ancestors_among(results, value))
     looks = list(nx.connected_components(view))
     return [next(number for number, members in enumerate(looks) if node in members) for node in results]
 
@@ -209,12 +249,15 @@ class _Stage:
         return self.made[node]
 
 
-def _kept(graph: ProgramGraph, taken: Collection[fx.Node], results: Iterable[fx.Node]) -> list[fx.Node]:
+def _kept(
+    graph: ProgramGraph, taken: Mapping[str, fx.Node], results: Iterable[fx.Node]
+) -> dict[str, fx.Node]:  # fmt: skip
     """The values as results that nobody else can write to."""
-    builder = Builder(graph, graph.graph.output_node())
     others = {memory_of(node) for node in results}
-    shared = [memory_of(n) in others or memory_of(n).op == "placeholder" for n in taken]
-    return [
-        builder.call(aten.clone.default, node) if copied else node
-        for node, copied in zip(taken, shared, strict=True)
-    ]
+    found: dict[str, fx.Node] = {}
+    for name, node in taken.items():
+        found[name] = node
+        if memory_of(node) in others or memory_of(node).op == "placeholder":
+            last = graph.placeholders()[-1] if node.op == "placeholder" else node
+            found[name] = Builder(graph, last.next).call(aten.clone.default, node)
+    return found

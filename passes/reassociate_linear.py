@@ -17,7 +17,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, is_empty
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -69,7 +69,7 @@ class _Reassociation:
         claims = []
         for node in list(self.graph.graph.nodes):
             try:
-                if linear.is_root(self.meaning, node):
+                if not is_empty(node) and linear.is_root(self.meaning, node):
                     claim = linear.examine(self.recogniser, node, self._ones(node, ones), self.weights)
                     if isinstance(claim, Attention):
                         claim = self._why_not(claim) or claim if self._is_of_tokens(claim) else None

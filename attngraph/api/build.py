@@ -7,10 +7,12 @@ step of a decoder.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 import attngraph.codegen  # noqa: F401  registers the kernels
@@ -40,6 +42,9 @@ def compile_graph(
             like attention was not fused. DumpError: the dump cannot be written.
     """
     start = time.perf_counter()
+    if options.inductor and torch.is_grad_enabled():
+        # The graph is one operation for gradients: its results cannot follow from one that waits.
+        options = dataclasses.replace(options, later=())
     owner = owner_of(target)
     shared = options.mesh is not None and not options.mesh.is_simulated
     with stand_ins(owner) if shared else contextlib.nullcontext():

@@ -24,7 +24,8 @@ def later_of(captured: Captured) -> tuple[LaterEntry, ...]:
     names = captured.names()
     looks: dict[int | None, dict[str, fx.Node]] = {}
     for node, output in zip(results, stage.outputs, strict=True):
-        looks.setdefault(output.look, {})[names[output.place or 0]] = node
+        if output.place is not None:
+            looks.setdefault(output.look, {})[names[output.place]] = node
     return tuple(_entry(part_of(stage, values), tuple(values)) for values in looks.values())
 
 

@@ -19,7 +19,7 @@ from attngraph.report.entries import Break
 @dataclasses.dataclass(frozen=True)
 class Structure:
     """The structure of a call's results: the tree, and for each leaf either the position of a tensor among
-    the graph's values, a size to be computed, or a fixed value."""
+    the graph's values, that of an argument which is written to, a size to be computed, or a fixed value."""
 
     tree: TreeSpec
     leaves: tuple[tuple[str, Any], ...]

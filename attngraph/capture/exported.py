@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from attngraph.capture.replaced import replaced
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.program_graph import Input, Level, Output, ProgramGraph, as_module
+from attngraph.ir.graph.source import source_of
 
 _WRITTEN_OUT = frozenset(
     {
@@ -93,6 +94,26 @@ def complete_users(module: fx.GraphModule) -> None:
         for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
             for operand in node.all_input_nodes:
                 operand.users.setdefault(node, None)
+
+
+def switches_gradients_on(module: fx.GraphModule) -> CaptureError | None:
+    """The refusal of a trace without gradients in which the forward switches them on: its results may have
+    gradients, and a graph is called as its caller says."""
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return None  # in inference mode nothing has gradients
+    for node in module.graph.nodes:
+        if "wrap_with_set_grad_enabled" in str(node.target) and node.args[0]:
+            inner = getattr(module, str(node.args[1].target))
+            line = next(filter(None, map(source_of, inner.graph.nodes)), "")
+            what = "forward() switches gradients on, which its caller has switched off"
+            return CaptureError(
+                f"{what}{f', at {line}' if line else ''}. The results of a graph have none then.\n"
+                "What to do: call the model with gradients, or compile without strict=True.",
+                what,
+                line,
+                lasting=False,
+            )
+    return None
 
 
 def inline_grad_regions(module: fx.GraphModule) -> None:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ from attngraph.capture.asked import Asked, lend_attributes
 from attngraph.capture.attributes import Described, Settings, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
 from attngraph.capture.checks import Checks
-from attngraph.capture.guards import things
+from attngraph.capture.guards import aliases, things
 from attngraph.capture.products import products_cast
 from attngraph.capture.side_effects import SideEffects, label_of
 from attngraph.capture.state.ran import Executed, recorded
 from attngraph.capture.state.snapshot import Snapshot
 from attngraph.capture.state.walk import Place
 from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
+from attngraph.ir.versions import version_of
 
 
 @contextlib.contextmanager
@@ -67,6 +68,10 @@ class Trace:
     """The kinds and names of tensors that are not the call's own results, by number."""
     checks: Checks = dataclasses.field(default_factory=Checks)
     effects: SideEffects = dataclasses.field(default_factory=SideEffects)
+    written: dict[int, int] = dataclasses.field(default_factory=dict)
+    """From the identity of each argument that is written to, to its number."""
+    memory: tuple[int, ...] = ()
+    """For the arguments, the model's own tensors and the results, the number of the first in its memory."""
     shapes: tuple[torch.Size, ...] = ()
     extents: set[int] = dataclasses.field(default_factory=set)
     """The extents of values that are numbers."""
@@ -121,7 +126,7 @@ class Flat(nn.Module):
         args, kwargs = unflatten(leaves, self.spec)
         before, _ = flatten((args, kwargs))
         target = self.model if hasattr(self, "model") else self.function
-        printed = io.StringIO()
+        printed, versions = io.StringIO(), list(map(version_of, arguments))
         effects = self.trace.effects
         originals = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         asked = self.trace.questions = Asked(arguments, originals, effects.note)
@@ -145,12 +150,16 @@ class Flat(nn.Module):
         if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
             effects.note("forward() changes the containers among its arguments", of_arguments=True)
         tensors: list[Tensor] = []
-        self.trace.structure = _structure(result, tensors)
+        changed = [n for n, t in enumerate(arguments) if version_of(t) != versions[n]]
+        self.trace.written = {id(arguments[n]): n for n in changed}
+        self.trace.structure = _structure(result, tensors, self.trace.written)
         if watch.found:
             self._record(watch, result, {*containers((args, kwargs))}, tensors)
         for condition, line in self.trace.checks.found:
             self.trace.kinds[len(tensors)] = "check", line
             tensors.append(condition)
+        own = (weight for weight in self._weights() if weight is not None)
+        self.trace.memory = aliases([*arguments, *own, *tensors])
         return tuple(tensors)
 
     def _lend_attributes(self, arguments: Sequence[Tensor], originals: Sequence[Tensor]) -> None:
@@ -190,7 +199,7 @@ class Flat(nn.Module):
                 if not self.trace.settings[place].agrees(Described.of(value)):
                     raise TypeError("not what an earlier trace found")
                 label, first = label_of(place, self.trace.target), len(tensors)
-                structure = None if value is result else _structure(value, tensors)
+                structure = None if value is result else _structure(value, tensors, self.trace.written)
             except TypeError:
                 self._refuse(place)
                 continue
@@ -200,8 +209,9 @@ class Flat(nn.Module):
         self.trace.attributes = tuple(attributes)
 
 
-def _structure(result: Any, tensors: list[Tensor]) -> Structure:
-    """The structure of a result, whose tensors are added to the list.
+def _structure(result: Any, tensors: list[Tensor], written: Mapping[int, int]) -> Structure:
+    """The structure of a result, whose tensors are added to the list, but for `written` arguments, by their
+    identities.
 
     Raises:
         TypeError: there is something else in it than tensors and numbers.
@@ -209,7 +219,9 @@ def _structure(result: Any, tensors: list[Tensor]) -> Structure:
     leaves, tree = flatten(result)
     recorded: list[tuple[str, Any]] = []
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
+        if id(leaf) in written:
+            recorded.append(("argument", written[id(leaf)]))
+        elif isinstance(leaf, Tensor):
             recorded.append(("tensor", len(tensors)))
             tensors.append(leaf)
         elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):

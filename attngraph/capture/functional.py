@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attngraph.capture.exported import written_out
 from attngraph.capture.replaced import replaced
-from attngraph.capture.writes import Writes
+from attngraph.capture.writes import Writes, is_dense
+from attngraph.errors import CaptureError
 from attngraph.ir.graph.program_graph import may_alias
+from attngraph.ir.graph.source import source_of
 from attngraph.meaning.algebra.sizes import example_number
 
 aten = torch.ops.aten
@@ -57,6 +59,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     found = Writes(program)
     if not found.are_plain():
         taken_apart: ExportedProgram = program.run_decompositions(written_out())
+        _differentiate_rightly(taken_apart.graph)
         return taken_apart
     graph = program.graph
     found.replace()
@@ -71,6 +74,36 @@ def functional(program: ExportedProgram) -> ExportedProgram:
             spec.arg.name = result.name
     program.graph_module.recompile()
     return program
+
+
+def _differentiate_rightly(graph: fx.Graph) -> None:
+    """Replace what torch's functionalisation writes and has a wrong derivative.
+
+    Raises:
+        CaptureError: a write through strides to a part of a tensor.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided_scatter.default):
+        whole, written, *given = node.args
+        named = {**dict(zip(_STRIDES, given, strict=False)), **node.kwargs}
+        if not is_dense(whole.meta["val"]):
+            what, line = "forward() writes through as_strided to a part of a tensor", source_of(node)
+            raise CaptureError(f"{what}{f', at {line}' if line else ''}.", what, line)
+        node.target = torch.ops.attngraph.strided_scatter.default
+        node.args, node.kwargs = (
+            (whole, written, *map(named.get, _STRIDES[:2]), named.get(_STRIDES[2]) or 0),
+            {},
+        )
+
+
+_STRIDES = "size", "stride", "storage_offset"
+
+
+def _fill_diagonal(x: Tensor, value: Any, wrap: bool = False) -> Any:
+    """A write to the diagonal of a matrix, which need not be one through strides."""
+    if x.ndim != 2 or wrap:
+        return NotImplemented
+    x.diagonal().fill_(value)
+    return x
 
 
 def _unrolled(unroll: Callable[..., Any], x: Any, *args: Any) -> Any:
@@ -112,6 +145,7 @@ def _composite_views() -> dict[Any, Callable[..., Any]]:
     found[aten.einsum.default] = lambda equation, operands, **order: (
         aten.einsum.default.decompose(equation, operands, **order) if len(operands) == 1 else NotImplemented
     )
+    found[aten.fill_diagonal_.default] = _fill_diagonal
     found[aten.dropout.default] = lambda x, p, train: NotImplemented if train and p != 0 else x
     found |= {
         op: functools.partial(_unrolled, unroll) for op, unroll in get_decompositions(RECURRENT).items()

@@ -26,6 +26,11 @@ from attngraph.ir.graph.source import source_of
 
 aten = torch.ops.aten
 
+_UNDIFFERENTIATED = frozenset(
+    getattr(aten, f"logical_{name}_").default for name in ("not", "and", "or", "xor")
+)
+"""Writes in place that gradients pass by, although they are enabled."""
+
 
 @contextlib.contextmanager
 def data_of_tensors() -> Iterator[None]:
@@ -90,7 +95,7 @@ def _follow(module: fx.GraphModule, inputs: Sequence[_Value], enabled: bool) -> 
         own = found[node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else _Value()
         flows = enabled and any(v.flows for v in operands)
         if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
-            if own.hides or (own.flows and not enabled):
+            if own.hides or (own.flows and (not enabled or node.target in _UNDIFFERENTIATED)):
                 _refuse(node)
             own.flows = own.flows or flows
             found[node] = own
@@ -111,7 +116,8 @@ def _is_floating(node: fx.Node) -> bool:
 def _refuse(node: fx.Node) -> None:
     line = source_of(node)
     what = (
-        "gradients pass by what forward() writes in place under torch.no_grad(), or to x.detach() or x.data"
+        "gradients pass by what forward() writes in place under torch.no_grad(), to x.detach() or x.data, or "
+        "by logical_not_() and the like"
     )
     raise CaptureError(
         f"{what}{f', at {line}' if line else ''}. A graph has no such writes.\n"

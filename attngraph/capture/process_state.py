@@ -21,7 +21,7 @@ import torch
 from attngraph.capture.replaced import replaced
 from attngraph.ir.graph.source import short_path
 
-Note = Callable[[str, str, str], None]
+Note = Callable[..., None]
 _OUTSIDE, _BY_TORCH = "do that outside of the model", "let torch draw them (torch.rand)"
 _SETTERS: tuple[tuple[Any, str], ...] = (
     *((place, name) for place in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")),
@@ -31,12 +31,15 @@ _OF_A_RANGE = "randrange", "randint", "uniform", "choice"
 _SEEDS = 24
 _BACKWARD = "_engine_run_backward"
 """What every function of torch.autograd that computes gradients calls."""
+_DECORATORS = "torch.utils._contextlib"
+"""Where torch's modes are entered that decorate a function of the user's."""
 _DEFAULTS = {"dtype": torch.get_default_dtype, "device": torch.get_default_device}
 
 
 @contextlib.contextmanager
 def process_state_kept(note: Note, line_of: Callable[[str], str]) -> Iterator[None]:
     """Call `note` with what the body does to the process's state, the line, and advice; undo what it draws.
+    `splits`: whether torch.compile notices it.
 
     Args:
         line_of: the first line of the model's code that uses a name, or "".
@@ -45,6 +48,7 @@ def process_state_kept(note: Note, line_of: Callable[[str], str]) -> Iterator[No
     draws = random.getstate()
     draws_of_numpy = None if numpy is None else numpy.get_state()
     defaults = {name: get() for name, get in _DEFAULTS.items()}
+    gradients = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
         for owner, name in _SETTERS:
             noted = _noted(getattr(owner, name, None), note, f"forward() calls torch.{name}", _OUTSIDE)
@@ -53,12 +57,27 @@ def process_state_kept(note: Note, line_of: Callable[[str], str]) -> Iterator[No
         stack.enter_context(
             replaced(torch.autograd, _BACKWARD, _noted(run, note, "forward() computes gradients", _OUTSIDE))
         )
+        enter = torch.inference_mode.__enter__
+
+        def entered(mode: torch.inference_mode) -> None:
+            before = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+            enter(mode)
+            frame = sys._getframe(1)
+            of_torch = _room(frame) == "torch" and frame.f_globals["__name__"] != _DECORATORS
+            if not of_torch and before != (torch.is_inference_mode_enabled(), torch.is_grad_enabled()):
+                what = "forward() enters torch.inference_mode"
+                note(what, line_of("inference_mode"), _OUTSIDE, splits=False)
+
+        stack.enter_context(replaced(torch.inference_mode, "__enter__", entered))
         for name in _OF_A_RANGE:
             stack.enter_context(replaced(random, name, _of_one_value(getattr(random, name))))
         yield
     for name, get in _DEFAULTS.items():
         if get() != defaults[name]:
             note(f"forward() changes torch's default {name}", line_of(f"set_default_{name}"), _OUTSIDE)
+    if torch.is_grad_enabled() != gradients:
+        torch.set_grad_enabled(gradients)
+        note("forward() switches gradients on or off for its caller", line_of("set_grad_enabled"), _OUTSIDE)
     if random.getstate() != draws:
         random.setstate(draws)
         note("forward() draws random numbers from Python's random", line_of("random"), _BY_TORCH)

@@ -38,6 +38,14 @@ _CHANGING = {
 }
 """Methods that may change a container."""
 
+_HOOKS = "forward() registers hooks on tensors"
+_ASKS_FOR_GRADIENTS = {
+    "register_hook": _HOOKS,
+    "register_post_accumulate_grad_hook": _HOOKS,
+    "retain_grad": "forward() asks for the gradient of a tensor (retain_grad)",
+}
+"""Methods of a tensor by which a forward has its gradient, which is no tensor of a graph."""
+
 
 class SideEffects:
     """The side effect that one trace found; empty if there is none."""
@@ -49,8 +57,8 @@ class SideEffects:
     """Whether only this call's arguments are changed, so that other calls may be captured."""
     of_state: bool = False
     """Whether nothing but attributes of the model or values around it are changed."""
-    advances: bool = False
-    """Whether it advances an iterator."""
+    splits: bool = True
+    """Whether torch.compile notices it; else the model runs as it is."""
     settings: Settings
     """The attributes that are changed, and to what."""
 
@@ -60,8 +68,9 @@ class SideEffects:
 
     def note(
         self, what: str, line: str = "", advice: str = "return what changes", *,
-        of_arguments: bool = False, of_state: bool = False,
+        of_arguments: bool = False, of_state: bool = False, splits: bool = True,
     ) -> None:  # fmt: skip
+        self.splits = self.splits and splits
         self.of_arguments = of_arguments and (self.of_arguments or not self.what)
         self.of_state = of_state and not self.what
         self.what, self.line, self.advice = what, line, advice
@@ -94,7 +103,8 @@ class SideEffects:
                 f"forward() changes an argument's attributes{_named(theirs, target)}", of_arguments=True
             )
         changed = kept.first_change(weights())
-        if changed is not None or held != weights():
+        is_refused = self.what and not self.of_arguments
+        if not is_refused and (changed is not None or held != weights()):
             self.settings = _settings(kept.changed_attributes())
             self.note_change(changed, target)
         if self.what:
@@ -120,8 +130,8 @@ class SideEffects:
 
     def _note_iterator(self, place: Place, target: Callable[..., Any]) -> None:
         """Note that the target advances an iterator, which torch.compile does not notice either."""
-        self.advances = True
-        self.note(f"forward() advances an iterator, {name_of(place, target)}", line_using(place.name, target))
+        line = line_using(place.name, target)
+        self.note(f"forward() advances an iterator, {name_of(place, target)}", line, splits=False)
 
     @contextlib.contextmanager
     def _own_gradients(self) -> Iterator[None]:
@@ -129,7 +139,7 @@ class SideEffects:
         if not torch.is_grad_enabled():
             yield
             return
-        apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.__dict__["register_hook"]
+        apply = torch.autograd.Function.__dict__["apply"]
 
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if cls is CheckpointFunction and any(isinstance(a, Tensor) and a.requires_grad for a in args):
@@ -139,14 +149,13 @@ class SideEffects:
                 self.note(f"{cls.__name__} has a backward of its own")
             return apply.__get__(None, cls)(*args, **kwargs)
 
-        def hooked(tensor: Tensor, function: Any) -> Any:
-            self.note("forward() registers hooks on tensors")
-            return hook(tensor, function) if tensor.requires_grad else None
+        def noting(what: str) -> Callable[..., None]:
+            return lambda tensor, *args, **kwargs: self.note(what)
 
-        with (
-            mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)),
-            mock.patch.object(torch.Tensor, "register_hook", hooked),
-        ):
+        with contextlib.ExitStack() as patched:
+            patched.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)))
+            for name, what in _ASKS_FOR_GRADIENTS.items():
+                patched.enter_context(mock.patch.object(Tensor, name, noting(what)))
             yield
 
     def error(self) -> CaptureError:
@@ -158,7 +167,7 @@ class SideEffects:
             advice=self.advice,
         )
         found.settings = self.settings if self.of_state else {}
-        found.splits = not self.advances
+        found.splits = self.splits
         return found
 
 

@@ -39,6 +39,7 @@ from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
 from attngraph.capture.hidden_writes import data_of_tensors, hidden_write
+from attngraph.capture.layouts import hold_layouts
 from attngraph.capture.many_tokens import extents_of_loop
 from attngraph.capture.numpy_sizes import numpy_of_sizes
 from attngraph.capture.replaced import replaced
@@ -128,7 +129,7 @@ def _capture(
             dynamic = (shapes,) if tensors else None
             program = _export(flat, tensors, dynamic, symbolic - fixed, any_number)
             exported.complete_users(program.graph_module)
-            hidden = hidden_write(program, tensors)
+            hidden = hidden_write(program, tensors) or exported.switches_gradients_on(program.graph_module)
             exported.inline_grad_regions(program.graph_module)
             exported.inline_vmap(program)
             # The executable checks sizes itself; torch's guard code fails on unused inputs.
@@ -157,7 +158,9 @@ def _capture(
     exported.write_dtypes(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
         raise refusal("forward() writes to an argument that shares its memory with another")
-    return _watched(_with_sizes(graph, program, flat.trace), flat.trace, [target, *things(leaves)])
+    found = _with_sizes(graph, program, flat.trace)
+    hold_layouts(found.graph, flat.trace.memory)
+    return _watched(found, flat.trace, [target, *things(leaves)])
 
 
 def _watched(captured: Captured, trace: Trace, targets: Sequence[Any]) -> Captured:

@@ -23,6 +23,8 @@ class TraceLock:
         self._calls: dict[int, int] = {}
         self._tracer: int | None = None
         self._waiting = 0  # threads that want to trace: no new call overtakes them
+        self.begun = 0
+        """Traces that have begun; two equal counts, and no trace at the second, had none in between."""
 
     def is_tracing(self) -> bool:
         return self._tracer is not None
@@ -61,6 +63,7 @@ class TraceLock:
             finally:
                 self._waiting -= 1
             self._tracer = me
+            self.begun += 1
         try:
             yield
         finally:

@@ -27,6 +27,7 @@ _FRESH = frozenset({aten.matmul.default, aten.linear.default, aten.softmax.int, 
 _PARTS: dict[Any, Any] = {
     aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
+    aten.as_strided.default: torch.ops.attngraph.strided_scatter.default,
 }  # fmt: skip
 """Views of a part of a tensor, with the op that puts a new part into the tensor."""
 
@@ -44,6 +45,8 @@ class Writes:
         # The value that each view is made from; the value that the result of an in-place op is.
         self._sources: dict[fx.Node, fx.Node] = {}
         self._written: dict[fx.Node, fx.Node] = {}
+        # The arguments of views by strides, as views of what was allocated; () if they are not known.
+        self._strided: dict[fx.Node, tuple[Any, ...]] = {}
         # Results of composite ops that may share the memory of these values without saying so.
         self._perhaps: dict[fx.Node, list[fx.Node]] = {}
         # All views of an allocated value; writes to views of which nothing else is used later.
@@ -86,7 +89,18 @@ class Writes:
             return op.namespace == "aten" and not may_alias(op) and not _hides_a_write(op)
         if may_alias(op) and isinstance(node.args[0], fx.Node):
             self._note(node, node.args[0])
+            if op is aten.as_strided.default:
+                self._follow_strides(node)
         return True
+
+    def _follow_strides(self, node: fx.Node) -> None:
+        """Take a view by strides as one of the tensor that was allocated, whose memory it counts in."""
+        root, offset = self._root(node), node.meta["val"].storage_offset()
+        given = [*node.args[1:], *node.kwargs.values()]
+        if not isinstance(offset, int) and len(given) > 2 and given[2] is not None:
+            offset = given[2]
+        known = isinstance(offset, (int, fx.Node))
+        self._sources[node], self._strided[node] = root, (root, *given[:2], offset) if known else ()
 
     def _note(self, view: fx.Node, source: fx.Node) -> None:
         self._sources[view] = self._own(source)
@@ -108,6 +122,8 @@ class Writes:
         if node in self._alone:
             others += [n for n in (root, *self._sharing[root], *self._written)
                        if self._own(n) is not target and self._root(n) is root]  # fmt: skip
+        if any(self._strided.get(view) == () for view in self._sharing.get(root, ())):
+            return False
         used_later = any(self._place[user] > self._place[node] for n in others for user in n.users)
         if used_later or not _is_fresh(root):
             return False
@@ -115,7 +131,7 @@ class Writes:
         kept = target.meta["val"]
         if whole or node in self._alone:
             return _layout(made) == _layout(kept)
-        return made.dtype == kept.dtype and made.shape == kept.shape and _is_dense(root.meta["val"])
+        return made.dtype == kept.dtype and made.shape == kept.shape and is_dense(root.meta["val"])
 
     def _own(self, node: fx.Node) -> fx.Node:
         """The value itself, where this is the result of an in-place op."""
@@ -134,6 +150,10 @@ class Writes:
         """Replace the writes; the graph may keep what is no longer used."""
         if not self._pure:
             return
+        written = set(map(self._root, self._written))
+        for node, args in self._strided.items():
+            if args[0] in written:
+                node.args, node.kwargs = args, {}
         for node in list(self.program.graph.nodes):
             with self.program.graph.inserting_before(node):
                 node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._latest)
@@ -242,7 +262,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, *(s if isinstance(s, int) else s.node.hint for s in extents)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill its memory, in whatever order."""
     sizes = [s if isinstance(s, int) else s.node.hint for s in tensor.shape]
     strides = [s if isinstance(s, int) else s.node.hint for s in tensor.stride()]

@@ -52,10 +52,14 @@ def own_modes() -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
+def hooks_of_all_modules() -> str:
+    """A hook that runs around every module of the process, in words; "" if there is none. torch.export sets some
+    while any thread traces."""
+    return "a hook of all modules" if any(_GLOBAL_HOOKS) else ""
+
+
 def surroundings() -> str:
-    """What is around a call that a graph would run past, in words; "" if there is nothing of the kind."""
-    if any(_GLOBAL_HOOKS):
-        return "a hook of all modules"
+    """A mode around a call that a graph would run past, in words; "" if there is none."""
     functions = torch._C._len_torch_function_stack()
     for place in range(functions):
         mode = torch._C._get_function_stack_at(place)

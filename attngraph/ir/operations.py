@@ -123,9 +123,9 @@ _ATEN = frozenset(
 )
 _OURS = frozenset(
     """
-    attention cached_attention cached_latent_attention dropout expert_rows history last_tokens
-    latent_attention linear_attention linear_q loop quantised running_fold running_sum seed token_program
-    unpack with_earlier
+    attention cached_attention cached_latent_attention dropout expert_rows history laid_out last_tokens
+    latent_attention linear_attention linear_q loop quantised running_fold running_sum seed strided_scatter
+    tied token_program unpack with_earlier
     """.split()  # noqa: SIM905
 )
 _OF_RANKS = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ from attngraph.capture.guards import ShapeGuard, size_value
 from attngraph.capture.state.scope import Scope
 from attngraph.capture.structure import unflatten
 from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, Rate, is_assertion
+from attngraph.ir.ops.layout import laid_out
 from attngraph.report.report import CompileReport
-from attngraph.runtime.layout import laid_out
-from attngraph.runtime.look import Looks
+from attngraph.runtime.looks import Looks
 from attngraph.runtime.machine import Machine, Run
 from attngraph.runtime.small_calls import scores_per_attention
 
@@ -67,28 +68,31 @@ class Executable:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """The call's result, once the attributes that the model's forward sets are set."""
-        results = self.machine(tensors, self.state())
+        results, waiting = self._computed(tensors)
         values: list[Any] = []
-        kept: dict[str, Tensor] = {}
         laid: dict[int, Tensor] = {}  # a tensor that is returned twice stays one tensor
         for result, output in zip(results, self.captured.graph.outputs, strict=True):
             if output.kind in RESULTS:
                 if id(result) not in laid:
                     laid[id(result)] = laid_out(result, output.order)
                 values.append(laid[id(result)])
-            elif output.kind == Rate.LOOK.value:
-                kept[output.name] = result
-        if self.looks is not None:
-            for place, value in zip(
-                self.looks.places, self.looks(kept, self._sizes(tensors) or {}), strict=True
-            ):
-                values.insert(place, value)
+        for place, value in waiting:
+            values.insert(place, value)
         result = self._assembled(self.captured.structure, values, tensors)
         for attribute in self.captured.attributes:
             structure = attribute.structure
             value = result if structure is None else self._assembled(structure, values, tensors)
             holder_of(attribute.owner, attribute.name)[attribute.name] = value
         return result
+
+    def _computed(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], list[tuple[int, Tensor]]]:
+        """The graph's results, and those that wait with their places."""
+        if self.looks is None:
+            return self.machine(tensors, self.state()), []
+        names = [o.name if o.kind == Rate.LOOK.value else "" for o in self.captured.graph.outputs]
+        run = functools.partial(self.machine, tensors, self.state())
+        results, waiting = self.looks.run(run, names, self._sizes(tensors) or {})
+        return results, list(zip(self.looks.places, waiting, strict=True))
 
     def _sizes(self, tensors: Sequence[Tensor]) -> dict[str, int] | None:
         return self.sizes.bind(tuple(t.shape for t in tensors))
@@ -98,6 +102,8 @@ class Executable:
         for kind, value in structure.leaves:
             if kind == "tensor":
                 leaves.append(values[value])
+            elif kind == "argument":
+                leaves.append(tensors[value])
             elif kind == "size" and hasattr(value, "free_symbols"):
                 leaves.append(size_value(value, self._sizes(tensors) or {}))
             else:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from attngraph.ir.modes import surroundings
+from attngraph.ir.modes import hooks_of_all_modules
 from attngraph.runtime.fully_sharded import require_whole_again
 
 OWN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -68,7 +68,7 @@ class ModelWrapper(nn.Module):
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Hooks of all modules run around the model, and not around what stands for it."""
         own = any(self.__dict__[name] for name in OWN_HOOKS)
-        call: Callable[..., Any] = super()._call_impl if own or not surroundings() else self.forward
+        call: Callable[..., Any] = super()._call_impl if own or not hooks_of_all_modules() else self.forward
         return call(*args, **kwargs)
 
     def _said_class(self) -> type:

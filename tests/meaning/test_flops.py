@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import attngraph
@@ -64,6 +65,12 @@ def test_many_tiles_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     whole = computed_pairs(parse("keep k <= q"), 1, 4, 1000, 1000)
     monkeypatch.setattr("attngraph.meaning.masks.flops._AT_ONCE", 40)
     assert computed_pairs(parse("keep k <= q"), 1, 4, 1000, 1000) == whole
+
+
+def test_pairs_are_counted_on_tensors_without_data_too() -> None:
+    whole = computed_pairs(parse("keep k <= q + 1"), 1, 1, 70, 70)
+    with FakeTensorMode():
+        assert computed_pairs(parse("keep k <= q + 1"), 1, 1, 70, 70) == whole
 
 
 def test_what_a_mask_reads_counts_as_if_it_hid_nothing() -> None:

@@ -262,7 +262,7 @@ class Body:
         results = []
         for part in split(code.removeprefix("return ")[1:-1]):
             found = re.fullmatch(
-                r"(?:(?:(buffer|argument|attribute|check|pages|carried|look) )?(\$.*?) = )?(.*?)"
+                r"(?:(?:(buffer|argument|attribute|check|pages|carried|look|tied) )?(\$.*?) = )?(.*?)"
                 r"(?: order \[([\d, ]*)\])?(?: place (\d+))?",
                 part,
             )
@@ -279,7 +279,7 @@ def _whole_name(kind: str, text: str) -> str:
     """The full name for a printed one: names in the model print without the prefix of capture's wrapper
     module; results of stages have no such prefix."""
     name = read_name(text, "$")
-    plain = ("value", "check", Rate.WEIGHTS.value, *_BETWEEN_PARTS)
+    plain = ("value", "check", "tied", Rate.WEIGHTS.value, *_BETWEEN_PARTS)
     return name if kind in plain else f"model.{name}"
 
 

@@ -16,7 +16,8 @@ import dataclasses
 import enum
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import networkx as nx
@@ -82,7 +83,8 @@ class Output:
     """What a result is: a "value" returned to the caller (of a stage: to the inputs of that name), the new
     contents of a "buffer" or "argument", a tensor of what an "attribute" of the model is set to, the
     condition of a "check" that must be true, new entries for the "pages" of a store, the next of a "carried"
-    value, or what the stage "look" takes.
+    value, or what the stage "look" takes. Of that stage it may be what a fused value of the graph stands for
+    and is "tied" to (`ir/ops/tied.py`); `name` is the number.
 
     `order`: the dimensions of the model's own result from slowest to fastest in memory, because the caller
     may rely on its layout; empty if it is not dense. `place`: of a result that the stage "look" computes, its
@@ -216,18 +218,22 @@ def move_to_stage(graph: ProgramGraph, rate: Rate, values: Mapping[str, fx.Node]
     graph.drop_inputs(lambda node, given: given in moved and not node.users)
 
 
-def part_of(graph: ProgramGraph, values: Mapping[str, fx.Node]) -> ProgramGraph:
-    """A separate graph that computes these values of a graph, with only the inputs that they need."""
-    needed = computed_from(values.values())
+def part_of(
+    graph: ProgramGraph, values: Mapping[str, fx.Node], given: Mapping[fx.Node, Input] = MappingProxyType({})
+) -> ProgramGraph:  # fmt: skip
+    """A separate graph that computes these values of a graph, with only the inputs that they need. `given`:
+    values that are inputs of it too."""
+    needed = computed_from(values.values(), given)
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    known = dict(zip(graph.placeholders(), graph.inputs, strict=False))
-    for node in graph.graph.nodes:
-        if node in needed:
-            copies[node] = made.node_copy(node, copies.__getitem__)
-            copies[node].meta = dict(node.meta)
+    known = {**dict(zip(graph.placeholders(), graph.inputs, strict=False)), **given}
+    taken = [node for node in (*graph.placeholders(), *given) if node in needed]
+    for node in (*taken, *(n for n in graph.graph.nodes if n in needed and n not in known)):
+        is_input = node in known and node.op != "placeholder"
+        copies[node] = made.placeholder(node.name) if is_input else made.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
     made.output(tuple(copies[value] for value in values.values()))
-    inputs = tuple(known[node] for node in graph.placeholders() if node in needed)
+    inputs = tuple(known[node] for node in taken)
     kinds = {given.kind for given in inputs}
     return dataclasses.replace(
         graph,
@@ -240,22 +246,33 @@ def part_of(graph: ProgramGraph, values: Mapping[str, fx.Node]) -> ProgramGraph:
     )
 
 
-def computed_from(values: Iterable[fx.Node]) -> set[fx.Node]:
-    """The values and all that they are computed from."""
+def computed_from(values: Iterable[fx.Node], until: Container[fx.Node] = ()) -> set[fx.Node]:
+    """The values and all that they are computed from; `until`: what is known besides."""
     found: set[fx.Node] = set()
     stack = list(values)
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack += node.all_input_nodes
+            stack += () if node in until else node.all_input_nodes
     return found
+
+
+def replace_in_other_users(node: fx.Node, made: fx.Node) -> None:
+    """Let what is made from a node take its place in all its other users."""
+    node.replace_all_uses_with(made, lambda user: user is not made)
 
 
 def is_size(node: fx.Node) -> bool:
     """Whether the node is a number (a size), not a tensor."""
     value = node.meta.get("val")
     return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_empty(node: fx.Node) -> bool:
+    """Whether the node is a tensor of no elements, as for a batch of no sequences."""
+    extents = getattr(node.meta.get("val"), "shape", ())
+    return any(isinstance(extent, int) and extent == 0 for extent in extents)
 
 
 def is_measured(node: fx.Node) -> bool:

@@ -16,11 +16,20 @@ from torch import fx
 
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops import attention, divided_attention, history, latent_attention
+from attngraph.ir.ops import (
+    attention,
+    divided_attention,
+    history,
+    latent_attention,
+    layout,
+    strided_scatter,
+    tied,
+)
 
 assert (
-    attention and divided_attention and history and latent_attention
-)  # imported for the ops that they register
+    attention and divided_attention and history and latent_attention and layout and strided_scatter and tied
+)
+# (imported for the ops that they register)
 Value = Any
 """A graph node, or the value passed for it in a call."""
 

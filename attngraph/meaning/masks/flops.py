@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
 from attngraph.ir.language import token_program
@@ -35,6 +36,7 @@ _AT_ONCE = 1 << 20
 ops = torch.ops.attngraph
 
 
+@_disable_current_modes()  # tiles have numbers, also where somebody counts on tensors without data
 def computed_pairs(
     program: ScoreProgram, batch: int, heads: int, queries: int, keys: int, sizes: Sequence[int] = ()
 ) -> int:

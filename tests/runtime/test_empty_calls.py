@@ -1,0 +1,50 @@
+"""Calls with tensors of no elements answer as eager (a filter that kept nothing, say)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngraph
+
+
+def heads(x: Tensor, z: Tensor) -> Tensor:
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    return (q @ q.mT).softmax(-1) @ q
+
+
+def by_heads_of_the_batch(x: Tensor, z: Tensor) -> Tensor:
+    t, y = x[:, None], x.clone()
+    y[..., 0] = 5.0
+    return (t @ x[..., :2, :].mT).softmax(-1) @ y[..., :2, :]
+
+
+def weighted_without_a_softmax(x: Tensor, z: Tensor) -> Tensor:
+    t = (x @ x[..., :2, :].mT).softmax(-1) @ x[..., :2, :]
+    u = (t.softmax(0) @ z.mT).flip(-1).softmax(-1) @ z.flip(-2)
+    return torch.einsum("bij,bij->bi", x, u)
+
+
+def part_of_the_batch(x: Tensor, z: Tensor) -> Tensor:
+    first = x.chunk(2, 0)[0]
+    return (first @ first.mT).softmax(-1) @ first
+
+
+def with_a_past(x: Tensor, z: Tensor) -> Tensor:
+    k = torch.cat([z, x], 1)
+    return (x @ k.mT).softmax(-1) @ k
+
+
+MODELS = heads, by_heads_of_the_batch, weighted_without_a_softmax, part_of_the_batch, with_a_past
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda f: f.__name__)
+def test_calls_without_elements_answer_as_eager(model: Callable[[Tensor, Tensor], Tensor]) -> None:
+    compiled = attngraph.compile(model)
+    for rows, tokens, others in ((2, 5, 3), (0, 5, 3), (2, 5, 0), (2, 0, 3)):
+        x, z = torch.randn(rows, tokens, 8), torch.randn(rows, others, 8)
+        torch.testing.assert_close(compiled(x, z), model(x, z))
+        assert not [m.reason for m in compiled.report.missed if "report it" in m.reason]
