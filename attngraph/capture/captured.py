@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngraph.capture.sides import UNASKED, Sides
 from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import TreeSpec, attributes_of, unflatten
 from attngraph.ir.graph.program_graph import ProgramGraph
@@ -70,7 +71,7 @@ class Captured:
     `shapes` has the shape (numbers and sympy expressions) of each tensor argument. `attributes` are set after
     each call; the graph does not depend on what they were before. `checks` are the lines of the conditions on
     values that the graph checks: where one does not hold, the model itself raises an error. `asked`: sizes
-    for whose number the code asks.
+    for whose number the code asks. `sides`: what the code asked about sizes, and was answered.
     """
 
     graph: ProgramGraph
@@ -79,6 +80,7 @@ class Captured:
     attributes: tuple[Attribute, ...] = ()
     checks: tuple[str, ...] = ()
     asked: tuple[Break, ...] = ()
+    sides: Sides = UNASKED
 
     @property
     def left_out(self) -> LeftOut:
