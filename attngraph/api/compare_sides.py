@@ -1,9 +1,9 @@
 """Where a size is 1, a model that asks for it may do the same all the same: it is traced there, and compared.
 
 `is_causal = tokens > 1` is asked by most models of transformers, and makes no difference to one token. For
-each size whose being 1 would change an answer, and for all of these together, the model is traced once more
-and both graphs are run in float64, as every claim is. Where they differ, or the model has no such call, the
-decision stays a condition of the graph.
+each size whose being 1 would change an answer, and for all of these together, the model is traced once more.
+Both graphs are of the same operations then, or are run in float64, as every claim is. Where they differ, or
+the model has no such call, the decision stays a condition of the graph.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from attngraph.capture.captured import Captured
 from attngraph.capture.guards import size_value
@@ -22,7 +22,7 @@ from attngraph.capture.sides import Decision, Same, Sides, assumed, is_of_ones
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.conditions import holds
-from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph
+from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, is_size
 from attngraph.meaning.check.comparison import Rule, compare
 from attngraph.meaning.check.oracle import Exact
 from attngraph.runtime.machine import Machine
@@ -35,7 +35,7 @@ Again = Callable[[tuple[Any, ...], dict[str, Any]], Captured]
 
 def compare_sides(
     captured: Captured, graph: ProgramGraph, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-    again: Again, results: Sequence[int] | None = None, single: Collection[str] = (),
+    again: Again, results: Sequence[int] | None = None, single: Collection[str] = (), runs: bool = True,
 ) -> Sides:  # fmt: skip
     """What a trace decided about sizes, with the sizes of 1 for which it makes no difference.
 
@@ -43,6 +43,7 @@ def compare_sides(
         graph: as it was captured. args, kwargs: the call that it was captured from.
         results: the numbers of the results that are compared; None: all.
         single: sizes that are 1 in every call of the graph, about which questions were answered so.
+        runs: whether graphs can be run: the weights are there.
 
     Raises:
         NoDecoderError: the graph does not give what the model gives where these are 1.
@@ -58,7 +59,9 @@ def compare_sides(
             other = again(*call)
             names = _renamed(other.shapes, captured.shapes)
             relations = [*assumed(other.graph.conditions), *(d.relation for d in other.sides.decisions)]
-            if _alike(graph, other, captured, owner, smaller, results):
+            sizes = {**graph.hints, **dict.fromkeys(ones, 1)}
+            equal = _of_same_operations(graph, other.graph, sizes)
+            if equal or (runs and _alike(graph, other, captured, owner, smaller, results)):
                 kept = (r.xreplace(names) for r in relations if not is_of_ones(r))
                 found.append(Same(ones, tuple(kept)))
         except Exception as problem:  # the user's model runs at sizes that nobody asked for
@@ -107,6 +110,45 @@ def _renamed(shapes: Sequence[Sequence[Any]], wanted: Sequence[Sequence[Any]]) -
     """From the sizes of one trace to those of another."""
     pairs = itertools.chain.from_iterable(zip(a, b, strict=True) for a, b in zip(shapes, wanted, strict=True))
     return {a: b for a, b in pairs if getattr(a, "is_Symbol", False)}
+
+
+def _of_same_operations(graph: ProgramGraph, other: ProgramGraph, sizes: Mapping[str, int]) -> bool:
+    """Whether two graphs are of equal operations on equal operands, where the first is of these sizes."""
+    if graph.inputs != other.inputs or graph.outputs != other.outputs:
+        return False
+    ours, theirs = ([n for n in g.graph.nodes if not is_size(n)] for g in (graph, other))
+    if len(ours) != len(theirs):
+        return False
+    known: dict[Any, Any] = {}
+
+    def number(value: Any) -> Any:
+        """A size as a number, at the sizes that are given."""
+        value = value.meta.get("val") if isinstance(value, fx.Node) else value
+        formula = value.node.expr if isinstance(value, torch.SymInt) else value
+        return size_value(formula, dict(sizes)) if hasattr(formula, "free_symbols") else formula
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, fx.Node) and not is_size(a):
+            return known.get(a) is b
+        if isinstance(a, (list, tuple)):
+            return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
+        if isinstance(a, dict):
+            return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[n], b[n]) for n in a)
+        if isinstance(a, slice):
+            return isinstance(b, slice) and same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+        one, two = number(a), number(b)
+        return type(one) is type(two) and bool(one == two)
+
+    for a, b in zip(ours, theirs, strict=True):
+        known[a] = b
+        if a.op != b.op or (a.op == "call_function" and a.target is not b.target):
+            return False
+        if a.op != "placeholder" and not same((a.args, a.kwargs), (b.args, b.kwargs)):
+            return False
+    constants = (graph.constants.keys() == other.constants.keys()) and all(
+        _equal(value, other.constants[name]) for name, value in graph.constants.items()
+    )
+    return constants
 
 
 def _alike(

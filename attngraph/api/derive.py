@@ -86,12 +86,14 @@ def derive_decoder(
         inserted = _with_cache(made, (InsertKVCache(place, 0, distinct, bool(examples)), *divide), options)
         captured, result, graph = made.captured, made.result, made.captured.graph
         sides = captured.sides
-        if not examples and not shared:
+        if not examples:
             again = functools.partial(captured_again, target, fixed=made.fixed, tables=True)
             logits = [place_of_logits(captured.structure)]
             assert made.before is not None
             ones = [str(captured.shapes[place][0])] if single else ()
-            sides = compare_sides(captured, made.before, owner, (), arguments, again, logits, ones)
+            sides = compare_sides(
+                captured, made.before, owner, (), arguments, again, logits, ones, not shared
+            )
         kept = None if graph.ranks is None else account_cache(graph, config.floating)
         rest = run_passes(graph, later, made.dump, options.progress)
     spread = frozenset(n for n, v in arguments.items() if isinstance(v, Spread))
@@ -159,10 +161,12 @@ def _proved(
     few = few or step.traced_few()
     try:
         found = prove(divided or before, step, arguments, step.name, 0 if divided else logits)
-    except RuntimeError as problem:
-        if not few:
-            raise
-        raise NoDecoderError(of_few(problem)) from problem
+    except NoDecoderError:
+        raise
+    except (RuntimeError, IndexError) as problem:
+        what = str(problem).partition("\n")[0]
+        told = f"what was derived fails where the model does not: {what}. Please report it."
+        raise NoDecoderError(of_few(problem) if few else told) from problem
     if few:
         require_whole_parameters(options.mesh)
         prove_longer(target, step, arguments, step.name, logits)
