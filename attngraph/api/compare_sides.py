@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from attngraph.capture.captured import Captured
 from attngraph.capture.guards import size_value
@@ -35,7 +36,7 @@ Again = Callable[[tuple[Any, ...], dict[str, Any]], Captured]
 
 def compare_sides(
     captured: Captured, graph: ProgramGraph, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-    again: Again, results: Sequence[int] | None = None, single: Collection[str] = (), runs: bool = True,
+    again: Again, results: Sequence[int] | None = None, single: Collection[str] = (), weights: bool = True,
 ) -> Sides:  # fmt: skip
     """What a trace decided about sizes, with the sizes of 1 for which it makes no difference.
 
@@ -43,7 +44,8 @@ def compare_sides(
         graph: as it was captured. args, kwargs: the call that it was captured from.
         results: the numbers of the results that are compared; None: all.
         single: sizes that are 1 in every call of the graph, about which questions were answered so.
-        runs: whether graphs can be run: the weights are there.
+        weights: whether the model's weights are here; if not, as on one rank of several, others are made up
+            one after the other.
 
     Raises:
         NoDecoderError: the graph does not give what the model gives where these are 1.
@@ -61,7 +63,9 @@ def compare_sides(
             relations = [*assumed(other.graph.conditions), *(d.relation for d in other.sides.decisions)]
             sizes = {**graph.hints, **dict.fromkeys(ones, 1)}
             equal = _of_same_operations(graph, other.graph, sizes)
-            if equal or (runs and _alike(graph, other, captured, owner, smaller, results)):
+            if equal or _alike(
+                graph, other, captured, owner, smaller, results, Exact if weights else _MadeUp
+            ):
                 kept = (r.xreplace(names) for r in relations if not is_of_ones(r))
                 found.append(Same(ones, tuple(kept)))
         except Exception as problem:  # the user's model runs at sizes that nobody asked for
@@ -153,7 +157,7 @@ def _of_same_operations(graph: ProgramGraph, other: ProgramGraph, sizes: Mapping
 
 def _alike(
     graph: ProgramGraph, other: Captured, captured: Captured, owner: nn.Module, tensors: Sequence[Tensor],
-    results: Sequence[int] | None,
+    results: Sequence[int] | None, run: type[Exact],
 ) -> bool:  # fmt: skip
     """Whether both graphs give the same for these tensors."""
     same_kind = [o.kind for o in graph.outputs] == [o.kind for o in other.graph.outputs]
@@ -163,13 +167,29 @@ def _alike(
         ours, theirs = (
             [
                 value
-                for value, o in zip(Machine(g, owner)(tensors, None, Exact), g.outputs, strict=True)
+                for value, o in zip(Machine(g, owner)(tensors, None, run), g.outputs, strict=True)
                 if o.kind in RESULTS
             ]
             for g in (graph, other.graph)
         )
     places = range(len(ours)) if results is None else results
     return all(_equal(ours[n], theirs[n]) for n in places)
+
+
+class _MadeUp(Exact):
+    """A graph with weights that are made up where they are used: what is compared holds for any."""
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        return pytree.tree_map(_made_up, super().fetch_args_kwargs_from_env(n))
+
+
+def _made_up(value: Any) -> Any:
+    """Numbers between -1 / 2 and 1 / 2 in place of a tensor without data, the same for equal shapes."""
+    if not isinstance(value, Tensor) or not value.numel() or value.untyped_storage().nbytes():
+        return value
+    places = torch.arange(value.numel(), dtype=torch.float64, device=value.device)
+    found = (places * 0.6180339887498949).frac() - 0.5
+    return found.reshape(value.shape).to(value.dtype)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

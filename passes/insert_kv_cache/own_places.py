@@ -18,7 +18,8 @@ from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size, op_name
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
-from attngraph.meaning.element import Meaning, Unliftable
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.tokens import Tokens
 
 aten = torch.ops.aten
