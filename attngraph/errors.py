@@ -78,6 +78,8 @@ class NoDecoderError(AttnGraphError):
         """Whether the model was traced for one number of tokens alone."""
         self.fixes_rows = fixes_rows
         """Whether it was traced for one number of sequences alone."""
+        self.asked = False
+        """Whether the model had asked for sizes, so that it may do something else with others."""
         self.extents = frozenset(extents)
         """Numbers in it that are not the number of its tokens, and may not be taken for it."""
 

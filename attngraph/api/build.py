@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from torch import nn
 
 import attngraph.codegen  # noqa: F401  registers the kernels
+from attngraph.api.compare_sides import compare_sides
 from attngraph.api.later import later_of
 from attngraph.api.options import Options
 from attngraph.api.records import entries_of
-from attngraph.api.rewritten import owner_of, rewritten
+from attngraph.api.rewritten import captured_again, owner_of, rewritten
 from attngraph.api.runners import runner_of
 from attngraph.capture.captured import Captured
 from attngraph.capture.trace_lock import LOCK
@@ -33,9 +35,11 @@ from attngraph.runtime.parallel.simulated import simulated
 
 @LOCK.trace()
 def compile_graph(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> Executable:
-    """Capture one call of `target`, run the passes, and make it executable.
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
+    sides: bool = False,
+) -> Executable:  # fmt: skip
+    """Capture one call of `target`, run the passes, and make it executable. `sides`: find out for which sizes
+    of 1 the graph is right, too. (A compiled module has other graphs for these.)
 
     Raises:
         CaptureError: torch.export cannot capture it. NotFusedError: under `strict`, something that looks
@@ -48,7 +52,11 @@ def compile_graph(
     owner = owner_of(target)
     shared = options.mesh is not None and not options.mesh.is_simulated
     with stand_ins(owner) if shared else contextlib.nullcontext():
-        made = rewritten(target, args, kwargs, options, options.pipeline())
+        made = rewritten(target, args, kwargs, options, options.pipeline(), sides)
+    if made.before is not None:
+        again = functools.partial(captured_again, target, fixed=made.fixed, tables=False)
+        found_sides = compare_sides(made.captured, made.before, owner, args, kwargs, again)
+        made.captured = dataclasses.replace(made.captured, sides=found_sides)
     result, graph = made.result, made.captured.graph
     entries = tuple(entries_of(graph))
     found = _executable(made.captured, owner, options)

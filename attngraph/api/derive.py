@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import attngraph.codegen  # noqa: F401  registers the kernels
+from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
 from attngraph.api.records import entries_of, programs_of
-from attngraph.api.rewritten import Rewritten, owner_of, place_of_logits, rewritten
+from attngraph.api.rewritten import Rewritten, captured_again, owner_of, place_of_logits, rewritten
 from attngraph.api.runners import require_whole_parameters, step_on_ranks
 from attngraph.capture.by_rows import sequences_alone
 from attngraph.capture.captured import Captured
+from attngraph.capture.decided import answered_for_one
 from attngraph.capture.structure import Spread, flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import NoDecoderError
@@ -45,7 +47,7 @@ from attngraph.runtime.step import Step
 def derive_decoder(
     target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any],
     distinct: int = 0, multiples: frozenset[int] = frozenset(), examples: Sequence[dict[str, Any]] = (),
-    alone: bool = False,
+    alone: bool = False, single: bool = False,
 ) -> Step:  # fmt: skip
     """Capture `target(**arguments)` and derive a decoder for its argument `name`.
 
@@ -55,6 +57,7 @@ def derive_decoder(
         multiples: of the number of tokens, with which operations computed in a trace for another one.
         examples: arguments of other sizes, where the graph is found by comparing traces (`compared.py`).
         alone: whether the model is called with one sequence at a time (`by_rows.py`).
+        single: whether the graph is for calls of one sequence alone (`decided.py`).
 
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
@@ -71,9 +74,10 @@ def derive_decoder(
     with (
         example_size(distinct), stand_ins(owner) if shared else contextlib.nullcontext(),
         sequences_alone() if alone else contextlib.nullcontext(),
+        answered_for_one((place, 0)) if single else contextlib.nullcontext(),
     ):  # fmt: skip
         made = rewritten(
-            target, (), arguments, options, first, config.proof, True,
+            target, (), arguments, options, first, True, True,
             numbers_at=tokens if distinct else none, symbolic_at=none if distinct else tokens,
             check=functools.partial(_require_no_others, number=distinct, multiples=multiples),
             examples=examples, tokens=place,
@@ -81,6 +85,15 @@ def derive_decoder(
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
         inserted = _with_cache(made, (InsertKVCache(place, 0, distinct, bool(examples)), *divide), options)
         captured, result, graph = made.captured, made.result, made.captured.graph
+        sides = captured.sides
+        if not examples:
+            again = functools.partial(captured_again, target, fixed=made.fixed, tables=True)
+            logits = [place_of_logits(captured.structure)]
+            assert made.before is not None
+            ones = [str(captured.shapes[place][0])] if single else ()
+            sides = compare_sides(
+                captured, made.before, owner, (), arguments, again, logits, ones, not shared
+            )
         kept = None if graph.ranks is None else account_cache(graph, config.floating)
         rest = run_passes(graph, later, made.dump, options.progress)
     spread = frozenset(n for n, v in arguments.items() if isinstance(v, Spread))
@@ -88,13 +101,16 @@ def derive_decoder(
 
     def step_of(graph: ProgramGraph) -> Step:
         run, ranks = step_on_ranks(graph, owner, options)
-        return Step(graph, owner, name, names, CompileReport(), run, captured.scope, spread, ranks)
+        return Step(
+            graph, owner, name, names, CompileReport(), run, captured.shapes, sides, captured.scope,
+            spread, single, ranks,
+        )  # fmt: skip
 
     step = step_of(graph.copy() if rounding else graph)
     proved, drift = None, None
     if alone:
         prove_alone(target, examples, name, place_of_logits(captured.structure))
-    if made.before is not None:
+    if config.proof and made.before is not None:
         arguments[name] = varied(made.before, arguments[name], place)
         proved = _proved(target, made.before, divided, step, arguments, captured, options, bool(examples))
     if rounding:
@@ -145,10 +161,12 @@ def _proved(
     few = few or step.traced_few()
     try:
         found = prove(divided or before, step, arguments, step.name, 0 if divided else logits)
-    except RuntimeError as problem:
-        if not few:
-            raise
-        raise NoDecoderError(of_few(problem)) from problem
+    except NoDecoderError:
+        raise
+    except (RuntimeError, IndexError) as problem:
+        what = str(problem).partition("\n")[0]
+        told = f"what was derived fails where the model does not: {what}. Please report it."
+        raise NoDecoderError(of_few(problem) if few else told) from problem
     if few:
         require_whole_parameters(options.mesh)
         prove_longer(target, step, arguments, step.name, logits)
@@ -175,6 +193,7 @@ def _with_cache(made: Rewritten, passes: Sequence[Pass], options: Options) -> Re
     try:
         return run_passes(graph, passes, made.dump, options.progress)
     except NoDecoderError as problem:
+        problem.asked = bool(made.captured.sides.decisions)
         if problem.fixes_tokens:
             problem.extents |= _extents(graph)
         if made.numbers:
@@ -189,9 +208,10 @@ def _with_cache(made: Rewritten, passes: Sequence[Pass], options: Options) -> Re
             if first is None:
                 raise
             more = f"(What looks like a softmax at {first.source} is not fused: {first.reason}.)"
-        raise NoDecoderError(
-            f"{problem.reason}\n{more}", problem.fixes_tokens, problem.extents, problem.fixes_rows
-        ) from problem
+        told = f"{problem.reason}\n{more}"
+        found = NoDecoderError(told, problem.fixes_tokens, problem.extents, problem.fixes_rows)
+        found.asked = problem.asked
+        raise found from problem
 
 
 def _cache_entry(

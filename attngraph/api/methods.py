@@ -79,11 +79,11 @@ def decoder_of(
 
 def _step_for(
     model: Callable[..., Any], options: Options, config: CacheConfig, saved: saving.Folder | None,
-    *rest: Any, **named: Any,
+    *rest: Any, fits: Callable[[Step], bool], **named: Any,
 ) -> Step:  # fmt: skip
     with progress_line(options) as told:
         if options.mesh is None:
-            return saving.step_for(model, told, config, saved, *rest, **named)
+            return saving.step_for(model, told, config, saved, fits, *rest, **named)
         return _step_on_ranks(options.mesh, lambda: derive_decoder(model, told, config, *rest, **named))
 
 

@@ -36,7 +36,8 @@ from attngraph.report.entries import (
 @dataclasses.dataclass
 class Rewritten:
     """A captured call after the passes; `before` is the captured graph, if it was asked for. `numbers`: why
-    sizes are numbers that torch could not follow as symbols. `seconds`: of capture."""
+    sizes are numbers that torch could not follow as symbols. `seconds`: of capture. `fixed`: dimensions of
+    its tensors, (argument, dimension), that were to be numbers."""
 
     captured: Captured
     result: Result
@@ -44,6 +45,7 @@ class Rewritten:
     before: ProgramGraph | None
     numbers: tuple[Break, ...]
     seconds: float
+    fixed: frozenset[tuple[int, int]] = frozenset()
 
 
 def rewritten(
@@ -76,7 +78,7 @@ def rewritten(
             only_result(captured.graph, place_of_logits(captured.structure))
         dump = None if options.dump is None else Dump(options.dump)
         result = run_passes(captured.graph, passes, dump, options.progress)
-        return Rewritten(captured, result, dump, before, numbers, seconds)
+        return Rewritten(captured, result, dump, before, numbers, seconds, fixed)
 
     first = attempt(numbers_at)
     if not first.result.obstacles:
@@ -87,6 +89,14 @@ def rewritten(
     if other.dump is not None:
         other.dump.discard()
     return dataclasses.replace(kept, seconds=first.seconds + second.seconds)
+
+
+def captured_again(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+    fixed: frozenset[tuple[int, int]], tables: bool,
+) -> Captured:  # fmt: skip
+    """Another call of a model that was captured, with numbers for the same dimensions."""
+    return _captured(target, args, kwargs, fixed, tables, frozenset())[0]
 
 
 def _compared(

@@ -315,23 +315,25 @@ def executable_for(
 
 
 def step_for(
-    target: Callable[..., Any], options: Options, config: CacheConfig, saved: Folder | None, name: str,
-    arguments: dict[str, Any], distinct: int = 0, multiples: frozenset[int] = frozenset(),
-    examples: Sequence[dict[str, Any]] = (), alone: bool = False,
+    target: Callable[..., Any], options: Options, config: CacheConfig, saved: Folder | None,
+    fits: Callable[[Step], bool], name: str, arguments: dict[str, Any], distinct: int = 0,
+    multiples: frozenset[int] = frozenset(), examples: Sequence[dict[str, Any]] = (), alone: bool = False,
+    single: bool = False,
 ) -> Step:  # fmt: skip
-    """A decoder's step, from what was compiled before or derived now.
+    """A decoder's step, from what was compiled before and `fits`, or derived now.
 
     Raises:
         as `derive.derive_decoder`. SavedError: as `executable_for`.
     """
     kind = {"kind": "decoder", "tokens": name, "number of tokens": distinct, "config": plain(config)}
     kind |= {"compared": bool(examples), "alone": alone} if examples or alone else {}
-    rest = distinct, multiples, examples, alone
+    kind |= {"single": True} if single else {}
+    rest = distinct, multiples, examples, alone, single
     call = Call(kind, target, arguments, options, not isinstance(target, Skeleton))
     return _taken_or_made(
         call, saved, options,
         lambda files: step_from(files, call.known(files), runners.step_runner_of(options)),
-        Step.is_valid,
+        lambda found: found.is_valid() and fits(found),
         lambda: derive.derive_decoder(target, options, config, name, arguments, *rest),
     )  # fmt: skip
 

@@ -7,8 +7,8 @@ import logging
 
 import torch
 
+from attngraph.capture.guards import run_past
 from attngraph.capture.trace_lock import LOCK
-from attngraph.ir.modes import hooks_of_all_modules, surroundings
 
 log = logging.getLogger(__name__)
 
@@ -18,20 +18,16 @@ def is_transformed() -> bool:
     own operations. The original model is then run instead."""
     if LOCK.traces_here():
         return True
-    # Torch's flags, and hooks of all modules, are those of the process: while another thread traces, they tell
-    # nothing about this one.
+    # Torch's flags are those of the process: while another thread traces, they tell nothing about this one.
     begun = -1 if LOCK.is_tracing() else LOCK.begun
     exports = torch.compiler.is_exporting() or torch.compiler.is_compiling()
-    hooks = hooks_of_all_modules()
-    if begun != LOCK.begun:
-        exports, hooks = False, ""
     return (
-        exports
+        (exports and begun == LOCK.begun)
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-        or (bool(around := hooks or surroundings()) and _told(around))
+        or (bool(around := run_past()) and _told(around))
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngraph.capture.sides import UNASKED, Sides
 from attngraph.capture.state.scope import EVERYTHING, LeftOut, Scope
 from attngraph.capture.structure import TreeSpec, attributes_of, unflatten
 from attngraph.ir.graph.program_graph import ProgramGraph
@@ -71,8 +72,8 @@ class Captured:
     `shapes` has the shape (numbers and sympy expressions) of each tensor argument. `attributes` are set after
     each call; the graph does not depend on what they were before. `checks` are the lines of the conditions on
     values that the graph checks: where one does not hold, the model itself raises an error. `asked`: sizes
-    for whose number the code asks. `around`: what of the state the graph depends on, but for the attributes
-    that each call sets.
+    for whose number the code asks. `sides`: what the code asked about sizes, and was answered. `around`: what
+    of the state the graph depends on, but for the attributes that each call sets.
     """
 
     graph: ProgramGraph
@@ -81,6 +82,7 @@ class Captured:
     attributes: tuple[Attribute, ...] = ()
     checks: tuple[str, ...] = ()
     asked: tuple[Break, ...] = ()
+    sides: Sides = UNASKED
     around: Scope = EVERYTHING
 
     @functools.cached_property

@@ -44,14 +44,14 @@ class Checks:
 
         def is_true(tensor: Tensor) -> bool:
             known = not isinstance(tensor, FakeTensor) or tensor.constant is not None
-            passing = None if known or tensor.numel() != 1 else _passing(sys._getframe(1))
+            passing = None if known or tensor.numel() != 1 else passing_answer(sys._getframe(1))
             if passing is None:
                 return bool(of_tensor(tensor))
             condition = tensor if tensor.dtype == torch.bool else tensor != 0
             return self._take(condition.reshape(()), passing, sys._getframe(1))
 
         def is_true_number(value: torch.SymBool) -> bool:
-            passing = _passing(sys._getframe(1)) if free_unbacked_symbols(value) else None
+            passing = passing_answer(sys._getframe(1)) if free_unbacked_symbols(value) else None
             if passing is None:
                 return of_number(value)
             condition = torch.scalar_tensor(value, dtype=torch.bool)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ class Checks:
         return passing
 
 
-def _passing(frame: types.FrameType) -> bool | None:
+def passing_answer(frame: types.FrameType) -> bool | None:
     """The answer to the question whether a value is true, which this frame's code asks now, that does not
     lead to an exception; None if both answers go on, or neither."""
     code = frame.f_code

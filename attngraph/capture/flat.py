@@ -25,6 +25,7 @@ from attngraph.capture.asked import Asked, lend_attributes
 from attngraph.capture.attributes import Described, Settings, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
 from attngraph.capture.checks import Checks
+from attngraph.capture.decided import Decisions
 from attngraph.capture.guards import aliases, things
 from attngraph.capture.products import products_cast
 from attngraph.capture.side_effects import SideEffects, label_of
@@ -67,6 +68,7 @@ class Trace:
     kinds: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     """The kinds and names of tensors that are not the call's own results, by number."""
     checks: Checks = dataclasses.field(default_factory=Checks)
+    decisions: Decisions = dataclasses.field(default_factory=Decisions)
     effects: SideEffects = dataclasses.field(default_factory=SideEffects)
     written: dict[int, int] = dataclasses.field(default_factory=dict)
     """From the identity of each argument that is written to, to its number."""
@@ -121,6 +123,7 @@ class Flat(nn.Module):
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         self.trace.shapes = tuple(t.shape for t in arguments)
+        self.trace.decisions.begin(self.trace.shapes)
         given = iter(arguments)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
@@ -135,6 +138,7 @@ class Flat(nn.Module):
             contextlib.redirect_stdout(printed),
             effects.watch(self.trace.target, things(leaves), self._originals),
             watch,
+            self.trace.decisions.watch(),
             self.trace.checks.watch(),
             _sizes_recorded_when_needed(),
             self.trace.repeats(lambda: self.trace.noted(printed)),

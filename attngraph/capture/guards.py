@@ -12,9 +12,16 @@ from torch import Tensor
 from attngraph.capture.asked import answers, key_of_attributes
 from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.capture.structure import is_value
+from attngraph.capture.trace_lock import LOCK
 from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds
-from attngraph.ir.modes import autocast_of, default_device, settings
+from attngraph.ir.modes import (
+    autocast_of,
+    default_device,
+    hooks_of_all_modules,
+    settings,
+    surroundings,
+)
 from attngraph.ir.versions import version_of
 
 FingerprintOf = Callable[[Sequence[Any], Scope], tuple[Any, ...]]
@@ -37,7 +44,7 @@ def call_key(leaves: Sequence[Any], spec: Any, fingerprint: FingerprintOf, scope
         (autocast_of("cpu"), autocast_of("cuda")),
         default_device(),
         settings(),
-        answers(tensors, scope.asked, scope.layouts) if scope.asked or scope.layouts else (),
+        answers(tensors, scope.asked, scope.layouts) if tensors else (),
         fingerprint(things(leaves), scope),
     )
 
@@ -72,6 +79,15 @@ def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, (float, complex)):
         return repr(leaf)  # distinguishes -0.0 from 0.0, and makes NaN equal to itself
     return (type(leaf), leaf if is_value(leaf) else None)
+
+
+def run_past() -> str:
+    """What is around a call that a graph would run past, in words; "" if there is nothing of the kind. (Hooks
+    of all modules are those of the process, and torch.export sets some: while another thread traces, they
+    tell nothing about this one.)"""
+    begun = -1 if LOCK.is_tracing() else LOCK.begun
+    hooks = hooks_of_all_modules()
+    return (hooks if begun == LOCK.begun else "") or surroundings()
 
 
 class ShapeGuard:

@@ -44,6 +44,7 @@ from attngraph.capture.many_tokens import extents_of_loop
 from attngraph.capture.numpy_sizes import numpy_of_sizes
 from attngraph.capture.replaced import replaced
 from attngraph.capture.side_effects import line_using, name_of, refusal
+from attngraph.capture.sides import Sides
 from attngraph.capture.size_formulas import FixedSize, ManyQuotients, SizeProblem, short_formulas
 from attngraph.capture.stack_traces import whole_stack_traces
 from attngraph.capture.state.snapshot import Snapshot
@@ -91,7 +92,7 @@ def capture(
     try:
         return _capture(target, args, kwargs, fixed, settings, reads, symbolic, any_number=not symbolic)
     except ManyQuotients as problem:
-        with _quiet():
+        with quiet():
             extents = extents_of_loop(target, args, kwargs, symbolic)
         if extents is not None:
             fixes = str(FixedSize(problem.symbols))
@@ -201,7 +202,7 @@ def _export(
     with (
         without_collections(),
         whole_stack_traces(),
-        _quiet(),
+        quiet(),
         _without_looking_at_masks(),
         _without_notes(flat.trace.extents),
         numpy_of_sizes(),
@@ -242,10 +243,13 @@ def _with_sizes(graph: ProgramGraph, program: ExportedProgram, trace: Trace) -> 
     _name_outputs(graph, trace.kinds)
     checks = tuple(line for _, line in trace.checks.found)
     sizes_asked = told(trace, sizes, graph.conditions)
+    sides = Sides(trace.decisions.found(env))
     asked = trace.questions
     found = frozenset() if asked is None else frozenset(asked.found)
     around = trace.executed.ran.scope(asked=found, layouts=asked is not None and asked.layouts)
-    return Captured(graph, simplified(trace.structure), sizes, tuple(attributes), checks, sizes_asked, around)
+    return Captured(
+        graph, simplified(trace.structure), sizes, tuple(attributes), checks, sizes_asked, sides, around
+    )
 
 
 def _name_outputs(graph: ProgramGraph, kinds: Mapping[int, tuple[str, str]]) -> None:
@@ -323,7 +327,7 @@ def _without_notes(extents: set[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide torch's messages about a failed or specialised export: attngraph's errors and reports contain what
     matters of them."""
     loggers = [logging.getLogger(name) for name in _CHATTY]

@@ -116,7 +116,7 @@ def _whole(
 ) -> ExportReport:  # fmt: skip
     model = compiled._model
     with torch.no_grad():
-        found = compile_graph(model, args, kwargs, plain_options(compiled._options))
+        found = compile_graph(model, args, kwargs, plain_options(compiled._options), sides=True)
     named = {name: value for name, value in kwargs.items() if _tensors(value)}
     captured = found.captured
     module = Whole(captured, owner_of(model), lowering, _names(model, args, named), list(named))
@@ -156,7 +156,16 @@ def _decoder(
 
     def checked(run: Run) -> str:
         given = {"use_cache": False, **kwargs} if "use_cache" in plain._signature.parameters else kwargs
-        return check_decoder(run, step, model, ids, given, padding)
+        try:
+            return check_decoder(run, step, model, ids, given, padding)
+        except RuntimeError as problem:
+            if isinstance(problem, ExportError) or not module.limits.conditions:
+                raise
+            raise ExportError(
+                "the file cannot be checked with this example, whose rows do not stay among the sizes that "
+                f"it is for ({' and '.join(module.limits.words())}): {problem}\n"
+                "What to do: give prompts that do, or export with check=False."
+            ) from problem
 
     told = formats.write(
         program, path, format, names, checked if check else None, module.size_names(step.plan.stores)

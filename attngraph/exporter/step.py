@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx, nn
 
@@ -47,8 +46,10 @@ class StepModule(nn.Module):
         self.weights = Weights(step.graph, step.owner)
         own = _names_of_stores(step)
         self.past, self.present = [f"past_{n}" for n in own], [f"present_{n}" for n in own]
-        most = [] if step.limit is None else [sympy.Le(sympy.Symbol("total", integer=True), step.limit)]
-        self.limits = Limits(most, {"total": "tokens in a row"})
+        sizes = step.sizes
+        self.limits = Limits(
+            list(sizes.strictly()), {sizes.length: "tokens in a row", sizes.rows: "rows"}, sizes.sides
+        )
         self.inputs = [step.name, *(["lengths"] if padding else []), *self.past]
         self.outputs = ["logits", *self.present]
 
@@ -61,7 +62,9 @@ class StepModule(nn.Module):
         plan, graph = self._step.plan, self._step.graph
         batch, new = tokens.shape[:2]
         kept = past[0].shape[plan.stores[0].token_dim] if past else 0
-        holds = self.limits.hold({"total": kept + new}, tokens.device)
+        sizes = self._step.sizes
+        longest = kept + new if lengths is None else lengths
+        holds = self.limits.hold({sizes.length: longest, sizes.rows: batch}, tokens.device)
         tokens = self.limits.checked(tokens, holds, self._lowering.in_onnx)
         slots = Slots(tokens, lengths, batch, new, kept)
         stores = {about.name: value for about, value in zip(plan.stores, past, strict=True)}

@@ -83,7 +83,7 @@ class Whole(nn.Module):
         self.inputs = list(names)
         self._places = _places_of_sizes(captured)
         known = {size: f"{names[n]}.shape[{dim}]" for size, (n, dim) in self._places.items()}
-        self.limits = Limits(captured.graph.conditions, known)
+        self.limits = Limits(captured.graph.conditions, known, captured.sides)
         self._order, self.outputs = _results(captured)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

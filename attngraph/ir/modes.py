@@ -53,8 +53,8 @@ def own_modes() -> Iterator[None]:
 
 
 def hooks_of_all_modules() -> str:
-    """A hook that runs around every module of the process, in words; "" if there is none. torch.export sets some
-    while any thread traces."""
+    """A hook that runs around every module of the process, in words; "" if there is none. torch.export sets
+    some while any thread traces."""
     return "a hook of all modules" if any(_GLOBAL_HOOKS) else ""
 
 

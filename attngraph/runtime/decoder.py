@@ -21,6 +21,7 @@ from attngraph.report.remarks import with_remarks
 from attngraph.report.report import CompileReport
 from attngraph.runtime import beams
 from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.crossing import crossing
 from attngraph.runtime.derived import MASK, DerivedSteps
 from attngraph.runtime.drift import drift_between
 from attngraph.runtime.generate import generate
@@ -138,7 +139,7 @@ class Decoder(ModelWrapper):
         if isinstance(next_ids, Tensor) and next_ids.ndim == 1 and not next_ids.is_floating_point():
             next_ids = next_ids.unsqueeze(1)
         packed = self.pack(next_ids, attention_mask)
-        step = self._derived.of_state(state)
+        step = self.step_of(state)
         if len(packed.counts) != state.rows:
             raise CacheError(f"tokens for {len(packed.counts)} row(s), but the state has {state.rows}.")
         if packed.ids.shape[1] == 0:
@@ -224,8 +225,20 @@ class Decoder(ModelWrapper):
 
         if options.num_beams > 1:
             return beams.search(first, advance, state, options, self.in_step.lead)
+
+        def anew(rows: list[Tensor]) -> Tensor:
+            nonlocal step, state
+            whole = self.pack(rows, None)
+            step = self._derived.of_call(whole, inputs)
+            found, state = self._first(step, whole, inputs)
+            return found
+
+        def is_right(counts: list[int]) -> bool:
+            return not step.sizes.fault(state.call(counts))
+
         if limit is None:
-            return generate(first, advance, prompts, options, self.in_step.lead)
+            run = crossing(advance, is_right, anew, packed.rows()) if step.sizes.depends else advance
+            return generate(first, run, prompts, options, self.in_step.lead)
 
         def restart(rows: list[Tensor]) -> Tensor:
             return self._first(step, self.pack(rows, None), {})[0]
@@ -294,23 +307,31 @@ class Decoder(ModelWrapper):
 
     @serving
     def new_state(self, packed: Packed, rows: int, layout: str | None = None) -> KVCache:
-        """An empty state of so many rows for tokens like these."""
-        step, config = self._derived.of_call(packed, {}), self.config_of_cache
+        """An empty state of so many rows, each a call of its own, for tokens like these."""
+        step, config = self._derived.of_call(packed, {}, alone=True), self.config_of_cache
         if layout is not None:
             config = dataclasses.replace(config, layout=layout)
         state = KVCache(step.plan, rows, config, packed.ids.device, step.limit)
+        state.alone = True
         return self._with(state, step)
+
+    def step_of(self, state: KVCache) -> Step:
+        """The graph that goes on with a state.
+
+        Raises:
+            CacheError: the state is another decoder's, or the model has changed since it was made.
+        """
+        return self._derived.of_state(state)
 
     def _begin(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> KVCache:
         state = KVCache(step.plan, len(packed.counts), self.config_of_cache, packed.ids.device, step.limit)
-        self._with(state, step)
+        self._with(state, step).sizes = step.sizes.of_inputs(inputs, *packed.shape) or {}
         step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
         return state
 
-    @staticmethod
-    def _with(state: KVCache, step: Step) -> KVCache:
+    def _with(self, state: KVCache, step: Step) -> KVCache:
         """A new state of a step."""
-        state.step, state.rank = step, step.ranks.rank
+        state.origin, state.rank = self._derived.origin(step), step.ranks.rank
         return state
 
     def _arguments(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> dict[str, Tensor]:

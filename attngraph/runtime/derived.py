@@ -1,38 +1,52 @@
 """The graphs over a cache that are derived for a model: one for each kind of call, at the first such call.
 
-Calls are of one kind if their keys are equal, as for graphs of whole sequences. A graph is traced with an
-example of two rows of a few tokens, which is made from the call. Where the trace depends on the number of
-tokens, that number is chosen such that it can be told from every other number in the graph.
-"""
+Calls are of one kind if their keys are equal, as for graphs of whole sequences, and their sizes on one side
+of every branch that the model takes (`step_sizes.py`). A state belongs to the decoder that made it, and to
+the model as it was then."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import inspect
-import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from attngraph.capture.compared import SIZES
-from attngraph.capture.guards import call_key
+from attngraph.capture.guards import call_key, run_past
 from attngraph.capture.state.scope import Scope
-from attngraph.capture.structure import Spread, flatten
+from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import AttnGraphError, CacheError, DisagreementError, NoDecoderError
+from attngraph.errors import AttnGraphError, CacheError, DisagreementError, NoDecoderError, SavedError
 from attngraph.ir import budgets
+from attngraph.runtime.examples import ROWS, TOKENS, Examples, Size
 from attngraph.runtime.fingerprints import Fingerprints
 from attngraph.runtime.generation_options import DECODER_IDS
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Packed
 from attngraph.runtime.step import Step
+from attngraph.runtime.step_sizes import Call
 
-log = logging.getLogger(__name__)
-EXAMPLE_ROWS, EXAMPLE_TOKENS = 2, 9
 MASK = "attention_mask"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a state belongs to: the graphs of one decoder, one of them, and its model: the key of what a trace
+    depends on, its weights, and how often each had been written to."""
+
+    steps: DerivedSteps
+    step: Step
+    key: Any
+    weights: list[Any]
+    versions: list[int | None]
+
+    def has_its_weights(self) -> bool:
+        """Whether the model's weights are those, as they were."""
+        now, versions = self.step.weights()
+        return versions == self.versions and [*map(id, now)] == [*map(id, self.weights)]
 
 
 class DerivedSteps:
@@ -44,29 +58,66 @@ class DerivedSteps:
     """
 
     def __init__(self, model: Callable[..., Any], derive: Callable[..., Step], tokens: str | None) -> None:
-        self._model, self._derive, self._tokens = model, derive, tokens
+        self._model, self._tokens = model, tokens
         self._signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+        self._examples = Examples(model, derive, self._signature)
         self._fingerprints = Fingerprints(model)
-        self._kept: dict[Any, Step] = {}
+        self._kept: list[tuple[Any, Step]] = []
 
     @property
     def latest(self) -> Step | None:
         """The graph that was derived last."""
-        return next(reversed(self._kept.values()), None)
+        return self._kept[-1][1] if self._kept else None
 
     def all(self) -> tuple[Step, ...]:
-        return tuple(self._kept.values())
+        return tuple(dict.fromkeys(step for _, step in self._kept))
 
     def of_state(self, state: KVCache) -> Step:
         """The graph that goes on with a state.
 
         Raises:
-            CacheError: the state was loaded from a file, and no graph is for it; or it is another rank's.
+            CacheError: the state is another decoder's, or another rank's; the model has changed since the
+                prompt; or the state was loaded from a file, and no graph is for it.
         """
-        found: Step | None = state.step
-        if found is not None:
-            return found
-        known = [s for s in self._kept.values() if s.plan == state.plan]
+        if state.origin is None:
+            state.origin = self._origin_of_loaded(state)
+        origin: Origin = state.origin
+        if origin.steps is not self:
+            raise CacheError(
+                "this state belongs to another decoder, whose model computed what is kept of the prompt.\n"
+                "What to do: go on with that decoder, or call prefill of this one."
+            )
+        changed = self._changed(origin)
+        if changed:
+            raise CacheError(
+                f"{changed} has changed since the prompt, so what is kept of the prompt does not go with "
+                "it. Nothing was written.\nWhat to do: call prefill again."
+            )
+        return origin.step
+
+    def origin(self, step: Step) -> Origin:
+        """What a state of this step belongs to: this decoder, and its model as it is now."""
+        return Origin(self, step, self._key(step.scope), *step.weights())
+
+    def _key(self, scope: Scope) -> Any:
+        """All that a graph depends on but what is given to a call."""
+        with torch.no_grad():
+            return call_key((), None, self._fingerprints, scope)
+
+    def _changed(self, origin: Origin) -> str:
+        """What has changed since a state was made; "" if nothing has."""
+        if isinstance(self._model, nn.Module) and self._model.training:
+            return "the model is in training mode, and that"
+        if around := run_past():
+            return f"{around} is around this call, and that"
+        with LOCK.call():
+            if self._key(origin.step.scope) != origin.key:
+                return "the model (a layer, a hook, an attribute that its forward reads, a mode of torch)"
+            return "" if origin.has_its_weights() else "a weight of the model"
+
+    def _origin_of_loaded(self, state: KVCache) -> Origin:
+        """The graph for a state that was loaded from a file: one that keeps the same."""
+        known = [s for s in self.all() if s.plan == state.plan]
         if known and known[-1].ranks.rank != state.rank:
             raise CacheError(_of_another_rank(state.rank, known[-1].ranks.rank))
         if not known:
@@ -74,7 +125,9 @@ class DerivedSteps:
                 "this state was loaded, and the decoder has not been derived for it yet: call prefill "
                 "with a prompt of the same kind once."
             )
-        return known[-1]
+        # Graphs for other sizes may keep the same: the one that was right for what is kept.
+        kept = Call(1 if state.alone else state.rows, frozenset(n for n in state.lengths if n), state.sizes)
+        return self.origin(next((s for s in reversed(known) if not s.sizes.fault(kept)), known[-1]))
 
     def argument(self, inputs: Mapping[str, Any]) -> str:
         """The model's argument that takes the tokens."""
@@ -93,11 +146,14 @@ class DerivedSteps:
             )
         return found
 
-    def of_call(self, packed: Packed, inputs: Mapping[str, Any]) -> Step:
-        """The derived graph for calls like this one; derived now if there is none yet."""
+    def of_call(self, packed: Packed, inputs: Mapping[str, Any], alone: bool = False) -> Step:
+        """The derived graph for calls like this one; derived now if there is none yet. `alone`: each row is a
+        call of its own."""
         model = self._model
         if isinstance(model, nn.Module) and model.training:
             raise NoDecoderError("the model is in training mode. Call model.eval() first.")
+        if around := run_past():
+            raise NoDecoderError(f"{around} is around this call, and a decoder would run past it.")
         name = self.argument(inputs)
         unknown = set(inputs) - set(self._signature.parameters)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
@@ -110,20 +166,19 @@ class DerivedSteps:
         def key(scope: Scope) -> Any:
             return scope, call_key(leaves, spec, self._fingerprints, scope), width
 
+        call = _Call(name, packed, inputs, 1 if alone else len(packed.counts))
         with LOCK.call():
-            found = self._valid(key)
+            found = self._valid(key, call)
         if found is not None:
             return found
         with LOCK.trace():
-            found = self._valid(key)  # another thread may have derived it meanwhile
+            found = self._valid(key, call)  # another thread may have derived it meanwhile
             if found is None:
-                found = self._derived(name, packed, inputs)
+                steps = self._derived(call, self._known(key))
                 with torch.no_grad():
-                    kept_as = key(found.scope)
-                self._kept.pop(kept_as, None)
-                self._kept[kept_as] = found
-                while len(self._kept) > budgets.GRAPHS_KEPT:
-                    self._kept.pop(next(iter(self._kept)))
+                    self._kept += [(key(step.scope), step) for step in steps]
+                del self._kept[: -budgets.GRAPHS_KEPT]
+                found = steps[-1]
             return found
 
     def _require_arguments(self, given: Collection[str]) -> None:
@@ -142,124 +197,120 @@ class DerivedSteps:
                 f"the model's forward needs {', '.join(missing)} as well: give it by name ({missing[0]}=...)."
             )
 
-    def _valid(self, key: Callable[[Scope], Any]) -> Step | None:
-        """A step that was derived for this call, if the buffers that it relies on are unchanged. `key`: of
-        the call, without some attributes."""
-        for scope in {step.scope for step in tuple(self._kept.values())}:
-            found = self._kept.get(key(scope))
-            if found is not None and found.is_valid():
-                return found
-        return None
+    def _known(self, key: Callable[[Scope], Any]) -> list[Step]:
+        """The steps that were derived for calls like this one, whatever their sizes, the latest first, if the
+        buffers that they rely on are unchanged. `key`: of the call, in a scope."""
+        kept = tuple(reversed(self._kept))
+        keys = {scope: key(scope) for scope in {step.scope for _, step in kept}}
+        return [step for known, step in kept if known == keys[step.scope] and step.is_valid()]
 
-    def _derived(self, name: str, packed: Packed, inputs: Mapping[str, Any]) -> Step:
-        """A new step. Inputs as long as the prompt are cut to the example's length. They may be that long by
-        coincidence, so if deriving fails, it is tried again with an example as long as the prompt."""
-        width = packed.shape[1]
-        inputs = {
-            n: Spread(v.flatten(1), v.ndim - 2) if isinstance(v, Tensor) and _is_spread(v, width) else v
-            for n, v in inputs.items()
-        }
-        as_long = [v for v in inputs.values() if isinstance(v, Tensor) and v.shape[1:2] == (width,)]
-        try:
-            return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
-        except DisagreementError:
-            raise
-        except AttnGraphError as problem:
-            if isinstance(problem, NoDecoderError) and problem.fixes_tokens:
-                try:
-                    return self._of_one_length(name, packed, inputs, problem.extents)
-                except NoDecoderError as other:
-                    return self._compared(name, packed, inputs, other)
-            if isinstance(problem, NoDecoderError) and problem.fixes_rows:
-                return self._compared(name, packed, inputs, problem)
-            if as_long and width not in (1, EXAMPLE_TOKENS):
-                with contextlib.suppress(AttnGraphError):
-                    return self._derive(name, self._example(name, packed, inputs, width))
-            pairs = [n for n, v in inputs.items() if isinstance(v, Tensor) and _is_of_pairs(v, width)]
-            if not pairs:
-                raise
-            shape = list(inputs[pairs[0]].shape)
-            raise NoDecoderError(
-                f"its argument {pairs[0]} is {shape}, with an entry for each pair of tokens. A decoder "
-                "takes what belongs to a token, as [B, T] or [B, 1, 1, T]: give it so, and let the model "
-                "combine it with its causal mask."
-            ) from problem
+    def _valid(self, key: Callable[[Scope], Any], call: _Call) -> Step | None:
+        """A step that was derived for this call."""
+        return next((step for step in self._known(key) if not call.fault(step)), None)
 
-    def _of_one_length(
-        self, name: str, packed: Packed, inputs: Mapping[str, Any], extents: frozenset[int]
-    ) -> Step:
-        """A step of a graph for one number of tokens, which can be told from every other number in it. Where
-        that takes a trace for another number as well, this one is told what the first computed with."""
-        multiples = frozenset[int]()
-        while True:
-            count = self._distinct(extents)
-            example = self._example(name, packed, inputs, count)
-            try:
-                return self._derive(name, example, distinct=count, multiples=multiples)
-            except NoDecoderError as problem:
-                found = frozenset(n // count for n in problem.extents if n % count == 0)
-                if found <= multiples:
-                    raise
-                multiples, extents = multiples | found, extents | problem.extents
+    def _derived(self, call: _Call, known: Sequence[Step]) -> list[Step]:
+        """New steps, of which the last one is right for the call. The first is derived from an example of a
+        few tokens; where the model does something else with this call, the next from one of its size.
 
-    def _compared(
-        self, name: str, packed: Packed, inputs: Mapping[str, Any], problem: NoDecoderError
-    ) -> Step:
-        """A step of a graph that is found by comparing traces of several sizes, at last of calls with one
-        sequence at a time.
+        Args:
+            known: steps for such calls, but for other sizes, the latest first.
 
         Raises:
-            NoDecoderError: `problem`, if there is none either.
+            CacheError: the call's rows are on different sides of a branch, or no graph is for its sizes.
+            NoDecoderError, CaptureError: none can be derived.
         """
-        if any(isinstance(v, (Tensor, Spread)) for v in inputs.values()):
-            raise problem  # what belongs to other sizes cannot be made up
-        examples = [self._example(name, packed, inputs, tokens, rows) for rows, tokens in SIZES]
-        for alone in (False, True) if problem.fixes_rows else (False,):
+        made, seen, problems = list[Step](), list(known), list[AttnGraphError]()
+        waiting = call.towards(known[0], Size()) if known else [Size()]
+        tried = set[Size]()
+        while waiting:
+            too_long = [s for s in seen if call.is_too_long(s)]
+            if too_long:
+                return [*made, too_long[0]]  # which says how many tokens fit
+            size = waiting.pop(0)
+            if size in tried:
+                continue
+            tried.add(size)
             try:
-                return self._derive(name, examples[0], examples=examples, alone=alone)
+                step = self._examples.derived(*call.given, size, lambda step: not call.fault(step))
+            except (DisagreementError, SavedError):
+                raise
             except AttnGraphError as other:
-                log.info("no decoder by comparing traces either: %s", other)
-        raise problem
-
-    def _distinct(self, extents: frozenset[int]) -> int:
-        """A number of tokens that divides no size of the model's tensors but 0, and none of `extents`."""
-        tensors = (
-            t for m in [self._model] if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers())
-        )
-        sizes = ({n for t in tensors for n in t.shape} | extents) - {0}
-        primes = (p for p in range(11, 200, 2) if all(p % n for n in (3, 5, 7, 11, 13) if n != p))
-        return next((p for p in primes if all(n % p for n in sizes)), 29)
-
-    def _example(
-        self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int, rows: int = EXAMPLE_ROWS
-    ) -> dict[str, Any]:
-        """Arguments to trace with: `rows` of `tokens` tokens; two, because torch.export fixes sizes of 1."""
-        count = packed.ids.shape[1]
-        places = torch.arange(rows * tokens, device=packed.ids.device) % max(count, 1)
-        if count == 0:
-            raise ValueError("there are no tokens.")
-        example: dict[str, Any] = {name: packed.ids[0, places].reshape(rows, tokens, *packed.ids.shape[2:])}
-        own, width = packed.shape
-        for other, given in inputs.items():
-            value = given.tensor if isinstance(given, Spread) else given
-            if isinstance(value, Tensor) and value.ndim >= 1 and value.shape[0] == own:
-                value = value[torch.arange(rows, device=value.device) % own]
-                if value.ndim >= 2 and value.shape[1] == width:
-                    value = value[:, torch.arange(tokens, device=value.device) % width]
-            example[other] = Spread(value, given.inner) if isinstance(given, Spread) else value
-        if "use_cache" in self._signature.parameters and "use_cache" not in inputs:
-            example["use_cache"] = False
-        return example
+                problems.append(other)
+                if len(problems) == 1 and not seen:
+                    waiting += [*self._examples.others(*call.given), *call.own_size(other)]
+                elif isinstance(other, NoDecoderError) and not seen:
+                    break  # another number of tokens would not change that
+                continue
+            made.append(step)
+            if not call.fault(step):
+                return made
+            seen.append(step)
+            waiting = [*call.towards(step, size), *waiting]
+        short = next((s for s in seen if s.limit is not None and s.limit < call.longest), None)
+        if short is not None:
+            return [*made, short]
+        if not seen:
+            raise problems[-1]
+        raise CacheError(call.refusal(seen[-1], problems)) from (problems[-1] if problems else None)
 
 
-def _is_spread(value: Tensor, tokens: int) -> bool:
-    """Whether this has an entry for each token in its last dimension, as a mask `[B, 1, 1, T]` has."""
-    return value.ndim >= 3 and value.shape[-1] == tokens and all(n == 1 for n in value.shape[1:-1])
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A prompt's call: the name of the tokens' argument, the tokens, the other arguments, and of how many
+    sequences it is to the model."""
 
+    name: str
+    packed: Packed
+    inputs: Mapping[str, Any]
+    rows: int
 
-def _is_of_pairs(value: Tensor, tokens: int) -> bool:
-    """Whether this has an entry for each pair of tokens, as a mask `[B, 1, T, T]` has."""
-    return value.ndim >= 3 and tokens > 1 and value.shape[-2:] == (tokens, tokens)
+    @property
+    def given(self) -> tuple[str, Packed, Mapping[str, Any]]:
+        return self.name, self.packed, self.inputs
+
+    @property
+    def longest(self) -> int:
+        return max(self.packed.counts, default=0)
+
+    def fault(self, step: Step, rows: int = 0) -> str:
+        """Why a step is not right for the call, or for one of so many rows; "" if it is."""
+        others = step.sizes.of_inputs(self.inputs, *self.packed.shape)
+        if others is None:
+            return "the graph is for inputs of other sizes"
+        lengths = frozenset(n for n in self.packed.counts if n)
+        return step.sizes.fault(Call(rows or self.rows, lengths, others))
+
+    def is_too_long(self, step: Step) -> bool:
+        """Whether no other graph can be for so many tokens: a table of positions has no more entries, or the
+        model raises an error."""
+        return step.limit is not None and step.limit < self.longest and step.sizes.is_final
+
+    def towards(self, step: Step, size: Size) -> list[Size]:
+        """The example that is on the call's side of a branch, where a step from one of this size is not."""
+        rows = step.graph.hints.get(step.sizes.rows, size.rows)
+        if not self.fault(step, 1 if step.sizes.single else rows):
+            return [self.of_rows(size.tokens)]
+        here = Call(self.rows, frozenset([self.longest]))
+        sizes = step.sizes.alike(here, TOKENS), self.longest if self.longest > 1 else None
+        return [Size(n, size.rows, size.single) for n in sizes if n is not None]
+
+    def of_rows(self, tokens: int = TOKENS) -> Size:
+        """An example with as many sequences as the call."""
+        return Size(tokens, ROWS if self.rows == 1 else self.rows, self.rows == 1)
+
+    def own_size(self, problem: AttnGraphError) -> list[Size]:
+        """The call's own size, where the model asked for sizes before it was refused."""
+        if not isinstance(problem, NoDecoderError):
+            return []
+        by_rows = [self.of_rows()] if problem.fixes_rows else []
+        return [*by_rows, *([Size(self.longest)] if problem.asked and self.longest > 1 else [])]
+
+    def refusal(self, step: Step, problems: Sequence[AttnGraphError]) -> str:
+        """Why there is no graph for the call, though there is one for others."""
+        many = len(set(self.packed.counts)) > 1
+        advice = "give rows of other lengths in calls of their own" if many else "call the model itself"
+        why = f": {getattr(problems[-1], 'reason', problems[-1])}" if problems else "."
+        return f"{self.fault(step)}. No decoder can be derived for that{why}\nWhat to do: {advice}."
 
 
 def _of_another_rank(saved: tuple[int, int], own: tuple[int, int]) -> str:

@@ -24,6 +24,7 @@ from attngraph.runtime.packing import Packed, as_ids
 from attngraph.runtime.parallel.in_step import digest
 from attngraph.runtime.sampling import sample
 from attngraph.runtime.serving_mode import serving
+from attngraph.runtime.step_sizes import Call
 
 
 class Request:
@@ -195,6 +196,10 @@ class Engine:
                 continue
             if self.max_tokens is not None and held + self.waiting[0].longest > self.max_tokens:
                 return
+            if self.state is not None and not self._serves(self.waiting[0]):
+                if self.running:  # another graph is for it, which begins when these have ended
+                    return
+                self.state = None
             request = self.waiting.popleft()
             if self.state is None:
                 try:
@@ -209,10 +214,20 @@ class Engine:
             held += request.longest
             self.places[place] = request
 
+    def _serves(self, request: Request) -> bool:
+        """Whether the state goes on as its model is now, and its graph is for prompts as long as this."""
+        assert self.state is not None
+        try:
+            step = self.decoder.step_of(self.state)
+        except CacheError:
+            return False
+        return not step.sizes.fault(Call(1, frozenset([len(request.prompt)])))
+
     def _new_state(self, request: Request) -> KVCache:
         packed = self.decoder.pack(request.prompt, None)
         state = self.decoder.new_state(packed, len(self.places), "paged")
-        if state.step.prompt_arguments or len(state.step.arguments) > 1:
+        step = self.decoder.step_of(state)
+        if step.prompt_arguments or len(step.arguments) > 1:
             raise ValueError("an engine serves models with one input, the tokens.")
         return state
 
@@ -238,9 +253,18 @@ class Engine:
         counts = [len(p) for p in parts]
         ids = torch.cat(list(parts)).unsqueeze(0).to(self.state.device)
         packed = Packed(ids, counts)
-        step = self.state.step
-        logits: Tensor = step.advance(self.state, counts, {step.name: ids}, packed.last())[0]
+        step = self.decoder.step_of(self.state)
+        logits: Tensor = step.advance(
+            self.state, counts, {step.name: ids}, packed.last(), unfinished=self._unfinished(parts)
+        )[0]
         return logits
+
+    def _unfinished(self, parts: Sequence[Tensor]) -> list[int]:
+        """The places of which more of the prompt follows."""
+        return [
+            place for place, (request, part) in enumerate(zip(self.places, parts, strict=True))
+            if request is not None and request.read + len(part) < len(request.prompt)
+        ]  # fmt: skip
 
     def _find_the_cause(self, parts: Sequence[Tensor]) -> None:
         """After a failed step, which cached nothing: run each place separately, and end those that fail."""

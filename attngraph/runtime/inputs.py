@@ -53,6 +53,13 @@ class Inputs:
         numbers = [number for kind in kinds for number in kind]
         self._order = sorted(range(len(numbers)), key=numbers.__getitem__)
 
+    def own(self) -> list[Any]:
+        """The model's tensors, as it has them now."""
+        found: list[Any] = list(map(dict.get, self._stores, self._names))
+        if type(None) in map(type, found):  # parametrized, say
+            found = [fetch(None) for fetch in self._own]
+        return found + [fetch(None) for fetch in self._elsewhere]
+
     def __call__(self, *sources: Any) -> list[Tensor]:
         """The inputs of a call with these arguments, this state and these values of the weights stage."""
         found: list[Any] = list(map(dict.get, self._stores, self._names))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from attngraph.runtime.divided_pages import make_pages
 from attngraph.runtime.pages import Pages, sent
 from attngraph.runtime.saved_cache import require
 from attngraph.runtime.serving_mode import serving
+from attngraph.runtime.step_sizes import Call
 
 SAVED = "attngraph cache 4"
 
@@ -40,8 +41,13 @@ class KVCache:
     ) -> None:
         self.plan, self.config, self.device = plan, config, device
         self.limit = min((n for n in (limit, config.max_length) if n is not None), default=None)
-        self.step: Any = None
-        """The `Step` that computes the next tokens; set by the decoder."""
+        self.origin: Any = None
+        """The decoder, its `Step` and the model that it belongs to; set by the decoder. None: it was
+        loaded."""
+        self.sizes: dict[str, int] = {}
+        """Sizes of the prompt's other inputs, by symbol."""
+        self.alone = False
+        """Whether each row is a call of its own, as an engine's requests are."""
         self.rank = (0, 1)
         """Whose part of the values this is: which rank, of how many."""
         self.lengths = [0] * rows
@@ -78,11 +84,17 @@ class KVCache:
 
     # --- a step ---
 
-    def reserve(self, counts: Sequence[int]) -> None:
-        """Make room for `counts[r]` more tokens of each row r.
+    def call(self, counts: Sequence[int], unfinished: Collection[int] = ()) -> Call:
+        """The sizes of a call with so many new tokens of each row. `unfinished`: rows without a result."""
+        after = (n + c for row, (n, c) in enumerate(zip(self.lengths, counts, strict=False))
+                 if c and row not in unfinished)  # fmt: skip
+        return Call(1 if self.alone else self.rows, frozenset(after), self.sizes)
+
+    def longest(self, counts: Sequence[int]) -> int:
+        """How many tokens the longest row has with `counts[r]` more of each row r.
 
         Raises:
-            CacheError: they do not fit; nothing is written.
+            CacheError: they do not fit.
         """
         if len(counts) != self.rows:
             raise CacheError(f"new tokens for {len(counts)} row(s), but the state has {self.rows}.")
@@ -94,6 +106,15 @@ class KVCache:
                 f"row {row} has {self.lengths[row]} token(s) and gets {counts[row]} more, but at most "
                 f"{self.limit} fit (max_length, or the model's own limit). Nothing was written."
             )
+        return longest
+
+    def reserve(self, counts: Sequence[int]) -> None:
+        """Make room for `counts[r]` more tokens of each row r.
+
+        Raises:
+            CacheError: they do not fit; nothing is written.
+        """
+        longest = self.longest(counts)
         for group in self.groups.values():
             most = group.own(longest)
             if most > group.page and not group.paged:
@@ -201,7 +222,7 @@ class KVCache:
     def copy(self) -> KVCache:
         """An independent copy of the state."""
         other = copy.deepcopy(self)
-        other.step = self.step
+        other.origin = self.origin
         return other
 
     def save(self, path: str | Path) -> None:
@@ -221,7 +242,7 @@ class KVCache:
             "plan": dataclasses.asdict(self.plan), "config": dataclasses.asdict(self.config),
             "limit": self.limit, "lengths": list(self.lengths), "lost": list(self.lost), "fixed": self.fixed,
             "groups": groups, "device": str(self.device), "carried": self.carried.saved(),
-            "rank": self.rank,
+            "rank": self.rank, "sizes": dict(self.sizes), "alone": self.alone,
         }  # fmt: skip
 
     def __setstate__(self, state: Any) -> None:
@@ -245,6 +266,7 @@ class KVCache:
         rank = saved_cache.numbers(state.get("rank", self.rank), "rank")
         require(len(rank) == 2 and rank[0] < rank[1], f"it is of no rank: {rank!r:.40}")
         self.rank = rank[0], rank[1]
+        self.sizes, self.alone = saved_cache.sizes_of(state.get("sizes", {})), bool(state.get("alone", False))
         kept = state["groups"]
         same = isinstance(kept, dict) and kept.keys() == self.groups.keys()
         require(same, "it has other pages than its plan")

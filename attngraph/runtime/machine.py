@@ -80,6 +80,11 @@ class Machine:
             return False
         return self._values.holds([fetch(None) for fetch in self._assumed])
 
+    def own(self) -> list[Any]:
+        """The model's tensors that the graph and its weights stage read, as the model has them now."""
+        stage = [] if self._weights is None else self._weights.machine.own()
+        return self._inputs.own() + stage
+
     def __call__(
         self, arguments: Given, state: Mapping[str, Tensor] | None = None, interpret: Interpret | None = None
     ) -> list[Any]:

@@ -22,6 +22,7 @@ from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.machine import Machine
 from attngraph.runtime.step import Step
+from attngraph.runtime.step_sizes import Call
 
 aten = torch.ops.aten
 TOLERANCE = 1e-8
@@ -32,11 +33,14 @@ result follows from so many rounded entries or fewer."""
 LONGER = ((31, 259), (1, 1), (3, 0), (10, 1))
 """The same for a model that was traced for few numbers of tokens: longer sequences, one of them longer than
 most blocks (256 tokens)."""
+BEGINNINGS = 25
+"""Such a model may do something else with short sequences, too: all beginnings of fewer tokens are
+compared."""
 ROUNDING = {8: 1e-7, 4: 2e-3}
 """Accepted there, where the model itself is run, in its own dtype: by the bytes of an element."""
 STEPS: tuple[tuple[int, int], ...] = ((4, 2), (1, 1), (0, 3), (2, 1), (1, 1))
 """New tokens of two rows in each call: prompts, single tokens, none for one row, chunks. Both rows end at the
-same length."""
+same length. (More rows are like the second.)"""
 
 
 DIFFERENT = 4
@@ -123,11 +127,11 @@ def _tables_of(ids: fx.Node) -> Iterator[int]:
 
 def sample(
     step: Step, arguments: Mapping[str, Any], name: str
-) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
+) -> tuple[dict[str, Any], tuple[tuple[int, ...], ...]]:
     """Arguments as long as the calls to compare together, made of the given tokens, and these calls."""
     rows, given = arguments[name].shape[:2]
-    steps = _steps(step, given)
-    places = torch.arange(sum(count for count, _ in steps)) % given
+    steps = tuple((first, *[second] * (rows - 1)) for first, second in _steps(step, given, rows))
+    places = torch.arange(sum(counts[0] for counts in steps)) % given
     generator = torch.Generator().manual_seed(0)
     order = torch.stack([torch.randperm(given, generator=generator)[places] for _ in range(rows)])
     full = dict(arguments)
@@ -136,12 +140,17 @@ def sample(
     return full, steps
 
 
-def _steps(step: Step, given: int) -> tuple[tuple[int, int], ...]:
-    """The calls to compare; as many tokens as were traced, if the graph is of that number alone."""
-    if not step.plan.length.isdecimal():
+def _steps(step: Step, given: int, rows: int) -> tuple[tuple[int, int], ...]:
+    """The calls to compare; as many tokens as were traced, if the graph is of that number alone, or not for
+    their number."""
+    total = sum(count for count, _ in STEPS)
+    call = Call(1 if step.sizes.single else rows, frozenset([total]))
+    if not step.plan.length.isdecimal() and not step.sizes.fault(call):
         return STEPS
-    more = given - sum(count for count, _ in STEPS)
-    return (*STEPS, (more, more))
+    if given > total:
+        return (*STEPS, (given - total, given - total))
+    half = given // 2
+    return tuple(c for c in ((half, 1), (1, 0), (given - half - 1, given - 1)) if any(c))
 
 
 def prove_longer(
@@ -214,24 +223,44 @@ def _compare_longer(
     with torch.no_grad():
         for counts in longer:
             parts = [row[at : at + n] for row, at, n in zip(ids, state.lengths, counts, strict=True)]
-            logits = step.advance(state, counts, {n: torch.cat(parts)[None] for n in step.arguments})[0]
+            given = {n: torch.cat(parts)[None] for n in step.arguments}
+            logits = step.advance(state, counts, given, unfinished=range(len(rows)))[0]
             for row, part in zip(rows, torch.split(logits, list(counts)), strict=True):
                 row.append(part)
-        for row, found in zip(ids, rows, strict=True):
-            length = sum(map(len, found))
-            leaves = flatten(model(**{**arguments, name: row[None, :length]}))[0]
-            wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor)][result][0]
-            rule = Rule(ROUNDING.get(wanted.dtype.itemsize, 0.1))
-            difference = compare(torch.cat(found), wanted, rule)
-            if not difference.holds:
-                raise NoDecoderError(
-                    f"the model was traced for few numbers of tokens, and for {length} it gives something "
-                    f"else ({difference})."
+        for row, parts in zip(ids, rows, strict=True):
+            found = torch.cat(parts)
+            for length in (*range(1, min(BEGINNINGS, len(found))), len(found)):
+                _require_as_model(
+                    model, step, {**arguments, name: row[None, :length]}, found[:length], result
                 )
 
 
+def _require_as_model(
+    model: Callable[..., Any], step: Step, arguments: dict[str, Any], found: Tensor, result: int
+) -> None:
+    """Compare the logits of one sequence with the model's own, where the graph is for its length.
+
+    Raises:
+        NoDecoderError: they differ.
+    """
+    tokens, length = arguments[step.name], len(found)
+    rows = next((n for n in (1, 2) if not step.sizes.fault(Call(n, frozenset([length])))), 0)
+    if not rows:
+        return
+    leaves = flatten(model(**{**arguments, step.name: tokens.expand(rows, *tokens.shape[1:])}))[0]
+    wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor)][result][0]
+    if wanted.shape != found.shape:  # one result for a sequence
+        found = found[-1].reshape(wanted.shape)
+    difference = compare(found, wanted, Rule(ROUNDING.get(wanted.dtype.itemsize, 0.1)))
+    if not difference.holds:
+        raise NoDecoderError(
+            f"the model was traced for few numbers of tokens, and for {length} it gives something else "
+            f"({difference})."
+        )
+
+
 def _by_steps(
-    step: Step, full: Mapping[str, Any], device: torch.device, steps: Sequence[tuple[int, int]]
+    step: Step, full: Mapping[str, Any], device: torch.device, steps: Sequence[Sequence[int]]
 ) -> Tensor:
     """The results of all tokens, `[rows, tokens, ...]`, computed a few at a time."""
     state = empty_state(step, full, device, steps)
@@ -247,7 +276,7 @@ def _by_steps(
 
 
 def empty_state(
-    step: Step, full: Mapping[str, Any], device: torch.device, steps: Sequence[tuple[int, int]]
+    step: Step, full: Mapping[str, Any], device: torch.device, steps: Sequence[Sequence[int]]
 ) -> KVCache:
     """A state for the calls to compare, that keeps floating values in float64."""
     config = CacheConfig(dtype=torch.float64, layout="paged", page=3)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attngraph.capture.sides import UNASKED, Sides
 from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.errors import CacheError
-from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.conditions import are_few
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.token_program import prepare
+from attngraph.ir.versions import version_of
 from attngraph.report.report import CompileReport
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.machine import Interpret, Machine, Run
 from attngraph.runtime.parallel.states import OneRank
+from attngraph.runtime.step_sizes import StepSizes
 
 
 class Step:
@@ -30,19 +33,25 @@ class Step:
         run: makes the function that computes a graph's results.
         scope: what of the state around a call the decoder depends on.
         spread: arguments that calls may give with dimensions of size 1 between rows and tokens.
+        shapes: of the tensors that the graph was captured with, in order. sides: what its trace decided
+            about sizes. single: whether the graph is for calls of one sequence alone.
         ranks: what this process computes of a graph for several ranks (None: all of it).
     """
 
     def __init__(
         self, graph: ProgramGraph, owner: nn.Module, name: str, names: Sequence[str], report: CompileReport,
-        run: Callable[[ProgramGraph], Run], scope: Scope = EVERYTHING,
-        spread: frozenset[str] = frozenset(), ranks: OneRank | None = None,
+        run: Callable[[ProgramGraph], Run], shapes: Sequence[Sequence[Any]], sides: Sides = UNASKED,
+        scope: Scope = EVERYTHING, spread: frozenset[str] = frozenset(), single: bool = False,
+        ranks: OneRank | None = None,
     ) -> None:  # fmt: skip
         assert graph.state is not None
         self.ranks = OneRank(graph.state) if ranks is None else ranks
         self.graph, self.plan, self.report = graph, self.ranks.plan, report
         self.name, self.names, self.owner, self.scope = name, list(names), owner, scope
         self.spread = spread
+        self.sizes = StepSizes(
+            names, shapes, name, spread, graph.conditions, sides, self.plan.most_tokens, single
+        )
         self.traced: Any = None
         """What its trace depended on, for saving it."""
         self._step = Machine(graph, owner, run, names)
@@ -50,7 +59,7 @@ class Step:
         self._prompt = None if prompt is None else Machine(prompt, owner, run, names)
         for each in (graph, *graph.stages.values()):
             _prepare(each)
-        self.limit = self._limit()
+        self.limit = self.sizes.limit
 
     @property
     def _keeps(self) -> CachePlan:
@@ -73,12 +82,16 @@ class Step:
         ones, as for a loop over blocks. (One that holds up to some number is used up to that number.)"""
         name = self.plan.length
         limits = [c for c in self.graph.conditions if {str(s) for s in c.free_symbols} == {name}]
-        few = [n for n in (8, 1 << 24) if not all(holds(c, {name: n}) for c in limits)]
-        return name.isdecimal() or len(few) == 2
+        return name.isdecimal() or are_few(limits, name)
 
     def is_valid(self) -> bool:
         """Whether the buffers whose values the graph relies on still hold them."""
         return self._step.is_valid() and (self._prompt is None or self._prompt.is_valid())
+
+    def weights(self) -> tuple[list[Any], list[int | None]]:
+        """The model's tensors that the graph reads, and how often each has been written to."""
+        found = [t for machine in (self._step, self._prompt) if machine is not None for t in machine.own()]
+        return found, [*map(version_of, found)]
 
     def begin(self, state: KVCache, arguments: Mapping[str, Tensor], run: Interpret | None = None) -> None:
         """Compute the state's fixed values, which do not depend on the tokens."""
@@ -89,17 +102,18 @@ class Step:
 
     def advance(
         self, state: KVCache, counts: Sequence[int], arguments: Mapping[str, Tensor],
-        picked: Tensor | None = None, run: Interpret | None = None,
+        picked: Tensor | None = None, run: Interpret | None = None, unfinished: Collection[int] = (),
     ) -> Tensor:  # fmt: skip
         """Process the new tokens of each row, packed into one sequence, and cache what later ones need.
 
         Args:
             picked: the indices of the packed tokens whose results are returned; None: all.
             run: an interpreter to run the graph with instead.
+            unfinished: rows whose results nobody asks for yet, because more of their prompt follows.
 
         Raises:
-            CacheError: the tokens do not fit, or a buffer has changed whose values the graph relies on;
-                nothing is written.
+            CacheError: the tokens do not fit, the graph is not right for so many, or a buffer has changed
+                whose values the graph relies on; nothing is written.
         """
         if run is None and not self.is_valid():
             raise CacheError(
@@ -107,6 +121,14 @@ class Step:
                 "the prompt, so what is kept of the prompt does not go with it.\n"
                 "What to do: call prefill again."
             )
+        state.longest(counts)
+        if run is None and self.sizes.asks:
+            fault = self.sizes.fault(state.call(counts, unfinished))
+            if fault:
+                raise CacheError(
+                    f"{fault}. What is kept of the tokens before does not go with it. Nothing was written.\n"
+                    "What to do: call prefill with all tokens of these rows."
+                )
         state.reserve(counts)
         rows = state.inputs(counts)
         if picked is None:  # all: where each row has one token, its number is the row's
@@ -125,30 +147,6 @@ class Step:
         results: Any = self.graph.graph.output_node().args[0]
         value: Tensor = results[0].meta["val"]
         return torch.zeros((*shape, int(value.shape[-1])), dtype=value.dtype, device=state.device)
-
-    def _limit(self) -> int | None:
-        """The longest sequence that the trace and the position tables allow."""
-        traced, tables = self._most_tokens(), self.plan.most_tokens
-        if traced is not None and traced + 1 == tables:
-            return tables  # the trace excludes a slice of the whole table, but the computation is the same
-        return min((n for n in (traced, tables) if n is not None), default=None)
-
-    def _most_tokens(self) -> int | None:
-        """The longest sequence for which the trace is valid."""
-        name = self.plan.length
-        limits = [c for c in self.graph.conditions if {str(s) for s in c.free_symbols} == {name}]
-        low, high = 8, 1 << 24
-        if not limits or all(holds(c, {name: high}) for c in limits):
-            return None
-        if not all(holds(c, {name: low}) for c in limits):
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if all(holds(c, {name: middle}) for c in limits):
-                low = middle
-            else:
-                high = middle
-        return low
 
 
 def _prepare(graph: ProgramGraph) -> None:

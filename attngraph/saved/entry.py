@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attngraph.capture.captured import Attribute, Captured
+from attngraph.capture.sides import Decision, Same, Sides
 from attngraph.capture.state.content import Content, tensor_digest
 from attngraph.capture.state.scope import Scope
 from attngraph.errors import SavedError
@@ -72,7 +73,11 @@ def files_of(
         }
         left_out = [f"{path}.{name}" for path, name, *_, read in beside["attributes"] if not read]
     else:
-        beside |= {"name": found.name, "names": found.names, "spread": sorted(found.spread)}
+        beside |= {
+            "name": found.name, "names": found.names, "spread": sorted(found.spread),
+            "shapes": [[size_text(n, names) for n in shape] for shape in found.sizes.shapes],
+            "sides": _sides(found.sizes.sides, names), "single": found.sizes.single,
+        }  # fmt: skip
         left_out = _left_out(found, content)
     guards = {**traced.sections(), "left_out": left_out, "contents": _contents(graph, owner)}
     report = dataclasses.replace(found.report, parts=(), code=found.report.code if code else UserCode())
@@ -109,6 +114,26 @@ def _attribute(attribute: Attribute, content: Content, names: Mapping[str, str])
     structure = attribute.structure
     written = None if structure is None else write_structure(structure, names)
     return [path, attribute.name, attribute.label, written, attribute.read]
+
+
+def _sides(sides: Sides, names: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "decisions": [[size_text(d.relation, names), d.line, d.raises] for d in sides.decisions],
+        "same": [
+            [sorted(names.get(n, n) for n in s.ones), [size_text(r, names) for r in s.relations]]
+            for s in sides.same
+        ],
+    }
+
+
+def _sides_from(about: Mapping[str, Any], names: Mapping[str, str]) -> Sides:
+    return Sides(
+        tuple(Decision(size_of(text, names), line, raises) for text, line, raises in about["decisions"]),
+        tuple(
+            Same(frozenset(names.get(n, n) for n in ones), tuple(size_of(r, names) for r in relations))
+            for ones, relations in about["same"]
+        ),
+    )
 
 
 def _left_out(step: Step, content: Content) -> list[str]:
@@ -239,13 +264,15 @@ def step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) ->
 
 def _step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Step:
     beside = json.loads(files["graph.json"])
-    graph, _, report = _graph(files, beside, known)
+    graph, names, report = _graph(files, beside, known)
     _require_state(graph)
     split = (path.rpartition(".") for path in json.loads(files["guards.json"])["left_out"])
     left_out = frozenset((id(known.objects[path]), name) for path, _, name in split if path in known.objects)
+    shapes = tuple(tuple(_extent(n, names) for n in shape) for shape in beside["shapes"])
     return Step(
-        graph, known.owner, beside["name"], beside["names"], report, run,
-        dataclasses.replace(known.scope, left_out=left_out), frozenset(beside["spread"]),
+        graph, known.owner, beside["name"], beside["names"], report, run, shapes,
+        _sides_from(beside["sides"], names), dataclasses.replace(known.scope, left_out=left_out),
+        frozenset(beside["spread"]), beside["single"],
     )  # fmt: skip
 
 

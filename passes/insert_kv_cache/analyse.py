@@ -16,7 +16,7 @@ from torch import fx
 from attngraph.capture.functional import RECURRENT
 from attngraph.errors import NoDecoderError
 from attngraph.ir import budgets
-from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.conditions import are_few, holds
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
@@ -128,7 +128,7 @@ def _is_of_few_lengths(graph: ProgramGraph, ids: fx.Node) -> bool:
     """Whether the trace holds for some numbers of tokens alone, as that of a loop over blocks may. (One that
     holds up to some number, as with a table of positions, is none.)"""
     name, limits = _limits(graph, ids)
-    return all(any(not holds(c, {name: count}) for c in limits) for count in (8, 1 << 24))
+    return are_few(limits, name)
 
 
 def _limits(graph: ProgramGraph, ids: fx.Node) -> tuple[str, list[Any]]:

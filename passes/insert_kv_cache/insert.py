@@ -39,6 +39,7 @@ from attngraph.passes.insert_kv_cache.free_tokens import free_tokens
 from attngraph.passes.insert_kv_cache.join_pieces import join_pieces
 from attngraph.passes.insert_kv_cache.kept_values import KeptValues
 from attngraph.passes.insert_kv_cache.look_back import LookBack
+from attngraph.passes.insert_kv_cache.own_places import leave_out_own_places, require_no_places
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
 from attngraph.passes.insert_kv_cache.run_again import run_again
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
@@ -77,7 +78,7 @@ class InsertKVCache:
             if given.kind == "argument" and int(given.name) == self.argument
         )  # fmt: skip
         refuted: dict[fx.Node, str] = {}
-        joined = join_pieces(graph)
+        joined = [*leave_out_own_places(graph), *join_pieces(graph)]
         while True:
             outcome = Outcome(list(joined))
             tokens = analyse(graph, ids, self.number, outcome, refuted)
@@ -139,6 +140,7 @@ class _Insertion:
         most_tokens = self.tokens.most_tokens()
         attentions = [n for n in self.graph.attentions() if n in self.needed and self._looks_at_tokens(n)]
         scans = [n for n, f in self.tokens.facts.items() if f.kind is Kind.SCAN and n in self.needed]
+        require_no_places(self.tokens, (n for n in self.tokens.facts if n in self.needed))
         self.kept.choose([*attentions, *scans])
         for node in list(self.graph.graph.nodes):
             fact = self.tokens.facts.get(node)

@@ -134,7 +134,7 @@ def test_a_step_over_a_cache_asks_nothing_of_the_device(
 def test_a_step_of_a_decoder_asks_nothing_of_the_device() -> None:
     config = ModernDecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_width=4, hidden=32)
     model = ModernDecoder(config).eval()
-    step = attngraph.compile(model, cache=True).prefill(torch.zeros(3, 6, dtype=torch.int64))[1].step
+    step = attngraph.compile(model, cache=True).prefill(torch.zeros(3, 6, dtype=torch.int64))[1].origin.step
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         for module in model.modules():
             for kept in (module._parameters, module._buffers):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from attngraph.api import transformed
 from attngraph.capture import guards
 from attngraph.capture.state.walk import Walk
 from attngraph.fuzz.around import asking, programs
@@ -71,7 +70,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], Callable[[Path], str]]] =
     ),
     "settings": (guards, "settings", lambda: (), lambda p: programs.check(program("deterministic"), p)),
     "what is asked": (guards, "answers", lambda *_: (), lambda p: _first_that_fails()),
-    "modes": (transformed, "surroundings", lambda: "", lambda p: _first_that_fails()),
+    "modes": (guards, "surroundings", lambda: "", lambda p: _first_that_fails()),
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fractions
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -17,6 +17,12 @@ def holds(condition: Any, sizes: Mapping[str, int]) -> bool:
     """Whether a sympy relation is true for these sizes; also True if it cannot be evaluated."""
     names, test = test_of(condition)
     return any(name not in sizes for name in names) or bool(test(*(sizes[name] for name in names)))
+
+
+def are_few(conditions: Sequence[Any], size: str) -> bool:
+    """Whether conditions on one size hold for neither small numbers nor large ones."""
+    tried = (range(2, 6), range(1 << 24, (1 << 24) + 64))
+    return not any(all(holds(c, {size: n}) for c in conditions) for numbers in tried for n in numbers)
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -1,0 +1,198 @@
+"""Where a size is 1, a model that asks for it may do the same all the same: it is traced there, and compared.
+
+`is_causal = tokens > 1` is asked by most models of transformers, and makes no difference to one token. For
+each size whose being 1 would change an answer, and for all of these together, the model is traced once more.
+Both graphs are of the same operations then, or are run in float64, as every claim is. Where they differ, or
+the model has no such call, the decision stays a condition of the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from attngraph.capture.captured import Captured
+from attngraph.capture.guards import size_value
+from attngraph.capture.sides import Decision, Same, Sides, assumed, is_of_ones
+from attngraph.capture.structure import flatten, unflatten
+from attngraph.errors import NoDecoderError
+from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, is_size
+from attngraph.meaning.check.comparison import Rule, compare
+from attngraph.meaning.check.oracle import Exact
+from attngraph.runtime.machine import Machine
+from attngraph.runtime.proof import TOLERANCE
+
+log = logging.getLogger(__name__)
+Again = Callable[[tuple[Any, ...], dict[str, Any]], Captured]
+"""Captures another call of the model."""
+
+
+def compare_sides(
+    captured: Captured, graph: ProgramGraph, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+    again: Again, results: Sequence[int] | None = None, single: Collection[str] = (), weights: bool = True,
+) -> Sides:  # fmt: skip
+    """What a trace decided about sizes, with the sizes of 1 for which it makes no difference.
+
+    Args:
+        graph: as it was captured. args, kwargs: the call that it was captured from.
+        results: the numbers of the results that are compared; None: all.
+        single: sizes that are 1 in every call of the graph, about which questions were answered so.
+        weights: whether the model's weights are here; if not, as on one rank of several, others are made up
+            one after the other.
+
+    Raises:
+        NoDecoderError: the graph does not give what the model gives where these are 1.
+    """
+    sides, found = captured.sides, list[Same]()
+    leaves, spec = flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for ones in _asked_of_ones(sides, graph, frozenset(single)):
+        smaller = _cut(tensors, captured.shapes, {**graph.hints, **dict.fromkeys(ones, 1)})
+        given = iter(smaller)
+        call = unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        try:
+            other = again(*call)
+            names = _renamed(other.shapes, captured.shapes)
+            relations = [*assumed(other.graph.conditions), *(d.relation for d in other.sides.decisions)]
+            sizes = {**graph.hints, **dict.fromkeys(ones, 1)}
+            equal = _of_same_operations(graph, other.graph, sizes)
+            if equal or _alike(
+                graph, other, captured, owner, smaller, results, Exact if weights else _MadeUp
+            ):
+                kept = (r.xreplace(names) for r in relations if not is_of_ones(r))
+                found.append(Same(ones, tuple(kept)))
+        except Exception as problem:  # the user's model runs at sizes that nobody asked for
+            log.info("not for %s of 1: %s", ", ".join(sorted(ones)), problem)
+    if not single:
+        return Sides(sides.decisions, tuple(found))
+    always = next((same for same in found if same.ones == set(single)), None)
+    if always is None:
+        raise NoDecoderError("what it does with one sequence is not what it does with each of several.")
+    known = {d.relation for d in sides.decisions}
+    line = next((d.line for d in sides.decisions), "its own code")
+    more = (Decision(r, line) for r in always.relations if r not in known)
+    return Sides((*sides.decisions, *more), tuple(Same(s.ones - set(single), s.relations) for s in found))
+
+
+def _asked_of_ones(sides: Sides, graph: ProgramGraph, single: frozenset[str]) -> Iterator[frozenset[str]]:
+    """The sets of sizes whose being 1 would change an answer, where the graph's conditions hold; those that
+    are always 1 in all of them."""
+    names = sorted(
+        name for name in sides.symbols & graph.hints.keys()
+        if any(not holds(d.relation, {**graph.hints, name: 1}) for d in sides.decisions)
+    )  # fmt: skip
+    sets = [*((name,) for name in names), *([tuple(names)] if len(names) > 1 else [])]
+    for chosen in [*([()] if single else []), *sets]:
+        ones = frozenset(chosen) | single
+        if all(holds(c, {**graph.hints, **dict.fromkeys(ones, 1)}) for c in assumed(graph.conditions)):
+            yield ones
+
+
+def _cut(
+    tensors: Sequence[Tensor], shapes: Sequence[Sequence[Any]], sizes: Mapping[str, int]
+) -> list[Tensor]:
+    """The tensors of a call with these sizes."""
+    found = []
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        for dim, extent in enumerate(shape):
+            wanted = extent if isinstance(extent, int) else size_value(extent, dict(sizes))
+            if wanted != tensor.shape[dim]:
+                places = torch.arange(wanted, device=tensor.device) % tensor.shape[dim]
+                tensor = tensor.index_select(dim, places)
+        found.append(tensor)
+    return found
+
+
+def _renamed(shapes: Sequence[Sequence[Any]], wanted: Sequence[Sequence[Any]]) -> dict[Any, Any]:
+    """From the sizes of one trace to those of another."""
+    pairs = itertools.chain.from_iterable(zip(a, b, strict=True) for a, b in zip(shapes, wanted, strict=True))
+    return {a: b for a, b in pairs if getattr(a, "is_Symbol", False)}
+
+
+def _of_same_operations(graph: ProgramGraph, other: ProgramGraph, sizes: Mapping[str, int]) -> bool:
+    """Whether two graphs are of equal operations on equal operands, where the first is of these sizes."""
+    if graph.inputs != other.inputs or graph.outputs != other.outputs:
+        return False
+    ours, theirs = ([n for n in g.graph.nodes if not is_size(n)] for g in (graph, other))
+    if len(ours) != len(theirs):
+        return False
+    known: dict[Any, Any] = {}
+
+    def number(value: Any) -> Any:
+        """A size as a number, at the sizes that are given."""
+        value = value.meta.get("val") if isinstance(value, fx.Node) else value
+        formula = value.node.expr if isinstance(value, torch.SymInt) else value
+        return size_value(formula, dict(sizes)) if hasattr(formula, "free_symbols") else formula
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, fx.Node) and not is_size(a):
+            return known.get(a) is b
+        if isinstance(a, (list, tuple)):
+            return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
+        if isinstance(a, dict):
+            return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[n], b[n]) for n in a)
+        if isinstance(a, slice):
+            return isinstance(b, slice) and same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+        one, two = number(a), number(b)
+        return type(one) is type(two) and bool(one == two)
+
+    for a, b in zip(ours, theirs, strict=True):
+        known[a] = b
+        if a.op != b.op or (a.op == "call_function" and a.target is not b.target):
+            return False
+        if a.op != "placeholder" and not same((a.args, a.kwargs), (b.args, b.kwargs)):
+            return False
+    constants = (graph.constants.keys() == other.constants.keys()) and all(
+        _equal(value, other.constants[name]) for name, value in graph.constants.items()
+    )
+    return constants
+
+
+def _alike(
+    graph: ProgramGraph, other: Captured, captured: Captured, owner: nn.Module, tensors: Sequence[Tensor],
+    results: Sequence[int] | None, run: type[Exact],
+) -> bool:  # fmt: skip
+    """Whether both graphs give the same for these tensors."""
+    same_kind = [o.kind for o in graph.outputs] == [o.kind for o in other.graph.outputs]
+    if not same_kind or str(other.structure.tree) != str(captured.structure.tree):
+        return False
+    with torch.no_grad():
+        ours, theirs = (
+            [
+                value
+                for value, o in zip(Machine(g, owner)(tensors, None, run), g.outputs, strict=True)
+                if o.kind in RESULTS
+            ]
+            for g in (graph, other.graph)
+        )
+    places = range(len(ours)) if results is None else results
+    return all(_equal(ours[n], theirs[n]) for n in places)
+
+
+class _MadeUp(Exact):
+    """A graph with weights that are made up where they are used: what is compared holds for any."""
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        return pytree.tree_map(_made_up, super().fetch_args_kwargs_from_env(n))
+
+
+def _made_up(value: Any) -> Any:
+    """Numbers between -1 / 2 and 1 / 2 in place of a tensor without data, the same for equal shapes."""
+    if not isinstance(value, Tensor) or not value.numel() or value.untyped_storage().nbytes():
+        return value
+    places = torch.arange(value.numel(), dtype=torch.float64, device=value.device)
+    found = (places * 0.6180339887498949).frac() - 0.5
+    return found.reshape(value.shape).to(value.dtype)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) if not a.is_floating_point() else compare(a, b, Rule(TOLERANCE)).holds

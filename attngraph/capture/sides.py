@@ -1,0 +1,134 @@
+"""Which sizes a graph is for: the side that its trace took of every branch on sizes.
+
+A trace follows one side of `if n > 6`, and torch takes for granted that a symbolic size is at least 2, so
+that it never asks `n > 1` again. A graph is right for a call whose sizes are on the trace's side of all that
+was decided. Where a size is 1, the model may do the same though it asks: such sides are compared with the
+model when the graph is made (`api/compare_sides.py`), and are `same` then."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import sympy
+
+from attngraph.ir.graph.conditions import holds, python_text
+
+_ORDERS = sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt
+_MANY = 1 << 24
+"""More than any size that is asked for."""
+
+
+class Decision(NamedTuple):
+    """A relation between sizes that a trace took to hold, the line that asked, and whether the model only
+    raises an error where it does not."""
+
+    relation: Any
+    line: str
+    raises: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Same:
+    """Where these sizes are 1, the graph gives what the model gives, if these relations hold."""
+
+    ones: frozenset[str]
+    relations: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """What a trace decided about sizes, and for which sizes of 1 the graph is right nevertheless."""
+
+    decisions: tuple[Decision, ...] = ()
+    same: tuple[Same, ...] = ()
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """The sizes that were asked for."""
+        return frozenset(str(s) for d in self.decisions for s in d.relation.free_symbols)
+
+    def ones(self, sizes: Mapping[str, int]) -> frozenset[str]:
+        """Which of the sizes that were asked for are 1."""
+        return frozenset(name for name in self.symbols if sizes.get(name) == 1)
+
+    def broken(self, sizes: Mapping[str, int]) -> Decision | None:
+        """A decision that does not hold for these sizes; None if the graph is right for them."""
+        failing = next((d for d in self.decisions if not holds(d.relation, sizes)), None)
+        if failing is None:
+            return None
+        same = next((s for s in self.same if s.ones == self.ones(sizes)), None)
+        if same is None:
+            return failing
+        other = next((r for r in same.relations if not holds(r, sizes)), None)
+        return None if other is None else Decision(other, failing.line)
+
+    def strictly(self) -> Iterator[Any]:
+        """Conditions that hold for the sizes for which the graph is right, and for no others."""
+        for relation in dict.fromkeys(d.relation for d in self.decisions):
+            own = {str(s) for s in relation.free_symbols}
+            sets = [s for s in self.same if s.ones & own]
+            whole = sum(1 for s in sets if not s.relations)
+            every = 2 ** (len(self._flipped()) - 1)
+            if sets and is_of_ones(relation) and whole == len(sets) == every:
+                continue  # whatever is 1, the graph is right
+            yield sympy.Or(relation, *(self._where(same) for same in sets)) if sets else relation
+
+    def _where(self, same: Same) -> Any:
+        """The condition that these sizes are 1, and no others that were asked for."""
+        symbols = {str(s): s for d in self.decisions for s in d.relation.free_symbols}
+        ones = (sympy.Eq(s, 1) if n in same.ones else sympy.Ne(s, 1) for n, s in sorted(symbols.items()))
+        return sympy.And(*ones, *same.relations)
+
+    def _flipped(self) -> frozenset[str]:
+        """The sizes whose being 1 was compared."""
+        return frozenset(name for same in self.same for name in same.ones)
+
+
+UNASKED = Sides()
+"""Of a graph whose trace decided nothing about sizes."""
+
+
+def assumed(conditions: Sequence[Any]) -> Iterator[Any]:
+    """The conditions of a graph but for those that say that a size is at least 2, as torch takes all symbolic
+    sizes to be."""
+    return (c for c in dict.fromkeys(conditions) if not is_of_ones(c))
+
+
+def is_of_ones(relation: Any) -> bool:
+    """Whether a relation is of one size, and holds for all numbers from 2 on."""
+    symbols = list(relation.free_symbols)
+    if len(symbols) != 1 or not isinstance(relation, (*_ORDERS, sympy.Ne)):
+        return False
+    (symbol,) = symbols
+    difference = sympy.expand(relation.lhs - relation.rhs)
+    if not difference.is_polynomial(symbol) or sympy.degree(difference, symbol) > 1:
+        return False
+    if isinstance(relation, sympy.Ne):
+        return bool(-difference.coeff(symbol, 0) / difference.coeff(symbol, 1) < 2)
+    return all(holds(relation, {str(symbol): n}) for n in (2, _MANY))
+
+
+def in_words(relation: Any, names: Mapping[str, str]) -> str:
+    """A relation as users may read it: `tokens > 6`."""
+    return re.sub(r"\w+", lambda found: names.get(found[0], found[0]), python_text(relation))
+
+
+def bound_above(relation: Any) -> int | None:
+    """The largest number of the one size of a relation that is linear in it for which it holds; None if there
+    is none."""
+    symbols = list(relation.free_symbols)
+    if len(symbols) != 1 or not isinstance(relation, _ORDERS):
+        return None
+    (symbol,) = symbols
+    if not all(side.is_polynomial(symbol) and sympy.degree(side, symbol) < 2 for side in relation.args):
+        return None
+    low, high = 0, _MANY
+    if not holds(relation, {str(symbol): low}) or holds(relation, {str(symbol): high}):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(relation, {str(symbol): middle}) else (low, middle)
+    return low

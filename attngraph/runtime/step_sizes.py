@@ -1,0 +1,176 @@
+"""For which calls a decoder's graph is right: how many sequences, how many tokens in each, and other sizes.
+
+A decoder gives what the model gives for whole sequences. So what a trace decided about the number of tokens
+is asked of a row's length after each call, tokens that were cached before included: a row that crosses to the
+other side of a branch cannot go on with what was kept, because the model computes all of its tokens in
+another way there. The number of sequences is that of the call's rows; an engine's requests are each alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+from torch import Tensor
+
+from attngraph.capture.guards import size_value
+from attngraph.capture.sides import Sides, assumed, bound_above, in_words
+from attngraph.capture.structure import flatten
+from attngraph.ir.graph.conditions import holds
+
+ROWS, TOKENS = "sequences", "tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The sizes of a call: rows, the lengths of those that have a result, other sizes by their symbol."""
+
+    rows: int
+    lengths: frozenset[int]
+    others: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+class StepSizes:
+    """The sizes that a decoder's graph is for.
+
+    Args:
+        names, shapes: of the tensors that it was captured with, in order. tokens: the name of the one that
+            has the tokens. skipped: names of those whose shape is not the call's.
+        conditions: of the graph. sides: what its trace decided.
+        tables: the longest sequence that position tables cover.
+        single: whether it is for calls of one sequence alone.
+    """
+
+    def __init__(
+        self, names: Sequence[str], shapes: Sequence[Sequence[Any]], tokens: str, skipped: Collection[str],
+        conditions: Sequence[Any], sides: Sides, tables: int | None, single: bool,
+    ) -> None:  # fmt: skip
+        self.names, self.shapes, self.sides, self.single = list(names), shapes, sides, single
+        self._tokens, self._skipped = tokens, frozenset(skipped)
+        self.rows, self.length = (str(n) for n in shapes[self.names.index(tokens)][:2])
+        self._conditions = [*assumed(conditions)]
+        self._told = {self.rows: ROWS, self.length: TOKENS}
+        self.asks = bool(self._conditions or sides.decisions or single)
+        """Whether any call is to be looked at."""
+        self._known: dict[tuple[int, int, tuple[tuple[str, int], ...]], str] = {}
+        traced = self._most_traced()
+        self._whole_table = tables if traced is not None and traced + 1 == tables else None
+        """A length that the trace excludes, because a slice of the whole table would be the table itself."""
+        self._tables = tables
+        limits = (tables, None if traced is None or traced + 1 == tables else traced)
+        self.limit = min((n for n in limits if n is not None), default=None)
+
+    @property
+    def depends(self) -> bool:
+        """Whether a row may come to a length for which the graph is not right, but for its limit."""
+        every = (*self._conditions, *(d.relation for d in self.sides.decisions))
+        own = [c for c in every if self.length in {str(s) for s in c.free_symbols}]
+        return any(bound_above(c) is None or bound_above(c) != self.limit for c in own)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the model takes no longer sequences than `limit`, in whatever graph."""
+        longer = None if self.limit is None else self.sides.broken({self.length: self.limit + 1})
+        return self.limit == self._tables or (longer is not None and longer.raises)
+
+    def strictly(self) -> Iterator[Any]:
+        """Conditions, besides the decisions, that hold for the sizes that the graph is for, and for no
+        others."""
+        length, rows = (sympy.Symbol(name, integer=True) for name in (self.length, self.rows))
+        if self.limit is not None:
+            yield sympy.Le(length, self.limit)
+        if self.single:
+            yield sympy.Eq(rows, 1)
+        for condition in self._conditions:
+            own = {str(s) for s in condition.free_symbols} == {self.length}
+            at_table = (
+                own
+                and self._whole_table is not None
+                and not holds(condition, {self.length: self._whole_table})
+            )
+            if not at_table and not (own and bound_above(condition) is not None):
+                yield condition
+
+    def alike(self, call: Call, near: int) -> int | None:
+        """A number of tokens about which the model would be given the same answers as about the longest row
+        of a call, as far as it has asked: the nearest to `near`. None if there is no such number."""
+        longest = max(call.lengths)
+
+        def answers(tokens: int) -> list[bool]:
+            sizes = {**call.others, self.rows: call.rows, self.length: tokens}
+            return [holds(d.relation, sizes) for d in self.sides.decisions]
+
+        tried = sorted(range(3, 4 * near), key=lambda n: (abs(n - near), n))
+        return next((n for n in tried if answers(n) == answers(longest)), None)
+
+    def of_inputs(self, inputs: Mapping[str, Any], rows: int, width: int) -> dict[str, int] | None:
+        """The other sizes of a prompt's call, by symbol; None if the graph takes no inputs of this shape.
+        `width`: the number of tokens in the longest row, padding included."""
+        given = {n: [x for x in flatten(value)[0] if isinstance(x, Tensor)] for n, value in inputs.items()}
+        sizes, formulas = {self.rows: rows, self.length: width}, list[tuple[Any, int]]()
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if name == self._tokens or name in self._skipped or name not in given:
+                continue
+            tensor = given[name].pop(0)
+            if tensor.ndim != len(shape):
+                return None
+            for extent, number in zip(shape, tensor.shape, strict=True):
+                if getattr(extent, "is_Symbol", False):
+                    sizes.setdefault(str(extent), number)
+                formulas.append((extent, number))
+        for extent, number in formulas:
+            if number != (extent if isinstance(extent, int) else size_value(extent, sizes)):
+                return None
+        return {name: size for name, size in sizes.items() if name not in (self.rows, self.length)}
+
+    def fault(self, call: Call) -> str:
+        """Why the graph is not right for a call; "" if it is."""
+        if not self.asks:
+            return ""
+        return next((why for n in sorted(call.lengths) if (why := self._fault(call, n))), "")
+
+    def _fault(self, call: Call, length: int) -> str:
+        key = call.rows, length, tuple(call.others.items())
+        if key not in self._known:
+            if len(self._known) > 4096:
+                self._known.clear()
+            sizes = {**call.others, self.length: length, self.rows: call.rows}
+            self._known[key] = next(self._faults(sizes, call.rows, length), "")
+        return self._known[key]
+
+    def _faults(self, sizes: dict[str, int], rows: int, length: int) -> Iterator[str]:
+        if self.single and rows != 1:
+            yield f"the graph is for calls of one sequence, and there are {rows}"
+        decision = self.sides.broken(sizes)
+        if decision is not None:
+            does = "raises an error" if decision.raises else "does something else"
+            yield (
+                f"the model asks at {decision.line} whether {in_words(decision.relation, self._told)}, and "
+                f"{does} where that is not so, as for {_counted(rows, length)}"
+            )
+        shorter = {**sizes, self.length: length - 1}
+        for condition in self._conditions:
+            own = {str(s) for s in condition.free_symbols} == {self.length}
+            whole = own and length == self._whole_table and holds(condition, shorter)
+            if not whole and not holds(condition, sizes):
+                words = in_words(condition, self._told)
+                yield f"the graph is for sizes with {words}, which is not so for {_counted(rows, length)}"
+
+    def _most_traced(self) -> int | None:
+        """The longest sequence that the trace is valid for, unless the model does something else with longer
+        ones."""
+        own = [c for c in self._conditions if {str(s) for s in c.free_symbols} == {self.length}]
+        bounds = (bound_above(c) for c in own)
+        found = min((n for n in bounds if n is not None), default=None)
+        if found is None:
+            return None
+        while found > 0 and not all(holds(c, {self.length: found}) for c in own):
+            found -= 1
+        longer = self.sides.broken({self.length: found + 1})
+        return found if longer is None or longer.raises else None
+
+
+def _counted(rows: int, length: int) -> str:
+    return f"{rows} sequence{'s' * (rows != 1)} of {length} token{'s' * (length != 1)}"
