@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,6 +70,14 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     if "_Object" not in str(spec):
         return tree
     return pytree.tree_map(_close, tree, is_leaf=lambda x: isinstance(x, _Object))
+
+
+def classes_in(spec: TreeSpec) -> Iterator[type]:
+    """The classes of the objects that were flattened."""
+    if spec.type is _Object:
+        yield spec.context[0]
+    for child in spec.children():
+        yield from classes_in(child)
 
 
 def is_value(leaf: Any) -> bool:

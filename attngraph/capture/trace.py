@@ -49,7 +49,7 @@ from attngraph.capture.size_formulas import FixedSize, ManyQuotients, SizeProble
 from attngraph.capture.stack_traces import whole_stack_traces
 from attngraph.capture.state.snapshot import Snapshot
 from attngraph.capture.state.walk import Walk, hooks_not_traced
-from attngraph.capture.structure import flatten
+from attngraph.capture.structure import classes_in, flatten
 from attngraph.capture.unwritten import code_written_when_called
 from attngraph.errors import CaptureError
 from attngraph.ir.garbage import without_collections
@@ -161,11 +161,13 @@ def _capture(
         raise refusal("forward() writes to an argument that shares its memory with another")
     found = _with_sizes(graph, program, flat.trace)
     hold_layouts(found.graph, flat.trace.memory)
-    return _watched(found, flat.trace, [target, *things(leaves)])
+    return _watched(found, flat.trace, [target, *things(leaves)], frozenset(classes_in(spec)))
 
 
-def _watched(captured: Captured, trace: Trace, targets: Sequence[Any]) -> Captured:
-    """The captured graph, with all that its code read in its scope.
+def _watched(
+    captured: Captured, trace: Trace, targets: Sequence[Any], classes: frozenset[type]
+) -> Captured:  # fmt: skip
+    """The captured graph, with all that its code read in its scope. `classes`: of its arguments.
 
     Raises:
         CaptureError: the code read what later calls cannot compare, so that a graph would keep what it was.
@@ -178,9 +180,9 @@ def _watched(captured: Captured, trace: Trace, targets: Sequence[Any]) -> Captur
         what = f"{name_of(place, targets[0])}, a {type(value).__name__}: {why}"
         line = line_using(place.name, targets[0])
     if not what:
-        lost = found.functions_not_met(trace.executed.codes.values())
-        around = dataclasses.replace(captured.around, functions=lost)
-        return dataclasses.replace(captured, around=around) if lost else captured
+        others = classes | found.functions_not_met(trace.executed.codes.values())
+        around = dataclasses.replace(captured.around, others=others)
+        return dataclasses.replace(captured, around=around)
     raise CaptureError(
         f"a graph of the model would keep what forward() reads in this call: {what}{line and f' at {line}'}."
         "\nWhat to do: read it outside of the model and give it as an argument, or compile without "

@@ -124,7 +124,7 @@ def has_value(value: Any) -> bool:
         return False
     try:
         hash(value)
-    except TypeError:
+    except (TypeError, ValueError):  # the latter of a view of memory that can be written to
         return False
     return True
 

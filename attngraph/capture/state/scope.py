@@ -12,8 +12,10 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from attngraph.capture.state.code import chains_in, names_in
 from attngraph.capture.state.kinds import is_known
@@ -25,7 +27,7 @@ Asked = frozenset[tuple[int, str]]
 
 
 MISSING = object()
-_BUILTIN = frozenset(vars(builtins))
+_BUILTIN = vars(builtins)
 
 
 class Space:
@@ -34,8 +36,8 @@ class Space:
 
     __slots__ = ("held",)
 
-    def __init__(self, held: dict[str, Any]) -> None:
-        self.held = held
+    def __init__(self, held: Mapping[str, Any]) -> None:
+        self.held: Any = held
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Space) and other.held is self.held
@@ -45,17 +47,21 @@ class Space:
 
     @property
     def name(self) -> str:
-        return str(self.held.get("__name__", "globals"))
+        return str(self.held.get("__name__") or self.held.get("__module__") or "globals")
 
     def get(self, name: str) -> Any:
         """What a name stands for, or the file that is imported by it; `MISSING` if there is neither."""
         if name in self.held or name in _BUILTIN:
-            return self.held.get(name, MISSING)
+            return self.held[name] if name in self.held else _BUILTIN[name]
         inside = f"{self.held.get('__package__') or ''}.{name}".strip(".")
         return sys.modules.get(name) or sys.modules.get(inside, MISSING)
 
     def variables(self) -> list[str]:
         return [name for name in self.held if not name.startswith("__")]
+
+
+TENSORS = Space(vars(torch.Tensor))
+"""The methods of tensors, which users replace."""
 
 
 def read_by(code: types.CodeType, held: dict[str, Any]) -> Iterator[tuple[Space, Iterable[str]]]:
@@ -101,8 +107,9 @@ class Scope:
     environment: tuple[str, ...] = ()
     asked: Asked = frozenset()
     layouts: bool = False
-    functions: frozenset[Any] = frozenset()
-    """Functions that ran, have variables of their own, and are not reached through what the model holds."""
+    others: frozenset[Any] = frozenset()
+    """What counts and is not reached through what the model holds: functions that ran and have variables of
+    their own, classes of arguments."""
     alive: Any = dataclasses.field(default=None, compare=False, repr=False)
     """Keeps the code alive, whose identities are compared."""
 
@@ -144,8 +151,25 @@ class Ran:
         self.codes[id(code)] = code
         self._names.update(names_in(code).all)
         for space, names in read_by(code, held):
-            self._spaces.setdefault(id(space.held), (space, {}))[1].update(dict.fromkeys(names))
+            own = self._spaces.setdefault(id(space.held), (space, {}))[1]
+            for name in names:
+                own[name] = None
+                kept = space.get(name)
+                if isinstance(kept, functools._lru_cache_wrapper):
+                    self._assume(kept.__wrapped__)
         return True
+
+    def _assume(self, function: Any) -> None:
+        """Count a function whose results are kept as one that ran, with those that it names: it may have
+        given a result that it had."""
+        if not isinstance(function, types.FunctionType) or is_known(
+            str(function.__globals__.get("__name__"))
+        ):
+            return
+        if self.add(function.__code__, function.__globals__):
+            for space, names in read_by(function.__code__, function.__globals__):
+                for name in tuple(names):
+                    self._assume(space.get(name))
 
     def update(self, other: Ran) -> None:
         """Add what another one has."""
@@ -159,9 +183,9 @@ class Ran:
     def scope(
         self, left_out: LeftOut = frozenset(), asked: Asked = frozenset(), layouts: bool = False
     ) -> Scope:
+        read = [(space, tuple(names)) for space, names in self._spaces.values()]
+        read.append((TENSORS, tuple(sorted(self._names))))
         return Scope(
-            left_out, frozenset(self.codes),
-            tuple((space, tuple(names)) for space, names in self._spaces.values()),
-            frozenset(self._names), tuple(sorted(self.environment)), asked, layouts,
-            alive=tuple(self.codes.values()),
+            left_out, frozenset(self.codes), tuple(read), frozenset(self._names),
+            tuple(sorted(self.environment)), asked, layouts, alive=tuple(self.codes.values()),
         )  # fmt: skip

@@ -98,8 +98,8 @@ class Walk:
         """Visit the targets, and all that code that ran can read by name."""
         for target in targets:
             self.start(target)
-        for function in self.scope.functions:
-            self.start(function)
+        for other in self.scope.others:
+            self.start(other)
         with torch._C.DisableTorchFunction():
             for space, names in self.scope.spaces:
                 self.variables(space, names)
@@ -318,6 +318,9 @@ class Walk:
                 self.entry(number, key, inner, depth)
         elif isinstance(value, (set, frozenset)):
             self.members_of_set(value)
+            for number, inner in enumerate(tuple(value)):
+                if not isinstance(inner, BY_VALUE):
+                    self.child(f"[{number}]", inner, depth)
         else:
             for number, inner in enumerate(tuple(value)):
                 self.child(f"[{number}]", inner, depth)
@@ -361,13 +364,16 @@ class Walk:
                 self.child(name, held, depth)
 
     def variables(self, space: Space, names: Iterable[str]) -> None:
-        """Variables by their names. Of torch's files and Python's own, which object each is."""
+        """Variables by their names. Of torch's files and Python's own, which object each is, and what is in
+        containers (`sys.argv`)."""
         known = is_known(space.name)
         self.read_variables(space, names)
         for name in names:
             self.at = Place(space, name)
             value = space.get(name)
-            if known and not isinstance(value, BY_VALUE):
+            small = isinstance(value, CONTAINERS) and len(value) <= budgets.STATE_ENTRIES
+            theirs = known and is_known(str(getattr(value, "__module__", None) or space.name))
+            if theirs and not small and not isinstance(value, BY_VALUE):
                 self.same(value)
             else:
                 self.child(name, value, 0)
