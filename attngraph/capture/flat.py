@@ -133,6 +133,7 @@ class Flat(nn.Module):
         effects = self.trace.effects
         originals = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         asked = self.trace.questions = Asked(arguments, originals, effects.note)
+        self._lend_attributes(arguments, originals)
         watch = Watch(list(self.trace.settings), self._refuse, self.trace.reads)
         with (
             contextlib.redirect_stdout(printed),
@@ -146,7 +147,6 @@ class Flat(nn.Module):
             asked,
             products_cast(),
         ):
-            self._lend_attributes(arguments, originals)
             result = by_rows.call(target, args, kwargs)
         if printed.getvalue():
             effects.note("forward() prints")

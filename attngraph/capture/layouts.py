@@ -75,6 +75,16 @@ def hold_layouts(graph: ProgramGraph, memory: Sequence[int]) -> None:
     graph.module.recompile()
 
 
+def let_go(graph: ProgramGraph) -> None:
+    """Hold layouts of a captured graph only where operations read by memory. Ranks put results together from
+    parts, so nothing follows from these."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.attngraph.laid_out.default):
+        if not any(_reads_memory(user, node) for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.module.recompile()
+
+
 def _allocated(node: fx.Node) -> fx.Node:
     """The node whose memory a value lies in; one of several results of an op counts as a node."""
     while True:

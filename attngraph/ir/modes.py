@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as _modules
+from torch.utils import flop_counter
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 _GLOBAL_HOOKS = tuple(
     held for name, held in vars(_modules).items() if name.startswith("_global_") and name.endswith("hooks")
 )
+_COUNTING = getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode)
+"""A mode that counts operations: ours say how many they are."""
 
 
 def autocast_of(device: str) -> tuple[bool, torch.dtype]:
@@ -53,9 +56,11 @@ def own_modes() -> Iterator[None]:
 
 
 def hooks_of_all_modules() -> str:
-    """A hook that runs around every module of the process, in words; "" if there is none. torch.export sets
-    some while any thread traces."""
-    return "a hook of all modules" if any(_GLOBAL_HOOKS) else ""
+    """A hook of the user's that runs around every module of the process, in words; "" if there is none.
+    (torch's own only look: its counter of operations sets some, and torch.export while any thread traces.)"""
+    hooks = (hook for held in _GLOBAL_HOOKS if held for hook in tuple(held.values()))
+    users = any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+    return "a hook of all modules" if users else ""
 
 
 def surroundings() -> str:
@@ -65,10 +70,9 @@ def surroundings() -> str:
         mode = torch._C._get_function_stack_at(place)
         if not isinstance(mode, DeviceContext):
             return f"the mode {type(mode).__name__}, which changes torch's functions"
-    if torch._C._len_torch_dispatch_stack():
-        mode = _get_current_dispatch_mode_stack()[-1]
-        return f"the mode {type(mode).__name__}, which sees torch's operations"
-    return ""
+    seeing = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+    other = next((type(m).__name__ for m in reversed(seeing) if not isinstance(m, _COUNTING)), "")
+    return other and f"the mode {other}, which sees torch's operations"
 
 
 def default_device() -> torch.device | None:

@@ -311,7 +311,9 @@ class _Rows:
             return False
         if self._table is None:
             self._table = table_range(table, self.count)
-        return self._table is not None and (self.longest == 0 or self._table[1] < pages)
+        if self._table is None:
+            return table.ndim == 2 and self.columns == 0  # rows have room for no kept token
+        return self.longest == 0 or self._table[1] < pages
 
     def are_long(self, heads: int) -> list[bool]:
         """For each row with new tokens, and for those without by the others, whether the kernels for whole

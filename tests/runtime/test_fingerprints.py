@@ -32,7 +32,7 @@ def scope_of(model: Any) -> Scope:
     for value in [type(model).forward, *held, *(getattr(v, "func", None) for v in held)]:
         if isinstance(value, types.FunctionType):
             ran.add(value.__code__, value.__globals__)
-    return dataclasses.replace(ran.scope(), names=frozenset({*ran.scope().names, "l"}))
+    return dataclasses.replace(ran.scope(), names=frozenset({*ran.scope().names, "l", "vars"}))
 
 
 class Slots:

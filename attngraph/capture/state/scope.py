@@ -27,7 +27,7 @@ Asked = frozenset[tuple[int, str]]
 
 
 MISSING = object()
-_BUILTIN = vars(builtins)
+BUILT_IN = vars(builtins)
 
 
 class Space:
@@ -51,8 +51,8 @@ class Space:
 
     def get(self, name: str) -> Any:
         """What a name stands for, or the file that is imported by it; `MISSING` if there is neither."""
-        if name in self.held or name in _BUILTIN:
-            return self.held[name] if name in self.held else _BUILTIN[name]
+        if name in self.held or name in BUILT_IN:
+            return self.held[name] if name in self.held else BUILT_IN[name]
         inside = f"{self.held.get('__package__') or ''}.{name}".strip(".")
         return sys.modules.get(name) or sys.modules.get(inside, MISSING)
 

@@ -22,12 +22,13 @@ from torch.nn.parameter import is_lazy
 
 from attngraph.capture.state.fingerprint import Fingerprint
 from attngraph.capture.state.kinds import is_known, set_on_entry, slots_of
-from attngraph.capture.state.scope import MISSING, Scope, Space
+from attngraph.capture.state.scope import BUILT_IN, MISSING, TENSORS, Scope, Space
 from attngraph.capture.state.walk import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
     MODULES_OWN,
     NAMING,
+    ORDER,
     bytes_of,
     own_attributes,
 )
@@ -39,6 +40,7 @@ _ABOUT = attrgetter("__class__", "dtype", "device", "shape", "requires_grad")
 _OWN = attrgetter("__dict__")
 _LAYOUT = methodcaller("stride"), methodcaller("storage_offset")
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_ABOUT_FUNCTIONS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _OF_PARTIALS = ("func", "args", "keywords")
 
 
@@ -80,6 +82,12 @@ class Reads:
                 self.reference(value)
         self._known.append((read, args, [*map(id, values)], facts))
 
+    def note(self, read: Callable[..., Read], *args: Any, values: Sequence[Any]) -> None:
+        """Record what `read(*args)` gave piece by piece."""
+        for value in values:
+            self.reference(value)
+        self._known.append((read, args, [*map(id, values)], 0))
+
     def reference(self, value: Any) -> Callable[[], Any]:
         """Gives the value back while it lives."""
         if id(value) not in self._kept:
@@ -102,6 +110,9 @@ class RecordingWalk(Fingerprint):
         self.reads = Reads()
         self._read: set[int] = set()
         """The modules that are recorded."""
+        self._plain_functions: list[Callable[[], Any]] = []
+        self._of_functions: list[Any] = []
+        """Functions with nothing around them, and what was read of each when it was met."""
 
     def start(self, target: Any) -> None:
         if isinstance(target, nn.Module):
@@ -115,7 +126,9 @@ class RecordingWalk(Fingerprint):
         self._read.update(map(id, modules))
         own = {id(table) for m in modules for table in _TABLES_OF(vars(m))}
         parts = [_parts_of(tuple(vars(m)), skipped) for m in modules]
-        self.reads.add(_of_modules, [*map(self.reads.reference, modules)], parts, skipped, not_kept=own)
+        referred = [*map(self.reads.reference, modules)]
+        ordered = not ORDER.isdisjoint(self.scope.names)
+        self.reads.add(_of_modules, referred, parts, skipped, ordered, not_kept=own)
         tables = (table for m in modules for table in (m._parameters, m._buffers))
         held = (t for table in tables for name, t in table.items() if t is not None and name not in skipped)
         self._tensors([*held])
@@ -159,7 +172,8 @@ class RecordingWalk(Fingerprint):
             if owner not in self.kinds and not (
                 is_known(owner.__module__) and not issubclass(owner, nn.Module)
             ):
-                self.reads.add(_of_class, self.reads.reference(owner))
+                members = _taking([name for name, _ in self.members(owner)])
+                self.reads.add(_of_class, self.reads.reference(owner), members)
         super().kind(kind, depth)
 
     def length(self, value: Any, entries: int) -> None:
@@ -175,10 +189,22 @@ class RecordingWalk(Fingerprint):
         self.reads.add(_of_context, variable)
 
     def read_function(self, function: types.FunctionType) -> None:
-        self.reads.add(_of_function, self.reads.reference(function))
+        if not function.__dict__ and not function.__closure__:
+            self._plain_functions.append(self.reads.reference(function))
+            self._of_functions += _ABOUT_FUNCTIONS(function)
+        else:
+            self.reads.add(_of_function, self.reads.reference(function))
+
+    def everything(self, targets: Iterable[Any]) -> None:
+        super().everything(targets)
+        self.reads.note(_of_functions, self._plain_functions, values=self._of_functions)
 
     def read_variables(self, space: Space, names: Iterable[str]) -> None:
-        self.reads.add(_of_variables, space, tuple(names))
+        present = [name for name in names if name in space.held]
+        others = [name for name in names if name not in space.held]
+        built_in = tuple(name for name in others if name in BUILT_IN)
+        missing = tuple(name for name in others if name not in BUILT_IN and space is not TENSORS)
+        self.reads.add(_of_variables, space, _taking(present), built_in, missing)
 
     def environment(self, names: Iterable[str]) -> None:
         if names:
@@ -191,17 +217,19 @@ class RecordingWalk(Fingerprint):
 
 @lru_cache(maxsize=4096)
 def _parts_of(names: tuple[str, ...], skipped: frozenset[str]) -> Callable[[Any], Any]:
-    """Takes what counts of the attributes of a module that has these: whether it trains, tables, and what
-    users set."""
-    wanted = ("training", *_TABLES, *(name for name in names if name not in MODULES_OWN))
-    return itemgetter(*(name for name in wanted if name in names and name not in skipped))
+    """Takes what counts of the attributes of a module that has these: whether it trains, and what users set.
+    (What is in its tables is looked at itself.)"""
+    wanted = ("training", *(name for name in names if name not in MODULES_OWN))
+    return _taking([name for name in wanted if name in names and name not in skipped])
 
 
 def _of_modules(
-    references: Sequence[Callable[[], Any]], parts: Sequence[Callable[[Any], Any]], skipped: frozenset[str]
-) -> Read:
+    references: Sequence[Callable[[], Any]], parts: Sequence[Callable[[Any], Any]], skipped: frozenset[str],
+    ordered: bool,
+) -> Read:  # fmt: skip
     """The attributes of modules that forwards read (`parts` takes them of each), the contents of the tables
-    that PyTorch keeps in them, and the names of all."""
+    that PyTorch keeps in them, and how many attributes there are; their names, if code asks for all in
+    order."""
     modules = [reference() for reference in references]
     own: list[Any] = [*map(vars, modules)]
     tables = [*chain.from_iterable(map(_TABLES_OF, own))]
@@ -210,7 +238,9 @@ def _of_modules(
         tables = [{name: value for name, value in one.items() if name not in skipped} for one in tables]
         own = [{name: value for name, value in one.items() if name not in skipped} for one in own]
     held = chain.from_iterable(map(dict.values, tables))
-    names = [*chain.from_iterable(own), *chain.from_iterable(tables), *map(len, tables)]
+    names = [*map(len, own), *chain.from_iterable(tables), *map(len, tables)]
+    if ordered:
+        names += chain.from_iterable(own)
     return [*map(type, modules), *attributes, *held], names
 
 
@@ -222,9 +252,15 @@ def _of_thing(reference: Callable[[], Any], names: Sequence[str], skipped: froze
     return [type(thing), *slots, *held.values()], [*held]
 
 
-def _of_class(reference: Callable[[], Any]) -> Read:
+def _of_class(reference: Callable[[], Any], members: Callable[[Any], Sequence[Any]]) -> Read:
     kind = reference()
-    return [type(kind), *vars(kind).values()], [*vars(kind)]
+    return [type(kind), *members(vars(kind))], len(vars(kind))
+
+
+def _of_functions(references: Sequence[Callable[[], Any]]) -> Read:
+    functions = [reference() for reference in references]
+    attributes = sum(map(len, map(_OWN, functions)))
+    return chain.from_iterable(map(_ABOUT_FUNCTIONS, functions)), attributes
 
 
 def _of_function(reference: Callable[[], Any]) -> Read:
@@ -238,9 +274,19 @@ def _of_function(reference: Callable[[], Any]) -> Read:
     return [*found, *function.__dict__.values()], [*function.__dict__]
 
 
-def _of_variables(space: Space, names: Sequence[str]) -> Read:
-    found = [space.held.get(name, MISSING) for name in names]
-    return [space.get(n) if v is MISSING else v for n, v in zip(names, found, strict=True)], None
+def _of_variables(
+    space: Space, present: Callable[[Any], Sequence[Any]], built_in: Sequence[str], missing: Sequence[str]
+) -> Read:
+    held = space.held
+    others = (*map(BUILT_IN.get, built_in), *map(space.get, missing))
+    return [*present(held), *others], len(held)
+
+
+def _taking(names: Sequence[str]) -> Callable[[Any], Sequence[Any]]:
+    """Takes these of a dictionary, as a tuple."""
+    if len(names) < 2:
+        return lambda held: [held[name] for name in names]
+    return itemgetter(*names)
 
 
 def _of_environment(names: Sequence[str]) -> Read:

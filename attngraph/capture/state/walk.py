@@ -61,6 +61,8 @@ _OF_EVERY_CLASS = frozenset(
     "__abstractmethods__", "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__parameters__",
     "__orig_bases__", "__hash__", "__static_attributes__", "__firstlineno__", "_abc_impl"}
 )  # fmt: skip
+ORDER = frozenset({"__dict__", "vars"})
+"""Names by which code asks for all attributes, in their order."""
 _TOO_DEEP = "it is nested too deeply"
 
 
@@ -198,7 +200,8 @@ class Walk:
             for hook in tuple(own[name].values()):
                 self.at = Place(module, name)
                 self.child(name, hook, depth)
-        for name in _set_by_user(tuple(own)):
+        names = _set_by_user(tuple(own))
+        for name in names if not ORDER.isdisjoint(self.scope.names) else sorted(names):
             if (id(module), name) not in self.scope.left_out:
                 self.at = Place(module, name)
                 self.child(name, own.get(name), depth)  # another thread's call may have removed it
@@ -319,7 +322,7 @@ class Walk:
         elif isinstance(value, (set, frozenset)):
             self.members_of_set(value)
             for number, inner in enumerate(tuple(value)):
-                if not isinstance(inner, BY_VALUE):
+                if not isinstance(inner, (*BY_VALUE, type)):
                     self.child(f"[{number}]", inner, depth)
         else:
             for number, inner in enumerate(tuple(value)):
@@ -364,16 +367,15 @@ class Walk:
                 self.child(name, held, depth)
 
     def variables(self, space: Space, names: Iterable[str]) -> None:
-        """Variables by their names. Of torch's files and Python's own, which object each is, and what is in
-        containers (`sys.argv`)."""
+        """Variables by their names. Of torch's files and Python's own, which object each is; by its value, if
+        it is a number, a text, or a container of such (`sys.argv`)."""
         known = is_known(space.name)
         self.read_variables(space, names)
         for name in names:
             self.at = Place(space, name)
             value = space.get(name)
-            small = isinstance(value, CONTAINERS) and len(value) <= budgets.STATE_ENTRIES
             theirs = known and is_known(str(getattr(value, "__module__", None) or space.name))
-            if theirs and not small and not isinstance(value, BY_VALUE):
+            if theirs and not _is_plain(value):
                 self.same(value)
             else:
                 self.child(name, value, 0)
@@ -496,6 +498,13 @@ def is_of_stand_ins(key: Any) -> bool:
 
 
 _STAND_INS = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
+
+
+def _is_plain(value: Any) -> bool:
+    if not isinstance(value, CONTAINERS):
+        return isinstance(value, BY_VALUE)
+    entries = [*value, *value.values()] if isinstance(value, dict) else value
+    return len(value) <= budgets.STATE_ENTRIES and all(isinstance(entry, BY_VALUE) for entry in entries)
 
 
 def _inside(cell: types.CellType) -> Any:
