@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from attngraph.capture.state.fingerprint import fingerprint
-from attngraph.capture.state.walk import own_attributes
+from attngraph.capture.state.parts import own_attributes
 from attngraph.ir.graph.source import short_path
 
 _T: Any = torch.Tensor

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.state.walk import Place
+from attngraph.capture.state.parts import Place
 from attngraph.capture.structure import TreeSpec, attributes_of, flatten, is_value
 
 _UNSET = object()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from attngraph.capture.guards import ShapeGuard, things
 from attngraph.capture.side_effects import name_of
 from attngraph.capture.state.fingerprint import Exact, Fingerprint
+from attngraph.capture.state.parts import Place
 from attngraph.capture.state.scope import EVERYTHING, Scope
-from attngraph.capture.state.walk import Place
 
 _SHARED = ("which tensors are the same object", "which tensors share their memory")
 _STATE = (

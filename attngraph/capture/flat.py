@@ -29,9 +29,9 @@ from attngraph.capture.decided import Decisions
 from attngraph.capture.guards import aliases, things
 from attngraph.capture.products import products_cast
 from attngraph.capture.side_effects import SideEffects, label_of
+from attngraph.capture.state.parts import Place
 from attngraph.capture.state.ran import Executed, recorded
 from attngraph.capture.state.snapshot import Snapshot
-from attngraph.capture.state.walk import Place
 from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
 from attngraph.ir.versions import version_of
 

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from attngraph.capture.attributes import Described, Settings, can_be_watched, holder_of
 from attngraph.capture.process_state import process_state_kept
 from attngraph.capture.state.fingerprint import fingerprint
+from attngraph.capture.state.parts import Place
 from attngraph.capture.state.scope import Space
 from attngraph.capture.state.snapshot import Snapshot
-from attngraph.capture.state.walk import Place
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import short_path
 

@@ -47,8 +47,9 @@ from attngraph.capture.side_effects import line_using, name_of, refusal
 from attngraph.capture.sides import Sides
 from attngraph.capture.size_formulas import FixedSize, ManyQuotients, SizeProblem, short_formulas
 from attngraph.capture.stack_traces import whole_stack_traces
+from attngraph.capture.state.parts import hooks_not_traced
 from attngraph.capture.state.snapshot import Snapshot
-from attngraph.capture.state.walk import Walk, hooks_not_traced
+from attngraph.capture.state.walk import Walk
 from attngraph.capture.structure import classes_in, flatten
 from attngraph.capture.unwritten import code_written_when_called
 from attngraph.errors import CaptureError

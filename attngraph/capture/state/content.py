@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from attngraph.capture.state.code import code_digest, digest, functions_of, nested
 from attngraph.capture.state.kinds import TOOLS, is_known
+from attngraph.capture.state.parts import BY_VALUE
 from attngraph.capture.state.scope import EVERYTHING, Ran, Scope, Space
-from attngraph.capture.state.walk import BY_VALUE, Walk
+from attngraph.capture.state.walk import Walk
 
 _LINE = 100
 """Longer texts are written as digests."""

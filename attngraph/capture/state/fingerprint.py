@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from attngraph.capture.state.parts import BY_VALUE, bytes_of
 from attngraph.capture.state.scope import EVERYTHING, Scope
-from attngraph.capture.state.walk import BY_VALUE, Walk, bytes_of
+from attngraph.capture.state.walk import Walk
 
 _COMPARED_EXACTLY = frozenset({int, str, bytes, type(None), torch.dtype, torch.device})
 

@@ -22,15 +22,9 @@ from torch import Tensor, nn
 from attngraph.capture.state.code import nested
 from attngraph.capture.state.fingerprint import fingerprint
 from attngraph.capture.state.kinds import is_known, slots_of, state_of_generator
+from attngraph.capture.state.parts import MODULES_TABLES, NAMING, Place, bytes_of, is_of_stand_ins
 from attngraph.capture.state.scope import MISSING, Space, read_by
-from attngraph.capture.state.walk import (
-    MODULES_TABLES,
-    NAMING,
-    Place,
-    Walk,
-    bytes_of,
-    is_of_stand_ins,
-)
+from attngraph.capture.state.walk import Walk
 from attngraph.ir import budgets
 
 _NO_NAMES: dict[Any, Any] = {}

@@ -22,8 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from attngraph.capture.state.fingerprint import Fingerprint
 from attngraph.capture.state.kinds import is_known, set_on_entry, slots_of
-from attngraph.capture.state.scope import BUILT_IN, MISSING, TENSORS, Scope, Space
-from attngraph.capture.state.walk import (
+from attngraph.capture.state.parts import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
     MODULES_OWN,
@@ -32,6 +31,7 @@ from attngraph.capture.state.walk import (
     bytes_of,
     own_attributes,
 )
+from attngraph.capture.state.scope import BUILT_IN, MISSING, TENSORS, Scope, Space
 from attngraph.ir import budgets
 
 _TABLES = (*NAMING, *FORWARD_HOOKS, *BACKWARD_HOOKS)

@@ -15,11 +15,10 @@ import gc
 import os
 import types
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,41 +36,26 @@ from attngraph.capture.state.kinds import (
     slots_of,
     state_of_generator,
 )
+from attngraph.capture.state.parts import (
+    BACKWARD_HOOKS,
+    BY_VALUE,
+    CONTAINERS,
+    FORWARD_HOOKS,
+    OF_EVERY_CLASS,
+    ORDER,
+    TOO_DEEP,
+    VIEWS,
+    WRAPPERS,
+    Place,
+    inside,
+    is_of_stand_ins,
+    is_plain,
+    own_attributes,
+    set_by_user,
+    size_of,
+)
 from attngraph.capture.state.scope import EVERYTHING, MISSING, Scope, Space
 from attngraph.ir import budgets
-
-PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
-BY_VALUE = (*PLAIN, float, complex)
-_MARKS = {"_is_torch_compile", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
-"""Attributes by which PyTorch's own tools mark modules: no forward reads them."""
-MODULES_OWN = frozenset(vars(nn.Module())) | _MARKS
-MODULES_TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
-NAMING = ("_parameters", "_buffers", "_modules")
-"""Of a module's tables those whose entries are read as attributes of it."""
-FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
-CONTAINERS = (list, tuple, set, frozenset, dict, deque, types.MappingProxyType)
-_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
-_WRAPPERS = (
-    property, staticmethod, classmethod, functools.cached_property, functools.partialmethod,
-    functools._lru_cache_wrapper,
-)  # fmt: skip
-_OF_EVERY_CLASS = frozenset(
-    {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__slots__",
-    "__abstractmethods__", "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__parameters__",
-    "__orig_bases__", "__hash__", "__static_attributes__", "__firstlineno__", "_abc_impl"}
-)  # fmt: skip
-ORDER = frozenset({"__dict__", "vars"})
-"""Names by which code asks for all attributes, in their order."""
-_TOO_DEEP = "it is nested too deeply"
-
-
-class Place(NamedTuple):
-    """An attribute or a variable: the module, object, class, function, file or globals (`Space`) that it
-    belongs to, and its name. Without a name, all of the owner's."""
-
-    owner: Any
-    name: str
 
 
 class Walk:
@@ -117,7 +101,7 @@ class Walk:
     def unseen_at_last(self) -> tuple[Place, Any, str] | None:
         """What nobody can watch, the first of it, once everything has been visited: what is nested too deeply
         may have been met elsewhere."""
-        return next((f for f in self.unseen if f[2] != _TOO_DEEP or id(f[1]) not in self.seen), None)
+        return next((f for f in self.unseen if f[2] != TOO_DEEP or id(f[1]) not in self.seen), None)
 
     def functions_not_met(self, codes: Iterable[types.CodeType]) -> frozenset[types.FunctionType]:
         """The functions that ran, have variables of their own around them, and were not met; but for those
@@ -143,7 +127,7 @@ class Walk:
         elif id(value) in self.seen:
             self.again(value)
         elif depth > budgets.STATE_DEPTH:
-            self.hidden(value, _TOO_DEEP)
+            self.hidden(value, TOO_DEEP)
         else:
             self.seen[id(value)] = len(self.seen)
             self.open(value, depth + 1)
@@ -168,12 +152,12 @@ class Walk:
             self.same(value)
             if not isinstance(value.__self__, (types.ModuleType, type, types.NoneType)):
                 self.child("__self__", value.__self__, depth)
-        elif isinstance(value, _WRAPPERS):
+        elif isinstance(value, WRAPPERS):
             self.wrapper(value, depth)
         elif isinstance(value, ContextVar):
             self.context(value)
             self.child("get", value.get(None), depth)
-        elif isinstance(value, _VIEWS):
+        elif isinstance(value, VIEWS):
             self.made.append(list(value))
             self.container(self.made[-1], depth)
         else:
@@ -200,7 +184,7 @@ class Walk:
             for hook in tuple(own[name].values()):
                 self.at = Place(module, name)
                 self.child(name, hook, depth)
-        names = _set_by_user(tuple(own))
+        names = set_by_user(tuple(own))
         for name in names if not ORDER.isdisjoint(self.scope.names) else sorted(names):
             if (id(module), name) not in self.scope.left_out:
                 self.at = Place(module, name)
@@ -255,7 +239,7 @@ class Walk:
         if isinstance(value, slice) or has_value(value):
             self.valued(value)
             return
-        size = _size_of(value)
+        size = size_of(value)
         if size < 0:
             self.hidden(value, "nobody can see its state")
         elif size <= budgets.STATE_BYTES or self.scope.reads(self.at.name):
@@ -286,8 +270,8 @@ class Walk:
                 yield "forward", vars(owner)["forward"]
             return
         for name, value in tuple(vars(owner).items()):
-            is_code = isinstance(value, (types.FunctionType, *_WRAPPERS))
-            if name in _OF_EVERY_CLASS or isinstance(
+            is_code = isinstance(value, (types.FunctionType, *WRAPPERS))
+            if name in OF_EVERY_CLASS or isinstance(
                 value, (types.GetSetDescriptorType, types.MemberDescriptorType)
             ):
                 continue
@@ -357,7 +341,7 @@ class Walk:
         around = self.at
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self.at = Place(function, name)
-            self.child(f"<{name}>", _inside(cell), depth)
+            self.child(f"<{name}>", inside(cell), depth)
         self.at = around
 
     def _parts_of(self, function: types.FunctionType, names: Iterable[str], depth: int) -> None:
@@ -375,7 +359,7 @@ class Walk:
             self.at = Place(space, name)
             value = space.get(name)
             theirs = known and is_known(str(getattr(value, "__module__", None) or space.name))
-            if theirs and not _is_plain(value):
+            if theirs and not is_plain(value):
                 self.same(value)
             else:
                 self.child(name, value, 0)
@@ -458,73 +442,3 @@ class Walk:
         """Variables of the environment."""
         for name in names:
             self.child(name, os.environ.get(name), 0)
-
-
-_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-
-
-def own_attributes(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that users put on a tensor."""
-    held = vars(tensor) if type(tensor) in _PLAIN_TENSORS else None
-    return {n: v for n, v in held.items() if not n.startswith("_dynamo")} if held else {}
-
-
-def hooks_not_traced(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """The hooks that a call runs, or its backward pass if gradients are recorded, and a trace does not: the
-    path of each one's module, its kind, and itself. Other forward hooks are code of the forward. Those of
-    torch.distributed move weights between devices."""
-    for path, module in model.named_modules():
-        for name in FORWARD_HOOKS:
-            for hook in getattr(module, name).values():
-                if (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
-                    yield path, "hook", hook
-        for name in BACKWARD_HOOKS if torch.is_grad_enabled() else ():
-            for hook in getattr(module, name).values():
-                yield path, "backward hook", hook
-
-
-@functools.lru_cache(maxsize=4096)
-def _set_by_user(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the names of a module's attributes those that not every module has."""
-    return tuple(name for name in names if name not in MODULES_OWN)
-
-
-def is_of_stand_ins(key: Any) -> bool:
-    """Whether a key is a class of tensors that exist in a trace alone, or holds one. What a library notes
-    under it (einx does, under the types of its operands) is no state of the model."""
-    if isinstance(key, tuple):
-        return any(map(is_of_stand_ins, key))
-    return isinstance(key, type) and key.__module__ in _STAND_INS
-
-
-_STAND_INS = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
-
-
-def _is_plain(value: Any) -> bool:
-    if not isinstance(value, CONTAINERS):
-        return isinstance(value, BY_VALUE)
-    entries = [*value, *value.values()] if isinstance(value, dict) else value
-    return len(value) <= budgets.STATE_ENTRIES and all(isinstance(entry, BY_VALUE) for entry in entries)
-
-
-def _inside(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
-
-
-def _size_of(value: Any) -> int:
-    """The bytes of an object such as a numpy array; -1 if it has none."""
-    try:
-        return memoryview(value).nbytes
-    except TypeError:
-        return -1
-
-
-def bytes_of(value: Any) -> bytes:
-    """The contents of a buffer, such as a numpy array; empty for other objects."""
-    try:
-        return memoryview(value).tobytes()
-    except TypeError:
-        return b""
