@@ -1,10 +1,11 @@
-"""Public reports about gradients, masks, the softmax and decoders, each as a tiny program: what eager
+"""Public reports about sizes, gradients, masks and decoders, each as a tiny program: what eager
 answers, a compiled model or a decoder answers."""
 
 from __future__ import annotations
 
-import importlib
+import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -298,6 +299,76 @@ def _(compile: Compiler) -> None:
             same(decoder.decode(ids[:, -1:], state), model(ids)[:, -1:])
 
 
+# --- sizes, exceptions, files ----------------------------------------------------------------------
+
+
+@report("pytorch/pytorch#136640")
+def _(compile: Compiler) -> None:
+    """A size that is 1 in one call, so that it is broadcast, and not in another."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return attend(x.view(-1, 2, 8) * y.view(-1, 2, 8))
+
+    compiled = compile(f)
+    for one, other in ((1, 3), (3, 3), (3, 1), (1, 1)):
+        x, y = torch.randn(one * 16), torch.randn(other * 16)
+        same(compiled(x, y), f(x, y))
+
+
+@report("pytorch/pytorch#138847")
+def _(compile: Compiler) -> None:
+    """A branch on whether the number of tokens is even."""
+
+    def f(x: Tensor) -> Tensor:
+        return attend(x) * (2 if x.shape[1] % 2 == 0 else -1)
+
+    compiled = compile(f)
+    for count in (4, 5, 6, 1, 0, 7):
+        x = tokens(count)
+        same(compiled(x), f(x))
+
+
+@report("pytorch/pytorch#174166")
+def _(compile: Compiler) -> None:
+    """An exception that forward catches, in some calls."""
+
+    def f(x: Tensor, name: str) -> Tensor:
+        try:
+            return attend(x) * getattr(x, name)
+        except AttributeError:
+            return attend(x) - 1
+
+    compiled, x = compile(f), tokens()
+    for name in ("ndim", "no_such_attribute", "itemsize"):
+        same(compiled(x, name), f(x, name))
+
+
+@report("pytorch/pytorch#101107")
+def _(compile: Compiler) -> None:
+    """Pickles and copies of a compiled model have their own weights."""
+    model = Causal().eval()
+    compiled, ids = compile(model), torch.randint(16, (2, 5))
+    before = compiled(ids)
+    copies = [copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))]
+    with torch.no_grad():
+        model.table.weight.mul_(0.5)
+    same(compiled(ids), model(ids))
+    for one in copies:
+        same(one(ids), before)
+
+
+@report("pytorch/pytorch#99455", WRONG + "the tensor needs no gradient")
+def _(compile: Compiler) -> None:
+    """A tensor that forward makes with requires_grad=True."""
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.ones(8, requires_grad=True)
+        return attend(x) * y, y
+
+    x = tokens()
+    same(compile(f)(x), f(x))
+
+
 # --------------------------------------------------------------------------------------------------
 
 
@@ -305,23 +376,3 @@ def _(compile: Compiler) -> None:
 @pytest.mark.parametrize("key", cases(__name__))
 def test_what_was_reported_elsewhere_is_right_here(key: str) -> None:
     check(REPORTS[key])
-
-
-@pytest.mark.xfail(strict=True, reason="a message of torch's own, and the name of a variable that is empty")
-@pytest.mark.parametrize("key", ["pytorch/pytorch#198095", "pytorch/pytorch#197896"])
-def test_why_a_model_is_in_pieces_is_told_in_words_of_the_users(key: str) -> None:
-    for file in ("", "_of_tensors"):
-        importlib.import_module(f"tests.reports.test_public_reports{file}")
-    compiler = Compiler()
-    REPORTS[key].program(compiler)
-    for stop in compiler.compiled[0].report.breaks:
-        assert "GraphModule" not in stop.reason and not stop.reason.endswith(" "), stop.reason
-
-
-@pytest.mark.xfail(strict=True, reason="special methods of the model's class are looked up on the wrapper's")
-def test_a_compiled_sequential_has_its_parts() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    try:
-        assert list(attngraph.compile(model)) == list(model)
-    except TypeError as problem:
-        raise AssertionError from problem
