@@ -9,6 +9,7 @@ intermediate value lies in memory as they do. What nobody can compare, such as a
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ _ADDRESSES = {
     _T._version.__get__: "how often a tensor was written to", _T._base.__get__: "what a tensor is a view of",
     _T.__reduce_ex__: "the memory of a tensor",
 }  # fmt: skip
+_REQUIRES = _T.requires_grad.__set__
 _VIEWS_OR_COPIES = frozenset(
     {
         "reshape",
@@ -79,7 +81,7 @@ class Asked(TorchFunctionMode):
         self._note = note
         self._writes = self._copies = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _LAYOUT:
             self.layouts = True
@@ -90,6 +92,8 @@ class Asked(TorchFunctionMode):
         elif func in _ASKS and _ASKS[func] == "grad" and getattr(args[0], "is_leaf", False):
             self._refuse("the gradient of a weight")
         name = getattr(func, "__name__", "")
+        if _asks_for_gradients(func, name, args, kwargs):
+            self._note("forward() asks for gradients of a tensor", _line(sys._getframe(1)), of_arguments=True)
         self._copies |= name in _VIEWS_OR_COPIES
         self._writes |= _writes(name) or "out" in kwargs
         self.layouts |= self._copies and self._writes
@@ -111,8 +115,20 @@ class Asked(TorchFunctionMode):
         frame = sys._getframe(2)
         if str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "attngraph"):
             return  # what torch's own code asks does not decide what it computes
-        line = f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-        self._note(f"forward() asks for {what}", line, "compute it outside of the model", of_arguments=True)
+        what = f"forward() asks for {what}"
+        self._note(what, _line(frame), "compute it outside of the model", of_arguments=True)
+
+
+def _line(frame: types.FrameType) -> str:
+    return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _asks_for_gradients(func: Any, name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a tensor is to need a gradient from here on that needed none, which a graph would not do."""
+    if func == _REQUIRES or name == "requires_grad_":
+        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        return bool(wanted) and not args[0].requires_grad
+    return bool(kwargs.get("requires_grad"))
 
 
 def _writes(name: str) -> bool:

@@ -88,7 +88,8 @@ def _is_torchs(code: types.CodeType) -> bool:
 def _passing_at(code: types.CodeType, offset: int) -> bool | None:
     instructions = list(dis.get_instructions(code))
     places = {instruction.offset: place for place, instruction in enumerate(instructions)}
-    place, turned = places[offset], False
+    # While calls are listened to, Python may stand at an instruction's cache.
+    place, turned = places[max(o for o in places if o <= offset)], False
     if instructions[place].opname.startswith(("CALL", "TO_BOOL")):  # bool(x), then a branch
         place += 1
     while instructions[place].opname in ("UNARY_NOT", "TO_BOOL"):

@@ -90,7 +90,7 @@ class SideEffects:
         try:
             with (
                 self._own_gradients(),
-                process_state_kept(self.note, lambda name: line_using(name, target)),
+                process_state_kept(self._note_of_process, lambda name: line_using(name, target)),
                 kept.iterators_refused(lambda place: self._note_iterator(place, target)),
                 theirs.iterators_refused(lambda place: self._note_iterator(place, target)),
             ):
@@ -106,6 +106,8 @@ class SideEffects:
         is_refused = self.what and not self.of_arguments
         if not is_refused and (changed is not None or held != weights()):
             self.settings = _settings(kept.changed_attributes())
+            # torch.compile loses which of two equal objects an attribute is, and repeats what was drawn.
+            self.splits &= not kept.swapped and (changed is None or not kept.is_generator(changed))
             self.note_change(changed, target)
         if self.what:
             self._restore(kept, theirs)
@@ -127,6 +129,12 @@ class SideEffects:
         else:
             line = line_of(place, target)
             self.note(f"forward() changes {name_of(place, target)}", line, of_state=True)
+
+    def _note_of_process(self, what: str, line: str, advice: str) -> None:
+        """Note what the target does to the process. torch.compile repeats what it drew of Python's
+        numbers."""
+        draws = "random" in what or "seed" in what
+        self.note(what, line, advice, splits=not draws)
 
     def _note_iterator(self, place: Place, target: Callable[..., Any]) -> None:
         """Note that the target advances an iterator, which torch.compile does not notice either."""

@@ -219,6 +219,7 @@ def _export(
         views_taken_apart(),
         steps_shortened(),
         _mode_of_weights(flat),
+        _modules_as_they_are(),
     ):
         return torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
 
@@ -291,6 +292,21 @@ def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> dict[int,
             spatial = sides if any(isinstance(m, kinds) for m in target.modules()) else spatial
     static = getattr(tensor, "_dynamo_static_indices", ())
     return dict.fromkeys((d for d in range(tensor.ndim - spatial) if d not in static), Dim.AUTO)
+
+
+@contextlib.contextmanager
+def _modules_as_they_are() -> Iterator[None]:
+    """Let torch hand out modules that are registered twice themselves, and no stand-in for each name: a model
+    may ask whether two are the same. (A stand-in would say by which name its operations were reached.)"""
+    tracer: Any = fx.experimental.proxy_tensor._ModuleStackTracer
+    begin = tracer.__init__
+
+    def begins(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.enable_attr_proxy = False
+
+    with replaced(tracer, "__init__", begins):
+        yield
 
 
 def _mode_of_weights(flat: Flat) -> contextlib.AbstractContextManager[Any]:

@@ -1,4 +1,5 @@
-"""Faults that were found while the public reports were tried, as small as they get, and expected to fail."""
+"""Faults that were found while the public reports were tried, as small as they get; those that stand are
+expected to fail."""
 
 from __future__ import annotations
 
@@ -12,8 +13,15 @@ import attngraph
 from tests.reports.reports import REPORTS, Compiler, attend, same, tokens
 
 
-@pytest.mark.xfail(strict=True, reason="a message of torch's own, and the name of a variable that is empty")
-@pytest.mark.parametrize("key", ["pytorch/pytorch#198095", "pytorch/pytorch#197896"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(
+            "pytorch/pytorch#198095", marks=pytest.mark.xfail(strict=True, reason="a message of torch's own")
+        ),
+        "pytorch/pytorch#197896",
+    ],
+)
 def test_why_a_model_is_in_pieces_is_told_in_words_of_the_users(key: str) -> None:
     for file in ("", "_of_tensors"):
         importlib.import_module(f"tests.reports.test_public_reports{file}")
@@ -44,13 +52,11 @@ class Tied(nn.Module):
         return attend(self.one(x)) * (2 if self.same is self.one else -1)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a trace has two objects for the two names")
 def test_a_module_that_is_registered_twice_is_itself() -> None:
     model, x = Tied(), tokens()
     same(attngraph.compile(model, min_scores=0)(x), model(x))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="it is lost with the trace")
 def test_an_argument_that_forward_asks_to_need_a_gradient_needs_one() -> None:
     def f(x: Tensor) -> Tensor:
         return attend(x.requires_grad_())

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from tests.reports.reports import (
     PIECES,
     REPORTS,
-    WRONG,
     Compiler,
     attend,
     cases,
@@ -275,7 +274,7 @@ def _(compile: Compiler) -> None:
     assert one.kept == other.kept == ([3, 4, 4], {"calls": 3})  # type: ignore[attr-defined]
 
 
-@report("pytorch/pytorch#198189", WRONG + "torch.compile, which captures the pieces, loses the order")
+@report("pytorch/pytorch#198189", PIECES + "it changes a container of its own; it runs as it is")
 def _(compile: Compiler) -> None:
     """The order of an OrderedDict in which forward moves an entry to the end."""
 
@@ -304,7 +303,7 @@ class Alternates(nn.Module):
         return attend(x) * (2 if first else -1)
 
 
-@report("pytorch/pytorch#196173", WRONG + "two equal objects are taken for one")
+@report("pytorch/pytorch#196173", PIECES + "it puts one object in the place of another")
 def _(compile: Compiler) -> None:
     """A branch on which object an attribute is, which each call replaces."""
     compiled, model = compile.two(Alternates)

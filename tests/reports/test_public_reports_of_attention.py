@@ -357,7 +357,7 @@ def _(compile: Compiler) -> None:
         same(one(ids), before)
 
 
-@report("pytorch/pytorch#99455", WRONG + "the tensor needs no gradient")
+@report("pytorch/pytorch#99455", PIECES + "it makes a tensor that needs gradients")
 def _(compile: Compiler) -> None:
     """A tensor that forward makes with requires_grad=True."""
 

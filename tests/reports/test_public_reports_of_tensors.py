@@ -94,7 +94,7 @@ def _(compile: Compiler) -> None:
     same(torch.autograd.grad(found[0].sum(), x), torch.autograd.grad(expected[0].sum(), x))
 
 
-@report("pytorch/pytorch#123713", WRONG + "the result needs no gradient")
+@report("pytorch/pytorch#123713", PIECES + "it asks for gradients of a tensor")
 def _(compile: Compiler) -> None:
     """Forward calls requires_grad_ on a value that was computed without gradients."""
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -164,7 +164,7 @@ def _seeded(compile: Compiler, f: Callable[[Tensor], Tensor]) -> None:
     same(found[1], found[0])
 
 
-@report("pytorch/pytorch#197085", WRONG + "torch.compile, which captures the pieces, draws once")
+@report("pytorch/pytorch#197085", PIECES + "it draws from Python's random numbers; it runs as it is")
 def _(compile: Compiler) -> None:
     """Python's random.shuffle and random.sample in forward."""
 
@@ -176,7 +176,7 @@ def _(compile: Compiler) -> None:
     _seeded(compile, f)
 
 
-@report("pytorch/pytorch#197101", WRONG + "torch.compile, which captures the pieces, seeds too late")
+@report("pytorch/pytorch#197101", PIECES + "it seeds Python's random numbers; it runs as it is")
 def _(compile: Compiler) -> None:
     """Forward seeds Python's random numbers."""
 

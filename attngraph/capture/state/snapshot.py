@@ -7,7 +7,6 @@ iterators, numpy arrays and small tensors must not be seen by the call that is c
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
 import types
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from attngraph.capture.state.code import nested
 from attngraph.capture.state.fingerprint import fingerprint
 from attngraph.capture.state.kinds import is_known, slots_of, state_of_generator
-from attngraph.capture.state.parts import MODULES_TABLES, NAMING, Place, bytes_of, is_of_stand_ins
+from attngraph.capture.state.parts import BY_VALUE, MODULES_TABLES, NAMING, Place, bytes_of, is_of_stand_ins
 from attngraph.capture.state.scope import MISSING, Space, read_by
 from attngraph.capture.state.walk import Walk
 from attngraph.ir import budgets
@@ -120,6 +119,8 @@ class Snapshot:
         self._containers: list[tuple[Place, Any, Any]] = []
         self._buffers: list[tuple[Place, Any, bytes]] = []
         self._tensors: list[tuple[Tensor, int, Tensor]] = []
+        self.swapped = False
+        """Whether a change puts an object in the place of another that was there before as well."""
         self._replacement: Callable[[Tensor], Tensor] | None = None
         for target in targets:
             self._found.start(target)
@@ -204,6 +205,10 @@ class Snapshot:
                 if isinstance(value, Tensor) and self._replacement is not None:
                     container[name] = self._replacement(value)
 
+    def is_generator(self, place: Place) -> bool:
+        """Whether a generator of random numbers is there."""
+        return any(each is place for each, *_ in self._found.generators)
+
     def changed_attributes(self) -> list[Place]:
         """All attributes that are other objects now, and buffers that were there before."""
         found: list[Place] = []
@@ -225,7 +230,13 @@ class Snapshot:
         Args:
             weights: from the identity of each weight to that of the one that it stands for, during a trace.
         """
-        is_another = functools.partial(_is_another, weights=weights or {})
+
+        def is_another(now: Any, before: Any) -> bool:
+            """Another one that was there before is another one even if it has the same contents."""
+            swapped = now is not before and id(now) in self._found.seen and not isinstance(now, BY_VALUE)
+            self.swapped |= swapped
+            return swapped or _is_another(now, before, weights or {})
+
         for place, container, copy in self._containers:
             if not place.name and isinstance(container, dict):
                 for name in (*copy, *(n for n in container if n not in copy)):
