@@ -29,8 +29,11 @@ _OPEN_FILES = frozenset(
 )
 """Modules of Python's library whose objects hold what users put into them."""
 _MUTE_FILES = frozenset(
-    {"asyncio", "concurrent", "importlib", "inspect", "logging", "multiprocessing", "threading", "warnings"}
-)
+    {
+        "_frozen_importlib", "_frozen_importlib_external", "asyncio", "concurrent", "importlib", "inspect",
+        "logging", "multiprocessing", "threading", "warnings",
+    }
+)  # fmt: skip
 _MUTE = (type(threading.Lock()), type(threading.RLock()))
 _CODE = (
     torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator,

@@ -69,7 +69,7 @@ def read_by(code: types.CodeType, held: dict[str, Any]) -> Iterator[tuple[Space,
     them of. All of a file that it uses as a value, since it may ask that for any name."""
     own = Space(held)
     names = names_in(code)
-    yield own, (text for text in names.written if text in held)
+    yield own, (text for text in names.written if text in held and not text.startswith("__"))
     if names.looks_around:
         yield own, (*own.variables(), *(text for text in names.written if text in sys.modules))
     for root, attributes in chains_in(code):

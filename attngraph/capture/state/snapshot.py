@@ -244,7 +244,7 @@ class Snapshot:
                         container.get(name, container), copy.get(name, container)
                     ):
                         return Place(place.owner, str(name))
-            elif not _is_untouched(container, copy) and is_another(container, copy):
+            elif not _is_untouched(container, copy) and _is_another(container, copy, weights or {}):
                 return place
         variables = (place for place, value in self._variables if is_another(_variable(place), value))
         buffers = (place for place, value, content in self._buffers if bytes_of(value) != content)
