@@ -200,6 +200,8 @@ def name_of(place: Place, target: Callable[..., Any]) -> str:
     if isinstance(owner, nn.Module):
         path = next((p for p, m in _modules(target) if m is owner), type(owner).__name__)
         return f"the attribute {f'{path}.' if path else ''}{name} of the model"
+    if isinstance(owner, types.FunctionType) and not name:
+        return f"what the function {owner.__name__} has around it"
     if isinstance(owner, (Space, types.FunctionType)):
         return f"the {'global' if isinstance(owner, Space) else 'local'} variable {name}"
     if isinstance(owner, type):

@@ -382,8 +382,8 @@ class IntoAttributes(Layer):
 
 
 def test_what_a_function_does_to_its_operand_besides_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.enable_grad():
-        assert repeats(monkeypatch, Stack(IntoAttributes), inputs()) >= REST - 3 * LAYERS
+    with torch.enable_grad(), pytest.raises(CaptureError, match="asks for gradients of a tensor"):
+        repeats(monkeypatch, Stack(IntoAttributes), inputs())
 
 
 class Counting(Layer):
