@@ -114,6 +114,9 @@ SUBTLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a keyword's default": (
         lambda: holder(f=partial(scaled, by=[1.0])), lambda m: m.f.keywords["by"].append(2.0)
     ),
+    "a function's code": (
+        lambda: holder(f=lambda n: n), lambda m: setattr(m.f, "__code__", (lambda n: n + 1).__code__)
+    ),
     "an attribute of a function": (lambda: holder(f=lambda n: n), lambda m: setattr(m.f, "scale", 2)),
     "a long list": (lambda: holder(l=[0] * 1000), lambda m: m.l.append(0)),
     "a set": (lambda: holder(s={1, 2}), lambda m: m.s.add(3)),

@@ -8,6 +8,7 @@ containers and objects by what is in them.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -87,6 +88,10 @@ class Fingerprint(Walk):
     def child(self, step: str, value: Any, depth: int) -> None:
         self.found.append(step)
         self.visit(value, depth)
+
+    def function(self, function: types.FunctionType, depth: int) -> None:
+        self.found.append(Same(function.__code__))
+        super().function(function, depth)
 
     def plain(self, value: Any) -> None:
         self.found.append(value if type(value) in _COMPARED_EXACTLY else Exact(type(value), repr(value)))
