@@ -83,7 +83,9 @@ def derive_decoder(
             examples=examples, tokens=place,
         )  # fmt: skip
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
-        inserted = _with_cache(made, (InsertKVCache(place, 0, distinct, bool(examples)), *divide), options)
+        inserted = _with_cache(
+            made, (InsertKVCache(place, 0, distinct, bool(examples), config.assume_causal), *divide), options
+        )
         captured, result, graph = made.captured, made.result, made.captured.graph
         sides = captured.sides
         if not examples:
@@ -233,6 +235,7 @@ def _cache_entry(
         tuple((value.label, value.bytes_per_row) for value in plan.carried), plan.anew,
         config.rounded if scales else "", drift if scales else None,
         tuple(s.label for s in plan.stores if config.rounded and not s.scales_of and s.name not in scales),
+        assumed=plan.assumed,
     )  # fmt: skip
 
 

@@ -67,9 +67,11 @@ covers is assumed to mix tokens."""
 PROBE_BYTES = 1 << 28
 """Bytes, in float64, of a whole model that is run to find a token that sees a later one, for an error; and of
 what one probe runs, which is not tried beyond."""
-PROBE_TOKENS = 64
-"""Tokens of a probe that shows what earlier tokens do: more than any number that the operations are given.
-Larger numbers (a window, how many keys are picked) are replaced by a small one."""
+PROBE_TOKENS = 1024
+"""Tokens of a trial, which are more than the numbers of its operations reach
+(`meaning/tokens/numbers.py`). What needs more is not tried."""
+CARRY_TOKENS = 2048
+"""The same where it is tried whether sums over earlier tokens are carried."""
 PROBE_ATTEMPTS = 8
 """How often a probe is begun further back, where what it begins with is computed from the same integers."""
 

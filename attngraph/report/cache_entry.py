@@ -47,7 +47,8 @@ class CacheEntry:
     what one of them keeps, and `ranks` says how it is divided.
     `rounded` is the dtype of 8 bits in which keys and values are kept with scales ("": none are), `drift`
     what that changes (None: not measured), `unrounded` what is kept as it is computed although it was asked
-    to be rounded.
+    to be rounded. `assumed` are operations that are taken not to look at later tokens because
+    `CacheConfig.assume_causal` says so, and why that could not be shown.
     """
 
     bytes_per_token: int
@@ -67,6 +68,7 @@ class CacheEntry:
     drift: Drift | None = None
     unrounded: tuple[str, ...] = ()
     ranks: CacheRanksEntry | None = None
+    assumed: tuple[str, ...] = ()
 
     @property
     def bytes_per_row(self) -> int:
@@ -131,6 +133,11 @@ class CacheEntry:
             lines = ", ".join(dict.fromkeys(self.anew))
             found.append(
                 f"      {len(self.anew)} value(s) computed anew from all tokens at every step: {lines}"
+            )
+        if self.assumed:
+            found.append(
+                "      not shown to look at earlier tokens alone, but taken to (assume_causal): "
+                + ", ".join(dict.fromkeys(self.assumed))
             )
         if self.most_tokens is not None:
             found.append(f"      at most {self.most_tokens:,} tokens in a sequence")

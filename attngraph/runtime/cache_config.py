@@ -30,6 +30,8 @@ class CacheConfig:
             `KVCache.crop` can go back there (a token cannot be taken out of a sum).
         tokens: the name of the model's argument that takes the tokens (None: `decoder_input_ids` if there is
             one, else the first argument that is not given).
+        assume_causal: whether to take it from you that no token sees a later one, where this cannot be shown
+            (an operation that hides what it reads); the report then says where.
         proof: whether prefill and decode are compared with whole sequences, in float64, before first use.
 
     Raises:
@@ -43,6 +45,7 @@ class CacheConfig:
     rollback: int = 32
     snapshots: int = 0
     tokens: str | None = None
+    assume_causal: bool = False
     proof: bool = True
 
     def __post_init__(self) -> None:

@@ -31,10 +31,12 @@ aten = torch.ops.aten
 
 
 def analyse(
-    graph: ProgramGraph, ids: fx.Node, distinct: int, outcome: Outcome, refuted: Mapping[fx.Node, str]
-) -> Tokens:
+    graph: ProgramGraph, ids: fx.Node, distinct: int, outcome: Outcome, refuted: Mapping[fx.Node, str],
+    assume_causal: bool = False,
+) -> Tokens:  # fmt: skip
     """The analysis: tokens are the second dimension of the input, the sequences of the batch the first.
     `refuted` says of values why they are no sums over earlier tokens, though they look like some.
+    `assume_causal`: values of which that is not known are taken not to see later tokens.
 
     Raises:
         NoDecoderError: the input has another shape, or a token sees a later one.
@@ -60,7 +62,7 @@ def analyse(
         outcome.notes.append(f"the graph is of {tokens} tokens; those of a step are any number")
     (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
     if found[result].kind is Kind.MIXING and tokens is None:  # type: ignore[index]
-        found = Tokens(graph, *names, histories=True, refuted=refuted)
+        found = Tokens(graph, *names, histories=True, refuted=refuted, assume_causal=assume_causal)
     _require_token_wise(graph, ids, found)
     return found
 
@@ -185,7 +187,8 @@ def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:
     if culprit.target in RECURRENT and culprit.args[7]:
         return "it runs over the tokens in both directions"
     if sees_later:
-        return reason
+        causality = tokens[culprit].causality
+        return f"it sees later tokens ({causality.masks})" if causality and causality.masks else reason
     if culprit.target in (aten.conv1d.default, aten.convolution.default):
         return (
             "no value that follows it is computed, for each token, from the last tokens alone, with zeros "

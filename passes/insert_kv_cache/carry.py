@@ -30,6 +30,7 @@ from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.tokens.axes import Space
 from attngraph.meaning.tokens.facts import Fact, Kind, RunningSum, Sums
+from attngraph.meaning.tokens.numbers import reach
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.meaning.tokens.unfold import VIEWS
 from attngraph.passes.build import Builder
@@ -41,7 +42,8 @@ EXACT, ENTRIES = 1e-8, 16
 """How far two values that should be equal may be apart: by rounding in float64, or of so many entries of the
 model's tables."""
 LENGTHS = (5, 2, 1, 19, 70)
-"""Tokens of the sequences on which a claim is compared, besides two and a half times the longest chunk."""
+"""Tokens of the sequences on which a claim is compared, besides two and a half times the longest chunk, and
+more than the numbers of its operations reach."""
 LONGEST_CHUNK = 1024
 
 
@@ -147,8 +149,10 @@ class Carry:
             (given_ones | {n for n in scan.reads if facts[n].kind in known}) - {node, new, *scan.through}
         )
         before, after = region([node], leaves), region([new], leaves)
-        compared = 0
-        for seed, length in enumerate(self._lengths(before)):
+        compared, needed = 0, self._needed(before)
+        if needed > budgets.CARRY_TOKENS:
+            return f"its numbers reach over {budgets.CARRY_TOKENS} tokens, too many to try"
+        for seed, length in enumerate(self._lengths(before, needed)):
             if not all(holds(c, self._sizes(length, 2)) for c in self.graph.conditions):
                 continue
             sizes = self._sizes(length, 1)
@@ -165,14 +169,27 @@ class Carry:
                 return f"for {length} token(s): {verdict}"
             compared = max(compared, length)
         self.tokens.meaning.rely_on((*before, *after))
-        return "" if compared > 2 else "it can be run on no sequence of more than two tokens"
+        if compared <= 2:
+            return "it can be run on no sequence of more than two tokens"
+        far = f"{needed} tokens, over which its numbers reach, are too many to try"
+        return "" if compared >= needed else far
 
-    def _lengths(self, order: list[fx.Node]) -> Iterator[int]:
+    def _needed(self, order: list[fx.Node]) -> int:
+        """So many tokens show what the operations do with more (`meaning/tokens/numbers.py`)."""
+        if self.tokens.space.is_of_one_length:
+            return 0
+        far = max(LENGTHS) + reach(order, self.graph.known_values(), self.tokens.probe.of_sizes)
+        needed = int(min(far, budgets.CARRY_TOKENS + 1))
+        while needed > 3 and not self.graph.admits(self._sizes(needed, 2)):
+            needed -= 1  # a table ends before
+        return needed
+
+    def _lengths(self, order: list[fx.Node], needed: int) -> Iterator[int]:
         traced = self.tokens.traced
         if self.tokens.space.is_of_one_length:
             yield traced
             return
-        yield from dict.fromkeys((*LENGTHS, traced))
+        yield from dict.fromkeys((*LENGTHS, traced, needed))
         extents = {
             n for node in order for n in getattr(node.meta.get("val"), "shape", ()) if isinstance(n, int)
         }

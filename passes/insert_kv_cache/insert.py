@@ -60,12 +60,14 @@ tokens."""
 class InsertKVCache:
     """`argument` is the number of the input that holds the tokens; `result` that of the logits. `number`: how
     many tokens the graph was traced for, if it may be a graph of that number alone and the number is a size
-    of nothing else (`free_tokens.py`). `compared`: its sizes were found by comparing traces."""
+    of nothing else (`free_tokens.py`). `compared`: its sizes were found by comparing traces. `assume_causal`:
+    whether it is taken from the user that no token sees a later one, where this cannot be shown."""
 
     argument: int = 0
     result: int = 0
     number: int = 0
     compared: bool = False
+    assume_causal: bool = False
     name: str = "insert-kv-cache"
     requires: Level = Level.FUSED
     yields: Level = Level.CACHED
@@ -81,7 +83,7 @@ class InsertKVCache:
         joined = [*leave_out_own_places(graph), *join_pieces(graph)]
         while True:
             outcome = Outcome(list(joined))
-            tokens = analyse(graph, ids, self.number, outcome, refuted)
+            tokens = analyse(graph, ids, self.number, outcome, refuted, self.assume_causal)
             try:
                 _Insertion(graph, ids, tokens, outcome).run()
             except _RefutedError as problem:
@@ -131,6 +133,7 @@ class _Insertion:
         self.carried: dict[fx.Node, Carried] = {}
         self.rounding = 0.0
         self.anew: list[str] = []
+        self.assumed: list[str] = []
         self.made: dict[fx.Node, fx.Node] = {}
         """What replaces a value, once all of them are made."""
         self.expanded = 0
@@ -187,6 +190,7 @@ class _Insertion:
             tuple(self.carried.values()),
             self.rounding,
             tuple(self.anew),
+            tuple(self.assumed),
         )
         self.inputs.drop_unused()
         self._annotate()
@@ -252,6 +256,8 @@ class _Insertion:
             ) from problem
         self.tokens.facts[new], self.made[node] = fact, new
         self.anew.append(source_of(node))
+        if node in self.tokens.assumed:
+            self.assumed.append(f"{op_name(node)} at {source_of(node)} ({self.tokens.assumed[node]})")
         self.outcome.notes.append(
             f"{op_name(node)} at {source_of(node)} is computed anew from all tokens at every step, because "
             "what it does with them is no attention that is known here"

@@ -50,7 +50,7 @@ def require_no_places(tokens: Tokens, nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         for source, dim, index in _indexed(node):
             axes = tokens[source].axes if source in tokens.facts else ()
-            along = dim < len(axes) and tokens.space.token in axes[dim]
+            along = -len(axes) <= dim < len(axes) and tokens.space.token in axes[dim]
             if along and _is_of_places(index):
                 raise NoDecoderError(
                     f"{op_name(node)} at {source_of(node)}: it takes tokens by an index that follows from "

@@ -602,13 +602,19 @@ def test_a_mask_that_a_loop_writes_row_by_row_is_refused_with_what_to_do() -> No
     assert "looked into" not in problem.value.reason
 
 
-def test_a_fill_that_leaks_is_named_where_it_lets_tokens_see_later_ones() -> None:
+@pytest.mark.parametrize(
+    ("sign", "reason"),
+    [(-1, r"sees later tokens \({}\)\. Token 0 sees"), (1, r"could not be shown .*\({}\)\.\n")],
+)
+def test_a_fill_that_leaks_is_named_and_a_pair_of_tokens_only_if_there_is_one(sign: int, reason: str) -> None:
+    """A token's product with itself is far above a fill of -100, unless it is negated."""
+
     class Leaking(nn.Module):
         def forward(self, x: Tensor) -> Tensor:  # [B, C, T], as a layer of Plain takes it
             later = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool).triu(1)
-            return x @ (x.mT @ x).masked_fill(later, -100.0).softmax(-1).mT
+            return x @ (sign * (x.mT @ x)).masked_fill(later, -100.0).softmax(-1).mT
 
-    with pytest.raises(NoDecoderError, match=r"sees later tokens \(.*-100\.0.*Token 0 sees token 1"):
+    with pytest.raises(NoDecoderError, match=reason.format(r"s = where\(k > q, -100\.0, .*dot\)")):
         attngraph.compile(stirred(Plain(layer=Leaking())), cache=True).prefill(ids(1, 5))
 
 
@@ -728,7 +734,7 @@ def test_a_spread_attention_mask_marks_padding() -> None:
         torch.testing.assert_close(logits[kept > 0], wanted[kept > 0], **CLOSE)
 
 
-@pytest.mark.parametrize(("low", "problem"), [(-3.4e38, ""), (-50.0, "it sees later tokens")])
+@pytest.mark.parametrize(("low", "problem"), [(-3.4e38, ""), (-50.0, "could not be shown to hide")])
 def test_a_score_that_is_raised_to_the_fill_stays_masked_only_if_that_is_low(
     low: float, problem: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +139,70 @@ def test_one_token_at_a_time_from_the_first_on() -> None:
         torch.testing.assert_close(torch.cat([s.reshape(1, -1, 24) for s in steps], 1), model(ids))
 
 
+def _of_the_largest_value(scores: Tensor, keep: Tensor) -> Tensor:
+    scores = scores.masked_fill(~keep, -math.inf)
+    least = scores.topk(min(4, scores.shape[-1]), -1).values[..., -1:]
+    return scores.masked_fill(scores < least, -math.inf).softmax(-1)
+
+
+def _added(scores: Tensor, keep: Tensor) -> Tensor:
+    return (scores + (1.0 - keep.to(scores.dtype)) * -1e4).softmax(-1) * (1 + scores.tanh())
+
+
+def _less_of_itself(scores: Tensor, keep: Tensor) -> Tensor:
+    weights = scores.masked_fill(~keep, -math.inf).softmax(-1)
+    return weights - 0.1 * weights * torch.eye(keep.shape[0])
+
+
+def _turned_round(scores: Tensor, keep: Tensor) -> Tensor:
+    return scores.flip(-1).masked_fill(~keep.flip(-1), -math.inf).softmax(-1).flip(-1) * scores.tanh()
+
+
+@pytest.mark.parametrize("weights", [_of_the_largest_value, _added, _less_of_itself, _turned_round])
+def test_what_algebra_shows_to_look_back_has_a_decoder(weights: Weights, decodes: Any) -> None:
+    decodes(Model(weights))
+
+
+def _far(scores: Tensor, keep: Tensor, distance: Callable[[Tensor], Tensor]) -> Tensor:
+    at = torch.arange(scores.shape[-1])
+    return scores.sigmoid() * (keep | distance(at[:, None] - at))
+
+
+class FarKeys(nn.Module):
+    """Attention to keys in the other order, one of which comes 50 tokens later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.key, self.out = nn.Embedding(24, 8), nn.Linear(8, 8), nn.Linear(8, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, at = self.embed(ids), torch.arange(ids.shape[1])
+        far, k = at[:, None] - at.flip(0), self.key(x).flip(1)
+        mask = (far >= 0) | (far == -50)
+        found = nn.functional.scaled_dot_product_attention(x[:, None], k[:, None], k[:, None], attn_mask=mask)
+        return self.out(found[:, 0])
+
+
+FAR: dict[str, Callable[[], nn.Module]] = {
+    "a negative number": lambda: Model(lambda s, k: _far(s, k, lambda d: d == -300)),
+    "a float": lambda: Model(lambda s, k: _far(s, k, lambda d: -d == 300.0)),
+    "a sum": lambda: Model(lambda s, k: _far(s, k, lambda d: d + 150 == -150)),
+    "a product": lambda: Model(lambda s, k: _far(s, k, lambda d: d * 2 == -600)),
+    "a tensor": lambda: Model(lambda s, k: _far(s, k, lambda d: d == torch.tensor(-300))),
+    "a quotient": lambda: Model(lambda s, k: _far(s, k, lambda d: -d // 300 == 1)),
+    "keys in the other order": FarKeys,
+}
+
+
+@pytest.mark.parametrize("model", FAR)
+def test_a_token_that_sees_one_far_ahead_has_no_decoder(model: str) -> None:
+    """However far, and however the distance is written: nothing of it follows from short sequences."""
+    decoder: Any = attngraph.compile(FAR[model]().eval(), cache=True)
+    with pytest.raises(attngraph.NoDecoderError, match=r"token is read|reads token"):
+        decoder.prefill(torch.randint(0, 24, (1, 9)))
+
+
 @pytest.mark.parametrize("fill", [-50.0, -300.0])
 def test_a_fill_that_lets_large_scores_through_is_refused(fill: float) -> None:
     def weights(scores: Tensor, keep: Tensor) -> Tensor:
@@ -148,7 +213,7 @@ def test_a_fill_that_lets_large_scores_through_is_refused(fill: float) -> None:
         decoder.prefill(torch.randint(0, 24, (1, 9)))
 
 
-def test_a_model_that_does_something_else_with_short_sequences_is_refused_with_that_reason() -> None:
+def test_a_model_that_does_something_else_with_short_sequences_goes_on_with_long_ones() -> None:
     def weights(scores: Tensor, keep: Tensor) -> Tensor:
         scores = scores.masked_fill(~keep, -math.inf)
         if scores.shape[-1] > 4:
@@ -156,11 +221,16 @@ def test_a_model_that_does_something_else_with_short_sequences_is_refused_with_t
             scores = scores.masked_fill(~chosen, -math.inf)
         return scores.softmax(-1)
 
-    decoder: Any = attngraph.compile(Model(weights).eval(), cache=True)
-    line = weights.__code__.co_firstlineno + 2
-    told = rf"something else with sequences of fewer than 5 tokens \([^ ]*test_histories.py:{line}\), and"
-    with pytest.raises(attngraph.NoDecoderError, match=told):
-        decoder.prefill(torch.randint(0, 24, (1, 9)))
+    model, ids = Model(weights).eval(), torch.randint(0, 24, (1, 12))
+    decoder: Any = attngraph.compile(model, cache=True)
+    with torch.no_grad():
+        logits, state = decoder.prefill(ids[:, :9])
+        found = [logits, *(decoder.decode(ids[:, t : t + 1], state) for t in range(9, 12))]
+        torch.testing.assert_close(torch.cat(found, 1), model(ids))
+        _, short = decoder.prefill(ids[:, :4])
+        line = weights.__code__.co_firstlineno + 2
+        with pytest.raises(attngraph.CacheError, match=rf"test_histories.py:{line} whether tokens <= 4"):
+            decoder.decode(ids[:, 4:5], short)
 
 
 @pytest.mark.parametrize("count", [3, 200])
@@ -197,3 +267,28 @@ def test_positions_of_transformer_xl_leave_the_graph_of_the_step_whole(decodes: 
             return self.out(x + (weights @ v).transpose(1, 2).flatten(2))
 
     decodes(Relative())
+
+
+def _of_sorted_scores(scores: Tensor, keep: Tensor) -> Tensor:
+    """Sparsemax (Martins and Astudillo, 2016)."""
+    scores = scores.masked_fill(~keep, -1e9)
+    ordered = scores.sort(-1, descending=True).values
+    above, places = ordered.cumsum(-1) - 1, torch.arange(1, scores.shape[-1] + 1)
+    count = (ordered * places > above).sum(-1, keepdim=True)
+    return (scores - above.gather(-1, count - 1) / count).clamp(min=0)
+
+
+def test_where_it_cannot_be_shown_that_no_later_token_is_seen_the_user_may_say_so() -> None:
+    model = Model(_of_sorted_scores)
+    with pytest.raises(attngraph.NoDecoderError, match="sort"):
+        attngraph.compile(model.eval(), cache=True).prefill(torch.randint(0, 24, (1, 9)))
+    config = attngraph.CacheConfig(assume_causal=True)
+    decoder: Any = attngraph.compile(model, cache=config)
+    ids = torch.randint(0, 24, (2, 14))
+    with torch.no_grad():
+        logits, state = decoder.prefill(ids[:, :9])
+        found = torch.cat([logits, decoder.decode(ids[:, 9:], state)], 1)
+        torch.testing.assert_close(found, model(ids))
+    line = _of_sorted_scores.__code__.co_firstlineno + 6
+    told = rf"taken to \(assume_causal\): .*test_histories.py:{line} \(every token is read\)"
+    assert re.search(told, str(decoder.report))

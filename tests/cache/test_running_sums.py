@@ -176,3 +176,40 @@ def test_a_loop_that_is_no_sum_and_not_of_equal_steps_is_refused_with_its_line()
     reasons = r"test_running_sums.*tanh of several tokens.*no loop of equal steps: the step of token"
     with pytest.raises(attngraph.NoDecoderError, match=reasons):
         attngraph.compile(Looped().eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+
+
+LINEAR: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "a window of 100 tokens": (lambda d: (d >= 0) & (d < 100), True),
+    "a decay from 200 tokens on": (lambda d: (d >= 0) * 0.9 ** (d - 200.0).clamp(min=0), True),
+    "a distance in hundreds": (lambda d: (d >= 0) & (d * 0.01 < 1.5), True),
+    "a root of the distance": (lambda d: (d >= 0) & (d.clamp(min=0).sqrt() < 12.0), True),
+    "a quotient": (lambda d: (d >= 0) & (d // 10 // 10 < 1), True),
+    "a later token far ahead": (lambda d: (d >= 0) | (d == -100), False),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_sum_is_compared_on_more_tokens_than_its_numbers_reach(name: str) -> None:
+    """Three tokens of it, and seventy, look like a sum that can be carried."""
+    weights, is_causal = LINEAR[name]
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.key, self.out = nn.Embedding(13, 8), nn.Linear(8, 8), nn.Linear(8, 13)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x, at = self.embed(ids), torch.arange(ids.shape[1])
+            k = self.key(x).tanh()
+            return self.out((x @ k.mT * weights(at[:, None] - at)) @ k)
+
+    model, ids = Linear().eval().double(), torch.randint(0, 13, (1, 330))
+    decoder = attngraph.compile(model, cache=True)
+    with torch.no_grad():
+        if not is_causal:
+            with pytest.raises(attngraph.NoDecoderError, match="three tokens look like one, but more do not"):
+                decoder.prefill(ids[:, :9])
+            return
+        logits, state = decoder.prefill(ids[:, :9])
+        torch.testing.assert_close(torch.cat([logits, decoder.decode(ids[:, 9:], state)], 1), model(ids))

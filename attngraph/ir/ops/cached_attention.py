@@ -196,7 +196,8 @@ class CachePlan:
     traced; `step_tokens`: the symbol for the number of new tokens of a step; `most_tokens`: the longest
     sequence that the model's position tables cover; `rounding`: of tables that say how carried values decay,
     relative to their entries, 0 without such tables; `anew`: the lines of values that every step computes
-    anew from all tokens."""
+    anew from all tokens; `assumed`: operations that are taken not to look at later tokens, and why that could
+    not be shown."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -208,6 +209,7 @@ class CachePlan:
     carried: tuple[Carried, ...] = ()
     rounding: float = 0.0
     anew: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     @property
     def bytes_per_row(self) -> int:

@@ -28,16 +28,20 @@ _LOOP = (
 )
 
 
+_NOT_HIDDEN = "it could not be shown to hide all later tokens ({})"
+
+
 @dataclasses.dataclass(frozen=True)
 class Causality:
     """`window`: how many tokens a query sees at most, itself included (None: all before it). `problem`: why
-    later tokens are not hidden; `witness`: a query and a later key that it sees. `program`: the one that
-    was examined."""
+    it is not known that later tokens are hidden; `witness`: a query and a later key that it may see, and
+    `masks` those that do not hide it, as text. `program`: the one that was examined."""
 
     program: ScoreProgram
     window: int | None = None
     problem: str = ""
     witness: tuple[int, int] | None = None
+    masks: str = ""
 
     def describe(self) -> str:
         if self.window is None:
@@ -97,8 +101,8 @@ def _not_hidden(program: ScoreProgram, predicate: Expr) -> Causality:
     for q in range(budgets.TOKEN_PAIRS):
         for k in range(q + 1, budgets.TOKEN_PAIRS + 1):
             if not _is_false(predicate, {Q: E.const(q), K: E.const(k)}):
-                return Causality(program, None, f"it sees later tokens ({shown})", (q, k))
-    return Causality(program, None, f"it could not be shown to hide all later tokens ({shown})")
+                return Causality(program, None, _NOT_HIDDEN.format(shown), (q, k), shown)
+    return Causality(program, None, _NOT_HIDDEN.format(shown), None, shown)
 
 
 def _window(predicate: Expr) -> int | None:

@@ -3,8 +3,7 @@ attention under a mask that data choose, scores mixed between heads, weights tha
 
 What such a value is computed from is kept for every token, and the model's own operations run on all of it
 again. That takes as long as the whole sequence does, for this part of the model alone; so this is the last
-resort. That no token sees a later one is tested (`token_probe.py`): whatever a sequence begins with has the
-results that it has alone.
+resort. That no token sees a later one is shown by algebra (`looks_back.py`).
 """
 
 from __future__ import annotations
@@ -13,57 +12,69 @@ from collections.abc import Mapping
 
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import is_size, operands_first
+from attngraph.ir import budgets
+from attngraph.ir.graph.program_graph import is_size
 from attngraph.ir.ops import nodes
 from attngraph.meaning.tokens.axes import Axes, Space
 from attngraph.meaning.tokens.facts import Fact, History, Kind
+from attngraph.meaning.tokens.looks_back import LooksBack, NotShown, OfAll
 from attngraph.meaning.tokens.token_probe import TokenProbe
 
 _GIVEN = (Kind.FIXED, Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
 
 
 class HistoryFinder:
-    """Looks for values of one graph that are computed from all earlier tokens."""
+    """Looks for values of one graph that are computed from all earlier tokens. `why_not`: why that could not
+    be shown of those that were looked at in vain; `assumed`: of those that are taken to be such values
+    because the user says so (`assume_causal`)."""
 
-    def __init__(self, space: Space, probe: TokenProbe) -> None:
-        self.space, self.probe = space, probe
-        self._of_sizes: dict[fx.Node, bool] = {}
+    def __init__(
+        self, space: Space, probe: TokenProbe, looks_back: LooksBack, assume_causal: bool
+    ) -> None:  # fmt: skip
+        self.space, self.probe, self.looks_back = space, probe, looks_back
+        self.assume_causal = assume_causal
+        self.why_not: dict[fx.Node, str] = {}
+        self.assumed: dict[fx.Node, str] = {}
+        self._of_all: set[fx.Node] = set()
+        """Values for which a sum over all tokens is in the way, and what is computed from them."""
 
     def find(self, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes) -> History | None:
         """How a value with these axes is computed from all earlier tokens of others; None if it is not."""
         space, probe = self.space, self.probe
-        if not _stands_alone(space, axes):
+        if not self._of_all.isdisjoint(node.all_input_nodes):
+            self._of_all.add(node)
+        if (node in self._of_all and not self.assume_causal) or not _stands_alone(space, axes):
             return None
         given = {n: f.axes for n, f in facts.items() if self._is_given(n, f)}
         order, leaves = probe.region(node, given)
         operands = [n for n in leaves if n in facts and space.place(facts[n].axes, space.token) is not None]
         inner = tuple(n for n in order if n not in leaves and not is_size(n))
-        if not operands or not any(_is_of_pairs(space, probe, n) for n in inner):
+        if (
+            not operands
+            or len(inner) > budgets.PROBE_NODES
+            or not any(_is_of_pairs(space, probe, n) for n in inner)
+        ):
             return None
-        if any(n in facts and facts[n].causality is not None for n in inner):
-            return None  # an attention whose mask is known to show later tokens
         for leaf in leaves:
             known = facts.get(leaf)
             if known is None or (leaf in operands) != any(known.axes) or not _stands_alone(space, known.axes):
                 return None
-        return History(tuple(operands), inner) if probe.is_causal(node, axes, given) else None
+        try:
+            self.looks_back.require(node, axes)
+        except NotShown as why_not:
+            if isinstance(why_not, OfAll):
+                self._of_all.add(node)
+            (self.assumed if self.assume_causal else self.why_not)[node] = str(why_not)
+            if not self.assume_causal:
+                return None
+        return History(tuple(operands), inner)
 
     def _is_given(self, node: fx.Node, fact: Fact) -> bool:
         """Whether a value is kept, or fixed. What follows from sizes and places alone is computed anew, as
         views are in which rows and tokens are not dimensions of their own."""
         if fact.kind not in _GIVEN or isinstance(fact.scan, History):
             return False
-        return _stands_alone(self.space, fact.axes) and not self._is_of_sizes(node)
-
-    def _is_of_sizes(self, node: fx.Node) -> bool:
-        """Whether a value is computed from sizes alone."""
-        for step in operands_first([node], lambda n: () if n in self._of_sizes else n.all_input_nodes):
-            if step not in self._of_sizes:
-                inputs = step.all_input_nodes
-                self._of_sizes[step] = is_size(step) or (
-                    step.op != "placeholder" and all(self._of_sizes[n] for n in inputs)
-                )
-        return self._of_sizes[node]
+        return _stands_alone(self.space, fact.axes) and not self.looks_back.of_sizes(node)
 
 
 def _stands_alone(space: Space, axes: Axes) -> bool:

@@ -1,16 +1,14 @@
-"""Does a computation treat each token by itself, or see earlier ones alone? Tested by running it, where
-element rules cannot tell.
+"""Does a computation treat each token by itself? Tried by running it, where data choose the tokens it reads.
 
-The nodes between values whose axes are known and the one in question are run in float64 on random inputs:
-once on all tokens of two sequences, then on selections of them, fewer and in another order. A token-wise
-computation gives each token the same result. One example is sorting tokens by expert, computing in that order
-and restoring the order. A causal computation gives the beginning of a sequence the results that it has in the
-whole. Nothing here edits the graph.
+Algebra follows every other operation (`tokens.py`). What sorts tokens by expert, computes in that order and
+restores the order is run instead: the nodes between values whose axes are known and the one in question, in
+float64 on random inputs, once on all tokens of two sequences, then on selections of them, fewer and in
+another order. Such operations know tokens by their data and by numbers alone, so a trial has more tokens than
+these numbers reach (`numbers.py`). Nothing here edits the graph.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,22 +21,20 @@ from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.collectives import COLLECTIVES
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region
 from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.axes import Axes, Space
+from attngraph.meaning.tokens.numbers import OfSizes, reach
 
 ROWS, TOKENS = 2, 5
-_NO_END = 1 << 31
-"""Numbers from this one on mean "to the end"."""
 EQUAL = elementwise(1e-10)
 LOUD = 15.0
-"""That no token sees later ones is also tested with values so much larger: a mask that fills with a moderate
-number lets later ones through where all other scores are lower. (A fill of -1e4 hides: `masks/fold.py`.)"""
+"""Values are also tried so many times as large: whole numbers of the data up to this one, and scores beside
+which a mask's moderate number hides nothing."""
 SEEN = elementwise(1e-6)
 """A larger difference than this shows that a token is seen; a smaller one may be the rounding of a model that
 computes a part of itself in float32."""
@@ -75,6 +71,7 @@ class TokenProbe:
         self.values = graph.known_values()
         self.tokens = int(space.tokens.value) if space.is_of_one_length else TOKENS
         """How many tokens each sequence of a test has."""
+        self.of_sizes = OfSizes()
         self.left = budgets.PROBES
         self.known: dict[Any, int] = {}
         self._latest: tuple[fx.Node | None, dict[Any, _Runs]] = None, {}
@@ -84,14 +81,6 @@ class TokenProbe:
         """How many operations were run to see that the node treats each token (and each sequence) by
         itself; 0 if it does not, or if that cannot be tested."""
         return self._with_integers(node, resolved, lambda known: self._is_token_wise(node, axes, known))
-
-    def is_causal(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
-        """The same of a node in which no token, and no sequence, sees a later token or another sequence: for
-        sequences longer than all numbers that its operations are given, up to `budgets.PROBE_TOKENS`; larger
-        ones are replaced by a small one."""
-        if self.space.is_of_one_length:
-            return 0
-        return self._with_integers(node, resolved, lambda known: self._is_causal(node, axes, known))
 
     def _with_integers(
         self, node: fx.Node, resolved: Mapping[fx.Node, Axes],
@@ -112,7 +101,7 @@ class TokenProbe:
         return 0
 
     def _is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
-        leaves = self.region(node, resolved)[1]
+        order, leaves = self.region(node, resolved)
         if self.space.place(axes, self.space.token) is None and any(
             self.space.place(resolved.get(n, ()), self.space.token) is not None for n in leaves
         ):
@@ -121,41 +110,21 @@ class TokenProbe:
         of_one_row = any(self.space.row in d for a in known for d in a) and any(
             any(a) and self.space.place(a, self.space.token) is None for a in known
         )  # a value per sequence can only be combined with tokens of one sequence
-        selections = self._selections(of_one_row)
-        found = self._probe(node, axes, resolved, self.tokens, selections)
+        tokens, selections = self._within_reach(order), self._selections(of_one_row)
+        if not self.space.is_of_one_length and tokens <= reach(order, self.values, self.of_sizes):
+            return 0
+        found = self._probe(node, axes, resolved, tokens, selections)
         if found and any(_is_integer(n) and n not in self.values for n in leaves):
-            found = min(found, self._probe(node, axes, resolved, self.tokens, selections, None, LOUD))
+            found = min(found, self._probe(node, axes, resolved, tokens, selections, LOUD))
         return found
-
-    def _is_causal(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
-        order, _ = self.region(node, resolved)
-        numbers = given_numbers(order)
-        small = [n for n in numbers if n <= budgets.PROBE_TOKENS]
-        longest = self._at_most(max([TOKENS, *small]) + 3)
-        ends = {1, 2, TOKENS, longest - 1, *(n + more for n in small for more in (-1, 0, 1))}
-        selections = [
-            [(row, token) for token in range(end)] for end in sorted(ends) if 0 < end < longest
-            for row in range(ROWS)
-        ]  # fmt: skip
-        small_ones = {n: TOKENS - 2 for n in numbers if n not in small}
-        kinds = [({}, 1.0), ({}, LOUD), *([(small_ones, 1.0)] if small_ones else [])]
-        found = min(self._probe(node, axes, resolved, longest, selections, *kind) for kind in kinds)
-        return found
-
-    def _at_most(self, longest: int) -> int:
-        """The longest sequences up to this length that the graph serves (a table may end before)."""
-        while longest > TOKENS and not self.graph.admits(self._counted(ROWS, longest)):
-            longest -= 1
-        return longest
 
     def _probe(
         self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes], tokens: int,
-        selections: Sequence[Sequence[Pick]], replaced: Mapping[int, int] | None = None, louder: float = 1.0,
+        selections: Sequence[Sequence[Pick]], louder: float = 1.0,
     ) -> int:  # fmt: skip
         """How many operations were run to see that selections of so many tokens have the results that they
-        have among all of them; 0 if they do not. `replaced`: numbers that operations are given instead.
-        `louder`: by this what the region begins with is multiplied; integers are up to so large then, and
-        where they are too large for an index, they show nothing."""
+        have among all of them; 0 if they do not. `louder`: by this what the region begins with is multiplied;
+        integers are up to so large then, and where they are too large for an index, they show nothing."""
         order, leaves = self.region(node, resolved)
         steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
         if any(n.target in COLLECTIVES for n in steps):
@@ -163,7 +132,7 @@ class TokenProbe:
         if not steps or len(steps) > budgets.PROBE_NODES:
             return 0
         begins = {n: (resolved.get(n), id(self.values[n]) if n in self.values else None) for n in leaves}
-        key = (fingerprint(order, begins), tokens, tuple(map(tuple, selections)), str(replaced), louder)
+        key = (fingerprint(order, begins), tokens, tuple(map(tuple, selections)), louder)
         if (key, axes) not in self.known:
             if self._latest[0] is not node:
                 self._latest = node, {}
@@ -172,9 +141,7 @@ class TokenProbe:
                 if self.left <= 0:
                     return 0
                 self.left -= 1
-                runs[key] = _Runs(
-                    self._run(node, order, leaves, resolved, tokens, selections, replaced or {}, louder)
-                )
+                runs[key] = _Runs(self._run(node, order, leaves, resolved, tokens, selections, louder))
             holds = self._holds(runs[key], axes, selections, tokens, louder > 1)
             self.known[key, axes] = len(steps) if holds else 0
         if self.known[key, axes]:
@@ -190,6 +157,11 @@ class TokenProbe:
             return bool(self.meaning.element(node, at).op == "const")
         except Unliftable:
             return False
+
+    def is_long(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> bool:
+        """Whether more operations compute the node from values of known axes than are looked at together."""
+        order, leaves = self.region(node, resolved)
+        return len(order) - len(leaves) > 2 * budgets.PROBE_NODES
 
     def region(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[list[fx.Node], list[fx.Node]]:
         """The nodes that compute this one from values of known axes, in order, and those values."""
@@ -212,21 +184,20 @@ class TokenProbe:
     def _run(
         self, node: fx.Node, order: Sequence[fx.Node], leaves: Sequence[fx.Node],
         resolved: Mapping[fx.Node, Axes], tokens: int, selections: Sequence[Sequence[Pick]],
-        replaced: Mapping[int, int], louder: float,
+        louder: float,
     ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
         """The node's value on all tokens and on a selection of them, for each selection."""
-        with _with_numbers(order, leaves, node, replaced) as (steps, at):
-            for seed, picks in enumerate(selections):
-                run, given = self._inputs(leaves, ROWS, tokens, seed)
-                if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
-                    raise ValueError("it takes too much memory")
-                known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
-                given = {n: self._louder(n, t, louder, seed) for n, t in given.items()}
-                (whole,) = run.evaluate(steps, {**given, **_sizes(steps, run.sizes, replaced)}, at)
-                some = {n: self._select(t, known[n], picks, tokens) for n, t in given.items()}
-                part, _ = self._inputs((), 1, len(picks), seed)
-                (found,) = part.evaluate(steps, {**some, **_sizes(steps, part.sizes, replaced)}, at)
-                yield whole, found
+        for seed, picks in enumerate(selections):
+            run, given = self._inputs(leaves, ROWS, tokens, seed)
+            if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
+                raise ValueError("it takes too much memory")
+            known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
+            given = {n: self._louder(n, t, louder, seed) for n, t in given.items()}
+            (whole,) = run.evaluate(order, given, node)
+            some = {n: self._select(t, known[n], picks, tokens) for n, t in given.items()}
+            part, _ = self._inputs((), 1, len(picks), seed)
+            (found,) = part.evaluate(order, some, node)
+            yield whole, found
 
     def _louder(self, leaf: fx.Node, drawn: Tensor, louder: float, seed: int) -> Tensor:
         if drawn.is_floating_point():
@@ -288,35 +259,55 @@ class TokenProbe:
 
     # --- who sees whom ---
 
-    def witness(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[int, int] | None:
-        """A token of the node's value that changes when a later token of the inputs does, all operations from
-        the inputs on being computed; where the value has no token axis, token 0 stands for all of it. Also
+    def witness(
+        self, node: fx.Node, resolved: Mapping[fx.Node, Axes], first: tuple[int, int] | None = None
+    ) -> tuple[int, int] | None:  # fmt: skip
+        """A token of the node's value that changes when a later token of the inputs does, with weights of
+        ordinary size or with large ones; where the value has no token axis, token 0 stands for all of it.
         None where an axis is longer or shorter than the sequence (a padded convolution's), as its places
-        cannot be matched with tokens, and where the computation is too large."""
-        leaves = [n for n in self.graph.placeholders() if n in resolved]
+        cannot be matched with tokens, and where the computation is too large. `first`: the pair to try
+        first."""
+        inputs = [n for n in self.graph.placeholders() if n in resolved]
+        found = (self._seen(node, inputs, resolved, first, louder) for louder in (1.0, LOUD))
+        return next((pair for pair in found if pair), None)
+
+    def _seen(
+        self, node: fx.Node, leaves: Sequence[fx.Node], resolved: Mapping[fx.Node, Axes],
+        first: tuple[int, int] | None, louder: float,
+    ) -> tuple[int, int] | None:  # fmt: skip
         order = region([node], leaves)
-        with_tokens = [
-            n for n in leaves if self.space.place(resolved.get(n, ()), self.space.token) is not None
-        ]
         own = self._token_dimension(node)
         if own is None and any(self.space.tokens in E.walk(extent) for extent in self.extents(node)):
             return None
         try:
-            run, given = self._inputs([n for n in leaves if n in order], ROWS, self.tokens, 0)
-            if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
-                return None
-            (before,) = run.evaluate(order, given, node)
-            for later in range(1, TOKENS):
-                changed = {n: self._changed(t, resolved[n], later) if n in with_tokens else t
-                           for n, t in given.items()}  # fmt: skip
-                (after,) = run.evaluate(order, changed, node)
-                for token in range(later) if own is not None else (0,):
-                    a, b = (t if own is None else t.select(own, token) for t in (before, after))
-                    if not compare(a, b, SEEN).holds:
-                        return token, later
+            for tokens in dict.fromkeys((self.tokens, self._within_reach(order))):
+                run, given = self._inputs([n for n in leaves if n in order], ROWS, tokens, 0)
+                if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
+                    return None
+                given = {n: t * louder if t.is_floating_point() else t for n, t in given.items()}
+                (before,) = run.evaluate(order, given, node)
+                laters = (*((first[1],) if first else ()), *range(1, TOKENS), tokens - 1)
+                for later in (n for n in dict.fromkeys(laters) if n < tokens):
+                    changed = {
+                        n: self._changed(t, resolved.get(n, ()), later, tokens) for n, t in given.items()
+                    }
+                    (after,) = run.evaluate(order, changed, node)
+                    for token in range(later) if own is not None else (0,):
+                        a, b = (t if own is None else t.select(own, token) for t in (before, after))
+                        if not compare(a, b, SEEN).holds:
+                            return token, later
         except Exception:  # the error message is then given without a pair
             return None
         return None
+
+    def _within_reach(self, order: Sequence[fx.Node]) -> int:
+        """So many tokens that the numbers of these operations set none of them farther apart, if the graph
+        serves so many and a trial may have them."""
+        if self.space.is_of_one_length:
+            return self.tokens
+        tokens = self.tokens + reach(order, self.values, self.of_sizes)
+        fits = tokens <= budgets.PROBE_TOKENS and self.graph.admits(self._counted(ROWS, int(tokens)))
+        return int(tokens) if fits else self.tokens
 
     def _token_dimension(self, node: fx.Node) -> int | None:
         extents = self.extents(node)
@@ -328,9 +319,12 @@ class TokenProbe:
         value = node.meta.get("val")
         return [size_expression(s) for s in value.shape] if isinstance(value, Tensor) else []
 
-    def _changed(self, tensor: Tensor, axes: Axes, token: int) -> Tensor:
-        """The tensor with what it holds for one token changed, in all sequences."""
-        split, place = digits_of(tensor, axes, self.space, (ROWS, self.tokens))
+    def _changed(self, tensor: Tensor, axes: Axes, token: int, tokens: int) -> Tensor:
+        """The tensor with what it holds for one of so many tokens changed, in all sequences; itself if it has
+        no tokens."""
+        if self.space.place(axes, self.space.token) is None:
+            return tensor
+        split, place = digits_of(tensor, axes, self.space, (ROWS, tokens))
         other = split.clone()
         part = other.select(place[self.space.token], token)
         part.copy_(~part if part.dtype == torch.bool else part + 1)
@@ -368,67 +362,6 @@ def digits_of(
         if not digits:
             shape.append(extent)
     return tensor.reshape(shape), place
-
-
-def given_numbers(order: Sequence[fx.Node]) -> list[int]:
-    """The positive whole numbers that operations are given, other than as dimensions and as shapes: how many
-    are picked, how far a window goes."""
-    found = {n for node in order for n, _ in _numbers(node)}
-    formulas = (size_expression(n.meta["val"]) for n in order if is_size(n) and not is_measured(n))
-    found |= {n.value for f in formulas for n in E.walk(f) if n.op == "const" and type(n.value) is int}
-    return sorted(n for n in found if 0 < n < _NO_END)
-
-
-def _sizes(
-    order: Sequence[fx.Node], sizes: Mapping[str, int], numbers: Mapping[int, int]
-) -> dict[fx.Node, Any]:
-    """What the size nodes of a region are where other numbers stand in their formulas."""
-
-    def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        if node.op == "const" and node.value in numbers:
-            return E.const(numbers[node.value])
-        return M.construct(node, args) if args != node.args else node
-
-    of_sizes = [n for n in order if numbers and is_size(n) and not is_measured(n)]
-    return {n: evaluate_size(E.rebuild(size_expression(n.meta["val"]), change), sizes) for n in of_sizes}
-
-
-def _numbers(node: fx.Node) -> list[tuple[int, int]]:
-    """The whole numbers among a node's arguments, with the places of those arguments."""
-    if node.op != "call_function":
-        return []
-    schema = getattr(node.target, "_schema", None)
-    names = [""] * len(node.args) if schema is None else [a.name for a in schema.arguments]
-    return [
-        (given, place)
-        for place, (given, name) in enumerate(zip(node.args, names, strict=False))
-        if type(given) is int and "dim" not in name
-    ]
-
-
-@contextlib.contextmanager
-def _with_numbers(
-    order: Sequence[fx.Node], leaves: Sequence[fx.Node], node: fx.Node, numbers: Mapping[int, int]
-) -> Iterator[tuple[Sequence[fx.Node], fx.Node]]:
-    """A copy of a region whose operations are given other numbers, on the same leaves; and its result. When
-    it is left, the leaves have no more users than before."""
-    if not numbers:
-        yield order, node
-        return
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for old in order:
-        if old in leaves or is_size(old):
-            copies[old] = old
-            continue
-        copies[old] = graph.node_copy(old, copies.__getitem__)
-        copies[old].meta = dict(old.meta)
-        for given, place in _numbers(old):
-            copies[old].update_arg(place, numbers.get(given, given))
-    try:
-        yield list(copies.values()), copies[node]
-    finally:
-        for copy in graph.nodes:
-            copy.args, copy.kwargs = (), {}
 
 
 def _follows_from(node: fx.Node, values: set[fx.Node]) -> bool:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
-import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
@@ -35,6 +34,7 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.rule import Unliftable, is_part
+from attngraph.meaning.tokens import opaque
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
 from attngraph.meaning.tokens.facts import (
     ENTRIES,
@@ -49,6 +49,7 @@ from attngraph.meaning.tokens.facts import (
 )
 from attngraph.meaning.tokens.folds import find_fold
 from attngraph.meaning.tokens.history import HistoryFinder
+from attngraph.meaning.tokens.looks_back import LooksBack, NotShown
 from attngraph.meaning.tokens.loops import LoopFinder
 from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.shifts import ending_at_query
@@ -66,11 +67,12 @@ class Tokens:
         token, row: the symbolic sizes that count tokens and sequences (row None: no batch). The tokens' may
             be a number that is a size of nothing else.
         histories: whether a value may be computed anew from all earlier tokens, where nothing else is found.
+        assume_causal: whether such a value is taken to be one where that cannot be shown.
     """
 
     def __init__(
         self, graph: ProgramGraph, token: str | int, row: str | None, histories: bool = False,
-        refuted: Mapping[fx.Node, str] = MappingProxyType({}),
+        refuted: Mapping[fx.Node, str] = MappingProxyType({}), assume_causal: bool = False,
     ) -> None:  # fmt: skip
         self.graph = graph
         self.meaning = Meaning.of(graph, True, True)
@@ -82,7 +84,12 @@ class Tokens:
         self.probe = TokenProbe(graph, self.space, self.meaning)
         self.facts: dict[fx.Node, Fact] = {}
         self.sums = SumFinder(graph, self.space, self.traced, refuted)
-        self.histories = HistoryFinder(self.space, self.probe) if histories else None
+        self.looks_back = LooksBack(self.meaning, self.space, self._element, self._known_axes)
+        self.histories = None
+        if histories:
+            self.histories = HistoryFinder(self.space, self.probe, self.looks_back, assume_causal)
+        self._summed: set[fx.Node] = set()
+        """Values that are sums over tokens, and what is computed from them: these are not looked at again."""
         self.loops = LoopFinder(self.meaning, self.space, self.facts, self.traced)
         for node in graph.graph.nodes:
             if node.op == "output" or is_size(node):
@@ -91,6 +98,11 @@ class Tokens:
 
     def __getitem__(self, node: fx.Node) -> Fact:
         return self.facts[node]
+
+    @property
+    def assumed(self) -> Mapping[fx.Node, str]:
+        """Values that are taken not to look at later tokens, with why that could not be shown."""
+        return {} if self.histories is None else self.histories.assumed
 
     def depends_on_tokens(self, node: fx.Node) -> bool:
         return self.facts[node].kind is not Kind.FIXED
@@ -150,13 +162,12 @@ class Tokens:
         attention = nodes.whole(node)
         if attention is not None:
             found = self._attention(attention)
-            seen = found.kind is not Kind.MIXING or found.causality is not None
-            return found if seen else self._whole_by_trial(node) or found
+            return found if found.kind is not Kind.MIXING else self._by_algebra(node) or found
         if is_part(node):
             whole: fx.Node = node.args[0]  # type: ignore[assignment]
             if nodes.whole(whole) is not None:
                 found = self._part_of_attention(node, self.facts[whole])
-                return found if found.kind is not Kind.MIXING else self._whole_by_trial(node) or found
+                return found if found.kind is not Kind.MIXING else self._by_algebra(node) or found
         if not isinstance(node.meta.get("val"), Tensor):
             return self._several(node)
         shape = self.meaning.shape(node)
@@ -166,7 +177,7 @@ class Tokens:
         if found.kind is Kind.MIXING:
             found = (
                 self._by_fold(node, shape) or self._by_formula(node, shape) or self._by_window(node, shape)
-                or self._by_trial(node, shape) or self._by_sums(node, shape) or self._by_steps(node, shape)
+                or self._by_region(node, shape) or self._by_sums(node, shape) or self._by_steps(node, shape)
                 or self._by_history(node) or found
             )  # fmt: skip
         return found
@@ -199,12 +210,51 @@ class Tokens:
             lambda found: "a loop over tokens, one step for each",
         )  # fmt: skip
 
-    def _whole_by_trial(self, node: fx.Node) -> Fact | None:
-        """What runs show of an attention of another form: each token by itself (attention over heads, or over
-        the layers before), or from all earlier tokens; or None."""
+    def _by_algebra(self, node: fx.Node) -> Fact | None:
+        """What the formula of an attention of another form shows: each token by itself (attention over heads,
+        or over the layers before), or from all earlier tokens; or None."""
         if not isinstance(node.meta.get("val"), Tensor):
             return None
-        return self._by_trial(node, self.meaning.shape(node)) or self._by_history(node)
+        return self._by_region(node, self.meaning.shape(node)) or self._by_history(node)
+
+    def _by_region(self, node: fx.Node, shape: Indices) -> Fact | None:
+        """Token-wise by the formula of all operations since values that are known token by token, or by a
+        trial where data choose the tokens that these operations read; or None."""
+        if not self._summed.isdisjoint(node.all_input_nodes):
+            self._summed.add(node)
+        if node in self._summed or self.probe.is_long(node, {n: f.axes for n, f in self._resolved()}):
+            return None
+        for axes in self.space.candidates(shape):
+            if self._counts_unseen(shape, axes):
+                continue
+            try:
+                formula = self.looks_back.formula(node, axes)
+            except NotShown:
+                return self._by_trial(node, shape)
+            kind, _ = self._judge(formula, axes)
+            if kind is not None:
+                return Fact(kind, axes, "by the formula of the operations before it")
+            if self._is_chosen_by_data(formula):
+                return self._by_trial(node, shape)
+            if node.meta["val"].is_floating_point() and any(
+                n.op in E.BINDERS and self.space.counts_tokens(n.args[0].args[0]) for n in E.walk(formula)
+            ):
+                self._summed.add(node)
+                return None
+        return None
+
+    def _is_chosen_by_data(self, formula: Expr) -> bool:
+        """Whether data choose tokens that a formula reads, or an unknown function reads all of them."""
+        reads = [n for n in E.walk(formula) if n.op == "read"]
+        indices = {index for read in reads for index in read.args}
+        return any(n.op == "read" for index in indices for n in E.walk(index)) or any(
+            v.args and v not in self.space.both and self.space.counts(v.args[0]) for v in formula.free
+        )
+
+    def _known_axes(self, node: fx.Node) -> Axes | None:
+        """The axes of a value that is known token by token, of which a formula may read it."""
+        fact = self.facts.get(node)
+        return None if fact is None or fact.kind is Kind.MIXING else fact.axes
 
     def _by_history(self, node: fx.Node) -> Fact | None:
         """From all earlier tokens, by the model's own operations, or None."""
@@ -232,7 +282,16 @@ class Tokens:
         """An op of several results is judged by each of them."""
         operands = [self.facts[n] for n in node.all_input_nodes if n in self.facts]
         fixed = all(f.kind is Kind.FIXED and not any(f.axes) for f in operands)
-        return Fact(Kind.FIXED) if fixed else Fact(Kind.MIXING, reason="several results")
+        if fixed:
+            return Fact(Kind.FIXED)
+        results = node.meta.get("val")
+        of_each = isinstance(results, (list, tuple)) and len(results) == self.traced
+        if self.space.is_of_one_length and of_each:
+            return Fact(
+                Kind.MIXING, reason="how many results it has follows from how many tokens there are, and a "
+                "decoder's graph is one for any number"
+            )  # fmt: skip
+        return Fact(Kind.MIXING, reason="it has several results")
 
     def _input(self, node: fx.Node) -> Fact:
         shape = self.meaning.shape(node)
@@ -280,15 +339,11 @@ class Tokens:
     def _element(self, node: fx.Node, at: Indices) -> Expr:
         try:
             return self.meaning.element(node, at)
-        except Unliftable:
-            if not _is_pointwise(node):
-                raise
-            return self._pointwise(node, at)
-
-    def _pointwise(self, node: fx.Node, at: Indices) -> Expr:
-        """Some function of the operands' elements at the same place."""
-        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-        return E.make("raw", tuple(self.meaning.read_broadcast(n, at) for n in tensors), "pointwise")
+        except Unliftable as why_not:
+            try:
+                return opaque.element(self.meaning, node, at)
+            except Unliftable:
+                raise why_not from None
 
     def _judge(self, element: Expr, axes: Axes) -> tuple[Kind | None, str]:
         """The kind of a value with these axes whose element equals this; or None, and why it has none."""
@@ -474,15 +529,10 @@ class Tokens:
 
     def witness(self, node: fx.Node, result: fx.Node) -> tuple[int, int] | None:
         """A pair (t, later) for which token t of the result changes when a later token does; for an attention
-        node, of which its mask hides nothing."""
-        fact = self.facts[node]
-        if fact.causality is not None and fact.causality.witness is not None:
-            return fact.causality.witness
-        return self.probe.witness(result, {n: f.axes for n, f in self._resolved()})
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+        node, one that its mask does not hide, if it is such a pair. Found by running the operations."""
+        causality = self.facts[node].causality
+        first = None if causality is None else causality.witness
+        return self.probe.witness(result, {n: f.axes for n, f in self._resolved()}, first)
 
 
 def _without_extents(node: Expr) -> list[Expr]:

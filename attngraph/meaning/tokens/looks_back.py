@@ -1,0 +1,246 @@
+"""Whether a token's value is computed from itself and earlier tokens alone: shown by algebra, for any length.
+
+An element at token t is written as a formula of the values that are known token by token, through every
+operation between. It looks back alone if three things hold of that formula:
+
+    every token that is read is t, or one that is known to be no later than t
+    every sum (or maximum) over tokens adds nothing from the tokens after t: with t + 1 + d in the place of
+    its variable, d being any number, what is summed is 0 (minus infinity under a maximum)
+    nothing else in it depends on how many tokens there are
+
+Then a sequence begins with the results that it has alone. A variable of which a sum adds nothing after t is
+known to be no later than t in what it sums, so that attention of attention is followed, too. A number that
+hides (`masks/fold.py`) is taken for minus infinity in an exponent whose own token is shown. An operation
+without an element rule hides what it reads, so it is followed only along the dimensions that it does not mix
+(`meaning/tokens/opaque.py`). Nothing here edits the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+
+from torch import fx
+
+from attngraph.ir import budgets
+from attngraph.ir.graph.program_graph import op_name
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import ranges
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.masks.fold import HIDES
+from attngraph.meaning.rule import Unliftable
+from attngraph.meaning.tokens.axes import Axes, Indices, Space
+from attngraph.meaning.tokens.largest import compared, is_choice
+from attngraph.meaning.tokens.numbers import OfSizes
+
+_NEUTRAL = {"sum": 0, "amax": -float("inf"), "amin": float("inf")}
+"""What adds nothing to a sum, to a maximum, to a minimum."""
+_MORE = E.var("d")
+"""Any number of tokens, none included."""
+
+
+class NotShown(Exception):
+    """It cannot be shown that later tokens are not looked at; says why."""
+
+
+class OfAll(NotShown):
+    """Because all tokens of the sequence are summed, so it cannot be shown of what is computed from it
+    either."""
+
+
+class LooksBack:
+    """The proof for values of one graph.
+
+    Args:
+        element: an element of a node in terms of its operands' elements; raises `Unliftable`.
+        axes_of: the axes of a value that is known token by token; None for any other.
+    """
+
+    def __init__(
+        self, meaning: Meaning, space: Space, element: Callable[[fx.Node, Indices], Expr],
+        axes_of: Callable[[fx.Node], Axes | None],
+    ) -> None:  # fmt: skip
+        self.meaning, self.space, self.element, self.axes_of = meaning, space, element, axes_of
+        self._shown: set[tuple[Expr, frozenset[Expr]]] = set()
+        self._lifted: dict[Expr, Expr] = {}
+        self.of_sizes = OfSizes()
+        self._left = 0
+
+    def formula(self, node: fx.Node, axes: Axes) -> Expr:
+        """An element of a node at these axes in terms of values that are known token by token.
+
+        Raises:
+            NotShown: an operation is not followed.
+        """
+        self._left = budgets.FORMULA_WORDS
+        try:
+            return self._formula(self.meaning.read(node, self.space.indices(axes, self.meaning.shape(node))))
+        except RecursionError:
+            raise NotShown("its formula is too long") from None
+
+    def require(self, node: fx.Node, axes: Axes) -> None:
+        """Nothing, if an element of the node at these axes looks back alone.
+
+        Raises:
+            NotShown: or that could not be shown.
+        """
+        formula = self.formula(node, axes)
+        try:
+            self._visit(formula, frozenset({self.space.token}))
+        except RecursionError:
+            raise NotShown("its formula is too long") from None
+
+    def _formula(self, element: Expr) -> Expr:
+        """An element in terms of values that are known token by token."""
+
+        def resolve(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            found = M.construct(node, args) if args != node.args else node
+            if found.op != "read" or is_choice(found.value, 0) or self._is_leaf(found.value):
+                return found
+            if found not in self._lifted:
+                try:
+                    self._lifted[found] = self._formula(self.element(found.value, found.args))
+                except Unliftable as why_not:
+                    raise NotShown(f"{op_name(found.value)}: {why_not}") from None
+                self._left -= 1
+                if self._left < 0:
+                    raise NotShown("its formula is too long")
+            return self._lifted[found]
+
+        def count(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            found = M.construct(node, args) if args != node.args else node
+            counted = compared(self.meaning, found, self._formula) if found.op in ("le", "lt") else found
+            return found if counted is found else self._formula(counted)
+
+        return E.rebuild(E.rebuild(element, resolve), count)
+
+    def _is_leaf(self, node: fx.Node) -> bool:
+        """Whether a formula reads this value. What follows from sizes and places alone is written out, and so
+        are known values that follow a pattern."""
+        if self.axes_of(node) is None or self.of_sizes(node):
+            return False
+        if node in self.meaning.values:
+            at = tuple(E.var(f"own{d}", n) for d, n in enumerate(self.meaning.shape(node)))
+            with contextlib.suppress(Unliftable):
+                return self.meaning.element(node, at).op == "read"
+        return True
+
+    def _visit(self, node: Expr, below: frozenset[Expr]) -> None:
+        """Require it of a part of the formula, in which the places `below` are no later than t."""
+        if (node, below) in self._shown:
+            return
+        if self.space.is_count(node):
+            raise NotShown("it depends on how many tokens or sequences there are")
+        if node.op == "random":
+            raise NotShown("it drops weights at random; call model.eval() first")
+        if node.op == "var":
+            if node not in below and node.args and self.space.counts(node.args[0]):
+                raise NotShown("it is computed from a place in the batch or in the sequence")
+        elif node.op in E.BINDERS:
+            self._visit_sum(node, below)
+        elif node.op == "read":
+            self._visit_read(node, below)
+        else:
+            for part in node.args:
+                self._visit(part, below)
+        self._shown.add((node, below))
+
+    def _visit_read(self, read: Expr, below: frozenset[Expr]) -> None:
+        axes = self.axes_of(read.value)
+        if axes is None:
+            raise NotShown("it is computed from the largest few of some values")
+        for digits, index in zip(axes or ((),) * len(read.args), read.args, strict=True):
+            if self.space.token in digits:
+                if digits != (self.space.token,) or not any(_is_at_most(index, v) for v in below):
+                    raise NotShown(f"token {index!r} is read")
+                self._visit(index, below)
+            elif not digits:
+                self._visit(index, below)
+            elif not self.space.follows_digits(digits, index):
+                raise NotShown("a sequence reads another one of the batch")
+
+    def _visit_sum(self, node: Expr, below: frozenset[Expr]) -> None:
+        variable, body = node.args
+        if not self.space.counts_tokens(variable.args[0]):
+            return self._visit(body, below)
+        for summed in (body, self._from_the_end(variable, body)):
+            for last in sorted(below, key=lambda place: place.serial):
+                if last.free <= summed.free and self._ends(node.op, variable, summed, last):
+                    place = M.sub(last, E.var(f"{variable.value} before"))
+                    return self._visit(_at(_hidden(summed, variable, last), variable, place), below | {place})
+        parts = M.pieces(variable, body) if node.op == "sum" else []
+        if len(parts) < 2:
+            raise OfAll("every token is read")
+        for part in parts:
+            self._visit(part, below)
+
+    def _from_the_end(self, variable: Expr, body: Expr) -> Expr:
+        """What is summed, with its places counted from the end."""
+        return M.substitute(body, {variable: M.sub(M.sub(variable.args[0], E.ONE), variable)})
+
+    def _ends(self, op: str, variable: Expr, body: Expr, last: Expr) -> bool:
+        """Whether nothing is added for places after `last`, and there are so many places."""
+        if not _is_at_most(self.space.tokens, variable.args[0]):
+            return False
+        later = M.add(last, E.ONE, _MORE)
+        return E.is_const(_at(_hidden(body, variable, last), variable, later), _NEUTRAL[op])
+
+
+def _at(body: Expr, variable: Expr, place: Expr) -> Expr:
+    """A formula of finite numbers at one place of a variable."""
+
+    def replace(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        if node is variable:
+            return place
+        found = node if node.op == "var" else M.construct(node, args)
+        if found.op in ("min", "max") and found.kind == "int":
+            least, most = found.args if _is_at_most(*found.args) else reversed(found.args)
+            found = found if not _is_at_most(least, most) else least if found.op == "min" else most
+        if found.op in ("le", "lt") and (found.args[0] is E.NEG_INF or found.args[1] is E.NEG_INF):
+            return E.const(found.op == "le" and found.args[0] is E.NEG_INF)  # finite numbers are larger
+        return E.NEG_INF if found.op == "add" and E.NEG_INF in found.args else found
+
+    return E.rebuild(body, replace)
+
+
+def _is_at_most(a: Expr, b: Expr) -> bool:
+    return M.le(a, b) is E.TRUE or ranges.is_nonnegative(
+        ranges.subtract(ranges.polynomial(b), ranges.polynomial(a))
+    )
+
+
+def _hidden(body: Expr, variable: Expr, own: Expr) -> Expr:
+    """What is summed over a variable, with minus infinity in the place of numbers that hide, in exponents
+    that show the place `own`."""
+
+    def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        found = M.construct(node, args) if args != node.args else node
+        if found.op != "exp" or variable not in found.free:
+            return found
+        exponent = M.add(*map(_lowered, _terms(found.args[0])))
+        shown = _at(exponent, variable, own) is not E.NEG_INF
+        return M.exp(exponent) if shown else found
+
+    return E.rebuild(body, change)
+
+
+def _terms(node: Expr) -> Collection[Expr]:
+    return node.args if node.op == "add" else (node,)
+
+
+def _lowered(term: Expr) -> Expr:
+    """A term of an exponent, with minus infinity in the place of a number that hides."""
+    factor, rest = M.coefficient(term)
+    if rest.op != "where":
+        return term
+    condition, *branches = rest.args
+    lowered = [E.NEG_INF if _hides(factor, b) else M.mul(E.const(factor), _lowered(b)) for b in branches]
+    return M.where(condition, *lowered)
+
+
+def _hides(factor: float, branch: Expr) -> bool:
+    """Whether `factor` times a branch is a number that hides, or anything plus one."""
+    numbers = [t.value for t in _terms(branch) if t.op == "const" and t is not E.NAN]
+    return bool(numbers) and factor * numbers[0] <= -HIDES

@@ -1,0 +1,119 @@
+"""How far apart the numbers in some operations can set two tokens.
+
+Operations on places (comparisons, shifts, slices, quotients) treat tokens alike beyond all their numbers:
+what they do for more tokens than these add up to, and than their divisors multiply to, they do for any more.
+So a trial of what the operations do is of so many tokens. Nothing here edits the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.program_graph import is_measured, is_size, operands_first
+from attngraph.ir.language import expr as E
+from attngraph.meaning.algebra.sizes import size_expression
+
+_NO_END = 1 << 31
+"""Numbers from this one on mean "to the end"."""
+_FEW = 64
+"""Known whole numbers in a tensor of so many elements or fewer may be such numbers, too."""
+_ADDED = frozenset({
+    "eq", "ne", "lt", "le", "gt", "ge", "isclose", "clamp", "clamp_min", "clamp_max", "hardtanh", "relu6",
+    "add", "sub", "rsub", "arange", "full", "full_like", "fill", "scalar_tensor", "slice", "narrow", "select",
+    "roll", "constant_pad_nd", "pad", "tril", "triu", "tril_indices", "triu_indices", "diagonal", "topk",
+    "kthvalue", "unfold", "slice_scatter", "select_scatter", "bucketize", "searchsorted", "maximum",
+    "minimum", "max", "min", "where", "masked_fill",
+})  # fmt: skip
+"""Operations that set places apart by their numbers, or compare them with these."""
+_DIVIDED = frozenset({"floor_divide", "remainder", "fmod", "div", "mul", "bitwise_right_shift"})
+"""Operations that may bring places together: a quotient by n sets apart what is n times as far."""
+_SLOW = {"sqrt": 2.0, "rsqrt": 2.0, "pow": 2.0} | dict.fromkeys(
+    ("log", "log1p", "log2", "log10", "tanh", "sigmoid", "atan", "erf"), math.inf
+)
+"""Functions of places that grow slowly: what a number after them sets apart is its power, or is not bounded
+by it."""
+
+
+class OfSizes:
+    """Whether values of a graph are computed from sizes alone, and so from places; what is known is kept."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, bool] = {}
+
+    def __call__(self, node: fx.Node) -> bool:
+        for step in operands_first([node], lambda n: () if n in self._known else n.all_input_nodes):
+            if step not in self._known:
+                inputs = step.all_input_nodes
+                self._known[step] = is_size(step) or (
+                    step.op != "placeholder" and all(self._known[n] for n in inputs)
+                )
+        return self._known[node]
+
+
+def reach(
+    order: Sequence[fx.Node], values: Mapping[fx.Node, Tensor], is_of_places: OfSizes
+) -> float:  # fmt: skip
+    """More tokens than this are treated as this many and one more are; infinity where that is not known.
+
+    Args:
+        values: tensors that are known when compiling.
+        is_of_places: whether a value is computed from sizes and places alone; others are whole numbers of
+            the data, or no places.
+    """
+    added, factor, power = 0.0, 1.0, 1.0
+    for node in order:
+        name = str(node.target).removeprefix("aten.").partition(".")[0]
+        places = node.op == "call_function" and not is_size(node) and is_of_places(node)
+        for number in map(abs, _numbers(node, name, values, places)):
+            if number >= _NO_END:
+                continue
+            if name in _DIVIDED and not is_size(node):
+                is_less = name == "mul" and 0 < number < 1
+                factor *= 1 / number if is_less else number if name != "mul" and number > 1 else 1
+            else:
+                added += number
+        if places and name in _SLOW:
+            power = max(power, _SLOW[name])
+    if power == math.inf:
+        return math.inf if any(_compares(n, is_of_places) for n in order) else math.ceil(added * factor)
+    return math.ceil(math.pow(added * factor, power) + (factor if factor > 1 else 0))
+
+
+def _compares(node: fx.Node, is_of_places: OfSizes) -> bool:
+    """Whether a node compares numbers that follow from places and are no whole ones."""
+    name = str(node.target).removeprefix("aten.").partition(".")[0]
+    operands = [n for n in node.all_input_nodes if not is_size(n)]
+    is_whole = all(_is_whole(n.meta.get("val")) for n in operands)
+    return name in ("eq", "ne", "lt", "le", "gt", "ge") and not is_whole and all(map(is_of_places, operands))
+
+
+def _numbers(node: fx.Node, name: str, values: Mapping[fx.Node, Tensor], places: bool) -> Iterator[float]:
+    """The numbers of one operation that may set places apart."""
+    known = values.get(node)
+    if is_size(node):
+        if not is_measured(node):
+            formula = size_expression(node.meta["val"])
+            yield from (n.value for n in E.walk(formula) if n.op == "const")
+    elif known is not None:
+        if _is_whole(known) and known.numel() <= _FEW:
+            yield from known.flatten().tolist()
+    elif node.op == "call_function" and name in _ADDED | _DIVIDED:
+        whole = places or any(_is_whole(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+        schema = getattr(node.target, "_schema", None)
+        names = [""] * len(node.args) if schema is None else [a.name for a in schema.arguments]
+        for called, given in (*zip(names, node.args, strict=False), *node.kwargs.items()):
+            if called.startswith(("dim", "size", "shape")):
+                continue
+            for number in given if isinstance(given, (list, tuple)) else (given,):
+                if type(number) is int or (whole and type(number) is float and math.isfinite(number)):
+                    yield number
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a tensor holds whole numbers."""
+    return isinstance(value, Tensor) and value.dtype != torch.bool and not value.is_floating_point()

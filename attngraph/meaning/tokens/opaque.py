@@ -1,0 +1,141 @@
+"""What an element of an operation without an element rule is computed from.
+
+A decoder need not know what such an operation computes, only what of its operands it reads: all places of
+the dimensions that it mixes, its own place of the others. So an element is an unknown function of those.
+Attention nodes are written as the formulas that they stand for. Nothing here edits the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, Sink
+from attngraph.ir.ops import nodes
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Indices, Unliftable, argument, axis, is_part
+from attngraph.meaning.tokens.largest import chosen
+
+_ALONG = frozenset({
+    "argmax", "argmin", "argsort", "cummax", "cummin", "cumprod", "kthvalue", "logcumsumexp", "median",
+    "mode", "nanmedian", "nansum", "prod", "quantile", "nanquantile", "softmax", "_softmax", "log_softmax",
+    "_log_softmax", "sort", "std", "std_mean", "topk", "unique_consecutive", "var", "var_mean", "all", "any",
+    "cumsum", "sum", "mean", "amax", "amin", "max", "min", "logsumexp", "linalg_vector_norm", "glu",
+})  # fmt: skip
+"""Operations that mix the dimensions of their argument `dim` alone. What they give has all others, and either
+those too or not."""
+_LAST = {
+    "layer_norm": 1, "native_layer_norm": 1, "rms_norm": 1, "_fused_rms_norm": 1,
+    "linalg_cholesky_ex": -2, "cholesky": -2, "linalg_inv_ex": -2, "linalg_matrix_exp": -2, "linalg_qr": -2,
+    "linalg_solve_triangular": -2, "triangular_solve": -2, "_linalg_svd": -2, "_linalg_eigh": -2,
+}  # fmt: skip
+"""Operations that mix their last dimensions: so many (negative), or as many as their argument of this number
+lists."""
+_AFTER_THE_FIRST = frozenset({"group_norm", "native_group_norm", "conv1d", "conv2d", "conv3d", "convolution"})
+"""Operations that mix all dimensions but the first."""
+
+
+def element(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """An element of the node as a formula of elements of its operands.
+
+    Raises:
+        Unliftable: what it reads is not known.
+    """
+    among_the_largest = chosen(meaning, node, at)
+    if among_the_largest is not None:
+        return among_the_largest
+    source: Any = node.args[0] if is_part(node) else node
+    view = nodes.view(source)
+    if isinstance(view, nodes.Attention) and (not is_part(node) or node.args[1] == 0):
+        return _attention(meaning, view, at)
+    operands = [n for n in source.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    if torch.Tag.pointwise in getattr(source.target, "tags", ()):
+        reads = [meaning.read_broadcast(n, at) for n in operands]
+    else:
+        mixed = _mixed(source)
+        reads = [_read(meaning, n, at, mixed, n is source.args[0]) for n in operands]
+    return E.make("raw", tuple(reads), "some")
+
+
+def _mixed(node: fx.Node) -> set[int]:
+    """The dimensions of the first operand that a node mixes."""
+    name = str(node.target).removeprefix("aten.").partition(".")[0]
+    first = node.args[0] if node.args else None
+    if not isinstance(first, fx.Node) or not isinstance(first.meta.get("val"), Tensor):
+        raise Unliftable(f"what the operation {name} reads is not known")
+    rank = first.meta["val"].ndim
+    if name == "_native_batch_norm_legit_no_training":
+        return set()
+    if name in _ALONG:
+        place = next((n for n, a in enumerate(node.target._schema.arguments) if a.name == "dim"), None)  # type: ignore[union-attr]
+        dims = None if place is None else argument(node, place, "dim", -1)
+        dims = (
+            list(range(rank)) if dims in (None, []) else dims if isinstance(dims, (list, tuple)) else [dims]
+        )
+        return {axis(d, rank) for d in dims}
+    if name in _LAST:
+        count = _LAST[name]
+        count = -count if count < 0 else len(node.args[count])  # type: ignore[arg-type]
+        return set(range(rank - count, rank))
+    if name in _AFTER_THE_FIRST:
+        return set(range(1, rank))
+    raise Unliftable(f"what the operation {name} reads is not known")
+
+
+def _read(meaning: Meaning, operand: fx.Node, at: Indices, mixed: set[int], is_first: bool) -> Expr:
+    """What is read of an operand: of the first its own place in the dimensions that are not mixed, of the
+    others (weights) every place."""
+    shape = meaning.shape(operand)
+    own = [d for d in range(len(shape)) if d not in mixed] if is_first else []
+    kept = dict(zip(own, at if len(at) == len(own) else [at[d] for d in own], strict=True))
+    return meaning.read(operand, tuple(kept.get(d, meaning.fresh(n)) for d, n in enumerate(shape)))
+
+
+def _attention(meaning: Meaning, view: nodes.Attention, at: Indices) -> Expr:
+    """What an attention node stands for (`ir/language/score.py`)."""
+    batch, head, query, column = at
+    group = M.floordiv(meaning.shape(view.q)[1], meaning.shape(view.k)[1])
+    of_keys = M.floordiv(head, group)
+    sizes = [meaning.renamed(size_expression(getattr(s, "meta", {}).get("val", s))) for s in view.sizes]
+
+    def at_key(key: Expr) -> tuple[Expr, dict[Expr, Expr]]:
+        """The score of a key, and what the program's names mean there."""
+        inner = meaning.fresh(meaning.shape(view.q)[3])
+        q = meaning.read(view.q, (batch, head, query, inner))
+        dot = M.total(inner, M.mul(q, meaning.read(view.k, (batch, of_keys, key, inner))))
+        names = {E.var(n): place for n, place in zip("bhqk", (batch, head, query, key), strict=True)}
+        names |= {E.size(f"n{n}"): size for n, size in enumerate(sizes)} | {DOT: dot, SCORE: dot}
+        for statement in view.program.statements:
+            if isinstance(statement, Score):
+                names[SCORE] = meant(statement.value, names)
+            elif isinstance(statement, Keep):
+                fill = meant(statement.fill, names)
+                names[SCORE] = M.where(meant(statement.predicate, names), names[SCORE], fill)
+        return names[SCORE], names
+
+    def meant(formula: Expr, names: dict[Expr, Expr]) -> Expr:
+        def change(node: Expr, args: Indices) -> Expr:
+            if node in names:
+                return names[node]
+            if node.op == "read":
+                return meaning.read(view.reads[node.value], args)
+            return M.canonical(E.make(node.op, args, node.value, node.kind)) if args != node.args else node
+
+        return E.rebuild(formula, change)
+
+    extent = meaning.shape(view.k)[2]
+    key, other = meaning.fresh(extent), meaning.fresh(extent)
+    score, names = at_key(key)
+    weight = M.total(other, M.exp(at_key(other)[0]))
+    sinks = [s.value for s in view.program.statements if isinstance(s, Sink)]
+    weight = M.mul(M.exp(score), M.recip(M.add(weight, *(M.exp(meant(s, names)) for s in sinks))))
+    for statement in view.program.statements:
+        if not isinstance(statement, (Score, Keep, Sink)):
+            weight = meant(statement.value, {**names, WEIGHT: weight})
+    return M.total(key, M.mul(weight, meaning.read(view.v, (batch, of_keys, key, column))))
