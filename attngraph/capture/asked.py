@@ -28,7 +28,7 @@ QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
     "retains_grad": lambda t: t.retains_grad, "output_nr": lambda t: t.output_nr,
     "is_pinned": lambda t: t.is_pinned(), "is_shared": lambda t: t.is_shared(),  # type: ignore[no-untyped-call]
     "is_inference": lambda t: t.is_inference(), "is_conj": lambda t: t.is_conj(),
-    "is_neg": lambda t: t.is_neg(),
+    "is_neg": lambda t: t.is_neg(), "_is_view": lambda t: t._is_view(),
 }  # fmt: skip
 """What can be asked of an argument, and compared at each call."""
 _ASKED_BY: dict[str, Any] = {name: getattr(torch.Tensor, name) for name in QUESTIONS}
@@ -47,6 +47,8 @@ _ADDRESSES = {
     _T._version.__get__: "how often a tensor was written to", _T._base.__get__: "what a tensor is a view of",
     _T.__reduce_ex__: "the memory of a tensor",
 }  # fmt: skip
+_VERSION = _T._version.__get__
+"""Torch.compile answers it for tensors that have none (of inference mode), where eager raises."""
 _REQUIRES = _T.requires_grad.__set__
 _VIEWS_OR_COPIES = frozenset(
     {
@@ -83,12 +85,12 @@ class Asked(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _ASKS and args and id(args[0]) in self._arguments:
+            return self._answer(_ASKS[func], *self._arguments[id(args[0])], func, args, kwargs)
         if func in _LAYOUT:
             self.layouts = True
         elif func in _ADDRESSES:
-            self._refuse(_ADDRESSES[func])
-        elif func in _ASKS and args and id(args[0]) in self._arguments:
-            return self._answer(_ASKS[func], *self._arguments[id(args[0])], func, args, kwargs)
+            self._refuse(_ADDRESSES[func], splits=func != _VERSION)
         elif func in _ASKS and _ASKS[func] == "grad" and getattr(args[0], "is_leaf", False):
             self._refuse("the gradient of a weight")
         name = getattr(func, "__name__", "")
@@ -111,12 +113,13 @@ class Asked(TorchFunctionMode):
             self._refuse("the gradient of an argument")
         return None if answer else func(*args, **kwargs)
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, splits: bool = True) -> None:
         frame = sys._getframe(2)
         if str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "attngraph"):
             return  # what torch's own code asks does not decide what it computes
         what = f"forward() asks for {what}"
-        self._note(what, _line(frame), "compute it outside of the model", of_arguments=True)
+        told = _line(frame), "compute it outside of the model"
+        self._note(what, *told, of_arguments=True, splits=splits)
 
 
 def _line(frame: types.FrameType) -> str:
