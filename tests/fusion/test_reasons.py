@@ -122,7 +122,32 @@ def test_a_softmax_over_all_pairs_is_told() -> None:
         return scores.flatten(-2).softmax(-1).view_as(scores) @ v
 
     (reason,) = why(over_pairs, *qkv())
-    assert reason.startswith("its softmax runs over all pairs of a query and a key at once")
+    assert reason.startswith("its softmax runs over two dimensions at once")
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_softmax_over_pairs_of_keys_is_told(flat: bool) -> None:
+    """Two-simplicial attention: the weights of a query do sum to one."""
+
+    def two_simplicial(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("bhid,bhjd,bhkd->bhijk", q, k, k * 1.1)
+        weights = scores.flatten(-2).softmax(-1).view_as(scores) if flat else scores.exp()
+        weights = weights if flat else weights / weights.sum((-2, -1), keepdim=True)
+        return torch.einsum("bhijk,bhjd,bhkd->bhid", weights, v, v * 0.9)
+
+    (reason,) = why(two_simplicial, *qkv())
+    assert reason.startswith("its softmax runs over two dimensions at once")
+
+
+def test_weights_of_which_the_largest_are_chosen_and_all_are_used_are_told_as_used() -> None:
+    """Native sparse attention: weights of blocks choose blocks, and weigh their values, too."""
+
+    def sparse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        blocks = (q @ k.mT).softmax(-1)
+        best = torch.zeros_like(blocks).scatter(-1, blocks.topk(2, -1).indices, 1.0)
+        return blocks @ v + (q @ (k * 2).mT).masked_fill(best == 0, -torch.inf).softmax(-1) @ v
+
+    assert not any("only the largest few" in reason for reason in why(sparse, *qkv()))
 
 
 def test_features_that_are_exponentials_are_told() -> None:

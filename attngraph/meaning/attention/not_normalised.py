@@ -11,10 +11,10 @@ from attngraph.meaning.attention.refusal import Refusal
 
 def why_not_normalised(body: Expr, keys: tuple[Expr, ...]) -> Refusal:
     """The reason for a sum over these keys whose exponentials are not divided by their sum over them."""
-    if _is_over_pairs(body, keys):
+    if _is_over_pairs(body, keys) or _is_over_two_dimensions(body, keys):
         return Refusal(
-            "its softmax runs over all pairs of a query and a key at once, so weights of one query do "
-            "not sum to one: attention has a softmax over the keys of each query"
+            "its softmax runs over two dimensions at once, as over all pairs of a query and a key or of two "
+            "keys: attention has a softmax over the keys of each query alone"
         )
     if _is_banded(body, keys):
         return Refusal(
@@ -37,7 +37,18 @@ def why_not_normalised(body: Expr, keys: tuple[Expr, ...]) -> Refusal:
             "exponential features does: no softmax of scores weighs its values"
         )
     return Refusal(
-        "exponentials are summed, but what they are divided by is not their sum over the same keys"
+        "exponentials are summed, but what they are divided by was not recognised as their sum over the keys"
+    )
+
+
+def _is_over_two_dimensions(body: Expr, keys: tuple[Expr, ...]) -> bool:
+    """Whether an exponential is divided by the sum of such over the keys and another dimension of its own."""
+    weights = [n for n in E.walk(body) if n.op == "exp" and not n.free.isdisjoint(keys)]
+    divisors = [n.args[0] for n in E.walk(body) if n.op == "recip" and n.args[0].op == "sum"]
+    return any(
+        len(open_sums(divisor)[0]) > len(keys) and weight.free - set(keys) > divisor.free
+        for divisor in divisors
+        for weight in weights
     )
 
 

@@ -53,8 +53,11 @@ def find_choice(meaning: Meaning, softmax: fx.Node) -> Choice | None:
     def next_sources(node: fx.Node) -> Iterable[fx.Node]:
         return node.all_input_nodes[:1] if _passes(meaning, node) else ()
 
+    def uses_all(node: fx.Node) -> bool:
+        return any(not _passes(meaning, user) and not _chooses(user) for user in node.users)
+
     after = _nearest([softmax], next_users, lambda n: any(map(_chooses, n.users)))
-    if after is not None:
+    if after is not None and _nearest([softmax], next_users, uses_all) is None:
         use = next(u for u in after.users if _chooses(u))
         return Choice("weights", source_of(use), softmax.all_input_nodes[0])
     before = _nearest(softmax.all_input_nodes[:1], next_sources, _is_choice_part)
