@@ -15,6 +15,9 @@ import torch
 from attngraph.codegen.triton.module import Groups, Kernel, flat, function, indented
 from attngraph.codegen.triton.plan import DTYPES, padded
 
+STATES = {**DTYPES, torch.float64: "float64"}
+"""Dtypes of the matrix."""
+
 DEEPEST = 256
 """The most elements of a key whose matrix fits in registers, together with enough columns."""
 TILE, NARROWEST, WIDEST = 2048, 16, 64
@@ -27,7 +30,7 @@ OF_WARP = 512
 class SumsPlan:
     """What fixes a kernel: the operands that are present, the elements of a key (1 without keys), the vectors
     of a delta rule (0: none), whether a decay has one number or one for each element of a key ("", "one",
-    "each"), and whether a token reads what it has added itself."""
+    "each"), whether a token reads what it has added itself, and whether a decay is given less one."""
 
     depth: int
     has_queries: bool
@@ -37,6 +40,7 @@ class SumsPlan:
     inclusive: bool
     dtype: torch.dtype
     state: torch.dtype
+    less_one: bool = False
 
     @property
     def rows(self) -> int:
@@ -46,7 +50,12 @@ class SumsPlan:
     @property
     def columns(self) -> int:
         """Columns of the matrix that one program takes."""
-        return max(NARROWEST, min(WIDEST, TILE // self.rows))
+        return max(NARROWEST, min(WIDEST, TILE // (self.rows if self.sums == "float32" else 2 * self.rows)))
+
+    @property
+    def sums(self) -> str:
+        """The dtype of sums."""
+        return "float64" if self.state == torch.float64 else "float32"
 
     @property
     def warps(self) -> int:
@@ -89,13 +98,14 @@ def _header(plan: SumsPlan) -> str:
     key = " + k v^T" if plan.has_keys else " + v"
     delta = " + left^T (right S)" if plan.vectors else ""
     read = ("q S" if plan.has_queries else "S") + ("" if plan.inclusive else ", with S before the token")
-    dtypes = f"{DTYPES[plan.state]} in memory, the operands {DTYPES[plan.dtype]}; sums are float32."
+    dtypes = f"{STATES[plan.state]} in memory, the operands {DTYPES[plan.dtype]}; sums are {plan.sums}."
     return "\n".join([
         "# running_sum, written by attngraph. For each row, head and token, with a matrix S that is carried:",
         f"#     S = {before}{delta}{key}        out = {read}",
         f"# S [rows, heads, {plan.depth}, width] is {dtypes}", "",
         "import triton", "import triton.language as tl", "",
         f"DEPTH = tl.constexpr({plan.depth})", f"COLUMNS = tl.constexpr({plan.columns})",
+        f"SUMS = tl.constexpr(tl.{plan.sums})",
         *([f"VECTORS = tl.constexpr({plan.vectors})"] if plan.vectors else []),
     ])  # fmt: skip
 
@@ -107,7 +117,10 @@ def _lines(plan: SumsPlan) -> list[str]:
     kept, added = "matrix", "keys * values" if plan.has_keys else "values"
     if plan.decay:
         which, mask = ("d", "d < DEPTH") if plan.decay == "each" else ("0", "")
-        loop.append(f"rate = {_loaded('decay', which, mask)}{'[:, None]' if plan.decay == 'each' else ''}")
+        whole = " + 1.0" if plan.less_one else ""
+        loop.append(
+            f"rate = {_loaded('decay', which, mask)}{'[:, None]' if plan.decay == 'each' else ''}{whole}"
+        )
         kept = "matrix * rate"
     loop.append(f"following = {kept} + {added}")
     if plan.vectors:
@@ -133,7 +146,7 @@ def _lines(plan: SumsPlan) -> list[str]:
         "inside = e < width",
         "place = (tl.cast(head, tl.int64) * DEPTH + d[:, None]) * width + e[None, :]",
         "within = (d < DEPTH)[:, None] & inside[None, :]",
-        "matrix = tl.load(state + place, mask=within, other=0.0).to(tl.float32)",
+        "matrix = tl.load(state + place, mask=within, other=0.0).to(SUMS)",
         "for t in tl.range(tl.load(starts + b), tl.load(starts + b + 1)):",
         *indented(loop),
         "tl.store(after + place, matrix, mask=within)",
@@ -141,8 +154,8 @@ def _lines(plan: SumsPlan) -> list[str]:
 
 
 def _loaded(name: str, element: str, mask: str) -> str:
-    """An operand of token t and head h (vector m) as float32."""
+    """An operand of token t and head h (vector m)."""
     vector = f" + m * {name}_m" if name in ("left", "right") else ""
     place = "" if element == "0" else f" + {element} * {name}_d"
     masked = f", mask={mask}, other=0.0" if mask else ""
-    return f"tl.load({name} + t * {name}_t + h * {name}_h{vector}{place}{masked}).to(tl.float32)"
+    return f"tl.load({name} + t * {name}_t + h * {name}_h{vector}{place}{masked}).to(SUMS)"

@@ -50,13 +50,17 @@ enum { MOST_VECTORS = 8, BESIDE = 4 * LANES };
 
        S = decay S + left^T (right S) + k v^T          out = q S, with S as it was before if not `inclusive`
 
-   Absent operands are 0: q and k then count as 1 (depth is 1), decay as 1. left and right have `vectors` vectors. A
-   column of S depends on no other one, so threads share rows, heads, and columns, BESIDE at a time. */
+   Absent operands are 0: q and k then count as 1 (depth is 1), decay as 1, and 1 is added to it if it is given
+   `less_one`. left and right have `vectors` vectors. A
+   column of S depends on no other one, so threads share rows, heads, and columns, BESIDE at a time. S is of STATE:
+   what is added up over many tokens is rounded with each of them. */
 typedef struct {
-    const float *q, *k, *v, *decay, *left, *right, *state;
-    float *out, *after;
+    const float *q, *k, *v, *decay, *left, *right;
+    const STATE *state;
+    float *out;
+    STATE *after;
     const int64_t *starts;
-    int64_t rows, heads, depth, width, vectors, inclusive;
+    int64_t rows, heads, depth, width, vectors, inclusive, less_one;
     int64_t q_stride[3], k_stride[3], v_stride[3], decay_stride[3], left_stride[4], right_stride[4];
     int64_t item;
 } Sums;
@@ -66,9 +70,9 @@ INLINE float at_depth(const float *p, const int64_t *stride, int64_t t, int64_t 
 }
 
 /* Token t, columns first .. first + columns - 1 of a head, whose matrix is read at `from` and written to `to`. */
-INLINE void add_token(const Sums *c, int64_t t, int64_t h, const float *from, float *to, int64_t first,
+INLINE void add_token(const Sums *c, int64_t t, int64_t h, const STATE *from, STATE *to, int64_t first,
                       const int columns) {
-    float v[BESIDE], out[BESIDE], seen[MOST_VECTORS][BESIDE];
+    STATE v[BESIDE], out[BESIDE], seen[MOST_VECTORS][BESIDE];
     for (int e = 0; e < columns; ++e) {
         v[e] = c->v[t * c->v_stride[0] + h * c->v_stride[1] + (first + e) * c->v_stride[2]];
         out[e] = 0;
@@ -77,22 +81,23 @@ INLINE void add_token(const Sums *c, int64_t t, int64_t h, const float *from, fl
         const float *right = c->right + t * c->right_stride[0] + h * c->right_stride[1] + m * c->right_stride[2];
         for (int e = 0; e < columns; ++e) seen[m][e] = 0;
         for (int64_t d = 0; d < c->depth; ++d) {
-            float by = right[d * c->right_stride[3]];
+            STATE by = right[d * c->right_stride[3]];
 #pragma omp simd
             for (int e = 0; e < columns; ++e) seen[m][e] += by * from[d * c->width + e];
         }
     }
     for (int64_t d = 0; d < c->depth; ++d) {
-        float q = at_depth(c->q, c->q_stride, t, h, d), k = at_depth(c->k, c->k_stride, t, h, d);
-        float decay = at_depth(c->decay, c->decay_stride, t, h, d), sum[BESIDE];
+        STATE q = at_depth(c->q, c->q_stride, t, h, d), k = at_depth(c->k, c->k_stride, t, h, d);
+        STATE decay = at_depth(c->decay, c->decay_stride, t, h, d), sum[BESIDE];
+        if (c->decay && c->less_one) decay += 1;
 #pragma omp simd
         for (int e = 0; e < columns; ++e) {
-            float old = from[d * c->width + e];
+            STATE old = from[d * c->width + e];
             sum[e] = decay * old + k * v[e];
             if (!c->inclusive) out[e] += q * old;
         }
         for (int64_t m = 0; m < c->vectors; ++m) {
-            float by = c->left[t * c->left_stride[0] + h * c->left_stride[1] + m * c->left_stride[2] +
+            STATE by = c->left[t * c->left_stride[0] + h * c->left_stride[1] + m * c->left_stride[2] +
                                d * c->left_stride[3]];
 #pragma omp simd
             for (int e = 0; e < columns; ++e) sum[e] += by * seen[m][e];
@@ -108,8 +113,8 @@ INLINE void add_token(const Sums *c, int64_t t, int64_t h, const float *from, fl
 
 INLINE void add_tokens(const Sums *c, int64_t r, int64_t h, int64_t first, const int columns) {
     int64_t place = (r * c->heads + h) * c->depth * c->width + first;
-    const float *from = c->state + place;
-    float *to = c->after + place;
+    const STATE *from = c->state + place;
+    STATE *to = c->after + place;
     for (int64_t t = c->starts[r]; t < c->starts[r + 1]; ++t, from = to) add_token(c, t, h, from, to, first, columns);
     if (from == to) return;
     for (int64_t d = 0; d < c->depth; ++d)
