@@ -1,8 +1,8 @@
 """Values of which each row has one, whatever its length: sums over earlier tokens, states of recurrences.
 
 A step computes the next ones as new tensors, and what changes is another `CarriedValues`, so whatever fails
-changes nothing, and earlier ones can be kept as they are: tokens cannot be taken out of a sum, but a row can go back to where a call of the decoder
-began, if `CacheConfig(snapshots=...)` keeps what was carried there.
+changes nothing, and earlier ones can be kept as they are: tokens cannot be taken out of a sum, but a row can
+go back to where a call of the decoder began, if `CacheConfig(snapshots=...)` keeps what was carried there.
 """
 
 from __future__ import annotations

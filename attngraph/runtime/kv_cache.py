@@ -8,10 +8,11 @@ change places in the contiguous layout); what fails there is an error whenever t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,10 +52,13 @@ class Contents(NamedTuple):
     unfinished: str = ""
 
 
+_NOTHING = Contents([], [], {}, CarriedValues((), 0, CacheConfig(), torch.device("cpu")), {})
+
+
 class KVCache:
     """The cached state of the rows of a batch. Made by `Decoder.prefill`.
 
-    What it has is `now`; `lengths`, the tokens of each row so far, is short for `now.lengths`, and so are others.
+    What it has is `now`; `lengths`, the tokens of each row so far, is short for `now.lengths`.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class KVCache:
             groups[name].rows = [[] for _ in range(rows)]
         carried = CarriedValues(plan.carried, rows, config, device)
         self._now = Contents([0] * rows, [0] * rows, groups, carried, {})
+        self._back = _NOTHING
 
     @property
     def now(self) -> Contents:
@@ -88,11 +93,16 @@ class KVCache:
             CacheError: a call that did not end has written over some of it.
         """
         if self._now.unfinished:
-            raise CacheError(
-                f"{self._now.unfinished} of this state did not end, and had begun to write over what is kept of "
-                "its tokens, so nobody can go on with it.\nWhat to do: call prefill again."
-            )
+            raise CacheError(self.unfinished)
         return self._now
+
+    @property
+    def unfinished(self) -> str:
+        """Why nobody can go on with the state; "" where one can."""
+        return self._now.unfinished and (
+            f"{self._now.unfinished} of this state did not end, and had begun to write over what is kept of "
+            "its tokens, so nobody can go on with it.\nWhat to do: give the tokens anew (prefill, submit)."
+        )
 
     @property
     def lengths(self) -> list[int]:
@@ -113,6 +123,18 @@ class KVCache:
     @property
     def fixed(self) -> dict[str, Tensor]:
         return self.now.fixed
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Where the body fails, also after it has changed the state, the state is what it was before."""
+        self._back = self._now
+        try:
+            yield
+        except BaseException:
+            self._now = self._back
+            raise
+        finally:
+            self._back = _NOTHING
 
     def begin(self, fixed: Mapping[str, Tensor]) -> None:
         """Have these values of the prompt."""
@@ -214,8 +236,8 @@ class KVCache:
         return found | {name: group.table() for name, group in self.groups.items()}
 
     def write(self, news: Mapping[str, Any], given: Mapping[str, Tensor], counts: Sequence[int]) -> None:
-        """Write what a step computed for its new tokens; `reserve` has made room for it. `news`: values by name,
-        or for all stores a function that writes them."""
+        """Write what a step computed for its new tokens; `reserve` has made room for it. `news`: values by
+        name, or for all stores a function that writes them."""
         now = self.now
         after = [n + c for n, c in zip(now.lengths, counts, strict=True)]
         then = Contents(after, now.lost, now.groups, now.carried.after(news, now.lengths), now.fixed)
@@ -226,7 +248,9 @@ class KVCache:
             needed = max(group.window or 0 for group in rings)
             spoils = any(a > max(0, n - needed + 1) for a, n in zip(lost, now.lengths, strict=True))
             then = then._replace(lost=lost)
-            self._now = now._replace(lost=lost, unfinished="a call with new tokens" if spoils else "")
+            self._now = self._back = now._replace(
+                lost=lost, unfinished="a call with new tokens" if spoils else ""
+            )
         write = news[self.plan.stores[0].name] if self.plan.stores else None
         if callable(write):
             write()
@@ -287,7 +311,7 @@ class KVCache:
             {name: group for name, (group, _) in groups.items()}, now.carried.reordered(picked), fixed,
         )  # fmt: skip
         if any(pairs for _, pairs in groups.values()):
-            self._now = now._replace(unfinished="reorder")
+            self._now = self._back = now._replace(unfinished="reorder")
             for group, pairs in groups.values():
                 group.copy_pages(pairs)
         self._now = then

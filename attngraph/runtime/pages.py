@@ -5,8 +5,8 @@ contiguous layout each row has one page, which grows; in the paged layout pages 
 pool, and rows may share a page until one of them writes to it (copy on write). Where attention only sees a
 window, a row's pages form a ring buffer.
 
-Which row has which page changes only in a copy (`with_room`, `cropped`, `reordered`), and memory that is needed
-is had before the copy is there: whoever asks puts it in the place of what it was, or has what it was.
+Which row has which page changes only in a copy (`with_room`, `cropped`, `reordered`), for which all memory is
+had first: whoever asks puts it in the place of what it was, or has what it was.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Pages:
         return range(first // self.page, (last - 1) // self.page + 1)
 
     def with_room(self, firsts: Sequence[int], counts: Sequence[int], length: int = 0) -> Pages:
-        """These pages, if every row has unshared ones for its positions first .. first + count - 1, else others
-        with the same contents. In the contiguous layout every row's one page has room for `length` tokens."""
+        """Pages with the same contents, of which every row has unshared ones for its positions first .. first
+        + count - 1; in the contiguous layout one for `length` tokens. These, if they are so."""
         longer = length > self.page and not self.paged and not self.ring
         found = self._stretched(length) if longer else self
         needed = [found.pages_of(n, n + count) for n, count in zip(firsts, counts, strict=True)]
@@ -203,8 +203,8 @@ class Pages:
         return other
 
     def cropped(self, lengths: Sequence[int]) -> Pages:
-        """These pages without those that rows of these lengths do not need. (Kept tokens can be on any page of a
-        ring buffer.)"""
+        """These pages without those that rows of these lengths do not need. (Kept tokens can be on any page
+        of a ring buffer.)"""
         needed = [
             len(pages) if self.ring and length else min(len(pages), -(-length // self.page))
             for pages, length in zip(self.rows, lengths, strict=True)
@@ -295,8 +295,8 @@ class Pages:
         ]
 
     def reordered(self, rows: Sequence[int]) -> tuple[Pages, list[tuple[int, int]]]:
-        """Pages of which row n has those of row rows[n]: by sharing them where possible; else which page has yet
-        to be copied, and where to. What is there may be needed as long as rows have the pages that they had."""
+        """Pages of which row n has those of row rows[n], shared where possible; and which have yet to be
+        copied, and where to. What is there is needed as long as rows have the pages that they had."""
         other = self._copy()
         other.rows = [list(self.rows[r]) for r in rows]
         counts = collections.Counter(p for pages in other.rows for p in pages)
