@@ -24,6 +24,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -141,7 +142,7 @@ def build(source: str) -> tuple[ctypes.CDLL, float]:
         found = ctypes.CDLL(str(path))
     except OSError as error:
         raise CompilerError(f"{path} does not load: {error}") from error
-    lacking = [name for name in _EXPORTED.findall(source) if not hasattr(found, name)]
+    lacking = [name for name in _exported(source) if not hasattr(found, name)]
     if lacking:
         raise CompilerError(
             f"{shlex.join(compiler())} ended well, and its library {path} lacks {', '.join(lacking)}"
@@ -149,13 +150,21 @@ def build(source: str) -> tuple[ctypes.CDLL, float]:
     return found, seconds
 
 
-_EXPORTED = re.compile(r"^(?:const )?\w+ (attngraph_\w+)\b", re.MULTILINE)
-"""What a source defines for us."""
+_EXPORTED = re.compile(r"(?:const )?\w+ (attngraph_\w+)\b")
 _under_way: dict[Path, Future[float]] = {}
 """Libraries that are being made: the seconds that each took."""
 _processors = threading.BoundedSemaphore(os.cpu_count() or 1)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_under_way.clear)  # their threads are the parent's
+
+
+def _exported(source: str) -> Iterator[str]:
+    """What a source defines for us under no condition."""
+    depth = 0
+    for line in source.splitlines():
+        depth += line.startswith("#if") - line.startswith("#endif")
+        if not depth and (found := _EXPORTED.match(line)):
+            yield found[1]
 
 
 def _claimed(path: Path) -> tuple[Future[float], bool]:

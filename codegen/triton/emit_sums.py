@@ -9,6 +9,7 @@ rule where no vectors are given.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -105,34 +106,34 @@ def _header(plan: SumsPlan) -> str:
         f"# S [rows, heads, {plan.depth}, width] is {dtypes}", "",
         "import triton", "import triton.language as tl", "",
         f"DEPTH = tl.constexpr({plan.depth})", f"COLUMNS = tl.constexpr({plan.columns})",
-        f"SUMS = tl.constexpr(tl.{plan.sums})",
         *([f"VECTORS = tl.constexpr({plan.vectors})"] if plan.vectors else []),
     ])  # fmt: skip
 
 
 def _lines(plan: SumsPlan) -> list[str]:
-    loop = [f"values = {_loaded('v', 'e', 'inside')}[None, :]"]
+    loaded = functools.partial(_loaded, plan.sums)
+    loop = [f"values = {loaded('v', 'e', 'inside')}[None, :]"]
     if plan.has_keys:
-        loop.append(f"keys = {_loaded('k', 'd', 'd < DEPTH')}[:, None]")
+        loop.append(f"keys = {loaded('k', 'd', 'd < DEPTH')}[:, None]")
     kept, added = "matrix", "keys * values" if plan.has_keys else "values"
     if plan.decay:
         which, mask = ("d", "d < DEPTH") if plan.decay == "each" else ("0", "")
         whole = " + 1.0" if plan.less_one else ""
         loop.append(
-            f"rate = {_loaded('decay', which, mask)}{'[:, None]' if plan.decay == 'each' else ''}{whole}"
+            f"rate = {loaded('decay', which, mask)}{'[:, None]' if plan.decay == 'each' else ''}{whole}"
         )
         kept = "matrix * rate"
     loop.append(f"following = {kept} + {added}")
     if plan.vectors:
         loop += [
             "for m in tl.static_range(VECTORS):",
-            f"    reading = {_loaded('right', 'd', 'd < DEPTH')}[:, None]",
-            f"    writing = {_loaded('left', 'd', 'd < DEPTH')}[:, None]",
+            f"    reading = {loaded('right', 'd', 'd < DEPTH')}[:, None]",
+            f"    writing = {loaded('left', 'd', 'd < DEPTH')}[:, None]",
             "    following += writing * tl.sum(matrix * reading, 0)[None, :]",
         ]
     read = "following" if plan.inclusive else "matrix"
     if plan.has_queries:
-        loop.append(f"queries = {_loaded('q', 'd', 'd < DEPTH')}[:, None]")
+        loop.append(f"queries = {loaded('q', 'd', 'd < DEPTH')}[:, None]")
         read = f"queries * {read}"
     loop += [
         f"tl.store(out + (t * heads + h) * width + e, tl.sum({read}, 0), mask=inside)",
@@ -146,16 +147,16 @@ def _lines(plan: SumsPlan) -> list[str]:
         "inside = e < width",
         "place = (tl.cast(head, tl.int64) * DEPTH + d[:, None]) * width + e[None, :]",
         "within = (d < DEPTH)[:, None] & inside[None, :]",
-        "matrix = tl.load(state + place, mask=within, other=0.0).to(SUMS)",
+        f"matrix = tl.load(state + place, mask=within, other=0.0).to(tl.{plan.sums})",
         "for t in tl.range(tl.load(starts + b), tl.load(starts + b + 1)):",
         *indented(loop),
         "tl.store(after + place, matrix, mask=within)",
     ]
 
 
-def _loaded(name: str, element: str, mask: str) -> str:
-    """An operand of token t and head h (vector m)."""
+def _loaded(sums: str, name: str, element: str, mask: str) -> str:
+    """An operand of token t and head h (vector m), as sums are."""
     vector = f" + m * {name}_m" if name in ("left", "right") else ""
     place = "" if element == "0" else f" + {element} * {name}_d"
     masked = f", mask={mask}, other=0.0" if mask else ""
-    return f"tl.load({name} + t * {name}_t + h * {name}_h{vector}{place}{masked}).to(SUMS)"
+    return f"tl.load({name} + t * {name}_t + h * {name}_h{vector}{place}{masked}).to(tl.{sums})"

@@ -147,6 +147,7 @@ def test_a_call_that_fails_changes_all_or_nothing(config: str, call: str, kind: 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_call_that_fails_at_any_place_changes_all_or_nothing(config: str, call: str) -> None:
     found = check(config, call, "line", None) + check(config, call, "call", None)
     print(f"{config}, {call}: {found.total()} places, {dict(found)}")
