@@ -241,12 +241,9 @@ class KVCache:
         now = self.now
         after = [n + c for n, c in zip(now.lengths, counts, strict=True)]
         then = Contents(after, now.lost, now.groups, now.carried.after(news, now.lengths), now.fixed)
-        rings = [group for group in now.groups.values() if group.ring]
-        if rings:
-            reach = min(group.reach for group in rings)
+        if reach := self._reach:
             lost = [max(a, b - reach) for a, b in zip(now.lost, after, strict=True)]
-            needed = max(group.window or 0 for group in rings)
-            spoils = any(a > max(0, n - needed + 1) for a, n in zip(lost, now.lengths, strict=True))
+            spoils = any(self._lacks(n, a) for n, a in zip(now.lengths, lost, strict=True))
             then = then._replace(lost=lost)
             self._now = self._back = now._replace(
                 lost=lost, unfinished="a call with new tokens" if spoils else ""
@@ -258,6 +255,20 @@ class KVCache:
             for group in now.groups.values():
                 group.write(news, given["row"], given["positions"], now.lengths, counts)
         self._now = then
+
+    @property
+    def _reach(self) -> int:
+        """That of the smallest ring buffer; 0 if there is none."""
+        return min((group.reach for group in self._now.groups.values() if group.ring), default=0)
+
+    def _lacks(self, length: int, lost: int) -> int:
+        """The window of which a row of this length lacks a token; 0 if it lacks none. `lost`: as in
+        `Contents`, for the smallest ring buffer; larger ones have lost fewer."""
+        latest = lost and lost + self._reach
+        for group in self._now.groups.values():
+            if group.ring and latest - group.reach > max(0, length - (group.window or 0) + 1):
+                return group.window or 0
+        return 0
 
     # --- between steps ---
 
@@ -278,13 +289,12 @@ class KVCache:
             raise CacheError(f"a row cannot have {min(after)} tokens.")
         for row, (old, new) in enumerate(zip(now.lengths, after, strict=True)):
             now.carried.check_crop(row, old, new)
-            for group in now.groups.values():
-                needed = max(0, new - (group.window or 0) + 1)
-                if group.ring and 0 < new < old and needed < now.lost[row]:
-                    raise CacheError(
-                        f"row {row} cannot go back from {old} to {new} tokens: a window of {group.window} "
-                        f"has overwritten what it needs. CacheConfig(rollback=...) keeps more."
-                    )
+            window = self._lacks(new, now.lost[row]) if 0 < new < old else 0
+            if window:
+                raise CacheError(
+                    f"row {row} cannot go back from {old} to {new} tokens: a window of {window} has "
+                    "overwritten what it needs. CacheConfig(rollback=...) keeps more."
+                )
         lost = [n and before for n, before in zip(after, now.lost, strict=True)]
         groups = {name: group.cropped(after) for name, group in now.groups.items()}
         carried = now.carried.cropped(now.lengths, after)
