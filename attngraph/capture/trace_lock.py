@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class TraceLock:
     """A reader-writer lock: calls share it, a trace holds it exclusively. It is reentrant: the tracing thread
-    may trace and call."""
+    may trace and call. A thread that is interrupted has given back what it took: it is kept under an object
+    of its own, inside of the block that gives it back."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._calls: dict[int, int] = {}
+        self._calls: dict[object, int] = {}  # the thread of each
         self._tracer: int | None = None
-        self._waiting = 0  # threads that want to trace: no new call overtakes them
+        self._waiting: dict[object, int] = {}  # who wants to trace: no new call overtakes them
         self.begun = 0
         """Traces that have begun; two equal counts, and no trace at the second, had none in between."""
 
@@ -35,42 +36,47 @@ class TraceLock:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        me = threading.get_ident()
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    me in self._calls or self._tracer == me or (self._tracer is None and not self._waiting)
-                )
-            )
-            self._calls[me] = self._calls.get(me, 0) + 1
+        me, mine = threading.get_ident(), object()
         try:
+            with self._changed:
+                self._wait(
+                    lambda: (
+                        me in self._calls.values()
+                        or self._tracer == me
+                        or (self._tracer is None and not self._waiting)
+                    )
+                )
+                self._calls[mine] = me
             yield
         finally:
+            self._calls.pop(mine, None)
             with self._changed:
-                self._calls[me] -= 1
-                if not self._calls[me]:
-                    del self._calls[me]
                 self._changed.notify_all()
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[None]:
-        me = threading.get_ident()
-        with self._changed:
-            outer = self._tracer == me
-            self._waiting += 1
-            try:
-                self._changed.wait_for(lambda: self._tracer in (None, me) and not set(self._calls) - {me})
-            finally:
-                self._waiting -= 1
-            self._tracer = me
-            self.begun += 1
+        me, mine = threading.get_ident(), object()
+        outer = self._tracer == me
         try:
+            with self._changed:
+                self._waiting[mine] = me
+                self._wait(lambda: self._tracer in (None, me) and not set(self._calls.values()) - {me})
+                self._tracer = me
+                self.begun += 1
+                del self._waiting[mine]
             yield
         finally:
-            if not outer:
-                with self._changed:
-                    self._tracer = None
-                    self._changed.notify_all()
+            if not outer and self._tracer == me:
+                self._tracer = None
+            self._waiting.pop(mine, None)
+            with self._changed:
+                self._changed.notify_all()
+
+    def _wait(self, holds: Callable[[], bool]) -> None:
+        """Wait until this holds. It is looked at now and then, as a thread may be interrupted before it
+        tells."""
+        while not self._changed.wait_for(holds, timeout=1.0):
+            pass
 
 
 LOCK = TraceLock()

@@ -144,8 +144,9 @@ class Decoder(ModelWrapper):
             raise CacheError(f"tokens for {len(packed.counts)} row(s), but the state has {state.rows}.")
         if packed.ids.shape[1] == 0:
             return step.nothing(state, packed.shape)
-        logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
-        return unpacked(logits, packed)
+        with state.changing():
+            logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
+            return unpacked(logits, packed)
 
     @serving
     def generate(

@@ -51,11 +51,11 @@ class DividedPages(Pages):
         after = [self.own(n + count) for n, count in zip(firsts, counts, strict=True)]
         return before, [b - a for a, b in zip(before, after, strict=True)]
 
-    def reserve(self, firsts: Sequence[int], counts: Sequence[int]) -> None:
-        super().reserve(*self._own_of(firsts, counts))
+    def with_room(self, firsts: Sequence[int], counts: Sequence[int], length: int = 0) -> Pages:
+        return super().with_room(*self._own_of(firsts, counts), length)
 
-    def release(self, row: int, length: int) -> None:
-        super().release(row, self.own(length))
+    def cropped(self, lengths: Sequence[int]) -> Pages:
+        return super().cropped([*map(self.own, lengths)])
 
     def write(
         self, news: Mapping[str, Tensor], row: Tensor, positions: Tensor, firsts: Sequence[int],

@@ -4,6 +4,9 @@ Every step computes one packed sequence: the next token of each running request,
 that are not processed yet, so that a long prompt does not delay the other requests. When a request ends, its
 place and its pages are free for the next one at once. Nothing is padded, so requests of similar length need
 not be grouped: they run in order of arrival.
+
+How many tokens of a request were processed is what the state says, and only that, so a step that is
+interrupted leaves nothing that does not go together: the next one begins with what is there (`_tidy`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from attngraph.runtime.sampling import sample
 from attngraph.runtime.serving_mode import serving
 from attngraph.runtime.step_sizes import Call
 
+DRAWN = 16
+"""Random numbers that are drawn at a time."""
+
 
 class Request:
     """One prompt being continued. Iterating yields new tokens as they are computed; `result()` waits for all.
@@ -39,15 +45,13 @@ class Request:
         self.tokens: list[int] = []
         self.finished = False
         self.error: Exception | None = None
-        self.generator: torch.Generator | None = None
-        if options.temperature > 0:
-            self.generator = torch.Generator()
-            if options.seed is not None:
-                self.generator.manual_seed(options.seed)
-            else:
-                self.generator.seed()
-        self.read = 0
-        """How many tokens of the prompt were processed."""
+        generator = torch.Generator()
+        if options.seed is not None:
+            generator.manual_seed(options.seed)
+        else:
+            generator.seed()
+        self._drawn = list[float](), generator
+        """Random numbers, one for each token and more, and what draws the next ones."""
 
     @functools.cached_property
     def _prompt(self) -> str:
@@ -55,7 +59,32 @@ class Request:
 
     def described(self) -> str:
         """The request as ranks compare it: its prompt, its options, how far it is."""
-        return f"{self._prompt}, {self.read} read, then {self.tokens[-1:]}, {self.options}"
+        return f"{self._prompt}, then {self.tokens[-1:]}, {self.options}"
+
+    def left(self, done: int, most: int) -> Tensor:
+        """The next tokens to compute after the first `done`: at most so many of the prompt, or the latest."""
+        if done < len(self.prompt):
+            return self.prompt[done : done + most]
+        return torch.tensor(self.tokens[done - len(self.prompt) :], dtype=torch.int64)
+
+    def draw(self) -> float:
+        """The random number for the next token, the same however often it is asked for."""
+        numbers, generator = self._drawn
+        if self.options.temperature == 0:
+            return 0.0
+        if len(self.tokens) >= len(numbers):
+            generator = generator.clone_state()
+            drawn = [float(torch.rand((), generator=generator, dtype=torch.float64)) for _ in range(DRAWN)]
+            numbers = [*numbers, *drawn]
+            self._drawn = numbers, generator
+        return numbers[len(self.tokens)]
+
+    def is_complete(self) -> bool:
+        """Whether it has its last token."""
+        options = self.options
+        return bool(self.tokens) and (
+            self.tokens[-1] in options.ends or len(self.tokens) >= options.max_new_tokens
+        )
 
     @property
     def longest(self) -> int:
@@ -166,6 +195,7 @@ class Engine:
     def step(self) -> bool:
         """Compute the next tokens. Returns False if there was nothing to do."""
         with self._lock:
+            self._tidy()
             self._agree()
             self._admit()
             parts = self._parts()
@@ -186,7 +216,39 @@ class Engine:
         if self.decoder.in_step.mesh is None:
             return
         requests = [*self.places, *self.waiting]
-        self.decoder.in_step.agree("a step of an engine", [r and r.described() for r in requests])
+        done = [] if self.state is None else self.state.lengths
+        self.decoder.in_step.agree("a step of an engine", [r and r.described() for r in requests], done)
+
+    def _tidy(self) -> None:
+        """Free the places of requests that have ended. What an interrupted step computed, and nobody has
+        taken, is computed again; a request that cannot go back fails, and if the state cannot be used, all
+        do."""
+        if self.state is not None and self.state.unfinished:
+            for request in self.places:
+                if request is not None:
+                    request.error, request.finished = CacheError(self.state.unfinished), True
+            self.state = None
+        for place, request in enumerate(self.places):
+            if request is not None:
+                request.finished = request.finished or request.is_complete()
+                self.places[place] = None if request.finished else request
+        while self.waiting and (self.waiting[0].finished or self.waiting[0] in self.places):
+            self.waiting.popleft()
+        if self.state is not None:
+            for place, request in enumerate(self.places):
+                known = 0 if request is None else len(request.prompt) + len(request.tokens)
+                if self.state.lengths[place] > max(0, known - 1):
+                    self._go_back(place, request, known - 1)
+
+    def _go_back(self, place: int, request: Request | None, length: int) -> None:
+        assert self.state is not None
+        try:
+            self.state.crop([max(0, length) if n == place else m for n, m in enumerate(self.state.lengths)])
+        except CacheError as problem:
+            assert request is not None
+            fault = CacheError(f"a step was interrupted, and cannot be repeated: {problem}")
+            request.error, request.finished, self.places[place] = fault, True, None
+            self.state.reset(place)
 
     def _admit(self) -> None:
         """Give free places to waiting requests, in order of arrival."""
@@ -200,7 +262,7 @@ class Engine:
                 if self.running:  # another graph is for it, which begins when these have ended
                     return
                 self.state = None
-            request = self.waiting.popleft()
+            request = self.waiting[0]
             if self.state is None:
                 try:
                     self.state = self._new_state(request)
@@ -213,6 +275,7 @@ class Engine:
                 continue
             held += request.longest
             self.places[place] = request
+            self.waiting.popleft()
 
     def _serves(self, request: Request) -> bool:
         """Whether the state goes on as its model is now, and its graph is for prompts as long as this."""
@@ -235,16 +298,13 @@ class Engine:
         """The tokens to compute next for each place."""
         left = self.chunk
         found: list[Tensor] = []
-        for request in self.places:
-            none = torch.empty(0, dtype=torch.int64)
-            if request is None:
-                found.append(none)
-            elif request.read < len(request.prompt):
-                part = request.prompt[request.read : request.read + left]
-                left -= len(part)
-                found.append(part)
-            else:
-                found.append(torch.tensor(request.tokens[-1:], dtype=torch.int64))
+        for place, request in enumerate(self.places):
+            if request is None or self.state is None:
+                found.append(torch.empty(0, dtype=torch.int64))
+                continue
+            done = self.state.lengths[place]
+            found.append(request.left(done, left))
+            left -= len(found[-1]) if done < len(request.prompt) else 0
         return found
 
     def _advance(self, parts: Sequence[Tensor]) -> Tensor:
@@ -254,16 +314,19 @@ class Engine:
         ids = torch.cat(list(parts)).unsqueeze(0).to(self.state.device)
         packed = Packed(ids, counts)
         step = self.decoder.step_of(self.state)
-        logits: Tensor = step.advance(
-            self.state, counts, {step.name: ids}, packed.last(), unfinished=self._unfinished(parts)
-        )[0]
+        with self.state.changing():
+            logits: Tensor = step.advance(
+                self.state, counts, {step.name: ids}, packed.last(), unfinished=self._unfinished(parts)
+            )[0]
         return logits
 
     def _unfinished(self, parts: Sequence[Tensor]) -> list[int]:
         """The places of which more of the prompt follows."""
+        assert self.state is not None
+        rows = zip(self.places, parts, self.state.lengths, strict=True)
         return [
-            place for place, (request, part) in enumerate(zip(self.places, parts, strict=True))
-            if request is not None and request.read + len(part) < len(request.prompt)
+            place for place, (request, part, done) in enumerate(rows)
+            if request is not None and done + len(part) < len(request.prompt)
         ]  # fmt: skip
 
     def _find_the_cause(self, parts: Sequence[Tensor]) -> None:
@@ -281,29 +344,24 @@ class Engine:
 
     def _take(self, parts: Sequence[Tensor], logits: Tensor) -> None:
         """Choose the next token of every place whose prompt is fully processed."""
+        assert self.state is not None
         active = [n for n, part in enumerate(parts) if len(part)]
-        for place in active:
-            request = self.places[place]
-            assert request is not None
-            request.read = min(request.read + len(parts[place]), len(request.prompt))
         chosen = self.decoder.in_step.lead(torch.tensor(self._choose(active, logits)))
         for place, token in zip(active, chosen.tolist(), strict=True):
             request = self.places[place]
             assert request is not None
-            if request.read < len(request.prompt):
-                continue
-            request.tokens.append(token)
-            if token in request.options.ends or len(request.tokens) == request.options.max_new_tokens:
-                self._end(request)
+            if self.state.lengths[place] >= len(request.prompt):
+                request.tokens.append(token)
+        self._tidy()
 
     def _choose(self, active: Sequence[int], logits: Tensor) -> list[int]:
         """One token for each active place, chosen with its request's options."""
-        requests = [self.places[n] for n in active]
-        options = [r.options for r in requests if r is not None]
+        requests = [request for n in active if (request := self.places[n]) is not None]
+        options = [r.options for r in requests]
         if all(o.temperature == 0 for o in options):
             found: list[int] = logits.argmax(-1).tolist()
             return found
-        uniform = torch.tensor([self._draw(r) for r in requests], dtype=torch.float64)
+        uniform = torch.tensor([r.draw() for r in requests], dtype=torch.float64)
         device = logits.device
         return sample(
             logits,
@@ -312,13 +370,6 @@ class Engine:
             torch.tensor([1.0 if o.top_p is None else o.top_p for o in options], device=device),
             uniform.to(device),
         ).tolist()  # type: ignore[no-any-return]
-
-    @staticmethod
-    def _draw(request: Request | None) -> float:
-        """The random number for the request's next token; none is drawn while its prompt is processed."""
-        if request is None or request.generator is None or request.read < len(request.prompt):
-            return 0.0
-        return float(torch.rand((), generator=request.generator, dtype=torch.float64))
 
     def _fail(self, request: Request, problem: Exception) -> None:
         request.error = problem
@@ -330,8 +381,4 @@ class Engine:
             request.finished = True
             if request in self.waiting:
                 self.waiting.remove(request)
-            for place, current in enumerate(self.places):
-                if current is request:
-                    self.places[place] = None
-                    if self.state is not None:
-                        self.state.reset(place)
+            self._tidy()

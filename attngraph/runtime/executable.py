@@ -17,7 +17,7 @@ from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, Rate, is_ass
 from attngraph.ir.ops.layout import laid_out
 from attngraph.report.report import CompileReport
 from attngraph.runtime.looks import Looks
-from attngraph.runtime.machine import Machine, Run
+from attngraph.runtime.machine import Machine, Run, change
 from attngraph.runtime.small_calls import scores_per_attention
 
 
@@ -68,7 +68,8 @@ class Executable:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """The call's result, once the attributes that the model's forward sets are set."""
-        results, waiting = self._computed(tensors)
+        writes: list[tuple[Tensor, Tensor]] = []
+        results, waiting = self._computed(tensors, writes)
         values: list[Any] = []
         laid: dict[int, Tensor] = {}  # a tensor that is returned twice stays one tensor
         for result, output in zip(results, self.captured.graph.outputs, strict=True):
@@ -79,18 +80,22 @@ class Executable:
         for place, value in waiting:
             values.insert(place, value)
         result = self._assembled(self.captured.structure, values, tensors)
+        attributes = []
         for attribute in self.captured.attributes:
             structure = attribute.structure
             value = result if structure is None else self._assembled(structure, values, tensors)
-            holder_of(attribute.owner, attribute.name)[attribute.name] = value
+            attributes.append((holder_of(attribute.owner, attribute.name), attribute.name, value))
+        change(writes, attributes)
         return result
 
-    def _computed(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], list[tuple[int, Tensor]]]:
-        """The graph's results, and those that wait with their places."""
+    def _computed(
+        self, tensors: Sequence[Tensor], writes: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Sequence[Any], list[tuple[int, Tensor]]]:
+        """The graph's results, and those that wait with their places. `writes`: gets those to tensors."""
         if self.looks is None:
-            return self.machine(tensors, self.state()), []
+            return self.machine(tensors, self.state(), later=writes), []
         names = [o.name if o.kind == Rate.LOOK.value else "" for o in self.captured.graph.outputs]
-        run = functools.partial(self.machine, tensors, self.state())
+        run = functools.partial(self.machine, tensors, self.state(), later=writes)
         results, waiting = self.looks.run(run, names, self._sizes(tensors) or {})
         return results, list(zip(self.looks.places, waiting, strict=True))
 

@@ -1,22 +1,27 @@
 """The state of a decoder: the cached values of every row, and the rows' lengths.
 
-`pages` decides where values are stored. Nothing is written before everything is known to fit.
+`pages` decides where values are stored. Nothing is written before everything is known to fit, and what a call
+changes, it changes by one assignment, of `Contents`. So a call that fails or is interrupted anywhere leaves a
+state as it was. Memory that present contents need is written over in few places (a ring buffer, rows that
+change places in the contiguous layout); what fails there is an error whenever the state is used again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attngraph.errors import CacheError
 from attngraph.ir.ops.cached_attention import CachePlan, Fixed, Store, tell
+from attngraph.report.files import replacing
 from attngraph.runtime import saved_cache
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.carried import CarriedValues
@@ -29,11 +34,31 @@ from attngraph.runtime.step_sizes import Call
 SAVED = "attngraph cache 4"
 
 
-class KVCache:
-    """The cached state of the rows of a batch. Made by `Decoder.prefill`.
+class Contents(NamedTuple):
+    """What a state has.
 
     Attributes:
         lengths: tokens of each row so far.
+        lost: for each row: positions before this one have been overwritten in ring buffers.
+        groups: by the name of their page table, and where ranks divide the tokens, which of them this is.
+        unfinished: the call that began to write over what is here, and has not ended.
+    """
+
+    lengths: list[int]
+    lost: list[int]
+    groups: dict[str, Pages]
+    carried: CarriedValues
+    fixed: dict[str, Tensor]
+    unfinished: str = ""
+
+
+_NOTHING = Contents([], [], {}, CarriedValues((), 0, CacheConfig(), torch.device("cpu")), {})
+
+
+class KVCache:
+    """The cached state of the rows of a batch. Made by `Decoder.prefill`.
+
+    What it has is `now`; `lengths`, the tokens of each row so far, is short for `now.lengths`.
     """
 
     def __init__(
@@ -50,18 +75,70 @@ class KVCache:
         """Whether each row is a call of its own, as an engine's requests are."""
         self.rank = (0, 1)
         """Whose part of the values this is: which rank, of how many."""
-        self.lengths = [0] * rows
-        self.lost = [0] * rows
-        """For each row: positions before this one have been overwritten in ring buffers."""
         self._ones: tuple[Tensor, Tensor] | None = None
-        self.fixed: dict[str, Tensor] = {}
-        self.carried = CarriedValues(plan.carried, rows, config, device)
-        self.groups: dict[str, Pages] = {}
-        """By the name of their page table, and where ranks divide the tokens, which of them this is."""
+        groups: dict[str, Pages] = {}
         for name in dict.fromkeys(map(_table, plan.stores)):
             stores = [s for s in plan.stores if _table(s) == name]
-            self.groups[name] = make_pages(stores, config, device)
-            self.groups[name].rows = [[] for _ in range(rows)]
+            groups[name] = make_pages(stores, config, device)
+            groups[name].rows = [[] for _ in range(rows)]
+        carried = CarriedValues(plan.carried, rows, config, device)
+        self._now = Contents([0] * rows, [0] * rows, groups, carried, {})
+        self._back = _NOTHING
+
+    @property
+    def now(self) -> Contents:
+        """What the state has.
+
+        Raises:
+            CacheError: a call that did not end has written over some of it.
+        """
+        if self._now.unfinished:
+            raise CacheError(self.unfinished)
+        return self._now
+
+    @property
+    def unfinished(self) -> str:
+        """Why nobody can go on with the state; "" where one can."""
+        return self._now.unfinished and (
+            f"{self._now.unfinished} of this state did not end, and had begun to write over what is kept of "
+            "its tokens, so nobody can go on with it.\nWhat to do: give the tokens anew (prefill, submit)."
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.now.lengths
+
+    @property
+    def lost(self) -> list[int]:
+        return self.now.lost
+
+    @property
+    def groups(self) -> dict[str, Pages]:
+        return self.now.groups
+
+    @property
+    def carried(self) -> CarriedValues:
+        return self.now.carried
+
+    @property
+    def fixed(self) -> dict[str, Tensor]:
+        return self.now.fixed
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Where the body fails, also after it has changed the state, the state is what it was before."""
+        self._back = self._now
+        try:
+            yield
+        except BaseException:
+            self._now = self._back
+            raise
+        finally:
+            self._back = _NOTHING
+
+    def begin(self, fixed: Mapping[str, Tensor]) -> None:
+        """Have these values of the prompt."""
+        self._now = self.now._replace(fixed=dict(fixed))
 
     @property
     def rows(self) -> int:
@@ -81,6 +158,10 @@ class KVCache:
     def stores(self) -> dict[str, Tensor]:
         """The pages of every cached value, by name."""
         return {name: pages for group in self.groups.values() for name, pages in group.views().items()}
+
+    def kept(self) -> dict[str, Tensor]:
+        """All that a step reads: pages, what the rows carry, values of the prompt."""
+        return {**self.stores(), **self._now.carried.values, **self._now.fixed}
 
     # --- a step ---
 
@@ -114,16 +195,24 @@ class KVCache:
         Raises:
             CacheError: they do not fit; nothing is written.
         """
-        longest = self.longest(counts)
-        for group in self.groups.values():
-            most = group.own(longest)
-            if most > group.page and not group.paged:
-                wanted = max(most, 2 * group.page, 64) if self.limit is None else max(
-                    most, min(2 * group.page, group.own(self.limit)))  # fmt: skip
-                if self.config.max_length is not None:
-                    wanted = group.own(self.config.max_length)
-                group.stretch(wanted)
-            group.reserve(self.lengths, counts)
+        longest, now = self.longest(counts), self.now
+        groups = {
+            name: group.with_room(now.lengths, counts, self._page(group, longest))
+            for name, group in now.groups.items()
+        }
+        if groups != now.groups:
+            self._now = now._replace(groups=groups)
+
+    def _page(self, group: Pages, longest: int) -> int:
+        """For how many tokens a page is to have room in the contiguous layout; 0 where there is enough."""
+        most = group.own(longest)
+        if most <= group.page:
+            return 0
+        if self.config.max_length is not None:
+            return group.own(self.config.max_length)
+        if self.limit is None:
+            return max(most, 2 * group.page, 64)
+        return max(most, min(2 * group.page, group.own(self.limit)))
 
     def inputs(self, counts: Sequence[int]) -> dict[str, Tensor]:
         """The "rows" inputs of a step, by name: which token belongs to which row, and the page tables."""
@@ -147,17 +236,39 @@ class KVCache:
         return found | {name: group.table() for name, group in self.groups.items()}
 
     def write(self, news: Mapping[str, Any], given: Mapping[str, Tensor], counts: Sequence[int]) -> None:
-        """Write what a step computed for its new tokens; `reserve` has made room for it. What is None is
-        written already."""
-        is_written = all(news[store.name] is None for store in self.plan.stores)
-        after = [n + c for n, c in zip(self.lengths, counts, strict=True)]
-        for group in self.groups.values():
-            if not is_written:
-                group.write(news, given["row"], given["positions"], self.lengths, counts)
-            if group.ring:
-                self.lost = [max(a, b - group.reach) for a, b in zip(self.lost, after, strict=True)]
-        self.carried.write(news, self.lengths)
-        self.lengths = after
+        """Write what a step computed for its new tokens; `reserve` has made room for it. `news`: values by
+        name, or for all stores a function that writes them."""
+        now = self.now
+        after = [n + c for n, c in zip(now.lengths, counts, strict=True)]
+        then = Contents(after, now.lost, now.groups, now.carried.after(news, now.lengths), now.fixed)
+        if reach := self._reach:
+            lost = [max(a, b - reach) for a, b in zip(now.lost, after, strict=True)]
+            spoils = any(self._lacks(n, a) for n, a in zip(now.lengths, lost, strict=True))
+            then = then._replace(lost=lost)
+            self._now = self._back = now._replace(
+                lost=lost, unfinished="a call with new tokens" if spoils else ""
+            )
+        write = news[self.plan.stores[0].name] if self.plan.stores else None
+        if callable(write):
+            write()
+        else:
+            for group in now.groups.values():
+                group.write(news, given["row"], given["positions"], now.lengths, counts)
+        self._now = then
+
+    @property
+    def _reach(self) -> int:
+        """That of the smallest ring buffer; 0 if there is none."""
+        return min((group.reach for group in self._now.groups.values() if group.ring), default=0)
+
+    def _lacks(self, length: int, lost: int) -> int:
+        """The window of which a row of this length lacks a token; 0 if it lacks none. `lost`: as in
+        `Contents`, for the smallest ring buffer; larger ones have lost fewer."""
+        latest = lost and lost + self._reach
+        for group in self._now.groups.values():
+            if group.ring and latest - group.reach > max(0, length - (group.window or 0) + 1):
+                return group.window or 0
+        return 0
 
     # --- between steps ---
 
@@ -169,28 +280,25 @@ class KVCache:
                 `CacheConfig.rollback` sets how many tokens can be removed. Or the rows carry sums over their
                 tokens; `CacheConfig.snapshots` sets how many calls can be undone.
         """
+        now = self.now
         lengths = [length] * self.rows if isinstance(length, int) else list(length)
         if len(lengths) != self.rows:
             raise CacheError(f"{len(lengths)} length(s) for {self.rows} row(s).")
-        after = [min(a, b) for a, b in zip(self.lengths, lengths, strict=True)]
+        after = [min(a, b) for a, b in zip(now.lengths, lengths, strict=True)]
         if min(after, default=0) < 0:
             raise CacheError(f"a row cannot have {min(after)} tokens.")
-        for row, (old, new) in enumerate(zip(self.lengths, after, strict=True)):
-            self.carried.check_crop(row, old, new)
-            for group in self.groups.values():
-                needed = max(0, new - (group.window or 0) + 1)
-                if group.ring and 0 < new < old and needed < self.lost[row]:
-                    raise CacheError(
-                        f"row {row} cannot go back from {old} to {new} tokens: a window of {group.window} "
-                        f"has overwritten what it needs. CacheConfig(rollback=...) keeps more."
-                    )
-        for row, new in enumerate(after):
-            self.carried.crop(row, self.lengths[row], new)
-            if new == 0:
-                self.lost[row] = 0
-            for group in self.groups.values():
-                group.release(row, new)
-        self.lengths = after
+        for row, (old, new) in enumerate(zip(now.lengths, after, strict=True)):
+            now.carried.check_crop(row, old, new)
+            window = self._lacks(new, now.lost[row]) if 0 < new < old else 0
+            if window:
+                raise CacheError(
+                    f"row {row} cannot go back from {old} to {new} tokens: a window of {window} has "
+                    "overwritten what it needs. CacheConfig(rollback=...) keeps more."
+                )
+        lost = [n and before for n, before in zip(after, now.lost, strict=True)]
+        groups = {name: group.cropped(after) for name, group in now.groups.items()}
+        carried = now.carried.cropped(now.lengths, after)
+        self._now = Contents(after, lost, groups, carried, now.fixed)
 
     def reset(self, row: int | None = None) -> None:
         """Remove all tokens, of one row or of all rows."""
@@ -202,14 +310,21 @@ class KVCache:
         picked = [int(r) for r in rows]
         if any(not 0 <= r < self.rows for r in picked):
             raise CacheError(f"rows {picked} of a state of {self.rows} row(s).")
-        for group in self.groups.values():
-            group.reorder(picked)
-        self.carried.reorder(picked)
+        now = self.now
+        groups = {name: group.reordered(picked) for name, group in now.groups.items()}
+        fixed = dict(now.fixed)
         for about in self.plan.fixed:
-            if about.row_dim is not None and about.name in self.fixed:
-                self.fixed[about.name] = select_rows(self.fixed[about.name], about, picked)
-        self.lengths = [self.lengths[r] for r in picked]
-        self.lost = [self.lost[r] for r in picked]
+            if about.row_dim is not None and about.name in fixed:
+                fixed[about.name] = select_rows(fixed[about.name], about, picked)
+        then = Contents(
+            [now.lengths[r] for r in picked], [now.lost[r] for r in picked],
+            {name: group for name, (group, _) in groups.items()}, now.carried.reordered(picked), fixed,
+        )  # fmt: skip
+        if any(pairs for _, pairs in groups.values()):
+            self._now = self._back = now._replace(unfinished="reorder")
+            for group, pairs in groups.values():
+                group.copy_pages(pairs)
+        self._now = then
 
     def _one_each(self, rows: int) -> tuple[Tensor, Tensor]:
         """The row of each token, and the start of each row's tokens, if every row gets one new token. Kept by
@@ -226,22 +341,24 @@ class KVCache:
         return other
 
     def save(self, path: str | Path) -> None:
-        """Write the state to a file that `load` reads."""
+        """Write the state to a file that `load` reads, whole or not at all."""
         state = self.__getstate__()
-        torch.save({"format": SAVED, "state": state, "digest": saved_cache.digest(state)}, path)
+        with replacing(Path(path)) as file:
+            torch.save({"format": SAVED, "state": state, "digest": saved_cache.digest(state)}, file)
 
     def __getstate__(self) -> dict[str, Any]:
+        now = self.now
         groups = {
             name: {
                 "arenas": [a for _, a in group.arenas.values()], "page": group.page, "rows": group.rows,
                 "users": group.users, "free": group.free,
             }
-            for name, group in self.groups.items()
+            for name, group in now.groups.items()
         }  # fmt: skip
         return {
             "plan": dataclasses.asdict(self.plan), "config": dataclasses.asdict(self.config),
-            "limit": self.limit, "lengths": list(self.lengths), "lost": list(self.lost), "fixed": self.fixed,
-            "groups": groups, "device": str(self.device), "carried": self.carried.saved(),
+            "limit": self.limit, "lengths": list(now.lengths), "lost": list(now.lost), "fixed": now.fixed,
+            "groups": groups, "device": str(self.device), "carried": now.carried.saved(),
             "rank": self.rank, "sizes": dict(self.sizes), "alone": self.alone,
         }  # fmt: skip
 
@@ -261,17 +378,17 @@ class KVCache:
         fixed = saved_cache.fixed_values(plan, state["fixed"], len(lengths), device)
         carried = saved_cache.carried_values(plan, config, state["carried"], len(lengths), device)
         self.__init__(plan, len(lengths), config, device, limit)  # type: ignore[misc]
-        self.lengths, self.lost, self.fixed = lengths, lost, fixed
-        self.carried.restore(carried)
+        empty = self._now
         rank = saved_cache.numbers(state.get("rank", self.rank), "rank")
         require(len(rank) == 2 and rank[0] < rank[1], f"it is of no rank: {rank!r:.40}")
         self.rank = rank[0], rank[1]
         self.sizes, self.alone = saved_cache.sizes_of(state.get("sizes", {})), bool(state.get("alone", False))
         kept = state["groups"]
-        same = isinstance(kept, dict) and kept.keys() == self.groups.keys()
+        same = isinstance(kept, dict) and kept.keys() == empty.groups.keys()
         require(same, "it has other pages than its plan")
-        for name, group in self.groups.items():
+        for name, group in empty.groups.items():
             saved_cache.fill_pages(group, kept[name], name, lengths)
+        self._now = Contents(lengths, lost, empty.groups, empty.carried.restored(carried), fixed)
 
     @classmethod
     @serving

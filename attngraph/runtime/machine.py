@@ -6,8 +6,10 @@ All graphs run on this class: compiled calls (`executable.py`), a decoder's step
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +46,8 @@ class Machine:
     """
 
     __slots__ = (
-        "_assumed", "_checks", "_inputs", "_module", "_overwritten", "_run", "_sharing", "_values",
-        "_weights", "_writers", "arguments",
+        "_assumed", "_checks", "_inputs", "_module", "_overwritten", "_run", "_sharing", "_targets",
+        "_values", "_weights", "arguments",
     )  # fmt: skip
 
     def __init__(
@@ -72,7 +74,7 @@ class Machine:
         written = {(o.kind, o.name) for o in graph.outputs if o.kind in ("buffer", "argument")}
         self._overwritten = {n for n, i in enumerate(graph.inputs) if (i.kind, i.name) in written}
         self._checks = [(n, o.name) for n, o in enumerate(graph.outputs) if o.kind == "check"]
-        self._writers = [_writer(output, owner) for output in graph.outputs]
+        self._targets = [_target(output, owner) for output in graph.outputs]
 
     def is_valid(self) -> bool:
         """Whether the buffers whose values the graph relies on still hold them."""
@@ -86,14 +88,16 @@ class Machine:
         return self._inputs.own() + stage
 
     def __call__(
-        self, arguments: Given, state: Mapping[str, Tensor] | None = None, interpret: Interpret | None = None
-    ) -> list[Any]:
+        self, arguments: Given, state: Mapping[str, Tensor] | None = None, interpret: Interpret | None = None,
+        later: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> list[Any]:  # fmt: skip
         """The graph's results, in order; None for results that are written to a tensor.
 
         Args:
             arguments: the call's tensors by number, or by name.
             state: the graph's other inputs, by name: pages, rows, results of the prompt stage.
             interpret: an interpreter to run the graph, and its weights stage, with instead.
+            later: gets the tensors that results are written to, with these, for whoever calls to `change`.
 
         Raises:
             CheckError: a condition on values that the model checks does not hold; nothing is written.
@@ -112,10 +116,22 @@ class Machine:
             for number, line in self._checks:
                 if not results[number]:
                     raise CheckError(f"what the model checks at {line} does not hold.")
-            return [
-                result if write is None else write(arguments, result)
-                for result, write in zip(results, self._writers, strict=True)
-            ]
+            targets = [target and target(arguments) for target in self._targets]
+            writes = [(t, r) for t, r in zip(targets, results, strict=True) if t is not None]
+            if later is None:
+                change(writes)
+            else:
+                later += writes
+            return [r if target is None else None for target, r in zip(targets, results, strict=True)]
+
+
+def change(
+    writes: Iterable[tuple[Tensor, Tensor]], attributes: Iterable[tuple[dict[str, Any], str, Any]] = ()
+) -> None:
+    """Write to tensors, and set attributes. Functions of C do it, between which no interrupt is handled, and
+    which need no memory: a model has all of a call's effects or none."""
+    copies = itertools.starmap(Tensor.copy_, writes)
+    collections.deque(itertools.chain(copies, itertools.starmap(dict.__setitem__, attributes)), maxlen=0)
 
 
 class _ValuesOfWeights:
@@ -157,20 +173,17 @@ def _devices(inputs: Sequence[Any]) -> Iterator[str]:
     yield from {t.device.type for t in inputs if isinstance(t, Tensor)}
 
 
-def _writer(output: Output, owner: nn.Module) -> Callable[[Any, Tensor], None] | None:
-    """The function that writes a result to its buffer or argument; None for other results."""
+def _target(output: Output, owner: nn.Module) -> Callable[[Any], Tensor] | None:
+    """What gives the buffer or the argument that a result is written to; None for other results."""
     if output.kind == "argument":
-        return lambda arguments, value: _overwrite(arguments[int(output.name)], value)
+        return lambda arguments: _plain(arguments[int(output.name)])
     if output.kind != "buffer":
         return None
     path, _, name = output.name.rpartition(".")
     module = owner.get_submodule(path)
-    return lambda _, value: _overwrite(module.get_buffer(name), value)
+    return lambda _: _plain(module.get_buffer(name))
 
 
-def _overwrite(target: Tensor, value: Tensor) -> None:
-    if target.requires_grad and target.is_leaf:
-        with torch.no_grad():
-            target.copy_(value)
-    else:
-        target.copy_(value)
+def _plain(target: Tensor) -> Tensor:
+    """The tensor as one that can be written to: gradients pass by a leaf."""
+    return target.detach() if target.requires_grad and target.is_leaf else target

@@ -58,7 +58,7 @@ def as_ids(prompt: Any) -> Tensor:
         raise TypeError(
             f"a prompt is a sequence of token ids, found {shown}; a tokenizer gives them of a text."
         )
-    return found
+    return found if found.numel() else found.to(torch.int64)
 
 
 def pack(ids: Ids, mask: Tensor | None, device: Callable[[], torch.device]) -> Packed:

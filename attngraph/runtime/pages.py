@@ -4,11 +4,15 @@ Values of equal shape are stored in one tensor (an arena), so that a step writes
 contiguous layout each row has one page, which grows; in the paged layout pages of equal size come from a
 pool, and rows may share a page until one of them writes to it (copy on write). Where attention only sees a
 window, a row's pages form a ring buffer.
+
+Which row has which page changes only in a copy (`with_room`, `cropped`, `reordered`), for which all memory is
+had first: whoever asks puts it in the place of what it was, or has what it was.
 """
 
 from __future__ import annotations
 
 import collections
+import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -77,6 +81,13 @@ class Pages:
             self._views = arenas, views
         return views
 
+    def _copy(self) -> Pages:
+        """The same pages, of which other rows may have others."""
+        other = copy.copy(self)
+        other.rows = [list(pages) for pages in self.rows]
+        other.users, other.free, other.arenas = list(self.users), list(self.free), dict(self.arenas)
+        return other
+
     def own(self, length: int) -> int:
         """How many of a row's first `length` tokens are kept here."""
         return length
@@ -122,32 +133,43 @@ class Pages:
             return range(start, end + 1)
         return range(first // self.page, (last - 1) // self.page + 1)
 
-    def reserve(self, firsts: Sequence[int], counts: Sequence[int]) -> None:
-        """Ensure that every row has unshared pages for its positions first .. first + count - 1."""
-        needed = [self.pages_of(n, n + count) for n, count in zip(firsts, counts, strict=True)]
+    def with_room(self, firsts: Sequence[int], counts: Sequence[int], length: int = 0) -> Pages:
+        """Pages with the same contents, of which every row has unshared ones for its positions first .. first
+        + count - 1; in the contiguous layout one for `length` tokens. These, if they are so."""
+        longer = length > self.page and not self.paged and not self.ring
+        found = self._stretched(length) if longer else self
+        needed = [found.pages_of(n, n + count) for n, count in zip(firsts, counts, strict=True)]
         missing = 0
         for pages, places in zip(self.rows, needed, strict=True):
             have, last = len(pages), places.stop - 1 if places else -1
             missing += max(0, last + 1 - have)
             missing += sum(self.users[pages[n]] > 1 for n in places if n < have)
         if not missing:
-            return
-        self._make_room(missing)
-        self._table = None
-        for pages, places in zip(self.rows, needed, strict=True):
+            return found
+        found = found if longer else self._copy()
+        found._make_room(missing)
+        found._table = None
+        for pages, places in zip(found.rows, needed, strict=True):
             for place in places:
                 while len(pages) <= place:
-                    pages.append(self._take())
-                if self.users[pages[place]] > 1:
-                    self._own(pages, place)
+                    pages.append(found._take())
+                if found.users[pages[place]] > 1:
+                    found.copy_pages([found._own(pages, place)])
+        return found
 
-    def _own(self, pages: list[int], place: int) -> None:
+    def _own(self, pages: list[int], place: int) -> tuple[int, int]:
+        """Give a row a page of its own for one that it shares; which page is to be copied, and where to."""
         old, new = pages[place], self._take()
-        for members, arena in self.arenas.values():
-            dim = 1 + members[0].row_dim
-            arena.select(dim, new).copy_(arena.select(dim, old))
         self.users[old] -= 1
         pages[place] = new
+        return old, new
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages to others."""
+        for members, arena in self.arenas.values():
+            dim = 1 + members[0].row_dim
+            for old, new in pairs:
+                arena.select(dim, new).copy_(arena.select(dim, old))
 
     def _make_room(self, count: int) -> None:
         """Have so many free pages. All are allocated at once, because what is kept is copied each time; a
@@ -170,29 +192,34 @@ class Pages:
         self.users += [0] * more
         self.free += range(count + more - 1, count - 1, -1)
 
-    def stretch(self, length: int) -> None:
-        """In the contiguous layout: make every row's one page long enough."""
-        if self.paged or self.ring or length <= self.page:
-            return
-        before, self.page = self.page, length
+    def _stretched(self, length: int) -> Pages:
+        """Pages for so many tokens with the same contents."""
+        other = self._copy()
+        other.page = length
         for kind, (members, arena) in self.arenas.items():
-            larger = self._empty(members, len(self.users))
-            larger.narrow(1 + members[0].token_dim, 0, before).copy_(arena)
-            self.arenas[kind] = members, larger
+            larger = other._empty(members, len(self.users))
+            larger.narrow(1 + members[0].token_dim, 0, self.page).copy_(arena)
+            other.arenas[kind] = members, larger
+        return other
 
-    def release(self, row: int, length: int) -> None:
-        """Give back the pages that a row of this length does not need."""
-        pages = self.rows[row]
-        needed = -(-length // self.page) if not self.ring or length < self.capacity else len(pages)
-        if self.ring and length:
-            return  # kept tokens can be on any page of a ring buffer
-        for page in pages[needed:]:
-            self.users[page] -= 1
-            if self.users[page] == 0:
-                self.free.append(page)
-        if len(pages) > needed:
-            del pages[needed:]
-            self._table = None
+    def cropped(self, lengths: Sequence[int]) -> Pages:
+        """These pages without those that rows of these lengths do not need. (Kept tokens can be on any page
+        of a ring buffer.)"""
+        needed = [
+            len(pages) if self.ring and length else min(len(pages), -(-length // self.page))
+            for pages, length in zip(self.rows, lengths, strict=True)
+        ]
+        if needed == [*map(len, self.rows)]:
+            return self
+        other = self._copy()
+        for pages, count in zip(other.rows, needed, strict=True):
+            for page in pages[count:]:
+                other.users[page] -= 1
+                if other.users[page] == 0:
+                    other.free.append(page)
+            del pages[count:]
+        other._table = None
+        return other
 
     def write(
         self, news: Mapping[str, Tensor], row: Tensor, positions: Tensor, firsts: Sequence[int],
@@ -267,18 +294,17 @@ class Pages:
             for position in range(first + count - min(count, most), first + count)
         ]
 
-    def reorder(self, rows: Sequence[int]) -> None:
-        """Row n becomes a copy of row rows[n]: by sharing pages where possible, else by copying them."""
-        old = self.rows
-        self.rows = [list(old[r]) for r in rows]
-        counts = collections.Counter(p for pages in self.rows for p in pages)
-        self.users = [counts.get(page, 0) for page in range(len(self.users))]
-        self.free = [page for page in range(len(self.users) - 1, -1, -1) if not self.users[page]]
-        self._table = None
+    def reordered(self, rows: Sequence[int]) -> tuple[Pages, list[tuple[int, int]]]:
+        """Pages of which row n has those of row rows[n], shared where possible; and which have yet to be
+        copied, and where to. What is there is needed as long as rows have the pages that they had."""
+        other = self._copy()
+        other.rows = [list(self.rows[r]) for r in rows]
+        counts = collections.Counter(p for pages in other.rows for p in pages)
+        other.users = [counts.get(page, 0) for page in range(len(self.users))]
+        other.free = [page for page in range(len(self.users) - 1, -1, -1) if not other.users[page]]
+        other._table = None
         if self.paged:
-            return
-        self._make_room(sum(max(0, count - 1) for count in self.users))
-        for pages in self.rows:
-            for place in range(len(pages)):
-                if self.users[pages[place]] > 1:
-                    self._own(pages, place)
+            return other, []
+        other._make_room(sum(max(0, count - 1) for count in other.users))
+        shared = ((pages, place) for pages in other.rows for place in range(len(pages)))
+        return other, [other._own(*at) for at in shared if other.users[at[0][at[1]]] > 1]

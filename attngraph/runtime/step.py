@@ -98,7 +98,7 @@ class Step:
         if self._prompt is not None:
             values = self._prompt(arguments, self.ranks.own(), run)
             names = (about.name for about in self._keeps.fixed)
-            state.fixed = dict(self.ranks.kept(dict(zip(names, values, strict=True))))
+            state.begin(self.ranks.kept(dict(zip(names, values, strict=True))))
 
     def advance(
         self, state: KVCache, counts: Sequence[int], arguments: Mapping[str, Tensor],
@@ -134,7 +134,7 @@ class Step:
         if picked is None:  # all: where each row has one token, its number is the row's
             one_each = min(counts, default=0) == 1 == max(counts, default=0)
             picked = rows["row"] if one_each else torch.arange(sum(counts), device=state.device)
-        kept = self.ranks.taken({**rows, **state.stores(), **state.carried.values, **state.fixed})
+        kept = self.ranks.taken({**rows, **state.kept()})
         result, *news = self._step(arguments, {"picked": picked, **kept, **self.ranks.own()}, run)
         keeps = self._keeps
         names = [*(about.name for about in keeps.stores), *(about.name for about in keeps.carried)]

@@ -73,11 +73,12 @@ def _manifest(about: Mapping[str, Any], files: Mapping[str, bytes]) -> bytes:
 def _rename(work: Path, path: Path, replace: bool) -> None:
     if path.exists() and replace:
         aside = work.with_name(f"{work.name}.old")
-        path.rename(aside)
         try:
+            path.rename(aside)
             work.rename(path)
-        except OSError:
-            aside.rename(path)
+        except BaseException:
+            if aside.exists() and not path.exists():
+                aside.rename(path)
             raise
         shutil.rmtree(aside, ignore_errors=True)
     else:

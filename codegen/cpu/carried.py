@@ -1,5 +1,6 @@
 """What a decoder's step computes from earlier tokens other than by attention, by C (`c/carried.h`):
-`attngraph::running_sum` and `attngraph::last_tokens`. Float32; other dtypes are left to PyTorch."""
+`attngraph::running_sum` and `attngraph::last_tokens`. Float32, and what is carried also float64; other dtypes
+are left to PyTorch."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ _log = logging.getLogger("attngraph.codegen.cpu")
 INNER, MOST_VECTORS = 4, 8
 """Dimensions of a token, and vectors of a delta rule, as in c/carried.h."""
 _Strides = ctypes.c_int64 * INNER
+_STATES = {torch.float32: "float", torch.float64: "double"}
 _Three, _Four = ctypes.c_int64 * 3, ctypes.c_int64 * 4
 
 
@@ -39,7 +41,8 @@ class _Sums(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in
           ("q", "k", "v", "decay", "left", "right", "state", "out", "after", "starts")),
-        *((name, ctypes.c_int64) for name in ("rows", "heads", "depth", "width", "vectors", "inclusive")),
+        *((name, ctypes.c_int64) for name in
+          ("rows", "heads", "depth", "width", "vectors", "inclusive", "less_one")),
         *((f"{name}_stride", _Three) for name in ("q", "k", "v", "decay")),
         ("left_stride", _Four), ("right_stride", _Four), ("item", ctypes.c_int64),
     )  # fmt: skip
@@ -110,9 +113,9 @@ class RunningSum:
 
     def run(
         self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
-        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None,
+        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None, less_one: bool = False,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        made = self.link(q, k, v, decay, state, starts, inclusive, left, right)
+        made = self.link(q, k, v, decay, state, starts, inclusive, left, right, less_one)
         if made is None:
             return None
         team.run(made.function, made.argument, torch.get_num_threads())
@@ -122,15 +125,16 @@ class RunningSum:
     def link(
         self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
         starts: Tensor, inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
+        less_one: bool = False,
     ) -> Link | None:  # fmt: skip
         """The call, ready to run; None if it is not supported."""
-        code = _code()
+        code = _code(_STATES.get(state.dtype, ""))
         given: dict[str, Tensor | None] = {
             "q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right,
         }  # fmt: skip
         present = [t for t in given.values() if t is not None]
         vectors = 0 if left is None else left.shape[2]
-        if code is None or not _are_floats(*present, state) or vectors > MOST_VECTORS:
+        if code is None or not _are_floats(*present) or vectors > MOST_VECTORS or not state.is_cpu:
             return None
         if not state.is_contiguous() or not _are_whole([starts]):
             return None
@@ -141,6 +145,7 @@ class RunningSum:
         call = _Sums(
             state=state.data_ptr(), out=out.data_ptr(), after=after.data_ptr(), starts=starts.data_ptr(),
             rows=rows, heads=heads, depth=depth, width=width, vectors=vectors, inclusive=inclusive,
+            less_one=less_one,
         )  # fmt: skip
         for name, tensor in given.items():
             if tensor is not None:
@@ -176,10 +181,13 @@ class RunningSum:
 
 
 @functools.cache
-def _code() -> Any:
-    """The compiled functions; None where there is no compiler."""
+def _code(state: str = "float") -> Any:
+    """The compiled functions, for sums of this type; None where there is no compiler, or no such type."""
+    if not state:
+        return None
+    defined = f"#define FLOAT32\n#define STATE {state}"
     try:
-        return toolchain.build("\n".join(["#define FLOAT32", header("functions.h"), header("carried.h")]))[0]
+        return toolchain.build("\n".join([defined, header("functions.h"), header("carried.h")]))[0]
     except toolchain.CompilerError as error:
         _log.warning("running sums and windows of tokens are computed by PyTorch: %s", error)
         return None

@@ -306,14 +306,13 @@ class Recorder:
     def _made(self) -> list[Any]:
         """This call's own results, in memory that no run writes to."""
         renewed = {place for place, _, _ in self.renewed}
-        if self.keeping is not None:
-            self.keeping.run()
+        write = None if self.keeping is None else self.keeping.run
         made: list[Any] = []
         rows = zip(self.kinds.graph.outputs, self.results, self.kept, strict=True)
         for place, (output, node, kept) in enumerate(rows):
             value = self.values[node] if isinstance(node, fx.Node) else node
             stays = output.kind != "pages" and place not in renewed and isinstance(value, Tensor)
-            made.append(None if kept else value.clone() if stays else value)
+            made.append(write if kept else value.clone() if stays else value)
         return made
 
     def _recording(self, inputs: Sequence[Tensor]) -> Recording:

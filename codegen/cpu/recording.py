@@ -3,8 +3,8 @@ operations between them. `recorder.py` makes it.
 
 A run copies what the call gives to where compiled code reads it. Other operations run between the chains, and
 their results are copied there too. What rows carry is read where it lies and written to new memory, since
-earlier states may be kept. What a cache keeps of the new tokens is written to its pages when all calls have
-succeeded: such results are None, as those that are written to buffers.
+earlier states may be kept. What a cache keeps of the new tokens is written to its pages by whoever keeps the
+state, when all has succeeded: such results are the function that writes all of them, until the next run.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Recording:
         passing: values of one run alone.
         copies: the inputs that are copied: by number, where to, its address (0: not on the CPU) and bytes.
         taken: the inputs that PyTorch's operations take where they lie, by number.
-        kept: for each result, whether `keeping` writes it to the pages of a cache.
+        kept: for each result, whether `keeping` is to write it to the pages of a cache.
         copied: for each result, whether it lies in memory that the next run writes to.
         still, where: where weights and pages lay.
         nbytes: of the results of its compiled calls.
@@ -123,6 +123,7 @@ class Recording:
         if now_at != self.where:
             if now_at.dtypes != self.where.dtypes or ranks(now_at) != ranks(self.where):
                 return False
+            self._seen, self.where = [], places([])  # until all read the present ones
             now = dict(zip(self._placeholders, inputs, strict=True))
             for reader in self.readers:
                 here = [now[n] for n in reader.pages if n in now]
@@ -183,11 +184,10 @@ class Recording:
                     self.own[node].copy_(value)
                 else:
                     values[node] = value
-        if self.keeping is not None:
-            self.keeping.run()
+        write = None if self.keeping is None else self.keeping.run
         results = [values.get(n) if isinstance(n, fx.Node) else n for n in self.results]
         return [
-            None if kept else value.clone() if copied and isinstance(value, Tensor) else value
+            write if kept else value.clone() if copied and isinstance(value, Tensor) else value
             for value, kept, copied in zip(results, self.kept, self.copied, strict=True)
         ]
 

@@ -17,12 +17,14 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -137,16 +139,32 @@ def build(source: str) -> tuple[ctypes.CDLL, float]:
     with contextlib.suppress(OSError):
         os.utime(path)  # marks it as used; this fails in a read-only folder, which is fine
     try:
-        return ctypes.CDLL(str(path)), seconds
+        found = ctypes.CDLL(str(path))
     except OSError as error:
         raise CompilerError(f"{path} does not load: {error}") from error
+    lacking = [name for name in _exported(source) if not hasattr(found, name)]
+    if lacking:
+        raise CompilerError(
+            f"{shlex.join(compiler())} ended well, and its library {path} lacks {', '.join(lacking)}"
+        )
+    return found, seconds
 
 
+_EXPORTED = re.compile(r"(?:const )?\w+ (attngraph_\w+)\b")
 _under_way: dict[Path, Future[float]] = {}
 """Libraries that are being made: the seconds that each took."""
 _processors = threading.BoundedSemaphore(os.cpu_count() or 1)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_under_way.clear)  # their threads are the parent's
+
+
+def _exported(source: str) -> Iterator[str]:
+    """What a source defines for us under no condition."""
+    depth = 0
+    for line in source.splitlines():
+        depth += line.startswith("#if") - line.startswith("#endif")
+        if not depth and (found := _EXPORTED.match(line)):
+            yield found[1]
 
 
 def _claimed(path: Path) -> tuple[Future[float], bool]:
@@ -206,6 +224,18 @@ def _is_whole(path: Path) -> bool:
 
 
 def _compile(source: str, path: Path) -> None:
+    """Make the library of a source.
+
+    Raises:
+        CompilerError: the compiler fails, or makes no file, or none can be written.
+    """
+    try:
+        _compile_to(source, path)
+    except OSError as error:
+        raise CompilerError(f"{shlex.join(compiler())} made no library {path}: {error}") from error
+
+
+def _compile_to(source: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as work:
         made = Path(work) / path.name
         command = [*compiler(), *FLAGS, "-x", "c", "-", "-o", str(made), "-lm"]
@@ -213,7 +243,7 @@ def _compile(source: str, path: Path) -> None:
             done = subprocess.run(
                 command, input=source, capture_output=True, text=True, timeout=300, check=False
             )
-        except (OSError, subprocess.SubprocessError) as error:
+        except subprocess.SubprocessError as error:
             raise CompilerError(f"{shlex.join(command)}: {error}") from error
         if done.returncode != 0:
             raise CompilerError(f"{shlex.join(command)} failed: {done.stderr.strip()[-2000:]}")

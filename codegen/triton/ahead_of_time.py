@@ -32,6 +32,7 @@ from attngraph.codegen.triton.plan import BackwardPlan, Plan, padded
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int8: "*i8", torch.float8_e4m3fn: "*u8",
     "bool": "*u8", "int": "*i64", "half": "*fp16", "float": "*fp32", "double": "*fp64",
 }  # fmt: skip

@@ -9,11 +9,15 @@ rule where no vectors are given.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
 from attngraph.codegen.triton.module import Groups, Kernel, flat, function, indented
 from attngraph.codegen.triton.plan import DTYPES, padded
+
+STATES = {**DTYPES, torch.float64: "float64"}
+"""Dtypes of the matrix."""
 
 DEEPEST = 256
 """The most elements of a key whose matrix fits in registers, together with enough columns."""
@@ -27,7 +31,7 @@ OF_WARP = 512
 class SumsPlan:
     """What fixes a kernel: the operands that are present, the elements of a key (1 without keys), the vectors
     of a delta rule (0: none), whether a decay has one number or one for each element of a key ("", "one",
-    "each"), and whether a token reads what it has added itself."""
+    "each"), whether a token reads what it has added itself, and whether a decay is given less one."""
 
     depth: int
     has_queries: bool
@@ -37,6 +41,7 @@ class SumsPlan:
     inclusive: bool
     dtype: torch.dtype
     state: torch.dtype
+    less_one: bool = False
 
     @property
     def rows(self) -> int:
@@ -46,7 +51,12 @@ class SumsPlan:
     @property
     def columns(self) -> int:
         """Columns of the matrix that one program takes."""
-        return max(NARROWEST, min(WIDEST, TILE // self.rows))
+        return max(NARROWEST, min(WIDEST, TILE // (self.rows if self.sums == "float32" else 2 * self.rows)))
+
+    @property
+    def sums(self) -> str:
+        """The dtype of sums."""
+        return "float64" if self.state == torch.float64 else "float32"
 
     @property
     def warps(self) -> int:
@@ -89,7 +99,7 @@ def _header(plan: SumsPlan) -> str:
     key = " + k v^T" if plan.has_keys else " + v"
     delta = " + left^T (right S)" if plan.vectors else ""
     read = ("q S" if plan.has_queries else "S") + ("" if plan.inclusive else ", with S before the token")
-    dtypes = f"{DTYPES[plan.state]} in memory, the operands {DTYPES[plan.dtype]}; sums are float32."
+    dtypes = f"{STATES[plan.state]} in memory, the operands {DTYPES[plan.dtype]}; sums are {plan.sums}."
     return "\n".join([
         "# running_sum, written by attngraph. For each row, head and token, with a matrix S that is carried:",
         f"#     S = {before}{delta}{key}        out = {read}",
@@ -101,25 +111,29 @@ def _header(plan: SumsPlan) -> str:
 
 
 def _lines(plan: SumsPlan) -> list[str]:
-    loop = [f"values = {_loaded('v', 'e', 'inside')}[None, :]"]
+    loaded = functools.partial(_loaded, plan.sums)
+    loop = [f"values = {loaded('v', 'e', 'inside')}[None, :]"]
     if plan.has_keys:
-        loop.append(f"keys = {_loaded('k', 'd', 'd < DEPTH')}[:, None]")
+        loop.append(f"keys = {loaded('k', 'd', 'd < DEPTH')}[:, None]")
     kept, added = "matrix", "keys * values" if plan.has_keys else "values"
     if plan.decay:
         which, mask = ("d", "d < DEPTH") if plan.decay == "each" else ("0", "")
-        loop.append(f"rate = {_loaded('decay', which, mask)}{'[:, None]' if plan.decay == 'each' else ''}")
+        whole = " + 1.0" if plan.less_one else ""
+        loop.append(
+            f"rate = {loaded('decay', which, mask)}{'[:, None]' if plan.decay == 'each' else ''}{whole}"
+        )
         kept = "matrix * rate"
     loop.append(f"following = {kept} + {added}")
     if plan.vectors:
         loop += [
             "for m in tl.static_range(VECTORS):",
-            f"    reading = {_loaded('right', 'd', 'd < DEPTH')}[:, None]",
-            f"    writing = {_loaded('left', 'd', 'd < DEPTH')}[:, None]",
+            f"    reading = {loaded('right', 'd', 'd < DEPTH')}[:, None]",
+            f"    writing = {loaded('left', 'd', 'd < DEPTH')}[:, None]",
             "    following += writing * tl.sum(matrix * reading, 0)[None, :]",
         ]
     read = "following" if plan.inclusive else "matrix"
     if plan.has_queries:
-        loop.append(f"queries = {_loaded('q', 'd', 'd < DEPTH')}[:, None]")
+        loop.append(f"queries = {loaded('q', 'd', 'd < DEPTH')}[:, None]")
         read = f"queries * {read}"
     loop += [
         f"tl.store(out + (t * heads + h) * width + e, tl.sum({read}, 0), mask=inside)",
@@ -133,16 +147,16 @@ def _lines(plan: SumsPlan) -> list[str]:
         "inside = e < width",
         "place = (tl.cast(head, tl.int64) * DEPTH + d[:, None]) * width + e[None, :]",
         "within = (d < DEPTH)[:, None] & inside[None, :]",
-        "matrix = tl.load(state + place, mask=within, other=0.0).to(tl.float32)",
+        f"matrix = tl.load(state + place, mask=within, other=0.0).to(tl.{plan.sums})",
         "for t in tl.range(tl.load(starts + b), tl.load(starts + b + 1)):",
         *indented(loop),
         "tl.store(after + place, matrix, mask=within)",
     ]
 
 
-def _loaded(name: str, element: str, mask: str) -> str:
-    """An operand of token t and head h (vector m) as float32."""
+def _loaded(sums: str, name: str, element: str, mask: str) -> str:
+    """An operand of token t and head h (vector m), as sums are."""
     vector = f" + m * {name}_m" if name in ("left", "right") else ""
     place = "" if element == "0" else f" + {element} * {name}_d"
     masked = f", mask={mask}, other=0.0" if mask else ""
-    return f"tl.load({name} + t * {name}_t + h * {name}_h{vector}{place}{masked}).to(tl.float32)"
+    return f"tl.load({name} + t * {name}_t + h * {name}_h{vector}{place}{masked}).to(tl.{sums})"

@@ -19,7 +19,7 @@ from attngraph.codegen.triton.attempts import IN_CAPTURE
 from attngraph.codegen.triton.call import launch_kernel
 from attngraph.codegen.triton.decode import FEW
 from attngraph.codegen.triton.device import is_captured, no_device
-from attngraph.codegen.triton.emit_sums import DEEPEST, SumsPlan, emit_sums, operands
+from attngraph.codegen.triton.emit_sums import DEEPEST, STATES, SumsPlan, emit_sums, operands
 from attngraph.codegen.triton.plan import DTYPES
 from attngraph.ir.ops.cached_attention import numbers_of, told
 
@@ -34,13 +34,13 @@ class RunningSum:
 
     def run(
         self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
-        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None,
+        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None, less_one: bool = False,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         given = {"q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right}
         present = {name: tensor for name, tensor in given.items() if tensor is not None}
         if no_device(v) is not None or not _are_served(present, state) or longest(starts, v) > FEW:
             return None
-        plan = plan_of(present, state, inclusive)
+        plan = plan_of(present, state, inclusive, less_one)
         if (plan, v.device) in self._failed:
             return None
         try:
@@ -68,21 +68,21 @@ def longest(starts: Tensor, v: Tensor) -> int:
 
 def _are_served(present: dict[str, Tensor], state: Tensor) -> bool:
     dtypes = {tensor.dtype for tensor in present.values()}
-    if len(dtypes) > 1 or not dtypes <= DTYPES.keys() or state.dtype not in DTYPES:
+    if len(dtypes) > 1 or not dtypes <= DTYPES.keys() or state.dtype not in STATES:
         return False
     if not state.is_cuda and torch.bfloat16 in (*dtypes, state.dtype):
         return False  # which the interpreter rounds wrongly
     return state.is_contiguous() and state.shape[2] <= DEEPEST and state.numel() > 0
 
 
-def plan_of(present: dict[str, Tensor], state: Tensor, inclusive: bool) -> SumsPlan:
+def plan_of(present: dict[str, Tensor], state: Tensor, inclusive: bool, less_one: bool = False) -> SumsPlan:
     """The kernel for operands by their names."""
     decay = present.get("decay")
     return SumsPlan(
         state.shape[2], "q" in present, "k" in present,
         "" if decay is None else "each" if decay.shape[2] == state.shape[2] else "one",
         present["left"].shape[2] if "left" in present else 0,
-        inclusive, present["v"].dtype, state.dtype,
+        inclusive, present["v"].dtype, state.dtype, less_one and decay is not None,
     )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """What one element of an operation's result is, where each token is computed by itself.
 
-By the element rules (`meaning/rules`), and for norms and activations that PyTorch has as one operation by
-the formulas here: recognising attention has no use for what is inside of them. Formulas are kept as they are
-written: rearranging them would change how they round.
+By the element rules (`meaning/rules`), and for norms and activations that PyTorch has as one operation by the
+formulas in `named.py`. Formulas are kept as they are written: rearranging them would change how they round.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, ex
 from attngraph.ir.ops.linear_q import unpack
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable, argument
+from attngraph.meaning.rule import Category, Unliftable
+from attngraph.passes.fuse_token_wise.named import NAMED
 from attngraph.passes.fuse_token_wise.windows import Windows
 
 SMALL_FOLD = 1 << 14
@@ -107,7 +107,7 @@ class Formulas:
             for d, n in enumerate(shape)
         )
         try:
-            by_name = _NAMED.get(str(node.target))
+            by_name = NAMED.get(str(node.target))
             value = by_name(self.meaning, node, at) if by_name else self.meaning.element(node, at)
             value = self.windows.rewritten(self.meaning, value, token, lambda n: self.tokens(n) is None)
         except (Unliftable, KeyError):
@@ -229,86 +229,6 @@ def _batch_sizes(graph: ProgramGraph, tokens: str) -> set[Any]:
     return found
 
 
-# --- norms and activations ---
-
-_Rule = Callable[[Meaning, fx.Node, tuple[Expr, ...]], Expr]
-_NAMED: dict[str, _Rule] = {}
-
-
-def _named(*names: str) -> Callable[[_Rule], _Rule]:
-    def register(rule: _Rule) -> _Rule:
-        _NAMED.update({f"aten.{name}": rule for name in names})
-        return rule
-
-    return register
-
-
-def _mean(context: Meaning, place: Expr, value: Expr) -> Expr:
-    total = E.make("sum", (place, value), None, "float")
-    return operation("div", total, E.const(float(extent(place))))
-
-
-def _last(context: Meaning, node: fx.Node) -> Expr:
-    """An index over the last dimension, if the norm is over that alone."""
-    source, shape = node.args[0], node.args[1]
-    extents = context.shape(source)
-    if not isinstance(shape, (list, tuple)) or len(shape) != 1 or extents[-1].op != "const":
-        raise Unliftable("a norm over more than the last dimension")
-    return context.fresh(extents[-1])
-
-
-def _affine(context: Meaning, value: Expr, weight: Any, bias: Any, at: tuple[Expr, ...]) -> Expr:
-    if weight is not None:
-        value = operation("mul", value, context.read(weight, at[-1:]))
-    return value if bias is None else operation("add", value, context.read(bias, at[-1:]))
-
-
-@_named("layer_norm.default")
-def _layer_norm(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
-    """(x - mean) / sqrt(variance + epsilon) (Ba, Kiros & Hinton 2016, arXiv 1607.06450)."""
-    one, other = _last(context, node), _last(context, node)
-    mean = _mean(context, one, context.read(node.args[0], (*at[:-1], one)))
-    apart = operation("sub", context.read(node.args[0], (*at[:-1], other)), mean)
-    variance = _mean(context, other, operation("mul", apart, apart))
-    epsilon = E.const(float(argument(node, 4, "eps", 1e-5)))
-    by = operation("rsqrt", operation("add", variance, epsilon))
-    value = operation("mul", operation("sub", context.read(node.args[0], at), mean), by)
-    return _affine(context, value, argument(node, 2, "weight"), argument(node, 3, "bias"), at)
-
-
-@_named("rms_norm.default")
-def _rms_norm(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
-    """x / sqrt(mean of x^2 + epsilon) (Zhang & Sennrich 2019, arXiv 1910.07467)."""
-    place = _last(context, node)
-    element = context.read(node.args[0], (*at[:-1], place))
-    square = _mean(context, place, operation("mul", element, element))
-    epsilon = argument(node, 3, "eps")
-    if epsilon is None:
-        raise Unliftable("an epsilon that is left to a 16-bit dtype")
-    by = operation("rsqrt", operation("add", square, E.const(float(epsilon))))
-    value = operation("mul", context.read(node.args[0], at), by)
-    return _affine(context, value, argument(node, 2, "weight"), None, at)
-
-
-@_named("gelu.default")
-def _gelu(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
-    """Hendrycks & Gimpel 2016, arXiv 1606.08415, and its approximation by tanh."""
-    x = context.read(node.args[0], at)
-    if node.kwargs.get("approximate", "none") == "tanh":
-        cube = operation("mul", operation("mul", x, x), x)
-        inner = operation("add", x, operation("mul", E.const(0.044715), cube))
-        bent = operation("tanh", operation("mul", E.const(math.sqrt(2 / math.pi)), inner))
-    else:
-        bent = operation("erf", operation("mul", x, E.const(math.sqrt(0.5))))
-    return operation("mul", operation("mul", E.const(0.5), x), operation("add", E.const(1.0), bent))
-
-
-@_named("silu.default")
-def _silu(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
-    x = context.read(node.args[0], at)
-    return operation("mul", x, operation("sigmoid", x))
-
-
 def _linear_q(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
     """`ir/ops/linear_q.py`. Where each output has one scale and no zero, the sum is multiplied by it."""
     x, weight, scales, zeros, bias = node.args
@@ -352,7 +272,7 @@ def _only_moves(context: Meaning, read: Expr) -> bool:
     return context.category(read.value) is Category.MOVEMENT
 
 
-_NAMED["attngraph.linear_q.default"] = _linear_q
+NAMED["attngraph.linear_q.default"] = _linear_q
 
 
 def placed(value: Expr, places: dict[Expr, Expr]) -> Expr:

@@ -13,6 +13,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -97,6 +98,7 @@ class Carry:
 
         plain = not part.over and E.is_const(part.read, 1) and not part.across
         q = k = decay = None
+        less_one = self._less_one(node, part.decay)
         if not plain:
             q = written(part.read, (*layout.heads, *part.over), [heads, width])
             k = written(M.mul(*layout.of_keys), (*layout.heads, *part.over), [heads, width])
@@ -104,13 +106,16 @@ class Carry:
         v = written(of_values, (*layout.heads, *layout.values), [heads, values])
         if not E.is_const(part.decay, 1):
             along = part.over if not part.decay.free.isdisjoint(part.over) else ()
-            decay = written(part.decay, (*layout.heads, *along), [heads, extent_of(*along)])
-        about = Carried(f"carried{len(self.carried)}", (heads, width, values), dtype, label)
+            decay = written(less_one or part.decay, (*layout.heads, *along), [heads, extent_of(*along)])
+        kept = carried_in(node.meta["val"].dtype)
+        about = Carried(f"carried{len(self.carried)}", (heads, width, values), kept, label)
         state = self.inputs.carried(about)
-        across: list[fx.Node] = []
+        across: list[Any] = []
         for side in zip(*part.across, strict=True):
             vectors = [written(f, (*layout.heads, *part.over), [heads, 1, width]) for f in side]
             across.append(vectors[0] if len(vectors) == 1 else call(aten.cat.default, vectors, 2))
+        if less_one is not None and decay is not None:
+            across = [*(across or (None, None)), True]
         starts = self.inputs.rows("starts")
         both = call(running_sum, q, k, v, decay, state, starts, part.inclusive, *across)
         out, after = (call(operator.getitem, both, n) for n in (0, 1))
@@ -119,6 +124,25 @@ class Carry:
         out = call(aten.reshape.default, out, [tokens, *(int(v.args[0].value) for v in dims)])
         order = [0, *(1 + dims.index(v) for v in variables)]
         return out if order == sorted(order) else call(aten.permute.default, out, order)
+
+    def _less_one(self, node: fx.Node, decay: Expr) -> Expr | None:
+        """A decay less 1, where the model has no rounded decay that it multiplies by, but computes the
+        exponential of what is added up. (A number that it raises to powers is rounded first.)"""
+        if decay.op == "exp":
+            (x,) = decay.args  # e^x - 1, to its last digit where x is small
+            return M.mul(M.function("tanh", M.mul(E.const(0.5), x)), M.add(E.ONE, decay))
+        if decay.op != "const":
+            return None
+        seen, waiting = set[fx.Node](), [node]
+        while waiting:
+            current = waiting.pop()
+            fact = self.tokens.facts.get(current)
+            if current not in seen and (fact is None or fact.kind not in (Kind.TOKEN, Kind.ATTENTION)):
+                seen.add(current)
+                waiting += current.all_input_nodes
+        names = {str(n.target) for n in seen}
+        is_exponential = "aten.exp.default" in names and not any(".pow." in name for name in names)
+        return E.const(decay.value - 1) if is_exponential else None
 
     # --- the check ---
 
@@ -275,7 +299,13 @@ def extent_of(*variables: Expr) -> int:
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a sum is carried: what is added up many times is not rounded to 16 bits."""
+    """The dtype in which one token's part of a sum is computed: not 16 bits."""
     if not dtype.is_floating_point:
         return torch.int64
     return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def carried_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a sum is carried. It is rounded with every token, and the model's own is not:
+    PyTorch adds up a whole sequence in float64 (float32 for 16 bits), or by blocks."""
+    return torch.float64 if dtype == torch.float32 else _computed_in(dtype)

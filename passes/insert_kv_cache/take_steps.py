@@ -16,12 +16,12 @@ from torch import fx
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops.cached_attention import Carried
 from attngraph.ir.ops.loop import loop
-from attngraph.ir.ops.running_fold import running_fold
+from attngraph.ir.ops.running_fold import EXACT, running_fold
 from attngraph.meaning.attention.layout import NoView, solve
 from attngraph.meaning.tokens.facts import Fact, RunningFold, TokenLoop
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder
-from attngraph.passes.insert_kv_cache.carry import extent_of, in_place
+from attngraph.passes.insert_kv_cache.carry import carried_in, extent_of, in_place
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter, NotWritten
 
@@ -77,7 +77,8 @@ class TakeSteps:
         )  # fmt: skip
         given = writer.tensor(found.element, found.variables)
         shape = tuple(extent_of(v) for v in found.variables)
-        about = Carried(f"carried{len(self.carried)}", shape, dtype, label)
+        kept = dtype if found.how in EXACT else carried_in(value.dtype)
+        about = Carried(f"carried{len(self.carried)}", shape, kept, label)
         rows = self.inputs.rows
         both = call(running_fold, given, self.inputs.carried(about), rows("starts"), rows("first"), found.how)
         out, after = (call(operator.getitem, both, n) for n in (0, 1))

@@ -387,6 +387,7 @@ def test_rows_share_pages_until_they_write() -> None:
     found = compiled.decode(more, state)
     wanted = whole_logits(plain, torch.cat([tokens.expand(3, -1), more], 1))[:, 10:]
     torch.testing.assert_close(found, wanted, **CLOSE)
+    (group,) = state.groups.values()
     assert group.rows[0][:2] == group.rows[1][:2], "full pages stay shared"
     assert len({row[2] for row in group.rows}) == 3, "the last one does not"
 

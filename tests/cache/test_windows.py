@@ -193,3 +193,35 @@ def test_a_step_costs_the_same_whatever_came_before() -> None:
         _, state = decoder.prefill(torch.zeros(1, tokens, dtype=torch.int64))
         sizes.append(state.nbytes)
     assert sizes[0] == sizes[1]
+
+
+class TwoWindows(nn.Module):
+    """Attention to the last 4 tokens, then to the last 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
+        self.into = nn.ModuleList(nn.Linear(16, 48) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, place = self.embed(ids), torch.arange(ids.shape[1])
+        apart = place[:, None] - place
+        for into, window in zip(self.into, (4, 64), strict=True):
+            q, k, v = into(x).chunk(3, -1)
+            hidden = (apart < 0) | (apart >= window)
+            x = x + (q @ k.mT / 4).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        return self.head(x)
+
+
+def test_rows_go_back_as_far_as_every_window_has_kept_tokens() -> None:
+    torch.manual_seed(0)
+    model, ids = TwoWindows().eval(), torch.randint(0, 29, (1, 100))
+    decoder = attngraph.compile(model, cache=attngraph.CacheConfig(rollback=8))
+    _, state = decoder.prefill(ids[:, :90])
+    decoder.decode(ids[:, 90:], state)
+    state.crop(92)
+    with torch.no_grad():
+        wanted = model(ids[:, :93])[:, -1:]
+    torch.testing.assert_close(decoder.decode(ids[:, 92:93], state), wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(attngraph.CacheError, match="a window of 4 has overwritten"):
+        state.crop(91)

@@ -27,7 +27,12 @@ def starts_of(lengths: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("width", [1, 5, 64, 100])
 @pytest.mark.parametrize("kind", ["a vector", "plain", "one decay", "a decay for each digit", "delta rule"])
 @pytest.mark.parametrize("inclusive", [True, False])
-def test_running_sums(lengths: tuple[int, ...], width: int, kind: str, inclusive: bool) -> None:
+@pytest.mark.parametrize("carried", [torch.float64, torch.float32])
+@pytest.mark.parametrize("less_one", [False, True])
+@pytest.mark.covering
+def test_running_sums(
+    lengths: tuple[int, ...], width: int, kind: str, inclusive: bool, carried: torch.dtype, less_one: bool
+) -> None:
     torch.manual_seed(0)
     n, heads, depth = sum(lengths), 3, 1 if kind == "a vector" else 6
     q = k = decay = left = right = None
@@ -38,12 +43,14 @@ def test_running_sums(lengths: tuple[int, ...], width: int, kind: str, inclusive
     if kind == "delta rule":
         left, right = (torch.randn(n, heads, 2, depth).tanh() / 3 for _ in range(2))
     v, state = torch.randn(n, heads, width + 3)[..., 3:], torch.randn(len(lengths), heads, depth, width)
-    given = (q, k, v, decay, state, starts_of(lengths), inclusive, left, right)
+    if decay is not None and less_one:
+        decay = decay - 1
+    given = (q, k, v, decay, state.to(carried), starts_of(lengths), inclusive, left, right, less_one)
     found = RUNNING_SUM.run(*given)
     assert found is not None
     wide: list[Any] = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in given]
     for own, wanted in zip(found, running_sum(*wide), strict=True):
-        torch.testing.assert_close(own, wanted.float(), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(own.double(), wanted, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -203,6 +203,25 @@ def test_a_compiler_that_fails_is_reported_once_and_pytorch_computes(
     assert command in caplog.text and ("no space left" in caplog.text or command == "false")
 
 
+@pytest.mark.parametrize(("ends", "told"), [("exit 0", "made no library"), ("", "lacks attngraph_")])
+@pytest.mark.usefixtures("cc")
+def test_a_compiler_that_ends_well_without_what_was_asked_of_it_is_reported_too(
+    ends: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, script = toolchain.compiler()[0], tmp_path / "cc"
+    last = 'for a; do [ "$p" = -o ] && out="$a"; p="$a"; done'
+    other = f'echo "int x;" | {real} -shared -fPIC -x c - -o "$out"'
+    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\n{ends}\n{last}\n{other}\n')
+    script.chmod(0o700)
+    toolchain.compiler.cache_clear()
+    monkeypatch.setenv("CC", str(script))
+    program, given = parse("s = 0.375 * dot; keep k <= q + 3"), operands()
+    with caplog.at_level(logging.WARNING, logger="attngraph.codegen.cpu"):
+        out = KERNELS["cpu.compiled"].forward(program, given, [], [])[0]
+    torch.testing.assert_close(out, KERNELS["reference"].forward(program, given, [], [])[0])
+    assert told in caplog.text and str(script) in caplog.text
+
+
 @pytest.mark.usefixtures("cc")
 def test_seconds_of_compiling_are_told() -> None:
     program = parse("s = 0.25 * dot; keep k <= q and q - k < 11")

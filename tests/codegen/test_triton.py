@@ -606,6 +606,7 @@ def test_pages_of_8_bits_compile_for_every_target_and_hardly_spill(
 DELTA = SumsPlan(128, True, True, "one", 1, True, torch.bfloat16, torch.float32)
 SUMS = {
     "a delta rule": DELTA,
+    "in float64": dataclasses.replace(DELTA, dtype=torch.float32, state=torch.float64, less_one=True),
     "a decay for each element": dataclasses.replace(DELTA, vectors=0, decay="each"),
     "keys of 256": dataclasses.replace(DELTA, depth=256, vectors=0, decay=""),
     "a vector": dataclasses.replace(
@@ -618,7 +619,9 @@ SUMS = {
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        pytest.param(n, t, marks=[] if (n, t) == ("a delta rule", "sm_90") else pytest.mark.slow)
+        pytest.param(
+            n, t, marks=[] if t == "sm_90" and n in ("a delta rule", "in float64") else pytest.mark.slow
+        )
         for n in SUMS
         for t in ahead_of_time.TARGETS
     ],

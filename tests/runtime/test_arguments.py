@@ -78,6 +78,16 @@ def test_a_prompt_that_is_no_tokens_is_told(prompt: Any) -> None:
             decoder.prefill(prompt)
 
 
+def test_a_row_without_new_tokens_may_be_an_empty_list() -> None:
+    decoder = attngraph.compile(Words().eval(), cache=True)
+    (_, state), (_, other) = (decoder.prefill([[1, 2], [3], [0, 1]]) for _ in range(2))
+    found = decoder.decode([[1], [], [2]], state)
+    wanted = decoder.decode(
+        [torch.tensor([1]), torch.tensor([], dtype=torch.int64), torch.tensor([2])], other
+    )
+    assert torch.equal(found, wanted) and state.lengths == [3, 1, 3]
+
+
 def test_an_engine_takes_a_decoder() -> None:
     with pytest.raises(TypeError, match="Engine takes what"):
         attngraph.Engine(Words())  # type: ignore[arg-type]

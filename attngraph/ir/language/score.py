@@ -33,6 +33,10 @@ class ProgramError(ValueError):
     """A score program that is not well formed: says where, what was found and what was expected."""
 
 
+MODERATE = 2.0**16
+"""The largest factor that changes places with a sum of products."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Score:
     """`s = value`: the score becomes `value`."""
@@ -138,7 +142,8 @@ class ScoreProgram:
 
     @functools.cached_property
     def scale(self) -> float | None:
-        """The factor c if scores before masking are just c * dot, else None."""
+        """The factor c if scores before masking are just c * dot, so that q may be multiplied by it, else
+        None."""
         statements = self.statements
         later = self.expressions
         value = DOT
@@ -154,7 +159,8 @@ class ScoreProgram:
             other = value.args[1 if value.args[0] is DOT else 0]
             if other.op == "const" and (value.op == "mul" or value.args[0] is DOT):
                 found = float(other.value)
-                return found if value.op == "mul" else 1.0 / found if found else None
+                found = found if value.op == "mul" else 1.0 / found if found else 0.0
+                return found if is_moderate(found) else None
         return None
 
     @functools.cached_property
@@ -176,6 +182,13 @@ class ScoreProgram:
     @property
     def sink(self) -> Expr | None:
         return next((s.value for s in self.statements if isinstance(s, Sink)), None)
+
+
+def is_moderate(factor: float) -> bool:
+    """Whether a product may be multiplied by this before it is added up as well as after, or the other way
+    round: numbers move by a small part of float32's range. A model that multiplies by others has a reason to
+    do it where it does it."""
+    return 1 / MODERATE <= abs(factor) <= MODERATE
 
 
 def reindexed(program: ScoreProgram, name: str, value: Expr, kept: Collection[int] = ()) -> ScoreProgram:

@@ -5,7 +5,8 @@
 A step computes new tokens of several rows, packed (`ir/ops/cached_attention.py`): tokens starts[r] ..
 starts[r + 1] - 1 belong to row r, which has seen first[r] tokens before. x and out are `[N, ...]`, what is
 carried is `[rows, ...]`, and counts for nothing in a row without earlier tokens. `how` is one of `FOLDS`. A
-log-sum-exp is carried as such, so it is as stable as PyTorch's own.
+log-sum-exp is carried as such, so it is as stable as PyTorch's own. All is computed in the state's dtype,
+which may be wider (`running_sum.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ FOLDS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Te
     "logsumexp": (torch.logaddexp, lambda x: x.logcumsumexp(0)),
 }
 """Of two values, and of all values up to each."""
+EXACT = ("max", "min")
+"""Those that round nothing."""
 
 torch.library.define(
     "attngraph::running_fold",
@@ -39,17 +42,17 @@ def _running_fold(
     of_two, of_all = FOLDS[how]
     lengths, seen, _ = counts(Rows(first, starts, first, first))
     if x.shape[0] == len(lengths) and all(n == 1 for n in lengths):
-        out = of_two(state, x)
+        after = of_two(state, x.to(state.dtype))
         if not all(seen):
-            out = torch.where((first > 0).view(-1, *(1 for _ in x.shape[1:])), out, x)
-        return out, out.clone()
+            after = torch.where((first > 0).view(-1, *(1 for _ in x.shape[1:])), after, x)
+        return after.to(x.dtype, copy=True), after
     outs, after = [], state.clone()
-    for row, part in enumerate(torch.split(x, lengths)):
+    for row, part in enumerate(torch.split(x.to(state.dtype), lengths)):
         if lengths[row]:
             known = [state[row : row + 1]] if seen[row] else []
             outs.append(of_all(torch.cat([*known, part]))[len(known) :])
             after[row] = outs[-1][-1]
-    return torch.cat(outs) if outs else x.clone(), after
+    return torch.cat(outs).to(x.dtype) if outs else x.clone(), after
 
 
 @torch.library.register_fake("attngraph::running_fold")  # type: ignore[untyped-decorator]

@@ -1,16 +1,18 @@
 """Sums over earlier tokens that are carried from step to step.
 
-    attngraph::running_sum(q?, k?, v, decay?, state, starts, inclusive, left?, right?) -> (out, after)
+    attngraph::running_sum(q?, k?, v, decay?, state, starts, inclusive, left?, right?, less_one)
+        -> (out, after)
 
 A step computes new tokens of several rows, packed (`ir/ops/cached_attention.py`): tokens starts[r] ..
 starts[r + 1] - 1 belong to row r. For every row and head a matrix is carried,
 
     S_t = decay_t * S_(t-1) + k_t v_t^T         out_t = q_t S_t    (not inclusive: q_t S_(t-1))
 
-from `state` to `after`, both `[rows, H, D, Dv]`. q, k are `[N, H, D]`, v and out `[N, H, Dv]`, decay is
-`[N, H, D]` or `[N, H, 1]`. Without q and k the matrix is a vector: D is 1, and both count as 1. With left
-and right, `[N, H, M, D]`, what a token carries on also depends on what M of its vectors make of the matrix (a
-delta rule: left = -beta k, right = k):
+from `state` to `after`, both `[rows, H, D, Dv]`. q, k are `[N, H, D]`, v and out `[N, H, Dv]`, decay is `[N,
+H, D]` or `[N, H, 1]`, to which 1 is added if it is given `less_one`: so a decay near 1 has more digits.
+Without q and k the matrix is a vector: D is 1, and both count as 1. With left and right, `[N, H, M, D]`, what
+a token carries on also depends on what M of its vectors make of the matrix (a delta rule: left = -beta k,
+right = k):
 
     S_t = decay_t * S_(t-1) + left_t^T (right_t S_(t-1)) + k_t v_t^T
 
@@ -21,6 +23,10 @@ Many tokens are computed in chunks by matrix products, at a cost linear in the t
 tokens of a chunk is the product of the decays between them: nothing is divided, and no exponential of a
 positive number is taken, so products that vanish do no harm (Yang et al. 2024, arXiv 2312.06635, section 4;
 Dao & Gu 2024, arXiv 2405.21060, section 6).
+
+The state may be wider than the operands: what is carried over many tokens is then rounded as little as sums
+of a whole sequence are, which PyTorch adds up in float64 or by blocks. What is computed within a chunk is
+not.
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ class Runner(Protocol):
 
     def run(
         self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
-        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None,
+        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None, less_one: bool,
     ) -> tuple[Tensor, Tensor] | None: ...  # fmt: skip
 
 
@@ -53,19 +59,21 @@ RUNNERS: list[Runner] = []
 torch.library.define(
     "attngraph::running_sum",
     "(Tensor? q, Tensor? k, Tensor v, Tensor? decay, Tensor state, Tensor starts, bool inclusive=True, "
-    "Tensor? left=None, Tensor? right=None) -> (Tensor, Tensor)",
+    "Tensor? left=None, Tensor? right=None, bool less_one=False) -> (Tensor, Tensor)",
 )
 
 
 @torch.library.impl("attngraph::running_sum", "CompositeExplicitAutograd")
 def _running_sum(
     q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
-    inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
+    inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None, less_one: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     for runner in RUNNERS:
-        found = runner.run(q, k, v, decay, state, starts, inclusive, left, right)
+        found = runner.run(q, k, v, decay, state, starts, inclusive, left, right, less_one)
         if found is not None:
             return found
+    if decay is not None:
+        decay = decay.to(state.dtype) + 1 if less_one else decay.to(state.dtype)
     tokens = v.shape[0]
     lengths = [b - a for a, b in itertools.pairwise(numbers_of(starts))]
     if all(n == 1 for n in lengths):
@@ -109,7 +117,7 @@ def _many_tokens(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`[rows, T, H, ...]` each."""
     if q is None and k is None and decay is None and left is None:  # a vector is added up
-        sums = v.cumsum(1).to(state.dtype) + state.squeeze(-2).unsqueeze(1)
+        sums = v.cumsum(1, dtype=state.dtype) + state.squeeze(-2).unsqueeze(1)
         last = sums[:, -1:] if v.shape[1] else state.squeeze(-2).unsqueeze(1)
         read = sums if inclusive else torch.cat([state.squeeze(-2).unsqueeze(1), sums[:, :-1]], 1)
         return read.to(v.dtype), last.squeeze(1).unsqueeze(-2).clone()
@@ -117,13 +125,19 @@ def _many_tokens(
     chunk = CHUNK_OF_VECTORS if of_vectors else CHUNK
     ones = v.new_ones(()).expand(*v.shape[:3], 1)
     outs: list[Tensor] = []
+    within = v.dtype if v.dtype.itemsize >= 4 else state.dtype
     for start in range(0, v.shape[1], chunk):
         q_c, k_c, v_c, decay_c, left_c, right_c = (
-            None if t is None else t[:, start : start + chunk].to(state.dtype).transpose(1, 2)
-            for t in (ones if q is None else q, ones if k is None else k, v, decay, left, right)
-        )
+            None if t is None else t[:, start : start + chunk].to(dtype).transpose(1, 2)
+            for t, dtype in (
+                (ones if q is None else q, within), (ones if k is None else k, within), (v, within),
+                (decay, state.dtype), (left, within), (right, within),
+            )
+        )  # fmt: skip
         assert q_c is not None and k_c is not None and v_c is not None
-        out, state = _chunk(_Decays(decay_c, k_c), q_c, k_c, v_c, state, inclusive, left_c, right_c)
+        decays = _Decays(decay_c, k_c)
+        out, added = _chunk(decays, q_c, k_c, v_c, state.to(within), inclusive, left_c, right_c)
+        state = decays.over(state) + added
         outs.append(out)
     found = torch.cat(outs, 2).transpose(1, 2) if outs else v
     return found.to(v.dtype), state
@@ -135,11 +149,16 @@ class _Decays:
     token's own."""
 
     def __init__(self, decay: Tensor | None, like: Tensor) -> None:
+        self.decay = decay
         if decay is None:
             self.until = like.new_ones(like.shape[2], 1).expand(*like.shape[:2], -1, -1)
             self.between = like.new_ones(like.shape[2], like.shape[2]).tril()[None, None, :, :, None]
         else:
-            self.until, self.between = decay.cumprod(2), _between(decay)
+            self.until, self.between = decay.cumprod(2).to(like.dtype), _between(decay.to(like.dtype))
+
+    def over(self, state: Tensor) -> Tensor:
+        """A matrix at the end of the chunk."""
+        return state if self.decay is None else state * self.decay.prod(2).unsqueeze(-1)
 
     def before(self) -> Tensor:
         return torch.cat([torch.ones_like(self.until[:, :, :1]), self.until[:, :, :-1]], 2)
@@ -161,7 +180,7 @@ def _chunk(
     decays: _Decays, q: Tensor, k: Tensor, v: Tensor, state: Tensor, inclusive: bool, left: Tensor | None,
     right: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One chunk, `[rows, H, C, D or Dv]`, and the matrix that is carried on."""
+    """One chunk, `[rows, H, C, D or Dv]`, and what it adds to the matrix that is carried."""
     q, keys, values = q.unsqueeze(3), k.unsqueeze(3), v.unsqueeze(3)  # [rows, H, C, 1, D or Dv]
     if left is not None and right is not None:
         seen, before = decays.earlier(), decays.before().unsqueeze(3)
@@ -176,8 +195,7 @@ def _chunk(
     out = _scores(q, keys, kept) @ values.flatten(2, 3)
     out = out + ((q * reached.unsqueeze(3)) @ state.unsqueeze(2)).flatten(2, 3)
     carried = keys * decays.between[:, :, -1].unsqueeze(3)
-    after = state * decays.until[:, :, -1].unsqueeze(-1) + carried.flatten(2, 3).mT @ values.flatten(2, 3)
-    return out, after
+    return out, carried.flatten(2, 3).mT @ values.flatten(2, 3)
 
 
 def _between(decay: Tensor) -> Tensor:
@@ -192,7 +210,7 @@ def _between(decay: Tensor) -> Tensor:
 @torch.library.register_fake("attngraph::running_sum")  # type: ignore[untyped-decorator]
 def _running_sum_fake(
     q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
-    inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
+    inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None, less_one: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(v), torch.empty_like(state)
 

@@ -22,8 +22,8 @@ _local = threading.local()
 def one_run() -> Iterator[None]:
     """The operations that this thread calls inside are those of one run of a graph."""
     outer: dict[Any, Any] | None = getattr(_local, "run", None)
-    _local.run = {}
     try:
+        _local.run = {}
         yield
     finally:
         _local.run = outer

@@ -32,8 +32,8 @@ _local = threading.local()
 def tying(tie: Tie) -> Iterator[None]:
     """Let `tie` say what takes the place of a fused result, in this thread."""
     outer: Tie | None = getattr(_local, "tie", None)
-    _local.tie = tie
     try:
+        _local.tie = tie
         yield
     finally:
         _local.tie = outer

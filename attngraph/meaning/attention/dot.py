@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,7 +19,7 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import DOT
+from attngraph.ir.language.score import DOT, is_moderate
 from attngraph.ir.ops import kernels
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning, has_data, is_exact
@@ -31,7 +32,7 @@ _COSTLY = (
 
 
 Chain = tuple[tuple[Expr, float], ...]
-"""An element of a tensor, then the element that it is a view or multiple of, and so on, as pairs
+"""An element of a tensor, then the element that it is a view or moderate multiple of, and so on, as pairs
 (read, factor): the first read equals factor times this one."""
 
 
@@ -55,17 +56,17 @@ def look_into(
 ) -> Expr:
     """Scores or weights in terms of contractions and data, looking through everything elementwise.
 
-    A function of data that does not vary over query and key together (slopes, gates, decays) is left
-    as the vector that the model computed: reading that is cheaper than computing it for every pair, unless
-    it is one of two numbers.
-    `of_value` are the variables of the values; other variables of the output belong to queries. Values
-    that the model rounds to a dtype of fewer digits than `dtype` are left as well, and so are masks and
-    biases whose formula is very long.
+    A function of data that does not vary over query and key together (slopes, gates, decays) is left as the
+    vector that the model computed: reading that is cheaper than computing it for every pair, unless it is one
+    of two numbers. `of_value` are the variables of the values; other variables of the output belong to
+    queries. Values that the model rounds to a dtype of fewer digits than `dtype` are left as well, and so are
+    masks and biases whose formula is very long. So are multiples of data, where the product of several of
+    them would have a factor that is not moderate.
     """
 
     def through(read: Expr) -> bool:
         tensor: fx.Node = read.value
-        if meaning.category(tensor) not in ELEMENTWISE:
+        if meaning.category(tensor) not in ELEMENTWISE or (scaled and _is_scaled_data(meaning, read)):
             return False
         own: torch.dtype = tensor.meta["val"].dtype
         if _rounds(tensor) not in (None, kernels.accumulation_dtype(dtype)):
@@ -82,7 +83,26 @@ def look_into(
             return True
         return _formula_is(meaning, read, _is_one_of_two_numbers)
 
-    return meaning.lift(node, through, into_sums=False)
+    scaled = False
+    found = meaning.lift(node, through, into_sums=False)
+    scaled = any(map(_moves_a_product, E.walk(found)))
+    return meaning.lift(node, through, into_sums=False) if scaled else found
+
+
+def _moves_a_product(node: Expr) -> bool:
+    """Whether it is a product of several values by a factor that is not moderate."""
+    factor, rest = M.coefficient(node) if node.op == "mul" else (1.0, node)
+    several = rest.op == "mul" and sum(has_data(a) for a in rest.args) > 1
+    return several and factor != 0 and math.isfinite(factor) and not is_moderate(factor)
+
+
+def _is_scaled_data(meaning: Meaning, read: Expr) -> bool:
+    """Whether it is an element of another tensor times a number."""
+    try:
+        factor, below = M.coefficient(meaning.element(read.value, read.args))
+    except Unliftable:
+        return False
+    return abs(factor) != 1 and below.op == "read" and has_data(below)
 
 
 def _formula_is(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> bool:
@@ -369,7 +389,7 @@ def chain(meaning: Meaning, node: Expr) -> Chain:
             and isinstance(below.value, fx.Node)
             and below.value.meta["val"].dtype == tensor.meta["val"].dtype
         )
-        if not same_dtype or any(has_data(i) for i in below.args):
+        if not same_dtype or any(has_data(i) for i in below.args) or not is_moderate(factor * times):
             return tuple(found)
         factor *= times
         found.append((below, factor))

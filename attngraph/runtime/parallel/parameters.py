@@ -191,12 +191,12 @@ def stand_ins(owner: nn.Module) -> Iterator[None]:
     (A trace keeps weak references to what it saw, and such parameters could not be replaced.)"""
     changed: list[tuple[dict[str, Any], str, Any]] = []
     made: dict[int, nn.Parameter] = {}
-    for store, name, parameter in _parameters(owner):
-        if id(parameter) not in made:
-            made[id(parameter)] = _without_memory(parameter)
-        changed.append((store, name, parameter))
-        store[name] = made[id(parameter)]
     try:
+        for store, name, parameter in _parameters(owner):
+            if id(parameter) not in made:
+                made[id(parameter)] = _without_memory(parameter)
+            changed.append((store, name, parameter))
+            store[name] = made[id(parameter)]
         yield
     finally:
         for store, name, parameter in changed:

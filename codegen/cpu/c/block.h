@@ -67,13 +67,13 @@ static void exponentials(const Place *at, Block *t) {
     }
     for (int i = 0; i < at->rows; ++i) {
         float *row = t->S + i * BLOCK_K, base = t->next[i];
-        Vector sum = *(Vector *)(t->sums + i * LANES) * t->decay[i];
+        Vector sum = (Vector){0}, *sums = (Vector *)(t->sums + i * LANES);
         for (int j = 0; j < BLOCK_K; j += LANES) {
 #pragma omp simd
             for (int l = 0; l < LANES; ++l) row[j + l] = exp_of_negative(row[j + l] - base);
             sum += *(Vector *)(row + j);
         }
-        *(Vector *)(t->sums + i * LANES) = sum;
+        *sums = *sums * t->decay[i] + sum;
     }
     for (int i = 0; i < at->rows; ++i) t->next[i] = t->top[i];
 }

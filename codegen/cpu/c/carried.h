@@ -44,19 +44,24 @@ void attngraph_last_tokens(LastTokens *c) {
 
 /* ---- running sums ---- */
 
-enum { MOST_VECTORS = 8, BESIDE = 4 * LANES };
+#define ALIGNED __attribute__((aligned(64)))
+enum { MOST_VECTORS = 8, BESIDE = 4 * LANES * sizeof(float) / sizeof(STATE), NEAR = 1 << 12 };
 
 /* For each row and head a matrix [depth][width] is carried from `state` to `after`,
 
        S = decay S + left^T (right S) + k v^T          out = q S, with S as it was before if not `inclusive`
 
-   Absent operands are 0: q and k then count as 1 (depth is 1), decay as 1. left and right have `vectors` vectors. A
-   column of S depends on no other one, so threads share rows, heads, and columns, BESIDE at a time. */
+   Absent operands are 0: q and k then count as 1 (depth is 1), decay as 1, and 1 is added to it if it is given
+   `less_one`. left and right have `vectors` vectors. A
+   column of S depends on no other one, so threads share rows, heads, and columns, BESIDE at a time. S is of STATE:
+   what is added up over many tokens is rounded with each of them. */
 typedef struct {
-    const float *q, *k, *v, *decay, *left, *right, *state;
-    float *out, *after;
+    const float *q, *k, *v, *decay, *left, *right;
+    const STATE *state;
+    float *out;
+    STATE *after;
     const int64_t *starts;
-    int64_t rows, heads, depth, width, vectors, inclusive;
+    int64_t rows, heads, depth, width, vectors, inclusive, less_one;
     int64_t q_stride[3], k_stride[3], v_stride[3], decay_stride[3], left_stride[4], right_stride[4];
     int64_t item;
 } Sums;
@@ -65,10 +70,11 @@ INLINE float at_depth(const float *p, const int64_t *stride, int64_t t, int64_t 
     return p ? p[t * stride[0] + h * stride[1] + d * stride[2]] : 1;
 }
 
-/* Token t, columns first .. first + columns - 1 of a head, whose matrix is read at `from` and written to `to`. */
-INLINE void add_token(const Sums *c, int64_t t, int64_t h, const float *from, float *to, int64_t first,
-                      const int columns) {
-    float v[BESIDE], out[BESIDE], seen[MOST_VECTORS][BESIDE];
+/* Token t, columns first .. first + columns - 1 of a head, whose matrix is read at `from` and written to `to`, with
+   lines of these lengths. */
+INLINE void add_token(const Sums *c, int64_t t, int64_t h, const STATE *from, int64_t line, STATE *to, int64_t wide,
+                      int64_t first, const int columns) {
+    STATE v[BESIDE] ALIGNED, out[BESIDE] ALIGNED, seen[MOST_VECTORS][BESIDE] ALIGNED;
     for (int e = 0; e < columns; ++e) {
         v[e] = c->v[t * c->v_stride[0] + h * c->v_stride[1] + (first + e) * c->v_stride[2]];
         out[e] = 0;
@@ -77,43 +83,48 @@ INLINE void add_token(const Sums *c, int64_t t, int64_t h, const float *from, fl
         const float *right = c->right + t * c->right_stride[0] + h * c->right_stride[1] + m * c->right_stride[2];
         for (int e = 0; e < columns; ++e) seen[m][e] = 0;
         for (int64_t d = 0; d < c->depth; ++d) {
-            float by = right[d * c->right_stride[3]];
+            STATE by = right[d * c->right_stride[3]];
 #pragma omp simd
-            for (int e = 0; e < columns; ++e) seen[m][e] += by * from[d * c->width + e];
+            for (int e = 0; e < columns; ++e) seen[m][e] += by * from[d * line + e];
         }
     }
     for (int64_t d = 0; d < c->depth; ++d) {
-        float q = at_depth(c->q, c->q_stride, t, h, d), k = at_depth(c->k, c->k_stride, t, h, d);
-        float decay = at_depth(c->decay, c->decay_stride, t, h, d), sum[BESIDE];
+        STATE q = at_depth(c->q, c->q_stride, t, h, d), k = at_depth(c->k, c->k_stride, t, h, d);
+        STATE decay = at_depth(c->decay, c->decay_stride, t, h, d), sum[BESIDE] ALIGNED;
+        if (c->decay && c->less_one) decay += 1;
 #pragma omp simd
         for (int e = 0; e < columns; ++e) {
-            float old = from[d * c->width + e];
+            STATE old = from[d * line + e];
             sum[e] = decay * old + k * v[e];
             if (!c->inclusive) out[e] += q * old;
         }
         for (int64_t m = 0; m < c->vectors; ++m) {
-            float by = c->left[t * c->left_stride[0] + h * c->left_stride[1] + m * c->left_stride[2] +
+            STATE by = c->left[t * c->left_stride[0] + h * c->left_stride[1] + m * c->left_stride[2] +
                                d * c->left_stride[3]];
 #pragma omp simd
             for (int e = 0; e < columns; ++e) sum[e] += by * seen[m][e];
         }
 #pragma omp simd
         for (int e = 0; e < columns; ++e) {
-            to[d * c->width + e] = sum[e];
+            to[d * wide + e] = sum[e];
             if (c->inclusive) out[e] += q * sum[e];
         }
     }
     for (int e = 0; e < columns; ++e) c->out[(t * c->heads + h) * c->width + first + e] = out[e];
 }
 
+/* Several tokens of a row: what lies between is kept together, near by, where it is not too large. */
 INLINE void add_tokens(const Sums *c, int64_t r, int64_t h, int64_t first, const int columns) {
-    int64_t place = (r * c->heads + h) * c->depth * c->width + first;
-    const float *from = c->state + place;
-    float *to = c->after + place;
-    for (int64_t t = c->starts[r]; t < c->starts[r + 1]; ++t, from = to) add_token(c, t, h, from, to, first, columns);
-    if (from == to) return;
+    int64_t place = (r * c->heads + h) * c->depth * c->width + first, width = c->width;
+    int64_t t = c->starts[r], end = c->starts[r + 1];
+    const STATE *from = c->state + place;
+    STATE *after = c->after + place, near[NEAR] ALIGNED, *own = after;
+    int64_t wide = width, line = width;
+    if (end - t > 2 && c->depth * columns <= NEAR) own = near, wide = columns;
+    for (; t < end; ++t, from = own, line = wide) add_token(c, t, h, from, line, own, wide, first, columns);
+    if (from == after) return;
     for (int64_t d = 0; d < c->depth; ++d)
-        for (int e = 0; e < columns; ++e) to[d * c->width + e] = from[d * c->width + e];
+        for (int e = 0; e < columns; ++e) after[d * width + e] = from[d * line + e];
 }
 
 void attngraph_sums(Sums *c) {

@@ -99,14 +99,17 @@ INLINE int64_t weigh_columns(float *out, float decay, const float *weight, const
     for (; d + vectors * LANES <= width; d += vectors * LANES) {
         Vector sums[4];
 #pragma GCC unroll 4
-        for (int n = 0; n < vectors; ++n) sums[n] = *(Vector *)(out + d + n * LANES) * decay;
+        for (int n = 0; n < vectors; ++n) sums[n] = (Vector){0};
         for (int j = 0; j < keys; ++j) {
             if (!d) fetch(next, j, j + 1, kept);
 #pragma GCC unroll 4
             for (int n = 0; n < vectors; ++n) sums[n] += weight[j] * vector(v, j * stride + d + n * LANES, type);
         }
 #pragma GCC unroll 4
-        for (int n = 0; n < vectors; ++n) *(Vector *)(out + d + n * LANES) = sums[n];
+        for (int n = 0; n < vectors; ++n) {
+            Vector *to = (Vector *)(out + d + n * LANES);
+            *to = *to * decay + sums[n];
+        }
     }
     return d;
 }
@@ -119,9 +122,10 @@ INLINE void weigh_each(const Call *c, Block *t, int rows, const void *v, int64_t
         int64_t d = weigh_columns(out, decay, weight, v, stride, keys, 0, c->Dv, 4, type, next, kept);
         d = weigh_columns(out, decay, weight, v, stride, keys, d, c->Dv, 1, type, next, kept);
         if (d < c->Dv) {
-            for (int64_t e = d; e < c->Dv; ++e) out[e] *= decay;
+            float sums[LANES] = {0};
             for (int j = 0; j < keys; ++j)
-                for (int64_t e = d; e < c->Dv; ++e) out[e] += weight[j] * number(v, j * stride + e, type);
+                for (int64_t e = d; e < c->Dv; ++e) sums[e - d] += weight[j] * number(v, j * stride + e, type);
+            for (int64_t e = d; e < c->Dv; ++e) out[e] = out[e] * decay + sums[e - d];
         }
     }
 }

@@ -75,13 +75,13 @@ static void dots(const Call *c, const Place *at, Block *t, int64_t k0) {
 static void round_weights(const Place *at, Block *t, const float *decay) {
     for (int i = 0; i < at->padded; ++i) {
         float *row = t->S + i * BLOCK_K;
-        Vector sum = *(Vector *)(t->rounded + i * LANES) * decay[i];
+        Vector sum = (Vector){0}, *sums = (Vector *)(t->rounded + i * LANES);
         for (int j = 0; j < BLOCK_K; j += 2 * LANES) {
             Vector pairs = rounded(*(Vector *)(row + j), *(Vector *)(row + j + LANES));
             *(Vector *)(row + j / 2) = pairs;
             sum += sum_of_pairs(pairs);
         }
-        *(Vector *)(t->rounded + i * LANES) = sum;
+        *sums = *sums * decay[i] + sum;
     }
 }
 

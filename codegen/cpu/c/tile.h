@@ -42,7 +42,8 @@ INLINE float place_at(const Element *from, int64_t apart, int64_t left) {
 INLINE int64_t places(int64_t elements) { return (elements + IN_PLACE - 1) / IN_PLACE; }
 
 /* C[rows][n] = (C * by, row by row) + A[rows][depth] B[depth][n], with n vectors of B. The strides of A are `lda`
-   between rows and `step` along the depth, so that it may be transposed. Without `by` C is not read. The depth is
+   between rows and `step` along the depth, so that it may be transposed. Without `by` C is not read. A product is
+   added up by itself first: long sums, of many blocks, then round with each block and not with each term. The depth is
    counted in places, of which each has `in_place` elements. */
 INLINE void multiply_tile(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, int64_t step,
                           const float *restrict B, int64_t ldb, int64_t depth, const float *by, const int rows,
@@ -51,10 +52,7 @@ INLINE void multiply_tile(float *restrict C, int64_t ldc, const float *restrict 
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 8
-        for (int j = 0; j < vectors; ++j) {
-            sum[i][j] = (Vector){0};
-            if (by) sum[i][j] = *(Vector *)(C + i * ldc + j * LANES) * by[i];
-        }
+        for (int j = 0; j < vectors; ++j) sum[i][j] = (Vector){0};
     for (int64_t d = 0; d < depth; ++d) {
         Vector right[STEP_N];
 #pragma GCC unroll 8
@@ -71,5 +69,9 @@ INLINE void multiply_tile(float *restrict C, int64_t ldc, const float *restrict 
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 8
-        for (int j = 0; j < vectors; ++j) *(Vector *)(C + i * ldc + j * LANES) = sum[i][j];
+        for (int j = 0; j < vectors; ++j) {
+            Vector *to = (Vector *)(C + i * ldc + j * LANES);
+            if (by) sum[i][j] += *to * by[i];
+            *to = sum[i][j];
+        }
 }

@@ -39,12 +39,18 @@ def operands(lengths: tuple[int, ...], kind: str, width: int, dtype: torch.dtype
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inclusive", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("carried", [torch.float64, torch.float32])
+@pytest.mark.parametrize("less_one", [False, True])
 @pytest.mark.covering
 def test_running_sums(
-    lengths: tuple[int, ...], width: int, kind: str, inclusive: bool, dtype: torch.dtype
-) -> None:
+    lengths: tuple[int, ...], width: int, kind: str, inclusive: bool, dtype: torch.dtype,
+    carried: torch.dtype, less_one: bool,
+) -> None:  # fmt: skip
     given = operands(lengths, kind, width, dtype)
-    arranged = (*given[:6], inclusive, *given[6:])
+    given[4] = given[4].to(carried)
+    if given[3] is not None and less_one:
+        given[3] = given[3] - 1
+    arranged = (*given[:6], inclusive, *given[6:], less_one)
     found = sums.RunningSum().run(*arranged)
     assert found is not None
     wide = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in arranged]
