@@ -46,10 +46,28 @@ def functions_followed() -> Iterator[None]:
             replaced(_INDEX, "mod_index", _indexed),
             replaced(_FLEX, "_validate_device", lambda *_: None),
             replaced(_FLEX, make.__name__, made),
+            replaced(_FLEX, "_convert_mask_to_block_mask", _blocks),
         ):
             yield
     finally:
         _MADE.reset(token)
+
+
+def _blocks(
+    mask: Any, Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128, separate_full_blocks: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The blocks of a mask, [B, H, Sq, Skv], of which some pairs are seen, and those of which all are.
+    (Torch's own function divides sizes that a trace does not follow then: a graph for each number of blocks.)
+    """
+    mask = mask[(None,) * (4 - mask.ndim)]
+    rows, columns = -(-mask.shape[2] // Q_BLOCK_SIZE), -(-mask.shape[3] // KV_BLOCK_SIZE)
+    right, below = columns * KV_BLOCK_SIZE - mask.shape[3], rows * Q_BLOCK_SIZE - mask.shape[2]
+    parts = torch.nn.functional.pad(mask, (0, right, 0, below)).unflatten(3, (columns, KV_BLOCK_SIZE))
+    numbers = parts.unflatten(2, (rows, Q_BLOCK_SIZE)).sum((3, 5))
+    if not separate_full_blocks:
+        return (numbers > 0).to(torch.int8), None
+    full = numbers == Q_BLOCK_SIZE * KV_BLOCK_SIZE
+    return ((numbers > 0) & ~full).to(torch.int8), full.to(torch.int8)
 
 
 def _indexed(tensor: Tensor, places: list[Tensor]) -> Any:
@@ -93,16 +111,18 @@ def _scores(
 ) -> Tensor:  # fmt: skip
     """The scores of all pairs, [B, Hq, Sq, Skv], with minus infinity where a pair is hidden."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-    from torch.nn.attention.flex_attention import _vmap_for_bhqkv
+    from torch.nn.attention.flex_attention import _identity, _vmap_for_bhqkv
 
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     keys = torch.repeat_interleave(key, query.shape[1] // key.shape[1], dim=1)
     scores = query.to(wide) @ keys.expand(query.shape[0], -1, -1, -1).to(wide).transpose(-2, -1)
     places = [torch.arange(size, device=query.device) for size in scores.shape]
-    changed = _vmap_for_bhqkv(score_mod, prefix=(0,), suffix=(None,) * len(score_others))
+    changed: Any = _vmap_for_bhqkv(score_mod, prefix=(0,), suffix=(None,) * len(score_others))
     is_seen = _vmap_for_bhqkv(block_mask[-1], prefix=(), suffix=(None,) * len(mask_others))
     with TransformGetItemToIndex():
-        found = changed(scores * scale, *places, *score_others)
+        found = scores * scale
+        if score_mod is not _identity:
+            found = changed(found, *places, *score_others)
         seen = is_seen(*places, *mask_others)
     return torch.where(_with_lists(seen, block_mask), found, -math.inf)
 

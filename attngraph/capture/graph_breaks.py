@@ -120,10 +120,10 @@ def _is_of_torch_compile(problem: Exception) -> bool:
     if isinstance(problem, torch._dynamo.exc.TorchDynamoException):
         return True
     frames = traceback.extract_tb(problem.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(_DYNAMO)
+    return bool(frames) and frames[-1].filename.startswith(_TORCHS)
 
 
-_DYNAMO = os.path.dirname(torch._dynamo.__file__) + os.sep
+_TORCHS = os.path.dirname(torch._dynamo.__file__) + os.sep, torch._ops.__file__
 
 
 def _first_line(problem: Exception) -> str:

@@ -138,8 +138,9 @@ def _capture(
             # The executable checks sizes itself; torch's guard code fails on unused inputs.
             program._guards_code = []
             program = functional(program)
-            for refused in filter(None, map(function_refusal, program.graph.nodes)):
-                raise refused
+            for node in program.graph.nodes:
+                if (refused := function_refusal(node, traced=True)) is not None:
+                    raise refused
     except ManyQuotients:
         raise
     except SizeProblem as problem:
@@ -147,10 +148,10 @@ def _capture(
         fixes = None if symbolic.isdisjoint(dimensions) else flat.trace.extents
         raise CaptureError(str(problem), str(problem), dimensions=dimensions, extents=fixes) from problem
     except Exception as problem:  # torch raises many types; all mean that the capture failed
-        if flat.trace.effects.what:
-            raise flat.trace.effects.error() from problem
         if isinstance(problem, CaptureError):
             raise
+        if flat.trace.effects.what:
+            raise flat.trace.effects.error() from problem
         helps = not isinstance(problem, GuardOnDataDependentSymNode)
         raise _capture_error(problem, flat.trace.of(None) if helps else frozenset()) from problem
     finally:

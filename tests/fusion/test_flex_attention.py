@@ -173,6 +173,18 @@ def test_it_has_gradients_on_a_cpu_however_few_its_scores_are() -> None:
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_two_graphs_serve_all_lengths() -> None:
+    """One for a block of the mask, and one for several."""
+    run = masked(lambda b, h, q, k: q >= k)
+    with torch.no_grad():
+        compiled = attngraph.compile(run, strict=True, min_scores=0)
+        for tokens in (24, 200, 128, 300, 5):
+            x = torch.randn(2, 4, tokens, 8)
+            found = nn.functional.scaled_dot_product_attention(x, x * 2, x, is_causal=True)
+            torch.testing.assert_close(compiled(x), found, rtol=1e-5, atol=1e-5)
+    assert compiled.report.graphs == 2
+
+
 def test_a_model_that_changes_what_its_score_function_reads_is_followed() -> None:
     slopes = torch.rand(H)
 

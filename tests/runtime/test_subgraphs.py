@@ -105,7 +105,7 @@ def test_what_is_around_a_function_that_is_left_is_compiled(name: str, same: Sam
             assert len(compiled.report.attention) == 2
         same(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)), 1e-4)
     reasons = {b.reason: b.source for b in compiled.report.breaks}
-    source = reasons[f"the operation {operation} runs functions, and a graph has plain operations alone"]
+    source = reasons[f"{operation} is a higher-order operation of torch, and a graph has plain ones alone"]
     assert "test_subgraphs.py:" in source
     assert not any("torch.compile cannot capture it" in reason for reason in reasons)
 
@@ -115,9 +115,32 @@ def test_a_function_that_is_left_is_named_where_a_whole_graph_is_wanted() -> Non
         return attend(torch.cond(flag, lambda y: y.sin(), lambda y: y * 2, (x,)))
 
     line = function.__code__.co_firstlineno + 1
-    message = f"test_subgraphs.py:{line}: the operation cond runs functions, and a graph has plain"
+    message = f"test_subgraphs.py:{line}: cond is a higher-order operation of torch"
     with pytest.raises(CaptureError, match=message):
         attngraph.compile(function, strict=True)(X, torch.tensor(True))
+
+
+def test_what_torch_cannot_run_in_a_checkpoint_of_its_own_graph_runs_as_it_is(same: Same) -> None:
+    def function(x: Tensor, flag: Tensor) -> Any:
+        return checkpoint(lambda y: torch.cond(flag, attend, lambda z: z * 2, (y,)), x, use_reentrant=False)
+
+    compiled = attngraph.compile(function, min_scores=0)
+    x = X.clone().requires_grad_()
+    for flag in (torch.tensor(True), torch.tensor(False)):
+        found, expected = compiled(x, flag), function(x, flag)
+        same(found, expected)
+        same(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)))
+
+
+def test_an_operation_that_prints_prints_in_every_call(capfd: pytest.CaptureFixture[str]) -> None:
+    def function(x: Tensor) -> Tensor:
+        torch._higher_order_ops.print("{} rows", x.shape[0])
+        return attend(x)
+
+    compiled = attngraph.compile(function, min_scores=0)
+    for _ in range(2):
+        compiled(X)
+    assert capfd.readouterr().out.count("2 rows") == 2
 
 
 def test_a_sum_by_associative_scan_is_plain_operations(same: Same) -> None:
@@ -149,5 +172,5 @@ def test_a_decoder_names_the_operation_that_runs_functions() -> None:
             x = self.embed(ids)
             return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y * 2, (x,))
 
-    with pytest.raises((NoDecoderError, CaptureError), match="the operation cond runs functions"):
+    with pytest.raises((NoDecoderError, CaptureError), match="cond is a higher-order operation"):
         attngraph.compile(Model().eval(), cache=True).generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
