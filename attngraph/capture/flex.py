@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from attngraph.capture.replaced import replaced
 
@@ -32,8 +33,8 @@ _MADE: ContextVar[list[Any]] = ContextVar("_MADE")
 
 @contextlib.contextmanager
 def functions_followed() -> Iterator[None]:
-    """Let score and mask functions index tensors by plain operations, and FlexAttention have gradients on a
-    CPU too: the written-out one has. Note the block masks that are made in the body from their functions."""
+    """Let FlexAttention have gradients on a CPU too: the written-out one has. Note the block masks that are
+    made in the body from their functions."""
     token = _MADE.set([])
     try:
         make = importlib.import_module(_FLEX)._create_sparse_block_from_block_mask
@@ -43,7 +44,7 @@ def functions_followed() -> Iterator[None]:
             return _MADE.get()[-1]
 
         with (
-            replaced(_INDEX, "mod_index", _indexed),
+            replaced(_INDEX, "TransformGetItemToIndex", _Indexed),
             replaced(_FLEX, "_validate_device", lambda *_: None),
             replaced(_FLEX, make.__name__, made),
             replaced(_FLEX, "_convert_mask_to_block_mask", _blocks),
@@ -62,7 +63,8 @@ def _blocks(
     mask = mask[(None,) * (4 - mask.ndim)]
     rows, columns = -(-mask.shape[2] // Q_BLOCK_SIZE), -(-mask.shape[3] // KV_BLOCK_SIZE)
     right, below = columns * KV_BLOCK_SIZE - mask.shape[3], rows * Q_BLOCK_SIZE - mask.shape[2]
-    parts = torch.nn.functional.pad(mask, (0, right, 0, below)).unflatten(3, (columns, KV_BLOCK_SIZE))
+    padded: Any = torch.nn.functional.pad(mask, (0, right, 0, below))
+    parts = padded.unflatten(3, (columns, KV_BLOCK_SIZE))
     numbers = parts.unflatten(2, (rows, Q_BLOCK_SIZE)).sum((3, 5))
     if not separate_full_blocks:
         return (numbers > 0).to(torch.int8), None
@@ -70,11 +72,24 @@ def _blocks(
     return ((numbers > 0) & ~full).to(torch.int8), full.to(torch.int8)
 
 
-def _indexed(tensor: Tensor, places: list[Tensor]) -> Any:
-    """`tensor[places]`. (Torch infers a wrong layout for some numbers of dimensions that are left.)"""
-    if len(places) == tensor.ndim or any(place.ndim for place in places):
-        return aten.index.Tensor(tensor, places) if places else tensor
-    return aten.index.Tensor(tensor, [place.reshape(1) for place in places]).squeeze(0)
+class _Indexed(TorchFunctionMode):
+    """`tensor[q, 3]` as plain operations, where q has no dimensions; torch would ask for its number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__getitem__:
+            return func(*args, **(kwargs or {}))
+        found, given = args
+        places = given if isinstance(given, tuple) else (given,)
+        if not all(isinstance(place, (Tensor, int)) for place in places):
+            return func(*args)
+        for dim in reversed(range(len(places))):
+            if isinstance(places[dim], int):
+                found = found.select(dim, places[dim])
+        tensors = [place for place in places if isinstance(place, Tensor)]
+        if len(tensors) < found.ndim and tensors and not any(place.ndim for place in tensors):
+            # torch infers a wrong layout for these
+            return aten.index.Tensor(found, [place.reshape(1) for place in tensors]).squeeze(0)
+        return aten.index.Tensor(found, tensors) if tensors else found
 
 
 def attention(
@@ -110,7 +125,6 @@ def _scores(
     score_others: tuple[Any, ...], mask_others: tuple[Any, ...],
 ) -> Tensor:  # fmt: skip
     """The scores of all pairs, [B, Hq, Sq, Skv], with minus infinity where a pair is hidden."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.nn.attention.flex_attention import _identity, _vmap_for_bhqkv
 
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -119,7 +133,7 @@ def _scores(
     places = [torch.arange(size, device=query.device) for size in scores.shape]
     changed: Any = _vmap_for_bhqkv(score_mod, prefix=(0,), suffix=(None,) * len(score_others))
     is_seen = _vmap_for_bhqkv(block_mask[-1], prefix=(), suffix=(None,) * len(mask_others))
-    with TransformGetItemToIndex():
+    with _Indexed():
         found = scores * scale
         if score_mod is not _identity:
             found = changed(found, *places, *score_others)

@@ -173,6 +173,21 @@ def test_it_has_gradients_on_a_cpu_however_few_its_scores_are() -> None:
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_a_score_function_may_index_by_numbers_and_places_where_gradients_flow() -> None:
+    rows = torch.randn(S, 5)
+
+    def run(x: Tensor) -> Any:
+        return flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: s + rows[q, h] * rows[k, -1])
+
+    x = X.clone().requires_grad_()
+    found = attngraph.compile(run, strict=True, min_scores=0)(x)
+    bias = rows.T[:H, :, None] * rows[:, -1]
+    expected = nn.functional.scaled_dot_product_attention(x, x, x, bias)
+    torch.testing.assert_close(found, expected)
+    grads = (torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
 def test_two_graphs_serve_all_lengths() -> None:
     """One for a block of the mask, and one for several."""
     run = masked(lambda b, h, q, k: q >= k)
