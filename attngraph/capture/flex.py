@@ -35,20 +35,23 @@ _MADE: ContextVar[list[Any]] = ContextVar("_MADE")
 def functions_followed() -> Iterator[None]:
     """Let FlexAttention have gradients on a CPU too: the written-out one has. Note the block masks that are
     made in the body from their functions."""
-    token = _MADE.set([])
-    try:
-        make = importlib.import_module(_FLEX)._create_sparse_block_from_block_mask
+    torchs: Any = importlib.import_module(_FLEX)
 
+    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any, **kwargs: Any) -> Any:
             _MADE.get().append(make(*args, **kwargs))
             return _MADE.get()[-1]
 
-        with (
-            replaced(_INDEX, "TransformGetItemToIndex", _Indexed),
-            replaced(_FLEX, "_validate_device", lambda *_: None),
-            replaced(_FLEX, make.__name__, made),
-            replaced(_FLEX, "_convert_mask_to_block_mask", _blocks),
-        ):
+        return made
+
+    token = _MADE.set([])
+    try:
+        with contextlib.ExitStack() as stack:
+            for name in ("_create_sparse_block_from_block_mask", "_create_empty_block_mask"):
+                stack.enter_context(replaced(torchs, name, noting(getattr(torchs, name))))
+            stack.enter_context(replaced(torchs, "_validate_device", lambda *_: None))
+            stack.enter_context(replaced(torchs, "_convert_mask_to_block_mask", _blocks))
+            stack.enter_context(replaced(_INDEX, "TransformGetItemToIndex", _Indexed))
             yield
     finally:
         _MADE.reset(token)

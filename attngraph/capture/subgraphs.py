@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,9 +61,12 @@ def functions_run() -> Iterator[set[str]]:
     Raises:
         CaptureError: in the body, where an operation does more with its functions than a graph can say.
     """
-    written = set[str]()
+    call: Any = HigherOrderOperator.__call__
+    written, tracing = set[str](), threading.get_ident()
 
     def met(op: HigherOrderOperator, /, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracing:
+            return call(op, *args, **kwargs)
         if op.__name__ in _WRITTEN_OUT:
             written.add(op.__name__)
             return _WRITTEN_OUT[op.__name__](*args, **kwargs)

@@ -3,6 +3,7 @@ named, and what is before and after them is compiled."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._higher_order_ops.wrap import wrap
 from torch.utils.checkpoint import checkpoint
 
 import attngraph
+from attngraph.capture.subgraphs import functions_run
 from attngraph.errors import CaptureError, NoDecoderError
 
 Same = Callable[..., None]
@@ -130,6 +132,23 @@ def test_what_torch_cannot_run_in_a_checkpoint_of_its_own_graph_runs_as_it_is(sa
         found, expected = compiled(x, flag), function(x, flag)
         same(found, expected)
         same(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)))
+
+
+def test_another_thread_may_use_such_operations_while_one_traces() -> None:
+    found: list[Any] = []
+
+    def other() -> None:
+        found.append(torch.ops.higher_order.cond(torch.tensor(True), torch.sin, torch.cos, (X,)))
+
+    def function(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return attend(x)
+
+    with functions_run():
+        function(X)
+    torch.testing.assert_close(found, [X.sin()])
 
 
 def test_an_operation_that_prints_prints_in_every_call(capfd: pytest.CaptureFixture[str]) -> None:
