@@ -73,7 +73,8 @@ class Captured:
     each call; the graph does not depend on what they were before. `checks` are the lines of the conditions on
     values that the graph checks: where one does not hold, the model itself raises an error. `asked`: sizes
     for whose number the code asks. `sides`: what the code asked about sizes, and was answered. `around`: what
-    of the state the graph depends on, but for the attributes that each call sets.
+    of the state the graph depends on, but for the attributes that each call sets. `serves_small`: the graph
+    is for calls with few scores too, as the model's own FlexAttention has no gradients on a CPU.
     """
 
     graph: ProgramGraph
@@ -84,6 +85,7 @@ class Captured:
     asked: tuple[Break, ...] = ()
     sides: Sides = UNASKED
     around: Scope = EVERYTHING
+    serves_small: bool = False
 
     @functools.cached_property
     def scope(self) -> Scope:

@@ -14,6 +14,7 @@ from typing import Any
 
 import sympy
 import torch
+import torch._functorch.predispatch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
@@ -38,6 +39,10 @@ _WRITTEN_OUT = frozenset(
     }
 )  # fmt: skip
 """Ops that are aliases or plain compositions of other ops, in eager mode too."""
+
+for _name in ("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"):
+    # Entering and leaving a level of torch.vmap affects every node in between.
+    fx.has_side_effect(getattr(torch._functorch.predispatch, _name))
 
 
 def hints(arguments: Sequence[fx.Node], computed: Iterable[fx.Node] = ()) -> dict[str, int]:
@@ -139,7 +144,7 @@ def inline_grad_regions(module: fx.GraphModule) -> None:
             user.replace_all_uses_with(results[user.args[1]])
             module.graph.erase_node(user)
         module.graph.erase_node(node)
-    module.graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or _enters_vmap(n))
+    module.graph.eliminate_dead_code()
     module.recompile()
 
 
@@ -175,10 +180,12 @@ def batches_left_first() -> contextlib.AbstractContextManager[Any]:
     return replaced("torch._functorch.vmap", "_remove_batch_dim", first)
 
 
-def inline_vmap(program: ExportedProgram) -> None:
+def inline_vmap(module: fx.GraphModule) -> None:
     """Where torch.export recorded entering and leaving levels of torch.vmap, trace what stands in between
     again, so that only ops on whole batches remain. Everything else stays as it was recorded."""
-    module = program.graph_module
+    for inner in module.children():
+        if isinstance(inner, fx.GraphModule):
+            inline_vmap(inner)
     while inside := _vmapped(module.graph):
         own = set(inside)
         given = list(dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in own))
@@ -188,13 +195,14 @@ def inline_vmap(program: ExportedProgram) -> None:
         for node in inside:
             copies[node] = part.node_copy(node, copies.__getitem__)
         part.output([copies[node] for node in made])
-        part.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or _enters_vmap(n))
+        part.eliminate_dead_code()
         values = [node.meta["val"] for node in given]
         mode = next(m for v in values if (m := getattr(v, "fake_mode", None)) is not None)
         run = fx.Interpreter(fx.GraphModule(module, part)).run
         # The Python dispatcher decomposes composite ops; the C++ one may make numbers of symbolic sizes.
-        with mode, fx.traceback.preserve_node_meta(), enable_python_dispatcher():
+        with mode, fx.traceback.preserve_node_meta(), enable_python_dispatcher(), _levels_left():
             traced = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+        _write_numbers(traced.graph)
         inputs = traced.graph.find_nodes(op="placeholder")
         inlined: dict[fx.Node, Any] = dict(zip(inputs, given, strict=True))
         with module.graph.inserting_before(inside[0]):
@@ -205,6 +213,25 @@ def inline_vmap(program: ExportedProgram) -> None:
         for node in reversed(inside):
             module.graph.erase_node(node)
     module.recompile()
+
+
+@contextlib.contextmanager
+def _levels_left() -> Iterator[None]:
+    """Leave the levels of torch.vmap that a failed trace entered."""
+    functorch = torch._C._functorch
+    before = functorch.maybe_current_level()
+    try:
+        yield
+    finally:
+        while functorch.maybe_current_level() != before:
+            functorch._vmap_decrement_nesting()
+
+
+def _write_numbers(graph: fx.Graph) -> None:
+    """Write numbers of a certain dtype, which torch's batching rules make of Python's, as operations."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
+        if not isinstance(node.args[0], fx.Node):
+            node.target = torch.ops.aten.scalar_tensor.default
 
 
 def _vmapped(graph: fx.Graph) -> list[fx.Node]:

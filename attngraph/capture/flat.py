@@ -33,6 +33,7 @@ from attngraph.capture.state.parts import Place
 from attngraph.capture.state.ran import Executed, recorded
 from attngraph.capture.state.snapshot import Snapshot
 from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
+from attngraph.capture.subgraphs import functions_run
 from attngraph.ir.versions import version_of
 
 
@@ -81,6 +82,8 @@ class Trace:
     """Dimensions for whose number the code asks: the size's name, the file and the line that ask first."""
     questions: Asked | None = None
     """What was asked of arguments."""
+    written_out: set[str] = dataclasses.field(default_factory=set)
+    """The operations that run functions, and stand in plain operations."""
     executed: Executed = dataclasses.field(default_factory=Executed)
     """The code that ran."""
     repeats: Repeats = lambda noted: contextlib.nullcontext()
@@ -136,6 +139,7 @@ class Flat(nn.Module):
         self._lend_attributes(arguments, originals)
         watch = Watch(list(self.trace.settings), self._refuse, self.trace.reads)
         with (
+            functions_run() as self.trace.written_out,
             contextlib.redirect_stdout(printed),
             effects.watch(self.trace.target, things(leaves), self._originals),
             watch,

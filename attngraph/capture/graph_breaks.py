@@ -12,12 +12,14 @@ import dataclasses
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
+from torch.fx.passes.split_module import split_module
 
+from attngraph.capture.subgraphs import function_refusal
 from attngraph.errors import CaptureError
 from attngraph.report import report as reporting
 from attngraph.report.entries import Break
@@ -50,8 +52,10 @@ class GraphBreaks:
         self.parts: list[PartialGraph] = []
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            self.parts.append(PartialGraph(module, compile_part, _place()))
-            return self.parts[-1]
+            refused = {n: refusal for n in module.graph.nodes if (refusal := function_refusal(n))}
+            if refused:
+                return self._around(module, refused, compile_part)
+            return self._part(module, compile_part)
 
         self.run: Callable[..., Any] = torch.compile(target, backend=backend) if problem.splits else target
 
@@ -70,6 +74,28 @@ class GraphBreaks:
             self.run = self.target
             return result
 
+    def _around(
+        self, module: fx.GraphModule, refused: Mapping[fx.Node, CaptureError], compile_part: Compile
+    ) -> Callable[..., Any]:
+        """The graph with what is before, between and after some of its nodes compiled."""
+        stops = dict.fromkeys(Break(why.reason, why.source) for why in refused.values())
+        self.breaks += [stop for stop in stops if stop not in self.breaks]
+        try:
+            whole = _split(module, refused)
+        except Exception:  # torch cannot divide a graph with sizes that only data know
+            return module
+        left = {node.target for node in refused}
+        for name, part in [*whole.named_children()]:
+            if isinstance(part, fx.GraphModule) and left.isdisjoint(n.target for n in part.graph.nodes):
+                delattr(whole, name)
+                setattr(whole, name, self._part(part, compile_part, name))
+        run: Callable[..., Any] = torch._dynamo.disable(whole)  # type: ignore[no-untyped-call]
+        return run
+
+    def _part(self, module: fx.GraphModule, compile_part: Compile, name: str = "") -> PartialGraph:
+        self.parts.append(PartialGraph(module, compile_part, (_place(), name)))
+        return self.parts[-1]
+
     def report(self) -> CompileReport:
         stops = [*self.breaks, *(Break(p.problem.reason, p.problem.source) for p in self.parts if p.problem)]
         graphs = sum(part.compiled.report.graphs for part in self.parts)
@@ -79,15 +105,25 @@ class GraphBreaks:
         return dataclasses.replace(found, breaks=(*stops, *found.breaks), graphs=max(graphs, 1))
 
 
+def _split(module: fx.GraphModule, apart: Collection[fx.Node]) -> fx.GraphModule:
+    """The graph as calls of parts of it, one after the other; some of its nodes are parts of their own."""
+    number, numbers = 0, dict[fx.Node, int]()
+    for node in module.graph.nodes:
+        number += node in apart
+        numbers[node] = number
+        number += node in apart
+    return split_module(module, module, numbers.__getitem__, keep_original_order=True)
+
+
 def _is_of_torch_compile(problem: Exception) -> bool:
     """Whether it is a failure of torch.compile's, not of the model: it says so, or its own code raised it."""
     if isinstance(problem, torch._dynamo.exc.TorchDynamoException):
         return True
     frames = traceback.extract_tb(problem.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(_DYNAMO)
+    return bool(frames) and frames[-1].filename.startswith(_TORCHS)
 
 
-_DYNAMO = os.path.dirname(torch._dynamo.__file__) + os.sep
+_TORCHS = os.path.dirname(torch._dynamo.__file__) + os.sep, torch._ops.__file__
 
 
 def _first_line(problem: Exception) -> str:
@@ -125,9 +161,6 @@ class PartialGraph:
         self.kept = _sizes_from_tensors(self.module)
         self.compiled = compile_part(_Interpreted(self.module))
         self.problem: CaptureError | None = None
-        if any("autograd_function_apply" in str(n.target) for n in self.module.graph.nodes):
-            reason = "a function with a backward of its own"
-            self.problem = CaptureError(f"a graph of it would lose its backward: {reason}", reason)
         self.__name__ = "attngraph_piece"
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]

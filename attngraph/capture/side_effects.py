@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from attngraph.capture.attributes import Described, Settings, can_be_watched, holder_of
@@ -147,21 +148,26 @@ class SideEffects:
         if not torch.is_grad_enabled():
             yield
             return
-        apply = torch.autograd.Function.__dict__["apply"]
+        apply = CheckpointFunction.apply
 
-        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if cls is CheckpointFunction and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-                run, _, *given = args
+        def applied(cls: Any, run: Callable[..., Any], preserve: Any, *given: Any) -> Any:
+            if any(isinstance(a, Tensor) and a.requires_grad for a in given):
                 return run(*given)  # a graph for training keeps no scores, and computes them again itself
-            if not cls.__module__.startswith("torch.") or cls is CheckpointFunction:
-                self.note(f"{cls.__name__} has a backward of its own")
-            return apply.__get__(None, cls)(*args, **kwargs)
+            return apply(run, preserve, *given)
+
+        def made(node: Any) -> None:
+            """Is called by every `apply`, wherever the user keeps it."""
+            if not node._forward_cls.__module__.startswith("torch.") or isinstance(node, checkpoint):
+                self.note(f"{node._forward_cls.__name__} has a backward of its own")
+
+        checkpoint: Any = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
 
         def noting(what: str) -> Callable[..., None]:
             return lambda tensor, *args, **kwargs: self.note(what)
 
         with contextlib.ExitStack() as patched:
-            patched.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)))
+            patched.enter_context(mock.patch.object(CheckpointFunction, "apply", classmethod(applied)))
+            patched.enter_context(mock.patch.object(BackwardCFunction, "__init__", made))
             for name, what in _ASKS_FOR_GRADIENTS.items():
                 patched.enter_context(mock.patch.object(Tensor, name, noting(what)))
             yield

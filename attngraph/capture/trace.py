@@ -51,6 +51,7 @@ from attngraph.capture.state.parts import hooks_not_traced
 from attngraph.capture.state.snapshot import Snapshot
 from attngraph.capture.state.walk import Walk
 from attngraph.capture.structure import classes_in, flatten
+from attngraph.capture.subgraphs import function_refusal
 from attngraph.capture.unwritten import code_written_when_called
 from attngraph.errors import CaptureError
 from attngraph.ir.garbage import without_collections
@@ -133,10 +134,13 @@ def _capture(
             exported.complete_users(program.graph_module)
             hidden = hidden_write(program, tensors) or exported.switches_gradients_on(program.graph_module)
             exported.inline_grad_regions(program.graph_module)
-            exported.inline_vmap(program)
+            exported.inline_vmap(program.graph_module)
             # The executable checks sizes itself; torch's guard code fails on unused inputs.
             program._guards_code = []
             program = functional(program)
+            for node in program.graph.nodes:
+                if (refused := function_refusal(node, traced=True)) is not None:
+                    raise refused
     except ManyQuotients:
         raise
     except SizeProblem as problem:
@@ -144,6 +148,8 @@ def _capture(
         fixes = None if symbolic.isdisjoint(dimensions) else flat.trace.extents
         raise CaptureError(str(problem), str(problem), dimensions=dimensions, extents=fixes) from problem
     except Exception as problem:  # torch raises many types; all mean that the capture failed
+        if isinstance(problem, CaptureError):
+            raise
         if flat.trace.effects.what:
             raise flat.trace.effects.error() from problem
         helps = not isinstance(problem, GuardOnDataDependentSymNode)
@@ -252,8 +258,9 @@ def _with_sizes(graph: ProgramGraph, program: ExportedProgram, trace: Trace) -> 
     found = frozenset() if asked is None else frozenset(asked.found)
     around = trace.executed.ran.scope(asked=found, layouts=asked is not None and asked.layouts)
     return Captured(
-        graph, simplified(trace.structure), sizes, tuple(attributes), checks, sizes_asked, sides, around
-    )
+        graph, simplified(trace.structure), sizes, tuple(attributes), checks, sizes_asked, sides, around,
+        serves_small="flex_attention" in trace.written_out,
+    )  # fmt: skip
 
 
 def _name_outputs(graph: ProgramGraph, kinds: Mapping[int, tuple[str, str]]) -> None:

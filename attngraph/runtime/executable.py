@@ -46,7 +46,8 @@ class Executable:
         self.captured, self.report = captured, CompileReport()
         self.traced: Any = None
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
-        self.scores = scores_per_attention(captured.graph, self.sizes)
+        scores = scores_per_attention(captured.graph, self.sizes)
+        self.scores = None if captured.serves_small else scores
         self.asserts = bool(captured.checks) or any(map(is_assertion, captured.graph.graph.nodes))
         self.machine = Machine(captured.graph, owner, run)
         stage = captured.graph.stages.get(Rate.LOOK)

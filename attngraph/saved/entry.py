@@ -70,6 +70,7 @@ def files_of(
             "structure": write_structure(found.captured.structure, names),
             "shapes": [[size_text(n, names) for n in shape] for shape in found.captured.shapes],
             "checks": list(found.captured.checks),
+            "small": found.captured.serves_small,
         }
         left_out = [f"{path}.{name}" for path, name, *_, read in beside["attributes"] if not read]
     else:
@@ -231,7 +232,7 @@ def _executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], R
     captured = Captured(
         graph, read_structure(beside["structure"], names),
         tuple(tuple(_extent(n, names) for n in shape) for shape in beside["shapes"]),
-        attributes, tuple(beside["checks"]), around=known.scope,
+        attributes, tuple(beside["checks"]), around=known.scope, serves_small=bool(beside["small"]),
     )  # fmt: skip
     found = Executable(captured, known.owner, run)
     found.report = report

@@ -18,7 +18,6 @@ from tests.reports.reports import (
     DECODER,
     PIECES,
     REPORTS,
-    WRONG,
     Compiler,
     attend,
     cases,
@@ -161,7 +160,7 @@ def _(compile: Compiler) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=5e-3)  # eager rounds its scores to 11 bits
 
 
-@report("pytorch/pytorch#145460", WRONG + "an error of torch.fx")
+@report("pytorch/pytorch#145460")
 def _(compile: Compiler) -> None:
     """FlexAttention with a learned bias that its score function closes over."""
     from torch.nn.attention.flex_attention import flex_attention

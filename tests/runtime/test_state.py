@@ -298,6 +298,9 @@ class _Doubled(torch.autograd.Function):
         return 2 * y * (grad - (grad * y).sum(-1, keepdim=True))
 
 
+_DOUBLED: Function = functools.partial(_Doubled.apply)
+
+
 def _hooked(x: Tensor) -> Tensor:
     scores = x @ x.mT
     if scores.requires_grad:
@@ -306,7 +309,9 @@ def _hooked(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "function", [lambda x: _Doubled.apply(x @ x.mT) @ x, _hooked], ids=["function", "hook"]
+    "function",
+    [lambda x: _Doubled.apply(x @ x.mT) @ x, lambda x: _DOUBLED(x @ x.mT) @ x, _hooked],
+    ids=["function", "function in a variable", "hook"],
 )
 def test_gradients_that_the_model_defines_itself_are_kept(function: Any) -> None:
     x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)

@@ -167,3 +167,24 @@ def test_passes_run_without_the_callers_autocast() -> None:
     for mine, theirs in zip(found, want, strict=True):
         assert mine.dtype == theirs.dtype
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_a_module_that_forward_imports_first_keeps_what_it_defines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_in_forward.py").write_text("SCALE = 3.0\ndef scaled(x): return x * SCALE\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def forward(x: Tensor) -> Tensor:
+        import imported_in_forward as module
+
+        return attend(module.scaled(x))
+
+    x = torch.randn(2, 5, 8)
+    compiled = attngraph.compile(forward, strict=True, min_scores=0)
+    torch.testing.assert_close(compiled(x), attend(x * 3))
+    import imported_in_forward
+
+    assert imported_in_forward.SCALE == 3
+    imported_in_forward.SCALE = 2.0
+    torch.testing.assert_close(compiled(x), attend(x * 2))

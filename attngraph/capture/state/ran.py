@@ -38,6 +38,7 @@ _CLOCKS = frozenset(
     if isinstance(value, types.BuiltinFunctionType) and name not in ("sleep", "tzset", "mktime",
     "get_clock_info")
 )  # fmt: skip
+_IMPORT = "<frozen importlib._bootstrap>"
 _CODE_FILES = (".py", ".pyc", ".pyi", ".so", ".pth")
 _OUTSIDE = ("socket.connect", "subprocess.Popen", "urllib.Request", "os.listdir", "os.scandir", "os.urandom")
 """Events of Python's audit that read something outside of the process."""
@@ -104,12 +105,13 @@ class _Profile:
     def __init__(self, into: Executed, begins: Callable[[types.FrameType], None]) -> None:
         self.into, self.begins = into, begins
         self._known: dict[tuple[int, int], types.CodeType] = {}
+        self._around: types.FrameType | None = None
 
     def __call__(self, frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "call":
             code = frame.f_code
             key = id(code), id(frame.f_globals)
-            if key not in self._known:
+            if key not in self._known and _importing(frame) is self._around:
                 self._known[key] = code
                 self.first(frame)
         elif event == "c_call" and _asks_the_time(argument) and is_users(frame.f_code.co_filename):
@@ -128,12 +130,13 @@ class _Profile:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        before = sys.getprofile()
+        before, self._around = sys.getprofile(), _importing(sys._getframe())
         sys.setprofile(self)
         try:
             yield
         finally:
             sys.setprofile(None)
+            self._around = None
             if isinstance(before, _lsprof.Profiler):
                 before.enable()  # one written in C is put back by its own method
             else:
@@ -155,6 +158,13 @@ class _Off(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             sys.setprofile(self.profile)
+
+
+def _importing(frame: types.FrameType | None) -> types.FrameType | None:
+    """The import on whose behalf code runs. It happens once, so what it reads and sets is not a forward's."""
+    while frame is not None and frame.f_code.co_filename != _IMPORT:
+        frame = frame.f_back
+    return frame
 
 
 def _asks_the_time(function: Any) -> bool:

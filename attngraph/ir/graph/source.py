@@ -67,11 +67,12 @@ def source_of(node: fx.Node) -> str:
     that is the model itself), or "" if none is known. A node read from text carries it in its meta."""
     if "source" in node.meta:
         return str(node.meta["source"])
-    return _source(node.meta.get("stack_trace") or "")
+    return line_of(node.meta.get("stack_trace") or "")
 
 
 @functools.lru_cache(maxsize=2048)
-def _source(trace: str) -> str:
+def line_of(trace: str) -> str:
+    """The same, of the text of a stack trace."""
     frames = [f for f in _FRAME.findall(trace) if not f[0].startswith(("<", "torch/", *_OURS))]
     outside = [f for f in frames if not f[0].startswith(_TORCH)]
     layers = [f for f in frames if f[0].startswith(_LAYERS) and not f[0].endswith("module.py")]
