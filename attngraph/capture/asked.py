@@ -115,6 +115,8 @@ class Asked(TorchFunctionMode):
 
     def _refuse(self, what: str, splits: bool = True) -> None:
         frame = sys._getframe(2)
+        while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+            frame = frame.f_back  # another mode passed it on
         if str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "attngraph"):
             return  # what torch's own code asks does not decide what it computes
         what = f"forward() asks for {what}"

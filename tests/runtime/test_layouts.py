@@ -185,3 +185,16 @@ def test_an_argument_that_is_a_view_is_another_call_if_the_model_asks() -> None:
     for x in (torch.randn(2, 5, 8), torch.randn(80).view(2, 5, 8), torch.randn(2, 5, 8)):
         torch.testing.assert_close(compiled(x), model(x))
     assert len(compiled.report.attention) == 1
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_model_that_asks_how_often_its_argument_was_written_to_runs_as_it_is(autocast: bool) -> None:
+    """Under autocast another mode stands between the model and the one that hears what it asks."""
+
+    def model(x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x * (1.0 + x._version)
+
+    compiled = attngraph.compile(model, min_scores=0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for x in (torch.randn(2, 5, 8), torch.randn(2, 5, 8).add_(1)):
+            torch.testing.assert_close(compiled(x), model(x))

@@ -159,7 +159,8 @@ SOURCES = (
 WRAPPERS = (
     Wrapper("forward", "READ"),
     Wrapper("method", "self.factor(x)", methods="def factor(self, x):\n    return READ"),
-    Wrapper("property", "self.factor", methods="x = None\n@property\ndef factor(self):\n    return READ"),
+    Wrapper("property", "self.factor",
+            methods="@property\ndef factor(self):\n    x = self.h.weight\n    return READ"),
     Wrapper("static method", "self.factor(self, x)",
             methods="@staticmethod\ndef factor(self, x):\n    return READ"),
     Wrapper("helper", "helper(self, x)", "def helper(self, x):\n    return READ"),
