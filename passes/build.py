@@ -82,13 +82,16 @@ class Builder:
         return node  # type: ignore[no-any-return]
 
     def _symbol(self, name: str) -> fx.Node:
-        """The symbol as a dimension of the first tensor that has it: usually an input, or one whose size
-        depends on data."""
+        """The symbol as the first number that it is (one that data tell), or the dimension of the first
+        tensor that has it: usually an input, or one whose size depends on data."""
         node: fx.Node
         for node in self.graph.graph.nodes:
             if node is self.anchor:
                 break
-            for axis, extent in enumerate(getattr(node.meta.get("val"), "shape", ())):
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt) and str(value.node.expr) == name:
+                return node
+            for axis, extent in enumerate(getattr(value, "shape", ())):
                 if not isinstance(extent, int) and str(extent.node.expr) == name:
                     for user in node.users:
                         if user.target is aten.sym_size.int and user.args[1] == axis and user < self.anchor:
