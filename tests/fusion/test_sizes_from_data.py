@@ -140,3 +140,16 @@ def test_nothing_is_said_of_blind_queries_where_data_decide() -> None:
     compiled = attngraph.compile(hides_the_first_few)
     compiled(torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0)
     assert [entry.warning for entry in compiled.report.attention] == [""]
+
+
+def chosen_heads(x, w):
+    q, k, v = (t[:, w[:2]] for t in heads(x))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def test_heads_may_be_chosen_by_data(compare: Callable[..., Any]) -> None:
+    compiled = attngraph.compile(chosen_heads)
+    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0
+    same = compare(chosen_heads, compiled, args)
+    assert same, same.differences
+    assert compiled.report.attention
