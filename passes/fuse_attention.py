@@ -36,8 +36,9 @@ from attngraph.ir.language.score import ProgramError
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import to_sympy
-from attngraph.meaning.attention.claim import Attention
+from attngraph.meaning.attention.claim import NO_VIEW, Attention
 from attngraph.meaning.attention.equal_claims import OnceRecogniser
+from attngraph.meaning.attention.layout import NoView
 from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE
@@ -190,7 +191,8 @@ class _Fusion:
         """Fuse attentions that are computed in pieces of their keys, the largest sum of pieces first."""
         sums = PartialSums(self.meaning)
         order = list(self.graph.graph.nodes)
-        found = [node for node in order if sums.kind(node) is not None and sums.pieces(node)]
+        tensors = filter(self.meaning.is_tensor, order)
+        found = [node for node in tensors if sums.kind(node) is not None and sums.pieces(node)]
         refusals: dict[frozenset[fx.Node], tuple[fx.Node, Refusal]] = {}
         done: set[frozenset[fx.Node]] = set()
         obstacles, alive = set(self.meaning.obstacles), set(order)
@@ -249,6 +251,8 @@ class _Fusion:
         except Exception as problem:
             for builder in reversed(builders):
                 builder.discard()
+            if isinstance(problem, NoView):
+                return Refusal(NO_VIEW)
             if not isinstance(problem, (NoSize, ProgramError, _DiffersError, _NotBuiltError)):
                 raise
             return Refusal(str(problem))

@@ -153,3 +153,38 @@ def test_heads_may_be_chosen_by_data(compare: Callable[..., Any]) -> None:
     same = compare(chosen_heads, compiled, args)
     assert same, same.differences
     assert compiled.report.attention
+
+
+def two_parts_of_one_tensor(x, w):
+    q, k, v = heads(x[:, w])
+    scores = torch.cat([q @ k.mT, q @ k[:, :, 1:].mT], -1)
+    return scores.softmax(-1) @ torch.cat([v, v[:, :, 1:]], 2)
+
+
+@pytest.mark.parametrize("chosen", ["measured", "all"])
+def test_an_index_that_leads_outside_of_a_tensor_is_no_view(chosen: str, compare: Callable[..., Any]) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return two_parts_of_one_tensor(x, w if chosen == "measured" else slice(None))
+
+    compiled = attngraph.compile(function)
+    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0
+    same = compare(function, compiled, args)
+    assert same, same.differences
+    assert [m.reason for m in compiled.report.missed] == [
+        "its queries, keys or values are no view of a tensor of the model"
+    ]
+
+
+def parts_of_an_unfinished_sum(x, w):
+    weights = torch.cat([x[:, :1] @ x.mT] * 2, -1).exp()
+    return (weights @ torch.cat([x] * 2, 1) / weights.sum(-1, True)).split(1, -2)[0]
+
+
+def test_several_results_of_one_operation_are_no_sum(
+    compare: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = attngraph.compile(parts_of_an_unfinished_sum)
+    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.ones(5) > 0
+    same = compare(parts_of_an_unfinished_sum, compiled, args)
+    assert same, same.differences
+    assert not [record for record in caplog.records if record.name.startswith("attngraph")]
