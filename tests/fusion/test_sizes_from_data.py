@@ -97,6 +97,18 @@ def test_attention_over_what_data_choose_is_fused(
     assert not compiled.report.missed
 
 
+def weights_alone(x, w):
+    return (x[:, w] @ x[:, w].mT).softmax(-1)
+
+
+def test_a_softmax_over_so_many_keys_as_data_say_is_reported(compare: Callable[..., Any]) -> None:
+    compiled = attngraph.compile(weights_alone)
+    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0
+    same = compare(weights_alone, compiled, args)
+    assert same, same.differences
+    assert [m.reason.split(",")[0] for m in compiled.report.missed]
+
+
 def returns_weights(x, w):
     q, k, v = heads(x[:, w])
     p = (q @ k.mT).softmax(-1)
