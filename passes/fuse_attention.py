@@ -191,8 +191,8 @@ class _Fusion:
         """Fuse attentions that are computed in pieces of their keys, the largest sum of pieces first."""
         sums = PartialSums(self.meaning)
         order = list(self.graph.graph.nodes)
-        tensors = filter(self.meaning.is_tensor, order)
-        found = [node for node in tensors if sums.kind(node) is not None and sums.pieces(node)]
+        known = [node for node in order if sums.kind(node) is not None]
+        found = [node for node in known if self.meaning.is_tensor(node) and sums.pieces(node)]
         refusals: dict[frozenset[fx.Node], tuple[fx.Node, Refusal]] = {}
         done: set[frozenset[fx.Node]] = set()
         obstacles, alive = set(self.meaning.obstacles), set(order)
