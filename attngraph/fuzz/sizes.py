@@ -52,7 +52,7 @@ ATTENDED = _of("""
     ;; torch.cat([(a @ k.mT).softmax(-1) @ v for a in q.split(4, -2)], -2)
     ;; torch.cat([(a @ k.mT).softmax(-1) @ v for a in q.chunk(3, -2)], -2) ;; online(q, k, v, 4)
     ;; online(q, k, v, 3) ;; written(q, k).softmax(-1) @ v ;; written(q, k, 2).softmax(-1) @ v ;; two(q, k, v)
-    ;; (q @ k.mT).softmax(-2).mT @ q ;; (q @ k.mT).exp() / (q @ k.mT).exp().sum(-1, True) @ v
+    ;; (q @ k.mT).softmax(-2).mT @ q ;; (q @ k.mT / 64).exp() / (q @ k.mT / 64).exp().sum(-1, True) @ v
     ;; (q @ k.mT).masked_fill(mask(q, k), -torch.inf).softmax(-1) @ v
     ;; (q @ k.mT + bias(q, k)).softmax(-1) @ v ;; torch.einsum('...qd,...kd->...qk', q, k).softmax(-1) @ v
     ;; (q @ k.mT).softmax(-1)[..., :3] @ v[..., :3, :]
