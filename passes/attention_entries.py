@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.program_graph import ProgramGraph, measured_sizes
 from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import ScoreProgram
@@ -26,7 +26,7 @@ def describe_claim(
     hints = graph.hints
     source, (caller, code) = source_of(claim.node), caller_of(claim.node)
     heads, call = _number(claim.heads, hints), _call(whole, hints)
-    warning = _warning(claim.program, heads, call)
+    warning = _warning(claim.program, heads, call, whole)
     # The names that the text gives to sizes: in order of the inputs' dimensions.
     names = {symbol: f"s{number}" for number, symbol in enumerate(hints)}
     shown = " and ".join(
@@ -66,11 +66,13 @@ def describe(node: fx.Node, graph: ProgramGraph) -> AttentionEntry:
         name=module_of(node), program=str(found.program), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         value_dim=value_dim, mask=in_words(found.program, found.reads, graph), source=source_of(node),
         kernel=KernelEntry(), error=0.0, numerics="exact", call=call,
-        warning=_warning(found.program, heads, call), caller=caller, code=code,
+        warning=_warning(found.program, heads, call, node), caller=caller, code=code,
     )  # fmt: skip
 
 
-def _warning(program: ScoreProgram, heads: int, call: TracedCall) -> str:
+def _warning(program: ScoreProgram, heads: int, call: TracedCall, whole: fx.Node) -> str:
+    if any(map(measured_sizes, whole.all_input_nodes)):
+        return ""  # which queries there are, and see keys, is known when data are
     return warn_of_blind_rows(program, (call.batch, heads, call.queries, call.keys), call.numbers)
 
 

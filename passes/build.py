@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.infer import infer_once
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.program_graph import ProgramGraph, makes_a_size
 from attngraph.ir.graph.source import ORIGIN
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import is_example
 from attngraph.meaning.attention.claim import Operand, View
-from attngraph.meaning.attention.layout import ViewOp
+from attngraph.meaning.attention.layout import NoView, ViewOp
 
 aten = torch.ops.aten
 
@@ -42,11 +42,12 @@ class Builder:
         self._sizes: dict[Expr, Any] = {}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        value = infer_once(target, args, kwargs, self.graph.fake_mode())
         with self.graph.graph.inserting_before(self.anchor):
             node: fx.Node = self.graph.graph.call_function(target, args, kwargs)
         node.meta = {key: self.anchor.meta[key] for key in ORIGIN if key in self.anchor.meta}
+        node.meta["val"] = value
         self.made.append(node)
-        node.meta["val"] = infer_once(target, args, kwargs, self.graph.fake_mode())
         return node
 
     def attention(self, view: AttentionOp) -> fx.Node:
@@ -82,13 +83,16 @@ class Builder:
         return node  # type: ignore[no-any-return]
 
     def _symbol(self, name: str) -> fx.Node:
-        """The symbol as a dimension of the first tensor that has it: usually an input, or one whose size
-        depends on data."""
+        """The symbol as the first number that it is (one that data tell), or the dimension of the first
+        tensor that has it: usually an input, or one whose size depends on data."""
         node: fx.Node
         for node in self.graph.graph.nodes:
             if node is self.anchor:
                 break
-            for axis, extent in enumerate(getattr(node.meta.get("val"), "shape", ())):
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt) and str(value.node.expr) == name:
+                return node
+            for axis, extent in enumerate(getattr(value, "shape", ())):
                 if not isinstance(extent, int) and str(extent.node.expr) == name:
                     for user in node.users:
                         if user.target is aten.sym_size.int and user.args[1] == axis and user < self.anchor:
@@ -97,7 +101,11 @@ class Builder:
         raise NoSize(f"size {name} is no dimension of a tensor that is there before")
 
     def view(self, node: fx.Node, steps: tuple[ViewOp, ...]) -> fx.Node:
-        """`node` with the view steps applied."""
+        """`node` with the view steps applied.
+
+        Raises:
+            NoView: they lead outside of the tensor.
+        """
         for step in steps:
             sizes = [self.size(s) for s in step.sizes]
             dim = step.dims[0] if step.dims else 0
@@ -105,7 +113,7 @@ class Builder:
                 case "unflatten":
                     node = self.call(aten.unflatten.int, node, dim, sizes)
                 case "narrow":
-                    node = self.call(aten.narrow.default, node, dim, sizes[0], sizes[1])
+                    node = self._narrowed(node, dim, sizes[0], sizes[1])
                 case "select":
                     node = self.call(aten.select.int, node, dim, sizes[0])
                 case "permute":
@@ -119,6 +127,22 @@ class Builder:
                 case "reshape":
                     node = self.call(aten.reshape.default, node, sizes)
         return node
+
+    def _narrowed(self, node: fx.Node, dim: int, start: Any, length: Any) -> fx.Node:
+        """A part of a dimension.
+
+        Raises:
+            NoView: it ends outside of the tensor. An index that some of the elements have (one side of a
+                condition, one tensor of several) says where those are, and not where all are.
+        """
+        try:
+            part = self.call(aten.narrow.default, node, dim, start, length)
+        except RuntimeError as problem:
+            raise NoView from problem
+        if makes_a_size(part):  # torch cannot tell how long it is then
+            self.graph.graph.erase_node(self.made.pop())
+            raise NoView
+        return part
 
     def operand(self, operand: Operand, dtype: torch.dtype | None = None) -> fx.Node:
         """An operand of an attention, as `[B, H, S, D]`."""

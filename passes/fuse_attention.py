@@ -36,14 +36,14 @@ from attngraph.ir.language.score import ProgramError
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import to_sympy
-from attngraph.meaning.attention.claim import Attention
+from attngraph.meaning.attention.claim import NO_VIEW, Attention
 from attngraph.meaning.attention.equal_claims import OnceRecogniser
+from attngraph.meaning.attention.layout import NoView
 from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE
 from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.routing import describe_edges, find_choice, is_of_one_key
-from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category
@@ -60,7 +60,7 @@ from attngraph.passes.shared_scores import (
     used_elsewhere,
 )
 from attngraph.pipeline import Outcome
-from attngraph.report.entries import Missed
+from attngraph.report.entries import AttentionEntry, Missed
 
 log = logging.getLogger(__name__)
 TOO_DEEP = (
@@ -191,7 +191,8 @@ class _Fusion:
         """Fuse attentions that are computed in pieces of their keys, the largest sum of pieces first."""
         sums = PartialSums(self.meaning)
         order = list(self.graph.graph.nodes)
-        found = [node for node in order if sums.kind(node) is not None and sums.pieces(node)]
+        known = [node for node in order if sums.kind(node) is not None]
+        found = [node for node in known if self.meaning.is_tensor(node) and sums.pieces(node)]
         refusals: dict[frozenset[fx.Node], tuple[fx.Node, Refusal]] = {}
         done: set[frozenset[fx.Node]] = set()
         obstacles, alive = set(self.meaning.obstacles), set(order)
@@ -250,6 +251,8 @@ class _Fusion:
         except Exception as problem:
             for builder in reversed(builders):
                 builder.discard()
+            if isinstance(problem, NoView):
+                return Refusal(NO_VIEW)
             if not isinstance(problem, (NoSize, ProgramError, _DiffersError, _NotBuiltError)):
                 raise
             return Refusal(str(problem))
@@ -259,7 +262,8 @@ class _Fusion:
         """Build the attentions of these nodes, check all, and only then replace the nodes."""
         seeds: dict[Seed, fx.Node] = {}  # attentions under one dropout use the same random numbers
         replaced: dict[fx.Node, fx.Node] = {}
-        entries: list[tuple[fx.Node, Attention, Verdict, str]] = []
+        entries: list[tuple[fx.Node, AttentionEntry]] = []
+        notes: list[str] = []
         groups = join_values(together)
         for group in groups:
             builders.append(Builder(self.graph, max(each.node for each in group)))
@@ -271,7 +275,10 @@ class _Fusion:
                     raise _DiffersError(f"a fused node would not compute the same: {verdict.problem}")
             wholes = [n for n in builders[-1].made if nodes.view(n) is not None]
             again = computed_again(group, groups)
-            entries += [(whole, claim, verdict, again) for whole, claim in zip(wholes, claims, strict=True)]
+            for whole, claim in zip(wholes, claims, strict=True):
+                entry, said = describe_claim(claim, verdict, whole, self.graph)
+                entries.append((whole, dataclasses.replace(entry, again=again)))
+                notes += said
             replaced |= results
         read = frozenset(n for each in together for n in each.bases | each.reads)
         for each in together:  # scores of one may be a bias of another
@@ -284,11 +291,10 @@ class _Fusion:
                 self.beside[old] = new
             else:
                 self.graph.graph.erase_node(old)
-        for whole, claim, verdict, again in entries:
-            self.fused += 1
-            entry, notes = describe_claim(claim, verdict, whole, self.graph)
-            whole.meta["attention"] = dataclasses.replace(entry, again=again)
-            self.outcome.notes += notes
+        for whole, entry in entries:
+            whole.meta["attention"] = entry
+        self.fused += len(entries)
+        self.outcome.notes += notes
         if len(together) > 1:
             sort(self.graph.graph)  # joined attentions stand where the last of them stood
             self.meaning.forget_elements()

@@ -10,6 +10,7 @@ A result waits only beside one that is computed in the call from the attention's
 would be computed when it is looked at, and nothing saved. Random numbers must be those of the call. A dropout
 that was fused has them by the seed of its attention (`ir/ops/dropout.py`); what any other random operation
 draws is computed in the call, and what draws from the weights themselves computes them there.
+Likewise a size that only data know is measured in the call.
 
 In the model what the attention gives follows from its weights, and gradients flow from it to who holds them.
 The fused value does not, so where gradients may flow it is tied to the results that it would follow from
@@ -35,9 +36,9 @@ from attngraph.ir.graph.program_graph import (
     Rate,
     as_module,
     computed_from,
-    is_measured,
     is_random,
     is_size,
+    makes_a_size,
     memory_of,
     part_of,
     replace_in_other_users,
@@ -63,7 +64,7 @@ def can_wait(
     """Whether a node that is computed from weights in this way is a result that waits, if results of these
     kinds may, once these dropouts are part of an attention."""
     found = {output.kind for result, output in results_of(graph) if result is node}
-    return found <= set(kinds) and all(n in dropouts or not is_random(n.target, n.args) for n in way)
+    return found <= set(kinds) and all(n in dropouts or not _draws_or_measures(n) for n in way)
 
 
 def results_of(graph: ProgramGraph) -> list[tuple[fx.Node, Output]]:
@@ -141,7 +142,7 @@ def _waiting(
         later = computed_from(results[n] for n in waiting) - needed
         needed |= computed_from(node for node in later if not _runs_later(node, seeds))
         own = {n: computed_from([results[n]]) - needed for n in waiting}
-        now = {n for n in waiting if own[n].isdisjoint(weights.keys()) or _measures(own[n])}
+        now = {n for n in waiting if own[n].isdisjoint(weights.keys())}
         if not now:
             return waiting, needed
         waiting -= now
@@ -161,15 +162,20 @@ def _together(
     return [next(number for number, members in enumerate(looks) if node in members) for node in results]
 
 
-def _measures(own: Collection[fx.Node]) -> bool:
-    """Whether sizes among these nodes or their operands follow from the contents of tensors."""
-    return any(is_measured(each) for node in own for each in (node, *node.all_input_nodes))
+def _draws_or_measures(node: fx.Node) -> bool:
+    """Whether a node belongs to the call: what it draws, or measures in data, is that of the call."""
+    return is_random(node.target, node.args) or makes_a_size(node) or any(map(_is_told, node.all_input_nodes))
+
+
+def _is_told(size: fx.Node) -> bool:
+    """Whether a size that data tell as a number, and not as a dimension of a tensor, is part of this size."""
+    return is_size(size) and (makes_a_size(size) or any(map(_is_told, size.all_input_nodes)))
 
 
 def _runs_later(node: fx.Node, seeds: Seeds) -> bool:
     if node.target is aten.native_dropout.default:
         return node in seeds and all(u.target is operator.getitem and u.args[1] == 0 for u in node.users)
-    return node in seeds or node.op != "call_function" or not is_random(node.target, node.args)
+    return node in seeds or node.op != "call_function" or not _draws_or_measures(node)
 
 
 class _Stage:

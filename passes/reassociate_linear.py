@@ -17,7 +17,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, is_empty
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, is_empty, is_size
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -25,7 +25,8 @@ from attngraph.ir.language.score import INDICES, Keep, Score, Weight
 from attngraph.ir.ops.linear_attention import linear_attention
 from attngraph.meaning.algebra.sizes import evaluate_size
 from attngraph.meaning.attention import linear
-from attngraph.meaning.attention.claim import Attention
+from attngraph.meaning.attention.claim import NO_VIEW, Attention
+from attngraph.meaning.attention.layout import NoView
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import Recogniser
 from attngraph.meaning.attention.refusal import Refusal
@@ -58,9 +59,9 @@ class _Reassociation:
         arguments = zip(graph.placeholders(), graph.inputs, strict=True)
         self.weights = {node for node, given in arguments if given.kind != "argument"}
         for node in graph.graph.nodes:
-            inputs = filter(self.meaning.is_tensor, node.all_input_nodes)
+            inputs = (n for n in node.all_input_nodes if not is_size(n))
             made = node.op == "call_function" and node.target is not aten.ones.default
-            if made and self.meaning.is_tensor(node) and self.weights.issuperset(inputs):
+            if made and not is_size(node) and self.weights.issuperset(inputs):
                 self.weights.add(node)
 
     def run(self) -> Outcome:
@@ -148,11 +149,11 @@ class _Reassociation:
         try:
             q, k, v = (builder.operand(o) for o in (claim.q, claim.k, claim.v))
             sizes = [builder.size(s) for s in claim.sizes]
-        except NoSize as problem:
+            new = builder.call(linear_attention, q, k, v, list(claim.reads), sizes, str(claim.program))
+            new = builder.view(new, claim.output)
+        except (NoSize, NoView) as problem:
             builder.discard()
-            return str(problem)
-        new = builder.call(linear_attention, q, k, v, list(claim.reads), sizes, str(claim.program))
-        new = builder.view(new, claim.output)
+            return str(problem) or NO_VIEW
         sources = (*claim.q.bases, *claim.k.bases, *claim.v.bases, *claim.reads)
         leaves = [s for s in sources if isinstance(s, fx.Node) and s.target is not aten.ones.default]
         # A normaliser may have been rewritten already: compare as functions of common inputs.

@@ -138,7 +138,7 @@ def _cost_of(graph: ProgramGraph, node: fx.Node, what: str) -> str:
     """What keeping a value costs, and what to do instead."""
     value = node.meta["val"]
     size = int(evaluate_size(size_expression(value.numel()), graph.hints)) * value.dtype.itemsize
-    found = f": they take {binary(size)} in this call"
+    found = f": they take {binary(size)} in the call that was compiled"
     instead = " (leave them out of the results, and compiled.weights computes them on demand)"
     return found + instead if what == "weights" else found
 

@@ -86,6 +86,13 @@ def test_where_no_decoder_serves_the_model_generates_and_the_reason_is_told_once
     ]
 
 
+def test_prompts_that_are_embeddings_are_the_models_own(both: tuple[Any, Any]) -> None:
+    model, compiled = both
+    embeddings = torch.randn(2, 5, model.get_input_embeddings().embedding_dim)
+    options = {"inputs_embeds": embeddings, "max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(compiled.generate(**options), model.generate(**options))
+
+
 def test_an_encoder_decoder_generates_itself_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     config = transformers.T5Config(
         d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=60, **TOKENS

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from attngraph.capture.replaced import replaced
@@ -53,7 +54,8 @@ def hints(arguments: Sequence[fx.Node], computed: Iterable[fx.Node] = ()) -> dic
     largest = max((int(s) for n in arguments for s in n.meta["val"].shape if isinstance(s, int)), default=1)
     largest = max([largest, *found.values()])
     for node in computed:
-        for extent in getattr(node.meta.get("val"), "shape", ()):
+        value = node.meta.get("val")
+        for extent in (value,) if isinstance(value, torch.SymInt) else getattr(value, "shape", ()):
             if not isinstance(extent, int):
                 for symbol in extent.node.expr.free_symbols:
                     found.setdefault(str(symbol), largest)
@@ -430,9 +432,10 @@ def _wants_gradient(buffer: Tensor) -> bool:
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions of a dense tensor from the slowest in memory to the fastest; () if it is not dense."""
-    hints = [s if isinstance(s, int) else s.node.hint for s in tensor.stride()]
-    if any(h is None for h in hints):
+    """The dimensions of a dense tensor from the slowest in memory to the fastest; () if it is not dense, or
+    if its sizes follow from data, where nobody can tell."""
+    if free_unbacked_symbols(tensor):
         return ()
+    hints = [s if isinstance(s, int) else s.node.hint for s in tensor.stride()]
     order = tuple(sorted(range(tensor.ndim), key=lambda d: (-hints[d], d)))
     return order if tensor.permute(order).is_contiguous() else ()

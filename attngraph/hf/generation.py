@@ -99,7 +99,9 @@ class Generation:
             ValueError: the call asks for something that a decoder does not have. NoDecoderError: there is
                 none.
         """
-        asked = [name for name in NOT_BY_A_DECODER if options.get(name)]
+        asked = [
+            name for name in NOT_BY_A_DECODER if not any(options.get(name) is no for no in (None, False))
+        ]
         asked += [name for name in CACHE_NAMES if not isinstance(options.get(name), State | None)]
         if asked:
             raise ValueError(f"a derived decoder has no {asked[0]}")

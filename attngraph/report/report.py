@@ -78,7 +78,7 @@ class CompileReport(Entries):
     def __str__(self) -> str:
         lines = [f"attngraph: {self.counted()}, compiled in {self.seconds:.2f} s"]
         if self.taken_from:
-            lines.append(f"  taken from {self.taken_from}; times are those of when it was compiled")
+            lines.append(f"  taken from {self.taken_from}; times and bytes are of the call that was compiled")
         if self.graphs == 0:
             lines = ["attngraph: nothing traced yet; call the compiled model once"]
         for entries in folded(self.attention):

@@ -144,6 +144,11 @@ class Decoder(ModelWrapper):
             raise CacheError(f"tokens for {len(packed.counts)} row(s), but the state has {state.rows}.")
         if packed.ids.shape[1] == 0:
             return step.nothing(state, packed.shape)
+        if not step.takes(packed.ids):
+            raise CacheError(
+                f"these tokens are {packed.ids.dtype}{list(packed.ids.shape[2:])}, and those of the prompt "
+                "were not: embeddings go on with embeddings, and ids with ids. Nothing was written."
+            )
         with state.changing():
             logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
             return unpacked(logits, packed)
@@ -200,6 +205,10 @@ class Decoder(ModelWrapper):
         options = read_options(packed.shape[1], given, inputs, self._signature.parameters)
         if min(packed.counts, default=1) == 0:
             raise ValueError("a prompt has no tokens; give each at least one to begin with.")
+        if packed.ids.is_floating_point():
+            raise ValueError(
+                "generate chooses ids of new tokens, and the prompts are embeddings; call prefill and decode."
+            )
         prompts = as_given(ids, packed, options.pad)
         step = self._derived.of_call(packed, inputs)
         unknown = step.arguments - {step.name, MASK}

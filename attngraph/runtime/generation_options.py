@@ -143,13 +143,14 @@ def prompts_of(model: object, name: str, inputs: dict[str, Any]) -> Any:
 
 def tokens_of(signature: inspect.Signature, asked: str | None, inputs: dict[str, Any]) -> Any:
     """The prompts of `prefill`, removed from the arguments: by the name that `CacheConfig(tokens=...)` gives,
-    or transformers' name, or else the only argument.
+    or transformers' name, or else the only argument, if it is the model's first.
 
     Raises:
         TypeError: it cannot be told which they are; says how to write the call.
     """
     known = asked or (DECODER_IDS if DECODER_IDS in signature.parameters else None)
-    name = known or (next(iter(inputs)) if len(inputs) == 1 else "")
+    first = next((n for n in signature.parameters if n not in ("args", "kwargs")), "")
+    name = known or (first if list(inputs) == [first] else "")
     if name in inputs:
         return inputs.pop(name)
     example = name or next(reversed(inputs), "input_ids")

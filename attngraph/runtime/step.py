@@ -77,6 +77,16 @@ class Step:
         """The model's arguments that are needed once for a prompt."""
         return frozenset(() if self._prompt is None else self._prompt.arguments)
 
+    def takes(self, ids: Tensor) -> bool:
+        """Whether the graph takes tokens of this kind: numbers, or embeddings of that width."""
+        given = zip(self.graph.placeholders(), self.graph.inputs, strict=True)
+        values = (
+            n.meta["val"] for n, i in given if i.kind == "argument" and self.names[int(i.name)] == self.name
+        )
+        return all(
+            v.is_floating_point() == ids.is_floating_point() and v.shape[2:] == ids.shape[2:] for v in values
+        )
+
     def traced_few(self) -> bool:
         """Whether the graph was traced for a few numbers of tokens, which say nothing of smaller or larger
         ones, as for a loop over blocks. (One that holds up to some number is used up to that number.)"""

@@ -162,9 +162,9 @@ class _Insertion:
         for node, new in self.made.items():
             node.replace_all_uses_with(new)
         self.kept.move(self.made)
-        kept = list(self.kept.stores)
         for node in attentions:
             self._look_at_pages(node)
+        kept = list(self.kept.stores)
         self.fixed.take()
         pick_results(self.graph, self.tokens, self.ids, kept, self.inputs.rows("picked"))
         output = self.graph.graph.output_node()
@@ -331,6 +331,7 @@ class _Insertion:
         made.meta.update((key, node.meta[key]) for key in ("attention", "key_heads") if key in node.meta)
         for user in [n for n in node.users if n.target is operator.getitem] or [node]:
             user.replace_all_uses_with(made)
+            self.kept.move({user: made})  # another attention may look at its results
             if user is not node:
                 assert user.args[1] == 0
                 self.graph.graph.erase_node(user)

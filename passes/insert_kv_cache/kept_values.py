@@ -63,6 +63,20 @@ class KeptValues:
             self.stores[value] = Store(
                 name, tuple(shape), row, token, value.meta["val"].dtype, window, label, len(users)
             )
+        together = [self._path(o, kept) for o in operands]
+        together += [[n for o in self._operands(r) for n in self._path(o, kept)] for r in readers
+                     if self.tokens[r].scan is None]  # fmt: skip
+        self._keep_equally_long(together)
+
+    def _keep_equally_long(self, together: Sequence[Sequence[fx.Node]]) -> None:
+        """Of values that are read together, keep all tokens where they have several windows."""
+        changed = True
+        while changed:
+            changed = False
+            for values in together:
+                if len({self.stores[n].window for n in values}) > 1:
+                    changed = True
+                    self.stores |= {n: dataclasses.replace(self.stores[n], window=None) for n in values}
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         """Operands to cache: keys, values, and the tensors that scores read at key positions; what is read of
@@ -101,17 +115,11 @@ class KeptValues:
 
     def pages_of(self, builder: Builder, operand: fx.Node) -> tuple[fx.Node, Store]:
         """An operand as a view of pages, and the store that has them."""
-        store = self.of([operand])[0]  # before its pages are looked at
-        return self.view(builder, operand), store
+        return self.view(builder, operand), self.of([operand])[0]
 
     def of(self, operands: Sequence[fx.Node]) -> list[Store]:
-        """The stores that have these operands of one node, with the same window: where they have several,
-        all their tokens are kept from now on, so that they are equally long."""
-        kept = [n for o in operands for n in self._path(o, self.stores)]
-        if len({self.stores[n].window for n in kept}) > 1:
-            for n in kept:
-                self.stores[n] = dataclasses.replace(self.stores[n], window=None)
-        return [self.stores[n] for n in kept]
+        """The stores that have these operands of one node."""
+        return [self.stores[n] for o in operands for n in self._path(o, self.stores)]
 
     def is_kept_as(self, operand: fx.Node) -> fx.Node:
         """The first of the cached values that an operand is a view of; it may be the operand itself."""

@@ -47,7 +47,8 @@ def rerun(
         for size in (n for n in step.all_input_nodes if is_size(n) and n not in done):
             formula = size_expression(size.meta["val"])
             done[size] = built(builder, meaning.renamed(formula), sizes)
-            if formula in extents:  # torch does not see it in every formula of an unknown number
+            if formula in extents and isinstance(done[size], fx.Node):
+                # Torch does not see it in every formula of an unknown number.
                 torch._check(done[size].meta["val"] >= 0)
         args, kwargs = fx.map_arg((step.args, step.kwargs), lambda n: done.get(n, n))
         numbered = space.is_of_one_length

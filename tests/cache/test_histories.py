@@ -233,6 +233,32 @@ def test_a_model_that_does_something_else_with_short_sequences_goes_on_with_long
             decoder.decode(ids[:, 4:5], short)
 
 
+class InChunks(nn.Module):
+    """Attention inside of chunks of a sequence that is padded up to a multiple of their length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv, self.out = nn.Embedding(24, 8), nn.Linear(8, 24), nn.Linear(8, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        tokens = ids.shape[1]
+        padded = nn.functional.pad(self.qkv(self.embed(ids)), (0, 0, 0, -tokens % 4))
+        q, k, v = padded.unflatten(1, (-1, 4)).chunk(3, -1)
+        keep = torch.ones(4, 4, dtype=torch.bool).tril()
+        out = (q @ k.mT).masked_fill(~keep, -math.inf).softmax(-1) @ v
+        return self.out(out.flatten(1, 2)[:, :tokens])
+
+
+def test_attention_in_chunks_is_computed_anew_though_nobody_knows_how_many_there_will_be() -> None:
+    model, ids = InChunks().eval(), torch.randint(0, 24, (2, 11))
+    decoder: Any = attngraph.compile(model, cache=attngraph.CacheConfig(proof=False))
+    with torch.no_grad():
+        found, state = decoder.prefill(ids[:, :9])
+        found = torch.cat([found, *(decoder.decode(ids[:, n : n + 1], state) for n in (9, 10))], 1)
+        assert torch.allclose(found, model(ids), atol=1e-5)
+
+
 @pytest.mark.parametrize("count", [3, 200])
 def test_a_choice_that_depends_on_later_tokens_is_refused(count: int) -> None:
     """Also where more keys are chosen than a short sequence has: there, all of them are."""

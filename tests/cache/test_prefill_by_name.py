@@ -56,3 +56,36 @@ def test_where_it_cannot_be_told_the_error_says_how_to_write_it() -> None:
         decoder.prefill(source=SOURCE, target=TARGET)
     with pytest.raises(TypeError, match="Give them first"):
         decoder.prefill()
+
+
+class Either(nn.Module):
+    """Takes ids, or what they are embedded as."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.project = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor | None = None, embedded: Tensor | None = None) -> Tensor:
+        y = self.project(self.embed(ids) if embedded is None else embedded)
+        seen = torch.ones(y.shape[1], y.shape[1], dtype=torch.bool).tril()
+        return y + (y @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ y
+
+
+def test_another_argument_is_not_taken_for_the_tokens_because_it_is_alone() -> None:
+    decoder = attngraph.compile(Either().eval(), cache=True)
+    with pytest.raises(TypeError, match=r"CacheConfig\(tokens='embedded'\)"):
+        decoder.prefill(embedded=torch.randn(1, 5, 8))
+
+
+@pytest.mark.parametrize("name", ["ids", "embedded"])
+def test_tokens_of_another_kind_than_the_prompts_are_refused(name: str) -> None:
+    decoder = attngraph.compile(Either().eval(), cache=attngraph.CacheConfig(tokens=name, proof=False))
+    given, others = torch.arange(5)[None], torch.randn(1, 5, 8)
+    if name == "embedded":
+        given, others = others, given
+        with pytest.raises(ValueError, match="the prompts are embeddings; call prefill and decode"):
+            decoder.generate(given, 2)
+    _, state = decoder.prefill(given)
+    with pytest.raises(attngraph.CacheError, match="embeddings go on with embeddings"):
+        decoder.decode(others, state)
+    assert decoder.decode(given, state).shape == (1, 5, 8)

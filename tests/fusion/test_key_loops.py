@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,3 +161,34 @@ def test_maxima_of_each_level_are_told(added: float, reason: str) -> None:
     report = attngraph.explain(lambda q, k, v: levels(q, k, v, added, maxima=True), q, k, v)
     assert not report.attention
     assert [missed.reason.startswith(reason) for missed in report.missed] == [True]
+
+
+def maximum(x: Tensor) -> Tensor:
+    return x.amax(-1, keepdim=True)
+
+
+def exponentials(x: Tensor) -> Tensor:
+    return (x - maximum(x)).exp()
+
+
+def joined_by_functions(q, k, v, parts):
+    """The softmax of two blocks as Dao et al. 2022 (arXiv 2205.14135, section 3.1) write it: m(x), f(x) and
+    l(x) of each block, each computed where it is needed."""
+    n = k.shape[-2] // 2
+    blocks = q @ k[..., :n, :].mT, q @ k[..., n:, :].mT
+    top = torch.maximum(*map(maximum, blocks))
+    scales = [(maximum(x) - top).exp() for x in blocks]
+    total = sum(c * exponentials(x).sum(-1, keepdim=True) for c, x in zip(scales, blocks, strict=True))
+    weights = [c * exponentials(x) for c, x in zip(scales, blocks, strict=True)]
+    if parts:
+        return (weights[0] @ v[..., :n, :] + weights[1] @ v[..., n:, :]) / total
+    return torch.cat(weights, -1) / total @ v
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_a_maximum_that_is_computed_wherever_it_is_needed_is_one(parts: bool, compare: Any) -> None:
+    compiled = attngraph.compile(joined_by_functions)
+    args = (*torch.randn(3, 2, 12, 8, dtype=torch.float64).unbind(), parts)
+    same = compare(joined_by_functions, compiled, args)
+    assert same, same.differences
+    assert [entry.program for entry in compiled.report.attention] == ["s = dot"]

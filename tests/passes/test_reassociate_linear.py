@@ -218,3 +218,28 @@ def test_layers_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not looked_into and not notes(compiled)
     attngraph.compile(plain, min_scores=0)(*qkv(7))
     assert looked_into
+
+
+class Projected(nn.Module):
+    """Queries, keys and values from layers, by each of two spellings of projections."""
+
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.packed = packed
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1) if self.packed else [layer(x) for layer in self.layers]
+        return (q @ k.mT).tril() @ v
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("rows", [(), (2,), (2, 3)])
+def test_values_that_are_a_layers_own_product_are_no_scores(packed: bool, rows: tuple[int, ...]) -> None:
+    model = Projected(packed).double()
+    compiled = attngraph.compile(model, min_scores=0)
+    for tokens in (9, 40):
+        x = torch.randn(*rows, tokens, 8, dtype=torch.float64)
+        assert torch.allclose(compiled(x), model(x), atol=1e-10)
+    assert [note.split(": ")[1] for note in notes(compiled)] == ["causal, keys and values are summed first"]

@@ -33,12 +33,21 @@ def part_of_the_batch(x: Tensor, z: Tensor) -> Tensor:
     return (first @ first.mT).softmax(-1) @ first
 
 
+def part_of_the_tokens(x: Tensor, z: Tensor) -> Tensor:
+    """Its graph's conditions divide by a number of tokens."""
+    first = x.chunk(2, 1)[0]
+    return torch.nn.functional.scaled_dot_product_attention(first, first, first, is_causal=True)
+
+
 def with_a_past(x: Tensor, z: Tensor) -> Tensor:
     k = torch.cat([z, x], 1)
     return (x @ k.mT).softmax(-1) @ k
 
 
-MODELS = heads, by_heads_of_the_batch, weighted_without_a_softmax, part_of_the_batch, with_a_past
+MODELS = (
+    heads, by_heads_of_the_batch, weighted_without_a_softmax, part_of_the_batch, part_of_the_tokens,
+    with_a_past,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda f: f.__name__)

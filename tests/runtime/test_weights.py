@@ -324,4 +324,4 @@ def test_a_result_that_is_computed_from_weights_and_values_does_not_wait() -> No
     assert (len(compiled.report.attention), compiled.report.later) == (1, ())
     (missed,) = compiled.report.missed
     assert "used in the model's results" in missed.reason
-    assert f"{2 * 2 * 70 * 70 * 4 / 1024:.1f} KiB in this call" in missed.reason
+    assert f"{2 * 2 * 70 * 70 * 4 / 1024:.1f} KiB in the call that was compiled" in missed.reason

@@ -14,9 +14,15 @@ from torch.utils._sympy.printers import PythonPrinter
 
 
 def holds(condition: Any, sizes: Mapping[str, int]) -> bool:
-    """Whether a sympy relation is true for these sizes; also True if it cannot be evaluated."""
+    """Whether a sympy relation is true for these sizes; also True if sizes are missing. One that divides by
+    a size of zero says nothing about it, so it is not true of it."""
     names, test = test_of(condition)
-    return any(name not in sizes for name in names) or bool(test(*(sizes[name] for name in names)))
+    if any(name not in sizes for name in names):
+        return True
+    try:
+        return bool(test(*(sizes[name] for name in names)))
+    except ZeroDivisionError:
+        return False
 
 
 def are_few(conditions: Sequence[Any], size: str) -> bool:

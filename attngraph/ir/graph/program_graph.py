@@ -278,7 +278,19 @@ def is_empty(node: fx.Node) -> bool:
 def is_measured(node: fx.Node) -> bool:
     """Whether the node is a number that follows from the contents of tensors, such as how many tokens chose
     an expert."""
-    return is_size(node) and bool(free_unbacked_symbols(node.meta["val"]))
+    return is_size(node) and bool(measured_sizes(node))
+
+
+def measured_sizes(node: fx.Node) -> set[Any]:
+    """The sizes that only data know in a node's value: those of its shape, or of the number that it is."""
+    value = node.meta.get("val")
+    return set(free_unbacked_symbols(value)) if is_size(node) or isinstance(value, Tensor) else set()
+
+
+def makes_a_size(node: fx.Node) -> bool:
+    """Whether a size that only data know is known from this node on: of the rows that a mask selects, say."""
+    made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return not measured_sizes(node) <= {s for n in made_by.all_input_nodes for s in measured_sizes(n)}
 
 
 def is_random(target: Any, args: Sequence[Any]) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import format_expr
@@ -88,7 +89,8 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 def check_operands(
     q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Tensor], sizes: Sequence[Any], program: ScoreProgram
 ) -> None:
-    """Raise ValueError unless the operands are compatible and everything that the program reads is given."""
+    """Raise ValueError unless the operands are compatible and everything that the program reads is given.
+    In a trace, sizes that only data know are taken to be."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
             raise ValueError(
@@ -104,13 +106,13 @@ def check_operands(
         raise ValueError(f"attention: all tensors must be on one device, found {found}.")
     (rows, heads, queries, width), (k_rows, k_heads, keys, k_width) = q.shape, k.shape
     v_rows, v_heads, values, _ = v.shape
-    if rows != k_rows or k_rows != v_rows:
+    if _known(rows != k_rows) or _known(k_rows != v_rows):
         raise ValueError(f"attention: batch sizes differ: {_shapes(q, k, v)}.")
-    if width != k_width:
+    if _known(width != k_width):
         raise ValueError(f"attention: q and k differ in width: {_shapes(q, k, v)}.")
-    if k_heads != v_heads or keys != values:
+    if _known(k_heads != v_heads) or _known(keys != values):
         raise ValueError(f"attention: k and v differ in heads or tokens: {_shapes(q, k, v)}.")
-    if k_heads == 0 or heads % k_heads != 0:
+    if _known(k_heads == 0) or _known(heads % k_heads != 0):
         raise ValueError(
             f"attention: {heads} query heads cannot share {k_heads} key/value heads; "
             f"the first must be a multiple of the second: {_shapes(q, k, v)}."
@@ -133,7 +135,7 @@ def check_operands(
             wanted = int(index.value) + 1
         else:
             continue
-        if extent < wanted or (index.op == "const" and index.value < 0):
+        if _known(extent < wanted) or (index.op == "const" and index.value < 0):
             raise ValueError(
                 f"attention: {format_expr(node)} needs r{node.value} to have at least {wanted} entries "
                 f"in dimension {axis}, it has shape {tuple(reads[node.value].shape)}."
@@ -142,6 +144,10 @@ def check_operands(
         raise ValueError(
             f"attention: the program names n{program.sizes - 1}, but only {len(sizes)} size(s) are given."
         )
+
+
+def _known(condition: Any) -> bool:
+    return condition if condition.__class__ is bool else guard_or_false(condition)
 
 
 def _kernel(name: str, program: ScoreProgram, q: Tensor, k: Tensor, v: Tensor) -> Kernel:

@@ -95,6 +95,9 @@ class Attention:
         return frozenset(self.reads[n.value] for x in sinks for n in E.walk(x) if n.op == "read")
 
 
+NO_VIEW = "its queries, keys or values are no view of a tensor of the model"
+
+
 def write_claim(
     meaning: Meaning, node: fx.Node, output: tuple[Expr, ...], found: WeightedSum
 ) -> Attention | Refusal:
@@ -105,7 +108,7 @@ def write_claim(
     """
     values = [dots.chain(meaning, part.value) for part in found.parts]
     writer = _Writer(meaning, output, found, values)
-    refused = Refusal("its queries, keys or values are no view of a tensor of the model", writer.divisors())
+    refused = Refusal(NO_VIEW, writer.divisors())
     while True:
         assigned = writer.assign_roles()
         if isinstance(assigned, Refusal):

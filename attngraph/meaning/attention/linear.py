@@ -7,6 +7,7 @@ Without an exponential in between, the sum over keys can be taken first, at a co
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Set
 
 from torch import fx
@@ -75,20 +76,21 @@ def examine(
     moving = [f for f in factors_of(body) if not f.free.isdisjoint(keys)]
     outer = M.mul(*(f for f in factors if f is not sums[0]), *fixed)
     refused: Refusal | None = None
+    # Where values are a product too, either factor may be the scores: rather not one that is a layer.
+    tried: list[tuple[bool, Expr, list[Expr], frozenset[Expr], dots.Dot, dots.Spelled]] = []
     for place, scores in enumerate(moving):
-        # Where values are a product too, either factor may be the scores.
         values = [*moving[:place], *moving[place + 1 :]]
         if not values and ones is not None:
             values = [E.read(ones, keys, "float")]
         of_value = values[0].free if len(values) == 1 else frozenset[Expr]()
         opened = dots.find_dot(meaning, scores, keys, of_value)
-        if opened is None or not values:
-            continue
-        dot, spelled = opened
+        if opened is not None and values:
+            layer = any(side[-1][0].value in weights for side in (opened[0].q, opened[0].k))
+            tried.append((layer, scores, values, of_value, *opened))
+    for layer, scores, values, of_value, dot, spelled in sorted(tried, key=operator.itemgetter(0)):
         score = M.substitute(scores, spelled)
         if not is_product(meaning, scores) or len(values) != 1 or values[0].op != "read":
-            sides = (dot.q[-1][0], dot.k[-1][0])
-            if not any(side.value in weights for side in sides) and dot.q[0][0].free - set(dot.inner):
+            if not layer and dot.q[0][0].free - set(dot.inner):
                 once = is_product(meaning, scores) and scores not in values
                 refused = Refusal(VARYING if once else NOT_LINEAR)
             continue

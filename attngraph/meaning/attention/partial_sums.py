@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import operands_first
+from attngraph.ir.graph.program_graph import is_random, operands_first
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
@@ -71,13 +71,34 @@ class PartialSums:
         self._joined: dict[fx.Node, bool] = {}
         self._known: dict[fx.Node, bool] = {}
         self._values: dict[tuple[fx.Node, tuple[Expr, ...]], Value] = {}
+        self._first: dict[fx.Node, fx.Node] = {}
+        self._calls: dict[str, fx.Node] = {}
 
     def kind(self, node: fx.Node) -> Kind | None:
         """The kind of a node; its operands must have been asked about before, in the graph's order."""
         if node not in self._kinds:
             self._is_known(node)  # asked of all nodes in order, so that a long loop is no deep recursion
+            self._first[node] = self._find_first(node)
             self._kinds[node] = self._find_kind(node) if node.op == "call_function" else None
         return self._kinds[node]
+
+    def _find_first(self, node: fx.Node) -> fx.Node:
+        """The first node that computes the same as this one: code that takes a block's maximum wherever it
+        needs it rescales by the one and subtracts another."""
+        if node.op != "call_function" or is_random(node.target, node.args):
+            return node
+        call = fx.map_arg((node.args, node.kwargs), lambda n: self._first.get(n, n))
+        return self._calls.setdefault(f"{node.target} {call}", node)
+
+    def _told_once(self, formula: Expr) -> Expr:
+        """A formula in which each tensor that is read is the first of those that are computed alike."""
+
+        def first(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            if node.op == "read":
+                return E.read(self._first.get(node.value, node.value), args, node.kind)
+            return M.construct(node, args) if args != node.args else node
+
+        return E.rebuild(formula, first)
 
     def pieces(self, node: fx.Node) -> frozenset[fx.Node]:
         """The nodes at which weights meet values, below a sum weighted by exponentials."""
@@ -229,7 +250,7 @@ class PartialSums:
         key = read.value, read.args
         if key not in self._values:
             try:
-                element = self.meaning.element(*key)
+                element = self._told_once(self.meaning.element(*key))
             except Unliftable as problem:
                 raise NotASum from problem
             self._values[key] = self.value(element)
@@ -275,7 +296,7 @@ class PartialSums:
             inner = self.meaning.read(node.args[0], read.args)
             return M.neg(M.log(M.add(E.ONE, M.exp(M.neg(inner)))))
         try:
-            return self.meaning.element(node, read.args)
+            return self._told_once(self.meaning.element(node, read.args))
         except Unliftable as problem:
             raise NotASum from problem
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.source import source_of
@@ -125,6 +126,6 @@ def is_of_one_key(node: fx.Node) -> bool:
     """Whether a softmax, or that of torch's attention, runs over a dimension of one element."""
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         keys = node.args[1]
-        return isinstance(keys, fx.Node) and keys.meta["val"].shape[-2] == 1
+        return isinstance(keys, fx.Node) and guard_or_false(keys.meta["val"].shape[-2] == 1)
     dim = node.args[1] if len(node.args) > 1 else None
-    return isinstance(dim, int) and node.meta["val"].shape[dim] == 1
+    return isinstance(dim, int) and guard_or_false(node.meta["val"].shape[dim] == 1)

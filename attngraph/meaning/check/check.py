@@ -21,7 +21,7 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.check.comparison import compare, elementwise, largest
 from attngraph.meaning.check.parts import Box, choose_box
-from attngraph.meaning.check.region import bytes_in_float64, region
+from attngraph.meaning.check.region import bytes_in_float64, region, with_makers_of_sizes
 from attngraph.meaning.check.rounding import factors, rounding
 from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes
 
@@ -54,6 +54,7 @@ def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence
     """Whether `new` equals `old` as functions of `leaves`, for random values of these, at two choices of
     sizes. The sizes of the example are tried where the model runs at none of the others."""
     values, example = graph.known_values(), graph.hints
+    leaves = with_makers_of_sizes((old, new), leaves)
     order = region((old, new), leaves)
     sizes = choose_sizes(leaves, graph.admits, example)
     if bytes_in_float64(order, {**example, **dict(*sizes[-1:])}) > budgets.SAMPLE_BYTES:
@@ -127,7 +128,7 @@ def _both_ways(
         both = sample.evaluate(order, given, old, new, box=box)
         pairs = [("value", *both)]
         if gradients:
-            inputs = {n: t for n, t in given.items() if t.requires_grad}
+            inputs = {n: t for n, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
             weight = torch.randn(both[0].shape, generator=sample.generator, dtype=torch.float64)
             grads = [_gradients(result, weight, list(inputs.values())) for result in both]
             pairs += [(f"gradient for {n}", a, b) for n, a, b in zip(inputs, *grads, strict=True)]

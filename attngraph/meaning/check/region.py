@@ -8,16 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import is_size, operands_first
+from attngraph.ir.graph.program_graph import is_size, makes_a_size, measured_sizes, operands_first
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 
 
 def region(targets: Iterable[fx.Node], leaves: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes needed to compute `targets` from `leaves`, operands first, in an order that depends on
-    the computation alone (not on where its nodes stand in the graph). Sizes are not followed."""
+    the computation alone (not on where its nodes stand in the graph). Sizes are not followed, except those
+    that only data know, to the node that makes them, where no leaf has them."""
     stop = set(leaves)
-    return operands_first(targets, lambda n: () if n in stop or is_size(n) else n.all_input_nodes)
+    known = {size for leaf in stop for size in measured_sizes(leaf)}
+
+    def operands(node: fx.Node) -> Sequence[fx.Node]:
+        ends = node in stop or (is_size(node) and measured_sizes(node) <= known)
+        return () if ends else node.all_input_nodes
+
+    return operands_first(targets, operands)
+
+
+def with_makers_of_sizes(targets: Sequence[fx.Node], leaves: Sequence[fx.Node]) -> list[fx.Node]:
+    """The leaves, and what makes sizes of data between them and the targets. What begins with all of these
+    has a number for each such size, as for any other, and holds whatever data make it."""
+    return list(dict.fromkeys([*leaves, *filter(makes_a_size, region(targets, leaves))]))
 
 
 class _Place(int):

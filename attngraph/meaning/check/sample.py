@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import is_measured, is_size
+from attngraph.ir.graph.program_graph import is_size, measured_sizes
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.check.oracle import Oracle
 from attngraph.meaning.check.parts import Box, Parts
@@ -48,8 +48,11 @@ class Sample:
         found._drawn = self._drawn
         return found
 
-    def draw(self, node: fx.Node, gradients: bool = False) -> Tensor:
-        """A tensor for a node that is not computed here, always the same; the known one if there is one."""
+    def draw(self, node: fx.Node, gradients: bool = False) -> Any:
+        """A tensor for a node that is not computed here, always the same; the known one if there is one.
+        A number is the one that the sizes say."""
+        if is_size(node):
+            return evaluate_size(size_expression(node.meta["val"]), self.sizes)
         if node in self.values:
             return self.oracle.widened(self.values[node])  # type: ignore[no-any-return]
         if node not in self._drawn:
@@ -101,8 +104,9 @@ class Sample:
     def known(self, order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
         """What is given, with the sizes and the inputs that it lacks."""
         known = dict(given)
+        chosen = {size for node in given for size in measured_sizes(node)}
         for node in order:
-            if node not in known and is_size(node) and not is_measured(node):
+            if node not in known and is_size(node) and measured_sizes(node) <= chosen:
                 known[node] = evaluate_size(size_expression(node.meta["val"]), self.sizes)
             elif node not in known and node.op == "placeholder":
                 known[node] = self.draw(node)
@@ -122,10 +126,9 @@ def choose_sizes(
     names: dict[str, None] = {}
     for node in nodes:
         value = node.meta.get("val")
-        if isinstance(value, Tensor):
-            for extent in value.shape:
-                if not isinstance(extent, int):
-                    names.update((str(s), None) for s in extent.node.expr.free_symbols)
+        for extent in value.shape if isinstance(value, Tensor) else (value,):
+            if isinstance(extent, torch.SymInt):
+                names.update((str(s), None) for s in extent.node.expr.free_symbols)
     if not names:
         return [{}, {}]
     found: list[dict[str, int]] = []

@@ -1,0 +1,202 @@
+"""Attention over what data choose: rows and tokens picked by a mask, by indices, by a measured number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngraph
+
+WEIGHT = torch.randn(8, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 3
+
+
+def heads(x: Tensor) -> list[Tensor]:
+    return [t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (x @ WEIGHT).chunk(3, -1)]
+
+
+def attend(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    q, k, v = (t.view(x.shape[0], n, 2, 4).transpose(1, 2) for t in (x @ WEIGHT).chunk(3, -1))
+    hidden = torch.arange(n) > torch.arange(n)[:, None]
+    return ((q @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def chosen_rows(x, w):
+    return attend(x[w])
+
+
+def rows_put_back(x, w):
+    rows = w.nonzero().squeeze(-1)
+    return torch.zeros_like(x).index_copy(0, rows, attend(x[rows]))
+
+
+def chosen_tokens_after_another(x, w):
+    return attend(torch.cat([x[:, :1], x[:, w]], 1)[:, 1:])
+
+
+def tokens_without_padding(x, w):
+    real = w[:, None] | w
+    row = torch.arange(x.shape[0])[:, None].expand(real.shape)[real]
+    q, k, v = heads(x[real][None])
+    out = (q @ k.mT).masked_fill(row[:, None] != row, -torch.inf).softmax(-1) @ v
+    return torch.zeros_like(x).masked_scatter(real[..., None], out.transpose(1, 2).flatten(2)[0])
+
+
+def different_tokens(x, w):
+    places = (x.detach()[0, :, 0] * 4).long().unique()
+    return attend(places[None, :, None] * x[:1, :1])
+
+
+def queries_of_other_tokens(x, w):
+    q, k, v = heads(x)
+    return (q[:, :, w] @ k[:, :, ~w].mT).softmax(-1) @ v[:, :, ~w]
+
+
+def experts(x, w):
+    out = torch.zeros_like(x)
+    for chosen in (w, ~w):
+        out[:, chosen] = attend(x[:, chosen])
+    return out
+
+
+def a_measured_number(x, w):
+    n = w.sum().item()
+    torch._check(n > 0)
+    torch._check(n <= x.shape[1])
+    return attend(x.narrow(1, 0, n))
+
+
+def a_measured_bound(x, w):
+    n = w.sum().item()
+    torch._check(n > 0)
+    q, k, v = heads(x)
+    return (q @ k.mT).masked_fill(torch.arange(x.shape[1]) >= n, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    "function",
+    [
+        chosen_rows, rows_put_back, chosen_tokens_after_another, tokens_without_padding, different_tokens,
+        queries_of_other_tokens, experts, a_measured_number, a_measured_bound,
+    ],
+)  # fmt: skip
+def test_attention_over_what_data_choose_is_fused(
+    function: Callable[..., Tensor], compare: Callable[..., Any]
+) -> None:
+    compiled = attngraph.compile(function)
+    x = torch.randn(5, 5, 8, dtype=torch.float64)
+    for chosen in ([1, 0, 1, 1, 0], [0, 1, 0, 0, 0]):
+        same = compare(function, compiled, (x, torch.tensor(chosen) > 0))
+        assert same, same.differences
+    assert compiled.report.attention
+    assert not compiled.report.missed
+
+
+def weights_alone(x, w):
+    return (x[:, w] @ x[:, w].mT).softmax(-1)
+
+
+def test_a_softmax_over_so_many_keys_as_data_say_is_reported(compare: Callable[..., Any]) -> None:
+    compiled = attngraph.compile(weights_alone)
+    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0
+    same = compare(weights_alone, compiled, args)
+    assert same, same.differences
+    assert [m.reason.split(",")[0] for m in compiled.report.missed]
+
+
+def returns_weights(x, w):
+    q, k, v = heads(x[:, w])
+    p = (q @ k.mT).softmax(-1)
+    return p @ v, p
+
+
+def test_weights_of_chosen_tokens_wait_and_their_gradients_are_whole() -> None:
+    compiled = attngraph.compile(returns_weights)
+    x, w = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True), torch.tensor([1, 0, 1, 1, 0]) > 0
+    found = [torch.autograd.grad(out.square().sum(), p) for out, p in (compiled(x, w), returns_weights(x, w))]
+    torch.testing.assert_close(*found)
+    assert [entry.what for entry in compiled.report.later] == ["weights"]
+    assert not compiled.report.missed
+
+
+def weights_of_a_measured_number(x, w):
+    n = w.sum().item()
+    torch._check(n > 0)
+    torch._check(n <= x.shape[1])
+    q, k, v = heads(x)
+    p = (q @ k.mT).softmax(-1)
+    return p @ v, p.narrow(2, 0, n)
+
+
+def test_weights_that_a_measured_number_cuts_are_used_in_the_call(compare: Callable[..., Any]) -> None:
+    compiled = attngraph.compile(weights_of_a_measured_number)
+    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0
+    same = compare(weights_of_a_measured_number, compiled, args)
+    assert same, same.differences
+    assert [m.reason.split(",")[0] for m in compiled.report.missed]
+    assert not compiled.report.attention
+
+
+def hides_the_first_few(x, w):
+    n = w.sum().item()
+    q, k, v = heads(x)
+    return (q @ k.mT).masked_fill(torch.arange(x.shape[1]) < n, -torch.inf).softmax(-1) @ v
+
+
+def test_nothing_is_said_of_blind_queries_where_data_decide() -> None:
+    compiled = attngraph.compile(hides_the_first_few)
+    compiled(torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0)
+    assert [entry.warning for entry in compiled.report.attention] == [""]
+
+
+def chosen_heads(x, w):
+    q, k, v = (t[:, w[:2]] for t in heads(x))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def test_heads_may_be_chosen_by_data(compare: Callable[..., Any]) -> None:
+    compiled = attngraph.compile(chosen_heads)
+    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0
+    same = compare(chosen_heads, compiled, args)
+    assert same, same.differences
+    assert compiled.report.attention
+
+
+def two_parts_of_one_tensor(x, w):
+    q, k, v = heads(x[:, w])
+    scores = torch.cat([q @ k.mT, q @ k[:, :, 1:].mT], -1)
+    return scores.softmax(-1) @ torch.cat([v, v[:, :, 1:]], 2)
+
+
+@pytest.mark.parametrize("chosen", ["measured", "all"])
+def test_an_index_that_leads_outside_of_a_tensor_is_no_view(chosen: str, compare: Callable[..., Any]) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return two_parts_of_one_tensor(x, w if chosen == "measured" else slice(None))
+
+    compiled = attngraph.compile(function)
+    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0
+    same = compare(function, compiled, args)
+    assert same, same.differences
+    assert [m.reason for m in compiled.report.missed] == [
+        "its queries, keys or values are no view of a tensor of the model"
+    ]
+
+
+def parts_of_an_unfinished_sum(x, w):
+    weights = torch.cat([x[:, :1] @ x.mT] * 2, -1).exp()
+    return (weights @ torch.cat([x] * 2, 1) / weights.sum(-1, True)).split(1, -2)[0]
+
+
+def test_several_results_of_one_operation_are_no_sum(
+    compare: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = attngraph.compile(parts_of_an_unfinished_sum)
+    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.ones(5) > 0
+    same = compare(parts_of_an_unfinished_sum, compiled, args)
+    assert same, same.differences
+    assert not [record for record in caplog.records if record.name.startswith("attngraph")]
