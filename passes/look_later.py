@@ -40,6 +40,7 @@ from attngraph.ir.graph.program_graph import (
     is_size,
     makes_a_size,
     memory_of,
+    operands_first,
     part_of,
     replace_in_other_users,
 )
@@ -169,7 +170,11 @@ def _draws_or_measures(node: fx.Node) -> bool:
 
 def _is_told(size: fx.Node) -> bool:
     """Whether a size that data tell as a number, and not as a dimension of a tensor, is part of this size."""
-    return is_size(size) and (makes_a_size(size) or any(map(_is_told, size.all_input_nodes)))
+    if not is_size(size):
+        return False
+    return any(
+        map(makes_a_size, operands_first([size], lambda n: [i for i in n.all_input_nodes if is_size(i)]))
+    )
 
 
 def _runs_later(node: fx.Node, seeds: Seeds) -> bool:

@@ -252,7 +252,7 @@ class InChunks(nn.Module):
 
 def test_attention_in_chunks_is_computed_anew_though_nobody_knows_how_many_there_will_be() -> None:
     model, ids = InChunks().eval(), torch.randint(0, 24, (2, 11))
-    decoder: Any = attngraph.compile(model, cache=attngraph.CacheConfig(proof=False))
+    decoder: Any = attngraph.compile(model, cache=attngraph.CacheConfig(proof=False, assume_causal=True))
     with torch.no_grad():
         found, state = decoder.prefill(ids[:, :9])
         found = torch.cat([found, *(decoder.decode(ids[:, n : n + 1], state) for n in (9, 10))], 1)

@@ -24,7 +24,7 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.ranks import Ranks
@@ -284,7 +284,15 @@ def is_measured(node: fx.Node) -> bool:
 def measured_sizes(node: fx.Node) -> set[Any]:
     """The sizes that only data know in a node's value: those of its shape, or of the number that it is."""
     value = node.meta.get("val")
-    return set(free_unbacked_symbols(value)) if is_size(node) or isinstance(value, Tensor) else set()
+    numbers = value.shape if isinstance(value, Tensor) else [value] if is_size(node) else []
+    # No recursion: a chain of sizes is as long as a model makes it.
+    stack = [n.node.expr for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool))]
+    seen = set(stack)
+    while stack:
+        more = set(stack.pop().args) - seen
+        seen |= more
+        stack += more
+    return {s for s in seen if s.is_Symbol and symbol_is_type(s, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))}
 
 
 def makes_a_size(node: fx.Node) -> bool:

@@ -215,6 +215,14 @@ class Fact:
         return f"{shown}: {self.reason}" if self.reason else shown
 
 
+def place_text(index: Expr, tokens: Expr) -> str:
+    """An index in words of a reader: `n` is how many tokens there are."""
+    named = M.substitute(index, {tokens: E.var("n")})
+    terms = named.args if named.op == "add" else (named,)
+    text = " + ".join(sorted(map(repr, terms), key=lambda term: term.startswith("-")))
+    return text.replace("+ -1 * ", "- ").replace("+ -", "- ")
+
+
 def read_token(index: Expr, tokens: Expr) -> str:
     """Which token is read at an index, in words. `tokens`: how many there are."""
     from_end = M.sub(index, tokens)

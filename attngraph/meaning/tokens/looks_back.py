@@ -32,6 +32,7 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.fold import HIDES
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.axes import Axes, Indices, Space
+from attngraph.meaning.tokens.facts import place_text
 from attngraph.meaning.tokens.largest import compared, is_choice
 from attngraph.meaning.tokens.numbers import OfSizes
 
@@ -154,7 +155,7 @@ class LooksBack:
         for digits, index in zip(axes or ((),) * len(read.args), read.args, strict=True):
             if self.space.token in digits:
                 if digits != (self.space.token,) or not any(_is_at_most(index, v) for v in below):
-                    raise NotShown(f"token {index!r} is read")
+                    raise NotShown(f"token {place_text(index, self.space.tokens)} is read")
                 self._visit(index, below)
             elif not digits:
                 self._visit(index, below)

@@ -32,6 +32,13 @@ _ADDED = frozenset({
 """Operations that set places apart by their numbers, or compare them with these."""
 _DIVIDED = frozenset({"floor_divide", "remainder", "fmod", "div", "mul", "bitwise_right_shift"})
 """Operations that may bring places together: a quotient by n sets apart what is n times as far."""
+_DECIDED = frozenset({
+    "eq", "ne", "lt", "le", "gt", "ge", "isclose", "clamp", "clamp_min", "clamp_max", "hardtanh", "relu",
+    "relu6",
+    "maximum", "minimum", "floor", "ceil", "round", "trunc", "sign", "floor_divide", "remainder", "fmod",
+    "bitwise_right_shift", "bucketize", "searchsorted",
+})  # fmt: skip
+"""Operations that do something else from some number on."""
 _SLOW = {"sqrt": 2.0, "rsqrt": 2.0, "pow": 2.0} | dict.fromkeys(
     ("log", "log1p", "log2", "log10", "tanh", "sigmoid", "atan", "erf"), math.inf
 )
@@ -66,17 +73,22 @@ def reach(
             the data, or no places.
     """
     added, factor, power = 0.0, 1.0, 1.0
+    scale = dict[fx.Node, float]()
+    """By how much places are brought together in a value."""
     for node in order:
         name = str(node.target).removeprefix("aten.").partition(".")[0]
         places = node.op == "call_function" and not is_size(node) and is_of_places(node)
+        scale[node] = max((scale[n] for n in node.all_input_nodes if n in scale), default=1.0)
         for number in map(abs, _numbers(node, name, values, places)):
             if number >= _NO_END:
                 continue
             if name in _DIVIDED and not is_size(node):
                 is_less = name == "mul" and 0 < number < 1
-                factor *= 1 / number if is_less else number if name != "mul" and number > 1 else 1
+                scale[node] *= 1 / number if is_less else number if name != "mul" and number > 1 else 1
             else:
                 added += number
+        if name in _DECIDED or (name == "_to_copy" and _is_whole(node.meta.get("val"))):
+            factor = max(factor, scale[node])
         if places and name in _SLOW:
             power = max(power, _SLOW[name])
     if power == math.inf:

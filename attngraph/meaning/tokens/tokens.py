@@ -45,6 +45,7 @@ from attngraph.meaning.tokens.facts import (
     Sums,
     TokenLoop,
     Window,
+    place_text,
     read_token,
 )
 from attngraph.meaning.tokens.folds import find_fold
@@ -382,7 +383,7 @@ class Tokens:
         if self.space.moves(index):
             reach = self.space.reach(index)
             if reach is None:
-                return f"token t reads token {index!r}"
+                return f"token t reads token {place_text(index, self.space.tokens)}"
             ends = {n: f"token t {'-' if n < 0 else '+'} {abs(n)}" if n else "token t" for n in reach}
             return f"token t reads {' to '.join(ends.values())}"
         if M.sub(index, self.space.tokens) is E.const(-1):
