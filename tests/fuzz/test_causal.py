@@ -3,13 +3,11 @@ gone."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from attngraph.fuzz import causal
-
-NOTICED = range(40)
+from attngraph.meaning.tokens.looks_back import LooksBack
+from attngraph.passes.insert_kv_cache import carry
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -25,5 +23,20 @@ def test_many_decoders_give_what_the_models_give(seed: int) -> None:
     assert wrong == ""
 
 
-def _first_wrong(seeds: Any) -> str:
-    return next((wrong for wrong, _ in map(causal.check, seeds) if wrong), "")
+@pytest.mark.parametrize("seed", [541, 694])
+def test_the_search_notices_that_nothing_is_shown(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LooksBack, "require", lambda *_: None)
+    assert "is off by" in causal.check(seed)[0]
+
+
+@pytest.mark.parametrize("seed", [431, 2363])
+def test_the_search_notices_that_sums_are_tried_on_few_tokens(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carry, "reach", lambda *_: 0)
+    assert "is off by" in causal.check(seed)[0]
+
+
+@pytest.mark.parametrize("seed", [541, 694, 431, 2363])
+def test_with_the_proof_these_are_right(seed: int) -> None:
+    assert causal.check(seed)[0] == ""
