@@ -34,8 +34,8 @@ _DIVIDED = frozenset({"floor_divide", "remainder", "fmod", "div", "mul", "bitwis
 """Operations that may bring places together: a quotient by n sets apart what is n times as far."""
 _DECIDED = frozenset({
     "eq", "ne", "lt", "le", "gt", "ge", "isclose", "clamp", "clamp_min", "clamp_max", "hardtanh", "relu",
-    "relu6", "maximum", "minimum", "floor", "ceil", "round", "trunc", "sign", "floor_divide", "remainder", "fmod",
-    "bitwise_right_shift", "bucketize", "searchsorted",
+    "relu6", "maximum", "minimum", "floor", "ceil", "round", "trunc", "sign", "floor_divide", "remainder",
+    "fmod", "bitwise_right_shift", "bucketize", "searchsorted",
 })  # fmt: skip
 """Operations that do something else from some number on."""
 _SLOW = {"sqrt": 2.0, "rsqrt": 2.0, "pow": 2.0} | dict.fromkeys(
