@@ -19,9 +19,9 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import source, team
 from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Run, Three
-from attngraph.codegen.cpu.chain import Link
 from attngraph.codegen.cpu.library import Library, library
 from attngraph.codegen.cpu.operands import attention_fits, most_tokens, rows_fit, table_range
+from attngraph.codegen.cpu.record.chain import Link
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.unsupported import UnsupportedError

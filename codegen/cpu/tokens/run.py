@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import chosen, team, toolchain
-from attngraph.codegen.cpu.chain import Link
+from attngraph.codegen.cpu.record.chain import Link
 from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.schedule import arranged, phases
 from attngraph.codegen.remarks import Remarks
