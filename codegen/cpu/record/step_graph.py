@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.codegen.cpu.copies import may_be_copy
+from attngraph.codegen.cpu.record.copies import may_be_copy
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.last_tokens import last_tokens

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.codegen.cpu import team, toolchain
-from attngraph.codegen.cpu.chain import Link
 from attngraph.codegen.cpu.operands import rows_fit, table_range
+from attngraph.codegen.cpu.record.chain import Link
 from attngraph.codegen.cpu.source import header
 
 aten = torch.ops.aten

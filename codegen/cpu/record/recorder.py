@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
-from attngraph.codegen.cpu.chain import Chain, Link
-from attngraph.codegen.cpu.copies import Keeping, link_of, may_be_copy
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.loops import LOOPS
 from attngraph.codegen.cpu.operands import are_of_the_state
-from attngraph.codegen.cpu.places import addresses, places
-from attngraph.codegen.cpu.recording import Between, Carry, Reader, Recording, Renewed
-from attngraph.codegen.cpu.step_graph import SEVERAL, Kinds, early_first, is_view, only_moves
+from attngraph.codegen.cpu.record.chain import Chain, Link
+from attngraph.codegen.cpu.record.copies import Keeping, link_of, may_be_copy
+from attngraph.codegen.cpu.record.places import addresses, places
+from attngraph.codegen.cpu.record.recording import Between, Carry, Reader, Recording, Renewed
+from attngraph.codegen.cpu.record.step_graph import SEVERAL, Kinds, early_first, is_view, only_moves
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir import budgets
 from attngraph.ir.ops import nodes

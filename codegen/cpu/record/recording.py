@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 from torch.autograd.graph import increment_version
 
-from attngraph.codegen.cpu.chain import Chain, Link
-from attngraph.codegen.cpu.copies import Keeping
-from attngraph.codegen.cpu.places import Places, addresses, places, ranks
-from attngraph.codegen.cpu.step_graph import Kinds
+from attngraph.codegen.cpu.record.chain import Chain, Link
+from attngraph.codegen.cpu.record.copies import Keeping
+from attngraph.codegen.cpu.record.places import Places, addresses, places, ranks
+from attngraph.codegen.cpu.record.step_graph import Kinds
 from attngraph.ir.ops.cached_attention import numbers_of
 
 Addresses = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.codegen.cpu.places import places
-from attngraph.codegen.cpu.recorder import NotNow, NotRecorded, Recorder
-from attngraph.codegen.cpu.recording import Recording
-from attngraph.codegen.cpu.step_graph import Kinds
+from attngraph.codegen.cpu.record.places import places
+from attngraph.codegen.cpu.record.recorder import NotNow, NotRecorded, Recorder
+from attngraph.codegen.cpu.record.recording import Recording
+from attngraph.codegen.cpu.record.step_graph import Kinds
 from attngraph.codegen.cpu.toolchain import CompilerError
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
