@@ -21,7 +21,7 @@ from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.compared import compared
 from attngraph.capture.first_call import answers_alike, fills_a_table, run_first, writes_to_tensors
 from attngraph.capture.flat import closed_over_modules
-from attngraph.capture.layouts import let_go
+from attngraph.capture.program.layouts import let_go
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError, NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size

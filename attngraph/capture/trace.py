@@ -26,23 +26,24 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 
-from attngraph.capture import exported
 from attngraph.capture.asked_sizes import asked_sizes, told
 from attngraph.capture.assumed import NOTHING, Assumed
 from attngraph.capture.captured import Captured, Structure
-from attngraph.capture.equal_calls import equal_calls_inferred_once
-from attngraph.capture.equal_formulas import equal_formulas_computed_once
-from attngraph.capture.equal_functions import equal_functions_traced_twice
-from attngraph.capture.export_steps import steps_shortened
+from attngraph.capture.faster.calls import equal_calls_inferred_once
+from attngraph.capture.faster.formulas import equal_formulas_computed_once
+from attngraph.capture.faster.functions import equal_functions_traced_twice
+from attngraph.capture.faster.steps import steps_shortened
+from attngraph.capture.faster.unwritten import code_written_when_called
 from attngraph.capture.flags import flags_of_sizes
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
-from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
-from attngraph.capture.hidden_writes import data_of_tensors, hidden_write
-from attngraph.capture.layouts import hold_layouts
+from attngraph.capture.instead import replaced
 from attngraph.capture.many_tokens import extents_of_loop
 from attngraph.capture.numpy_sizes import numpy_of_sizes
-from attngraph.capture.replaced import replaced
+from attngraph.capture.program import exported
+from attngraph.capture.program.functional import functional, views_taken_apart
+from attngraph.capture.program.hidden_writes import data_of_tensors, hidden_write
+from attngraph.capture.program.layouts import hold_layouts
 from attngraph.capture.side_effects import line_using, name_of, refusal
 from attngraph.capture.sides import Sides
 from attngraph.capture.size_formulas import FixedSize, ManyQuotients, SizeProblem, short_formulas
@@ -52,7 +53,6 @@ from attngraph.capture.state.snapshot import Snapshot
 from attngraph.capture.state.walk import Walk
 from attngraph.capture.structure import classes_in, flatten
 from attngraph.capture.subgraphs import function_refusal
-from attngraph.capture.unwritten import code_written_when_called
 from attngraph.errors import CaptureError
 from attngraph.ir.garbage import without_collections
 from attngraph.ir.graph.program_graph import Output, ProgramGraph
