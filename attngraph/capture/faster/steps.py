@@ -15,7 +15,7 @@ from typing import Any
 from torch.fx.experimental import symbolic_shapes
 from torch.utils import _pytree
 
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 
 
 class _Trees:

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.program_graph import Input, Level, Output, ProgramGraph, as_module
 from attngraph.ir.graph.source import source_of

@@ -19,7 +19,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 from attngraph.capture.stack_traces import user_lines
 from attngraph.ir.graph.source import short_path
 

@@ -19,9 +19,9 @@ from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from attngraph.capture.exported import written_out
-from attngraph.capture.replaced import replaced
-from attngraph.capture.writes import Writes, is_dense
+from attngraph.capture.instead import replaced
+from attngraph.capture.program.exported import written_out
+from attngraph.capture.program.writes import Writes, is_dense
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.program_graph import may_alias
 from attngraph.ir.graph.source import source_of

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 
 _write: Callable[[GraphModule], Any] = GraphModule.recompile
 

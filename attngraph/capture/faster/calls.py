@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from attngraph.capture.equal_formulas import follows_from_sizes
-from attngraph.capture.replaced import replaced
+from attngraph.capture.faster.formulas import follows_from_sizes
+from attngraph.capture.instead import replaced
 
 _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _SYMBOLIC = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from attngraph.capture.exported import memory_order
+from attngraph.capture.program.exported import memory_order
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.infer import infer_once
 from attngraph.ir.graph.program_graph import (

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 
-from attngraph.capture.equal_calls import BY_VALUES, Made, NotDescribed, Operands, memory_of, within_kernels
-from attngraph.capture.equal_formulas import follows_from_sizes
+from attngraph.capture.faster.calls import BY_VALUES, Made, NotDescribed, Operands, memory_of, within_kernels
+from attngraph.capture.faster.formulas import follows_from_sizes
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C import _TorchDispatchModeKey
 from torch.overrides import TorchFunctionMode
 
-from attngraph.capture.repeated import Call, NotRepeatable, Recording
+from attngraph.capture.faster.repeated import Call, NotRepeatable, Recording
 from attngraph.capture.stack_traces import user_lines
 
 
