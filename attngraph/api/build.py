@@ -54,7 +54,7 @@ def compile_graph(
     with stand_ins(owner) if shared else contextlib.nullcontext():
         made = rewritten(target, args, kwargs, options, options.pipeline(), sides)
     if made.before is not None:
-        again = functools.partial(captured_again, target, fixed=made.fixed, tables=False)
+        again = functools.partial(captured_again, target, assumed=made.assumed, tables=False)
         found_sides = compare_sides(made.captured, made.before, owner, args, kwargs, again)
         made.captured = dataclasses.replace(made.captured, sides=found_sides)
     result, graph = made.result, made.captured.graph

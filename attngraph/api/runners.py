@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attngraph.api.options import Options
-from attngraph.codegen.cpu.replay import Replay
+from attngraph.codegen.cpu.record.replay import Replay
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.runtime.direct import shortened
