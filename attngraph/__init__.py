@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from attngraph.api.bisect import bisect as bisect
     from attngraph.api.compile import compile as compile
     from attngraph.api.compile import explain as explain
+    from attngraph.api.compile import load as load
     from attngraph.api.compiled import CompiledModule as CompiledModule
     from attngraph.api.convert import ConvertedModel as ConvertedModel
     from attngraph.api.convert import HeadsReport as HeadsReport
     from attngraph.api.convert import convert_heads as convert_heads
-    from attngraph.api.load import load as load
     from attngraph.api.plan import plan as plan
     from attngraph.errors import AttnGraphError as AttnGraphError
     from attngraph.errors import BackendError as BackendError

@@ -1,4 +1,4 @@
-"""The main entry points: `attngraph.compile` and `attngraph.explain`."""
+"""The main entry points: `attngraph.compile`, `attngraph.explain` and `attngraph.load`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from attngraph.api import saving
 from attngraph.api.arguments import require_fit, require_model
 from attngraph.api.build import compile_graph
 from attngraph.api.compiled import CompiledModule
@@ -23,6 +24,7 @@ from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.parallel.mesh import ShardConfig
 from attngraph.runtime.parallel.parameters import replicate, require_undivided
+from attngraph.saved.weights import load_skeleton
 
 
 @overload
@@ -134,3 +136,28 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileRepo
             compiled = CompiledModule(copy.deepcopy(model), Options())
             compiled(*args, **kwargs)
             return compiled.report
+
+
+def load(
+    path: str | Path, model: Callable[..., Any] | None = None, *, strict: bool = False
+) -> CompiledModule | Decoder:
+    """A compiled model, or a decoder, from the folder that its `save` wrote.
+
+    Every file is compared with its digest. Whether a graph still fits is looked at when a call needs it: the
+    model's structure and attributes, the code that was traced, buffers whose values were read, versions, the
+    processor. Where something does not fit, it is named in a warning, and the model is traced anew.
+
+    Args:
+        model: the model, with its weights. None: the weights that were saved with `weights=True`; then the
+            model's code is not needed, and only calls are served for which there is a graph.
+        strict: raise where something does not fit, instead of tracing anew.
+
+    Raises:
+        SavedError: a file is missing or has changed, nothing was saved with weights, or, with `strict`,
+            something does not fit.
+    """
+    folder = saving.Folder(Path(path), strict or model is None)
+    target = load_skeleton(folder.path, folder.about) if model is None else model
+    options, said = folder.options(), folder.said
+    compiled = CompiledModule(target, options, saved=folder if said.config is None else None)
+    return compiled if said.config is None else decoder_of(compiled, options, said.config, folder)

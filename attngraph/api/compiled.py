@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attngraph.api import saving
-from attngraph.api.arguments import require_fit
+from attngraph.api.arguments import is_transformed, require_fit
 from attngraph.api.build import compile_graph
 from attngraph.api.methods import (
     Generate,
@@ -31,7 +31,6 @@ from attngraph.api.methods import (
 )
 from attngraph.api.options import Options
 from attngraph.api.progress_line import progress_line
-from attngraph.api.transformed import is_transformed
 from attngraph.capture.first_call import fills_a_table
 from attngraph.capture.graph_breaks import GraphBreaks
 from attngraph.capture.guards import call_key
@@ -47,13 +46,10 @@ from attngraph.report.remarks import with_remarks
 from attngraph.report.report import CompileReport
 from attngraph.report.times import Times
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.fingerprints import Fingerprints
-from attngraph.runtime.graphs import Graphs, KeyOf
+from attngraph.runtime.graphs import Fingerprints, Graphs, KeyOf, SmallCalls
+from attngraph.runtime.interpret import chosen_names, names_of_attentions, times_of, weights_of
 from attngraph.runtime.parallel.agree import agree, describe_call, draws_numbers, random_state
 from attngraph.runtime.parallel.parameters import is_unfilled, require_contents
-from attngraph.runtime.small_calls import SmallCalls
-from attngraph.runtime.timing import times_of
-from attngraph.runtime.weights import chosen_names, names_of_attentions, weights_of
 from attngraph.runtime.wrapper import ModelWrapper
 from attngraph.saved.weights import Skeleton
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import attngraph.codegen  # noqa: F401  registers the kernels
+from attngraph.api.build import require_whole_parameters, step_on_ranks
 from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
 from attngraph.api.records import entries_of, programs_of
 from attngraph.api.rewritten import Rewritten, captured_again, owner_of, place_of_logits, rewritten
-from attngraph.api.runners import require_whole_parameters, step_on_ranks
 from attngraph.capture.by_rows import sequences_alone
 from attngraph.capture.captured import Captured
 from attngraph.capture.decided import answered_for_one

@@ -28,8 +28,7 @@ from attngraph.api.progress_line import progress_line
 from attngraph.errors import DisagreementError, SavedError
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.decoder import Decoder
-from attngraph.runtime.parallel.agree import agree
-from attngraph.runtime.parallel.in_step import InStep
+from attngraph.runtime.parallel.agree import InStep, agree
 from attngraph.runtime.parallel.mesh import RankMesh
 from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper, own_names

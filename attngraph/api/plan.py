@@ -3,7 +3,7 @@
 The model is captured once for whole sequences, and once more for its decoder. On copies of these graphs the
 passes that divide them run for each number of ranks, with their proofs, as they do in `attngraph.compile`;
 what a rank holds, sends and computes is counted on what they make. No rank is run and no weight is read, so
-weights without contents will do (`empty_weights.py`). What is too large for a proof here, and groups of many
+weights without contents will do (`plan_memory.py`). What is too large for a proof here, and groups of many
 ranks, are derived by the rules alone. Groups larger than asked for are not derived. The plan says both.
 """
 

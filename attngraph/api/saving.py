@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from attngraph.api import build, derive, runners
+from attngraph.api import build, derive
 from attngraph.api.options import Options
 from attngraph.api.rewritten import owner_of
 from attngraph.capture.state.content import Content
@@ -308,7 +308,7 @@ def executable_for(
     call = Call({"kind": "module"}, target, (args, kwargs), options, not isinstance(target, Skeleton))
     return _taken_or_made(
         call, saved, options,
-        lambda files: executable_from(files, call.known(files), runners.runner_of(options)),
+        lambda files: executable_from(files, call.known(files), build.runner_of(options)),
         lambda found: found.accepts(call.tensors),
         lambda: build.compile_graph(target, args, kwargs, options),
     )  # fmt: skip
@@ -332,7 +332,7 @@ def step_for(
     call = Call(kind, target, arguments, options, not isinstance(target, Skeleton))
     return _taken_or_made(
         call, saved, options,
-        lambda files: step_from(files, call.known(files), runners.step_runner_of(options)),
+        lambda files: step_from(files, call.known(files), build.step_runner_of(options)),
         lambda found: found.is_valid() and fits(found),
         lambda: derive.derive_decoder(target, options, config, name, arguments, *rest),
     )  # fmt: skip

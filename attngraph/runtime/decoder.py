@@ -16,21 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.errors import CacheError
+from attngraph.ir.modes import serving
 from attngraph.report.cache_entry import Drift
 from attngraph.report.remarks import with_remarks
 from attngraph.report.report import CompileReport
-from attngraph.runtime import beams
 from attngraph.runtime.cache_config import CacheConfig
-from attngraph.runtime.crossing import crossing
 from attngraph.runtime.derived import MASK, DerivedSteps
 from attngraph.runtime.drift import drift_between
-from attngraph.runtime.generate import generate
+from attngraph.runtime.generate import crossing, generate, rolling, search
 from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_of, read_options, tokens_of
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Ids, Packed, as_given, pack, unpacked
-from attngraph.runtime.parallel.in_step import InStep
-from attngraph.runtime.rolling import rolling
-from attngraph.runtime.serving_mode import serving
+from attngraph.runtime.parallel.agree import InStep
 from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper
 
@@ -234,7 +231,7 @@ class Decoder(ModelWrapper):
             return step.advance(state, counts, self._arguments(step, one, {}))[0]
 
         if options.num_beams > 1:
-            return beams.search(first, advance, state, options, self.in_step.lead)
+            return search(first, advance, state, options, self.in_step.lead)
 
         def anew(rows: list[Tensor]) -> Tensor:
             nonlocal step, state

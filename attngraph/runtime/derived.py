@@ -21,8 +21,8 @@ from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import AttnGraphError, CacheError, DisagreementError, NoDecoderError, SavedError
 from attngraph.ir import budgets
 from attngraph.runtime.examples import ROWS, TOKENS, Examples, Size
-from attngraph.runtime.fingerprints import Fingerprints
 from attngraph.runtime.generation_options import DECODER_IDS
+from attngraph.runtime.graphs import Fingerprints
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Packed
 from attngraph.runtime.step import Step

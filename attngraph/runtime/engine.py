@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from attngraph.errors import CacheError
+from attngraph.ir.modes import serving
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.generation_options import Options, as_tokens
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Packed, as_ids
-from attngraph.runtime.parallel.in_step import digest
+from attngraph.runtime.parallel.agree import digest
 from attngraph.runtime.sampling import sample
-from attngraph.runtime.serving_mode import serving
 from attngraph.runtime.step_sizes import Call
 
 DRAWN = 16

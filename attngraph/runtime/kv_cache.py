@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from attngraph.errors import CacheError
+from attngraph.ir.modes import serving
 from attngraph.ir.ops.cached_attention import CachePlan, Fixed, Store, tell
 from attngraph.report.files import replacing
 from attngraph.runtime import saved_cache
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.carried import CarriedValues
-from attngraph.runtime.divided_pages import make_pages
-from attngraph.runtime.pages import Pages, sent
+from attngraph.runtime.pages import Pages, make_pages, sent
 from attngraph.runtime.saved_cache import require
-from attngraph.runtime.serving_mode import serving
 from attngraph.runtime.step_sizes import Call
 
 SAVED = "attngraph cache 4"
