@@ -6,7 +6,6 @@ model, torch.compile captures it in pieces, and each is compiled by attngraph.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -37,7 +36,7 @@ from attngraph.capture.guards import call_key
 from attngraph.capture.state.scope import EVERYTHING
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import CaptureError, DisagreementError, PlacementError, SavedError
+from attngraph.errors import CaptureError, SavedError
 from attngraph.ir import budgets
 from attngraph.ir.ops.weights import Places
 from attngraph.report import report as reporting
@@ -48,8 +47,6 @@ from attngraph.report.times import Times
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.graphs import Fingerprints, Graphs, KeyOf, SmallCalls
 from attngraph.runtime.interpret import chosen_names, names_of_attentions, times_of, weights_of
-from attngraph.runtime.parallel.agree import agree, describe_call, draws_numbers, random_state
-from attngraph.runtime.parallel.parameters import is_unfilled, require_contents
 from attngraph.runtime.wrapper import ModelWrapper
 from attngraph.saved.weights import Skeleton
 
@@ -79,7 +76,6 @@ class CompiledModule(ModelWrapper):
     _pieces: dict[Any, GraphBreaks]
     _small: SmallCalls
     _settling: int
-    _draws: bool
     _forward: Callable[..., Any]
     _generate: Generate | None
 
@@ -91,7 +87,7 @@ class CompiledModule(ModelWrapper):
         compiled, and none of its results may wait until somebody looks at them."""
         super().__init__(target)
         self._options = options if pieces else dataclasses.replace(options, later=())
-        self._allow_pieces = pieces and options.mesh is None
+        self._allow_pieces = pieces and options.devices.is_one
         self._saved = saved
         self._reset()
 
@@ -101,7 +97,6 @@ class CompiledModule(ModelWrapper):
         self._pieces = {}
         self._small = SmallCalls()
         self._settling = 0
-        self._draws = False
         self._forward = with_signature_of(self._model, self._run)
         self._generate = None
 
@@ -139,7 +134,7 @@ class CompiledModule(ModelWrapper):
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         shapes = spec, tuple(t.shape for t in tensors)
-        self._agree(leaves, tensors)
+        self._options.devices.agree_on_call(self._model, leaves, tensors)
         with LOCK.call():
             if shapes in self._small:
                 return self._itself(shapes, args, kwargs)
@@ -157,11 +152,7 @@ class CompiledModule(ModelWrapper):
             require_fit(self._model, args, kwargs)
         except TypeError:
             return self._model(*args, **kwargs)  # raises the error that users know
-        if self._options.mesh is not None and isinstance(self._model, nn.Module) and is_unfilled(self._model):
-            raise PlacementError(
-                "the model was made on meta, and its weights have not been loaded.\nWhat to do: "
-                "compiled.place(example), then attngraph.load_weights(model, path)."
-            )
+        self._options.devices.require_filled(self._model)
         try:
             found = self._trace(key_of, tensors, args, kwargs)
         except _Settling:
@@ -184,15 +175,6 @@ class CompiledModule(ModelWrapper):
             write_breaks(self._options.dump, self._pieces[where].report().breaks)
         return result
 
-    def _agree(self, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        """Check that all ranks make this call, before anything else is exchanged."""
-        mesh = self._options.mesh
-        if mesh is None or mesh.is_simulated or not mesh.config.agree:
-            return
-        training = getattr(self._model, "training", False)
-        tokens = mesh.context is not None
-        agree(mesh, "the call", describe_call(tensors, leaves, training, self._draws, tokens))
-
     def place(self, *args: Any, **kwargs: Any) -> None:
         """Let each rank keep its part of the parameters as this call needs them, without computing it.
 
@@ -202,16 +184,10 @@ class CompiledModule(ModelWrapper):
         Raises:
             PlacementError: ranks do not divide the parameters of this model.
         """
-        mesh = self._options.mesh
-        if mesh is None or not mesh.holds_parts:
-            raise PlacementError(
-                "there is nothing to place: parameters are divided among processes by an axis of the mesh "
-                'that divides heads, unless ShardConfig(parameters="whole") is given.'
-            )
-        require_contents(self._model)
+        self._options.devices.require_placeable(self._model)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._agree(leaves, tensors)
+        self._options.devices.agree_on_call(self._model, leaves, tensors)
         key_of = functools.partial(call_key, leaves, spec, self._fingerprints)
         self._trace(key_of, tensors, args, kwargs)
 
@@ -368,22 +344,11 @@ class CompiledModule(ModelWrapper):
         """The graph of a call: one that was compiled before, or compiled now. A part of a model, which
         torch.compile made, has no name by which it could be found again. Where a rank has no graph, no rank
         has one."""
-        mesh = options.mesh
-        if mesh is None and self._allow_pieces:
+        if options.devices.is_one and self._allow_pieces:
             return saving.executable_for(self._model, args, kwargs, options, self._saved)
-        if mesh is None or mesh.is_simulated:
-            return compile_graph(self._model, args, kwargs, options)
-        try:
-            found = compile_graph(self._model, args, kwargs, options)
-        except DisagreementError:
-            raise
-        except Exception as problem:
-            with contextlib.suppress(DisagreementError):  # this rank raises its own error
-                agree(mesh, "the graph", f"none: {type(problem).__name__}: {problem}")
-            raise
-        if draws_numbers(found.captured.graph.graph) and not self._draws:
-            self._draws = True
-            agree(mesh, "the state of random numbers", random_state())
+        found: Executable = options.devices.compiled(
+            lambda: compile_graph(self._model, args, kwargs, options)
+        )
         return found
 
     def save(self, path: str | Path, weights: bool = False) -> Path:
@@ -401,8 +366,7 @@ class CompiledModule(ModelWrapper):
             raise SavedError(
                 "the model is captured in pieces, which torch.compile makes; they cannot be saved."
             )
-        if self._options.mesh is not None:
-            raise SavedError("the model is divided among ranks; a graph of several ranks is not saved yet.")
+        self._options.devices.require_savable("model")
         found = [graph for graphs in self._graphs.values() for graph in graphs]
         return saving.save(path, self._model, found, self._options, None, weights)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import attngraph.codegen  # noqa: F401  registers the kernels
-from attngraph.api.build import require_whole_parameters, step_on_ranks
+from attngraph.api.build import step_runner_of
 from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
 from attngraph.api.records import entries_of, programs_of
@@ -37,7 +37,6 @@ from attngraph.pipeline import run as run_passes
 from attngraph.report.cache_entry import CacheEntry, Drift
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
-from attngraph.runtime.parallel.parameters import stand_ins
 from attngraph.runtime.proof import Proved, of_few, prove, prove_alone, prove_longer, varied
 from attngraph.runtime.proof_of_storage import prove_storage
 from attngraph.runtime.step import Step
@@ -62,8 +61,7 @@ def derive_decoder(
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
     """
-    start, mesh, owner = time.perf_counter(), options.mesh, owner_of(target)
-    shared = mesh is not None and not mesh.is_simulated
+    start, owner = time.perf_counter(), owner_of(target)
     first, (_, *later) = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
     rounding = [step for step in later if step.name == QuantiseCache.name]
     divide = dividing(later, config)
@@ -72,7 +70,7 @@ def derive_decoder(
     place = names.index(name)
     tokens, none = frozenset({(place, 1)}), frozenset[tuple[int, int]]()
     with (
-        example_size(distinct), stand_ins(owner) if shared else contextlib.nullcontext(),
+        example_size(distinct), options.devices.tracing(owner),
         sequences_alone() if alone else contextlib.nullcontext(),
         answered_for_one((place, 0)) if single else contextlib.nullcontext(),
     ):  # fmt: skip
@@ -94,7 +92,7 @@ def derive_decoder(
             assert made.before is not None
             ones = [str(captured.shapes[place][0])] if single else ()
             sides = compare_sides(
-                captured, made.before, owner, (), arguments, again, logits, ones, not shared
+                captured, made.before, owner, (), arguments, again, logits, ones, options.devices.has_weights
             )
         kept = None if graph.ranks is None else account_cache(graph, config.floating)
         rest = run_passes(graph, later, made.dump, options.progress)
@@ -102,7 +100,8 @@ def derive_decoder(
     arguments = {n: v.tensor if isinstance(v, Spread) else v for n, v in arguments.items()}
 
     def step_of(graph: ProgramGraph) -> Step:
-        run, ranks = step_on_ranks(graph, owner, options)
+        plain = step_runner_of(options, records=graph.ranks is None)
+        run, ranks = options.devices.steps(graph, owner, plain)
         return Step(
             graph, owner, name, names, CompileReport(), run, captured.shapes, sides, captured.scope,
             spread, single, ranks,
@@ -124,7 +123,7 @@ def derive_decoder(
     report = CompileReport(
         tuple(entries_of(graph)), tuple(result.missed), (*result.records, *inserted.records, *rest.records),
         captured=result.captured, code=result.code, programs=programs_of(graph), numbers=made.numbers,
-        capture=made.seconds, ranks=None if graph.ranks is None else graph.ranks.entry,
+        capture=made.seconds, **options.devices.reported(graph),
     )  # fmt: skip
     cache = _cache_entry(step, config, captured, None if proved is None else proved.error, drift)
     if kept is not None:
@@ -170,7 +169,7 @@ def _proved(
         told = f"what was derived fails where the model does not: {what}. Please report it."
         raise NoDecoderError(of_few(problem) if few else told) from problem
     if few:
-        require_whole_parameters(options.mesh)
+        options.devices.require_whole_parameters()
         prove_longer(target, step, arguments, step.name, logits)
     return found
 

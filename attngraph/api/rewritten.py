@@ -21,7 +21,6 @@ from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.compared import compared
 from attngraph.capture.first_call import answers_alike, fills_a_table, run_first, writes_to_tensors
 from attngraph.capture.flat import closed_over_modules
-from attngraph.capture.layouts import let_go
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError, NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
@@ -73,8 +72,7 @@ def rewritten(
             else _captured(target, args, kwargs, fixed, only_logits, symbolic_at)
         )
         seconds = time.perf_counter() - start
-        if options.mesh is not None:
-            let_go(captured.graph)
+        options.devices.captured(captured.graph)
         check(captured.graph)
         before = captured.graph.copy() if keep else None
         if only_logits:

@@ -118,13 +118,12 @@ class DerivedSteps:
     def _origin_of_loaded(self, state: KVCache) -> Origin:
         """The graph for a state that was loaded from a file: one that keeps the same."""
         known = [s for s in self.all() if s.plan == state.plan]
-        if known and known[-1].ranks.rank != state.rank:
-            raise CacheError(_of_another_rank(state.rank, known[-1].ranks.rank))
         if not known:
             raise CacheError(
                 "this state was loaded, and the decoder has not been derived for it yet: call prefill "
                 "with a prompt of the same kind once."
             )
+        known[-1].ranks.require_own(state.rank)
         # Graphs for other sizes may keep the same: the one that was right for what is kept.
         kept = Call(1 if state.alone else state.rows, frozenset(n for n in state.lengths if n), state.sizes)
         return self.origin(next((s for s in reversed(known) if not s.sizes.fault(kept)), known[-1]))
@@ -311,11 +310,3 @@ class _Call:
         advice = "give rows of other lengths in calls of their own" if many else "call the model itself"
         why = f": {getattr(problems[-1], 'reason', problems[-1])}" if problems else "."
         return f"{self.fault(step)}. No decoder can be derived for that{why}\nWhat to do: {advice}."
-
-
-def _of_another_rank(saved: tuple[int, int], own: tuple[int, int]) -> str:
-    (rank, ranks), (mine, of) = saved, own
-    return (
-        f"this state was saved by rank {rank} of {ranks}, and this is rank {mine} of {of}. What to do: give "
-        "each rank a file of its own."
-    )

@@ -17,9 +17,9 @@ from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.token_program import prepare
 from attngraph.ir.versions import version_of
 from attngraph.report.report import CompileReport
+from attngraph.runtime.devices import OneRank
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.machine import Interpret, Machine, Run
-from attngraph.runtime.parallel.states import OneRank
 from attngraph.runtime.step_sizes import StepSizes
 
 

@@ -97,36 +97,6 @@ def draws_numbers(graph: fx.Graph) -> bool:
     return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes)
 
 
-class InStep:
-    """The ranks of a mesh; one device, or ranks simulated in one process, have nobody to agree with."""
-
-    def __init__(self, mesh: RankMesh | None = None) -> None:
-        self.mesh = mesh if mesh is not None and not mesh.is_simulated and mesh.count > 1 else None
-
-    def agree(self, what: str, *given: Any) -> None:
-        """Check that all ranks make this call, with equal tensors.
-
-        Raises:
-            DisagreementError: they do not; on every rank.
-        """
-        if self.mesh is not None and self.mesh.config.agree:
-            agree(self.mesh, "the call", f"{what}\n{described(given)}")
-
-    def whose(self, rank: tuple[int, int]) -> str:
-        """Whose part of what was cached a state has, as ranks can compare it."""
-        own = self.mesh is None or rank == (self.mesh.rank, self.mesh.count)
-        return "a state of this rank" if own else "a state of another rank"
-
-    def lead(self, decided: Tensor) -> Tensor:
-        """What rank 0 decided; a tensor of the same shape and dtype on every rank."""
-        if self.mesh is None:
-            return decided
-        found = decided.detach().clone().contiguous().to(self.mesh.axes[0].mesh.device_type)
-        for axis in self.mesh.axes:
-            torch.distributed.broadcast(found, group=axis.mesh.get_group(), group_src=0)
-        return found.to(decided.device)
-
-
 def described(given: Any) -> str:
     """Tensors, numbers and names as text: equal where they are equal."""
     leaves = pytree.tree_leaves_with_path(given)

@@ -19,8 +19,9 @@ from torch import Tensor, fx
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.ops.cached_attention import CachePlan
-from attngraph.meaning.check.oracle import Exact, Oracle
+from attngraph.meaning.check.oracle import Oracle
 from attngraph.meaning.check.ranks import PerRank, run_on_ranks
+from attngraph.runtime.devices import OneRank
 
 
 class _Joined(torch.autograd.Function):
@@ -84,42 +85,6 @@ def one_of_all(value: Any) -> Any:
         ):
             raise RuntimeError("ranks have different results. Please report it.")
     return _Joined.apply(*value) if value[0].is_floating_point() else value[0]
-
-
-@dataclasses.dataclass
-class OneRank:
-    """A graph run on one device, or on one rank of several.
-
-    Attributes:
-        plan: what a state keeps. own: gives the inputs that this rank has of its own.
-        rank: which rank it is, and of how many.
-    """
-
-    plan: CachePlan
-    own: Callable[[], Mapping[str, Any]] = dict
-    rank: tuple[int, int] = (0, 1)
-
-    def __post_init__(self) -> None:
-        divided = (s for s in self.plan.stores if s.team > 1)
-        self._tables = {store.table: f"{store.table}@{store.member}" for store in divided}
-
-    def exact(self, module: fx.GraphModule) -> Any:
-        """An interpreter that computes a graph in float64."""
-        return Exact(module)
-
-    def taken(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a state keeps, and where, as inputs of the graph."""
-        if not self._tables:
-            return kept
-        return {**kept, **{name: kept[own] for name, own in self._tables.items()}}
-
-    def kept(self, results: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Results of the graph as a state keeps them."""
-        return results
-
-    def one(self, result: Any) -> Any:
-        """A result that is equal on all ranks."""
-        return result
 
 
 class AllRanks(OneRank):
@@ -195,9 +160,3 @@ class _ExactOnRanks:
         results: Any = self.graph.output_node().args[0]
         given = dict(zip(placeholders, inputs, strict=True))
         return run_on_ranks(order, given, list(results), Oracle().compute, self.ranks)
-
-
-def states_of(graph: ProgramGraph) -> OneRank:
-    """A decoder's graph on one device."""
-    assert graph.state is not None
-    return OneRank(graph.state)
