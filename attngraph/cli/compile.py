@@ -41,8 +41,8 @@ def compile_target(
     tell = Progress()
     try:
         made = make_options(
-            tell, backend=options.backend, inductor=options.inductor, strict=options.strict, dump=options.dump,
-            absorb=options.absorb, disable=options.disable, min_scores=0,
+            tell, backend=options.backend, inductor=options.inductor, strict=options.strict,
+            dump=options.dump, absorb=options.absorb, disable=options.disable, min_scores=0,
         )  # fmt: skip
     except ValueError as problem:
         raise TargetError(str(problem)) from problem

@@ -69,8 +69,8 @@ class OneRank:
         if saved != self.rank:
             (rank, ranks), (mine, of) = saved, self.rank
             raise CacheError(
-                f"this state was saved by rank {rank} of {ranks}, and this is rank {mine} of {of}. What to do: "
-                "give each rank a file of its own."
+                f"this state was saved by rank {rank} of {ranks}, and this is rank {mine} of {of}. What to "
+                "do: give each rank a file of its own."
             )
 
 
@@ -89,8 +89,8 @@ class OneDevice:
         """Take a model that is to be compiled."""
 
     def passes(self, decoder: bool = False, rounded: str = "") -> dict[str, Any]:
-        """What `passes.order` is told of ranks. `rounded`: the dtype of 8 bits of a decoder's cache, if it has
-        one.
+        """What `passes.order` is told of ranks. `rounded`: the dtype of 8 bits of a decoder's cache, if it
+        has one.
 
         Raises:
             ValueError: a decoder, or such a cache, cannot be divided like this.

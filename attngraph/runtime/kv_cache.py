@@ -25,7 +25,7 @@ from attngraph.ir.ops.cached_attention import CachePlan, Fixed, Store, tell
 from attngraph.report.files import replacing
 from attngraph.runtime import saved_cache
 from attngraph.runtime.cache_config import CacheConfig
-from attngraph.runtime.carried import CarriedValues
+from attngraph.runtime.parts import CarriedValues
 from attngraph.runtime.pages import Pages, make_pages, sent
 from attngraph.runtime.saved_cache import require
 from attngraph.runtime.step_sizes import Call
