@@ -37,8 +37,15 @@ from attngraph.pipeline import run as run_passes
 from attngraph.report.cache_entry import CacheEntry, Drift
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
-from attngraph.runtime.proof import Proved, of_few, prove, prove_alone, prove_longer, varied
-from attngraph.runtime.proof_of_storage import prove_storage
+from attngraph.runtime.proof import (
+    Proved,
+    of_few,
+    prove,
+    prove_alone,
+    prove_longer,
+    prove_storage,
+    varied,
+)
 from attngraph.runtime.step import Step
 
 

@@ -23,11 +23,11 @@ from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.derived import MASK, DerivedSteps
 from attngraph.runtime.devices import ONE, OneDevice
-from attngraph.runtime.drift import drift_between
 from attngraph.runtime.generate import crossing, generate, rolling, search
 from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_of, read_options, tokens_of
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Ids, Packed, as_given, pack, unpacked
+from attngraph.runtime.proof import drift_between
 from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper
 
