@@ -21,7 +21,7 @@ from attngraph.api.options import Options
 from attngraph.api.records import entries_of, later_of
 from attngraph.api.rewritten import captured_again, owner_of, rewritten
 from attngraph.capture.trace_lock import LOCK
-from attngraph.codegen.cpu.replay import Replay
+from attngraph.codegen.cpu.record.replay import Replay
 from attngraph.errors import NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops import cached_attention as cached
@@ -54,7 +54,7 @@ def compile_graph(
     with options.devices.tracing(owner):
         made = rewritten(target, args, kwargs, options, options.pipeline(), sides)
     if made.before is not None:
-        again = functools.partial(captured_again, target, fixed=made.fixed, tables=False)
+        again = functools.partial(captured_again, target, assumed=made.assumed, tables=False)
         found_sides = compare_sides(made.captured, made.before, owner, args, kwargs, again)
         made.captured = dataclasses.replace(made.captured, sides=found_sides)
     result, graph = made.result, made.captured.graph

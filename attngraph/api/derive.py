@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
@@ -19,9 +18,8 @@ from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
 from attngraph.api.records import entries_of, programs_of
 from attngraph.api.rewritten import Rewritten, captured_again, owner_of, place_of_logits, rewritten
-from attngraph.capture.by_rows import sequences_alone
+from attngraph.capture.assumed import Assumed
 from attngraph.capture.captured import Captured
-from attngraph.capture.decided import answered_for_one
 from attngraph.capture.structure import Spread, flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import NoDecoderError
@@ -62,8 +60,8 @@ def derive_decoder(
             number alone.
         multiples: of the number of tokens, with which operations computed in a trace for another one.
         examples: arguments of other sizes, where the graph is found by comparing traces (`compared.py`).
-        alone: whether the model is called with one sequence at a time (`by_rows.py`).
-        single: whether the graph is for calls of one sequence alone (`decided.py`).
+        alone: whether the model is called with one sequence at a time (`capture/assumed.py`).
+        single: whether the graph is for calls of one sequence alone (`capture/assumed.py`).
 
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
@@ -76,15 +74,14 @@ def derive_decoder(
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     place = names.index(name)
     tokens, none = frozenset({(place, 1)}), frozenset[tuple[int, int]]()
-    with (
-        example_size(distinct), options.devices.tracing(owner),
-        sequences_alone() if alone else contextlib.nullcontext(),
-        answered_for_one((place, 0)) if single else contextlib.nullcontext(),
-    ):  # fmt: skip
+    assumed = Assumed(
+        fixed=tokens if distinct else none, symbolic=none if distinct else tokens, tokens=distinct,
+        multiples=multiples, rows_alone=alone, one_row=(place, 0) if single else None,
+    )  # fmt: skip
+    with example_size(distinct), options.devices.tracing(owner):
         made = rewritten(
-            target, (), arguments, options, first, True, True,
-            numbers_at=tokens if distinct else none, symbolic_at=none if distinct else tokens,
-            check=functools.partial(_require_no_others, number=distinct, multiples=multiples),
+            target, (), arguments, options, first, True, True, assumed=assumed,
+            check=functools.partial(_require_no_others, assumed=assumed),
             examples=examples, tokens=place,
         )  # fmt: skip
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
@@ -94,7 +91,7 @@ def derive_decoder(
         captured, result, graph = made.captured, made.result, made.captured.graph
         sides = captured.sides
         if not examples:
-            again = functools.partial(captured_again, target, fixed=made.fixed, tables=True)
+            again = functools.partial(captured_again, target, assumed=made.assumed, tables=True)
             logits = [place_of_logits(captured.structure)]
             assert made.before is not None
             ones = [str(captured.shapes[place][0])] if single else ()
@@ -181,10 +178,11 @@ def _proved(
     return found
 
 
-def _require_no_others(graph: ProgramGraph, number: int, multiples: frozenset[int]) -> None:
+def _require_no_others(graph: ProgramGraph, assumed: Assumed) -> None:
     """Raise if a captured graph for one number of tokens computes with multiples of it that may be something
     else: others than in a trace for another number."""
-    unclear = {n for n in computed_with(graph, number) if n // number not in multiples}
+    number = assumed.tokens
+    unclear = {n for n in computed_with(graph, number) if n // number not in assumed.multiples}
     if unclear:
         raise NoDecoderError(
             f"it computes with {min(unclear)}, which may be a number of tokens or not.", True, unclear

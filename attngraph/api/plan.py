@@ -24,6 +24,7 @@ from attngraph.api.derive import dividing
 from attngraph.api.options import Options
 from attngraph.api.plan_memory import bytes_of, fetched_at_once, kept_for_backward, without_memory
 from attngraph.api.rewritten import rewritten
+from attngraph.capture.assumed import Assumed
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, NoDecoderError, PassError
 from attngraph.ir.graph.program_graph import ProgramGraph
@@ -119,9 +120,9 @@ class Planner:
         ids = ids.repeat(2, 1) if len(ids) == 1 else ids  # one row might be taken for a fixed number
         steps, _ = split_at(order(decoder=True), InsertKVCache.name)
         try:
-            found = rewritten(
-                model, (ids,), {}, Options(), steps, only_logits=True, symbolic_at=frozenset({(0, 1)})
-            ).captured.graph
+            tokens = Assumed(symbolic=frozenset({(0, 1)}))
+            made = rewritten(model, (ids,), {}, Options(), steps, only_logits=True, assumed=tokens)
+            found = made.captured.graph
             run_passes(found.copy(), (InsertKVCache(),))
         except (CaptureError, NoDecoderError) as problem:
             self.remarks.append(f"no cache: {str(problem).splitlines()[0]}")

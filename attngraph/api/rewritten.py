@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.options import Options
 from attngraph.capture import trace as capturing
-from attngraph.capture.attributes import Settings
+from attngraph.capture.assumed import NOTHING, Assumed
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.compared import compared
 from attngraph.capture.first_call import answers_alike, fills_a_table, run_first, writes_to_tensors
@@ -36,8 +36,8 @@ from attngraph.report.entries import (
 @dataclasses.dataclass
 class Rewritten:
     """A captured call after the passes; `before` is the captured graph, if it was asked for. `numbers`: why
-    sizes are numbers that torch could not follow as symbols. `seconds`: of capture. `fixed`: dimensions of
-    its tensors, (argument, dimension), that were to be numbers."""
+    sizes are numbers that torch could not follow as symbols. `seconds`: of capture. `assumed`: what
+    the trace was to take for granted."""
 
     captured: Captured
     result: Result
@@ -45,31 +45,30 @@ class Rewritten:
     before: ProgramGraph | None
     numbers: tuple[Break, ...]
     seconds: float
-    fixed: frozenset[tuple[int, int]] = frozenset()
+    assumed: Assumed = NOTHING
 
 
 def rewritten(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
     passes: Sequence[Pass], keep: bool = False, only_logits: bool = False,
-    numbers_at: frozenset[tuple[int, int]] = frozenset(),
-    symbolic_at: frozenset[tuple[int, int]] = frozenset(),
+    assumed: Assumed = NOTHING,
     check: Callable[[ProgramGraph], None] = lambda graph: None, examples: Sequence[dict[str, Any]] = (),
     tokens: int = 0,
 ) -> Rewritten:  # fmt: skip
-    """Capture one call, with numbers for some dimensions of its tensors, and run the passes. If a symbolic
+    """Capture one call and run the passes. If a symbolic
     size was an obstacle to a pass, or to torch, do both again with that size as a number. `only_logits`: the
     model's other results are dropped before. `check`: of the captured graph, raises where it will not do.
     `examples`: the same call at the sizes of `compared.SIZES`, to be compared; `tokens` is the number of the
     tokens among its tensors."""
     tell = options.progress or (lambda stage: None)
 
-    def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> Rewritten:
+    def attempt(assumed: Assumed) -> Rewritten:
         tell("capture")
         start = time.perf_counter()
         captured, numbers = (
-            _compared(target, examples, tokens, only_logits)
+            _compared(target, examples, tokens, assumed, only_logits)
             if examples
-            else _captured(target, args, kwargs, fixed, only_logits, symbolic_at)
+            else _captured(target, args, kwargs, assumed, only_logits)
         )
         seconds = time.perf_counter() - start
         options.devices.captured(captured.graph)
@@ -79,12 +78,12 @@ def rewritten(
             only_result(captured.graph, place_of_logits(captured.structure))
         dump = None if options.dump is None else Dump(options.dump)
         result = run_passes(captured.graph, passes, dump, options.progress)
-        return Rewritten(captured, result, dump, before, numbers, seconds, fixed)
+        return Rewritten(captured, result, dump, before, numbers, seconds, assumed)
 
-    first = attempt(numbers_at)
+    first = attempt(assumed)
     if not first.result.obstacles:
         return first
-    second = attempt(numbers_at | first.captured.dimensions(first.result.obstacles))
+    second = attempt(assumed.with_numbers(first.captured.dimensions(first.result.obstacles)))
     better = len(second.result.missed) < len(first.result.missed)
     kept, other = (second, first) if better else (first, second)
     if other.dump is not None:
@@ -93,20 +92,22 @@ def rewritten(
 
 
 def captured_again(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-    fixed: frozenset[tuple[int, int]], tables: bool,
-) -> Captured:  # fmt: skip
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], assumed: Assumed, tables: bool
+) -> Captured:
     """Another call of a model that was captured, with numbers for the same dimensions."""
-    return _captured(target, args, kwargs, fixed, tables, frozenset())[0]
+    assumed = dataclasses.replace(assumed, symbolic=frozenset())
+    return _captured(target, args, kwargs, assumed, tables)[0]
 
 
 def _compared(
-    target: Callable[..., Any], examples: Sequence[dict[str, Any]], tokens: int, tables: bool
-) -> tuple[Captured, tuple[Break, ...]]:
+    target: Callable[..., Any], examples: Sequence[dict[str, Any]], tokens: int, assumed: Assumed,
+    tables: bool,
+) -> tuple[Captured, tuple[Break, ...]]:  # fmt: skip
     """A graph for any number of sequences and tokens, from calls with numbers for all sizes."""
     tensors = [leaf for leaf in flatten(examples[0])[0] if isinstance(leaf, Tensor)]
     fixed = frozenset((n, dim) for n, tensor in enumerate(tensors) for dim in range(tensor.ndim))
-    found = [_captured(target, (), call, fixed, tables, frozenset()) for call in examples]
+    assumed = dataclasses.replace(assumed, fixed=fixed, symbolic=frozenset())
+    found = [_captured(target, (), call, assumed, tables) for call in examples]
     return compared([captured for captured, _ in found], tokens), ()
 
 
@@ -114,41 +115,39 @@ def _captured(
     target: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    fixed: frozenset[tuple[int, int]],
+    assumed: Assumed,
     tables: bool,
-    symbolic: frozenset[tuple[int, int]],
 ) -> tuple[Captured, tuple[Break, ...]]:
     """One call, with numbers for the sizes that torch cannot follow as symbols, and why. Attributes that the
     call sets are taken as results where that is possible; with `tables` also those that a first call fills
     for later ones, if what it fills them with follows from sizes and weights; where a first call sets other
     things, or writes to weights, it is run before."""
     numbers: list[Break] = []
-    settings: Settings = {}
     first: CaptureError | None = None
     while True:
         try:
-            found = capturing.capture(target, args, kwargs, fixed, settings, first is not None, symbolic)
+            found = capturing.capture(target, args, kwargs, assumed)
             if first is not None and _attributes_follow_data(found):
                 raise first
             return found, (*numbers, *found.asked)
         except CaptureError as problem:
             if problem.extents is not None:
                 raise NoDecoderError(problem.reason, True, problem.extents) from problem
-            if problem.settings and not settings:
-                settings = problem.settings
-                continue
-            fills = tables and first is None and fills_a_table(problem, target, args, kwargs)
+            sets = bool(problem.settings) and not assumed.settings
+            fills = not sets and tables and first is None and fills_a_table(problem, target, args, kwargs)
             if fills and answers_alike(target, args, kwargs):
-                if settings and not writes_to_tensors(target, args, kwargs):
-                    first = problem
+                if assumed.settings and not writes_to_tensors(target, args, kwargs):
+                    first, assumed = problem, dataclasses.replace(assumed, reads=True)
                 else:
                     run_first(target, args, kwargs)
-                    settings, tables = {}, False
+                    assumed, tables = dataclasses.replace(assumed, settings={}), False
                 continue
-            if not problem.dimensions - fixed:
+            other = assumed.after(problem)
+            if other is None:
                 raise
-            fixed |= problem.dimensions
-            numbers.append(Break(problem.reason, problem.source))
+            if other.fixed != assumed.fixed:
+                numbers.append(Break(problem.reason, problem.source))
+            assumed = other
 
 
 def _attributes_follow_data(captured: Captured) -> bool:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import team, toolchain
-from attngraph.codegen.cpu.chain import Link
 from attngraph.codegen.cpu.operands import rows_fit, table_range
+from attngraph.codegen.cpu.record.chain import Link
 from attngraph.codegen.cpu.source import header
 from attngraph.ir.ops.cached_attention import numbers_of
 

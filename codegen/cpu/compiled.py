@@ -26,6 +26,7 @@ from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.scalar.read_ranges import require_in_range
 from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.ir.dtypes import FLOATS
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
 
@@ -57,7 +58,7 @@ class Compiled(Kernel):
         q = operands[0]
         if q.device.type != "cpu":
             return f"runs on the CPU, the tensors are on {q.device.type}"
-        if q.dtype not in source.ELEMENTS:
+        if q.dtype not in FLOATS:
             return f"no dtype {q.dtype}"
         try:
             toolchain.compiler()
@@ -149,7 +150,7 @@ class Compiled(Kernel):
         """The C source for a call that is large enough to be compiled."""
         try:
             plan = Plan(program.without_scale, operands[0].dtype, tuple(r.dtype for r in reads))
-            return source.write(plan).text if plan.dtype in source.ELEMENTS else ""
+            return source.write(plan).text if plan.dtype in FLOATS else ""
         except UnsupportedError:
             return ""
 

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import source, team
 from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Run, Three
-from attngraph.codegen.cpu.chain import Link
 from attngraph.codegen.cpu.library import Library, library
 from attngraph.codegen.cpu.operands import attention_fits, most_tokens, rows_fit, table_range
+from attngraph.codegen.cpu.record.chain import Link
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.ir.dtypes import FLOATS, SCALED
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.cached_attention import UNSCALED, Rows, Scales, counts, only, row_by_row
-from attngraph.ir.ops.quantised import LARGEST
 from attngraph.meaning.masks.causal import examine
 
 LONG = 1 << 24
@@ -116,7 +116,7 @@ class Decode:
 def _serves(program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor]) -> bool:
     """Whether there is C for such queries and pages."""
     k, v = pages
-    if q.dtype not in source.ELEMENTS or k.dtype != v.dtype or k.dtype not in source.KEPT:
+    if q.dtype not in FLOATS or k.dtype != v.dtype or k.dtype not in (*FLOATS, *SCALED):
         return False
     return not program.changes_weights and max(q.shape[3], v.shape[3]) <= WIDEST
 
@@ -171,7 +171,7 @@ class _Prepared:
         """The call, ready to run. With `at_once` threads, whatever the rows' lengths will be; else for these
         rows, by as many threads as there are items."""
         k, v = pages
-        if any((by is None) == (k.dtype in LARGEST) for by in scales):
+        if any((by is None) == (k.dtype in SCALED) for by in scales):
             return None
         fits = rows.fit(q.shape[2], k.shape[0]) and attention_fits(
             self.program, q, new, pages, reads, sizes, scales, rows.count, rows.farthest

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.codegen.cpu import team, toolchain
-from attngraph.codegen.cpu.chain import Link
 from attngraph.codegen.cpu.operands import rows_fit
+from attngraph.codegen.cpu.record.chain import Link
 from attngraph.codegen.cpu.source import header
 from attngraph.codegen.cpu.tokens.run import FEW, TOKENS, Prepared
 from attngraph.ir.language.step_program import parse

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir.dtypes import DTYPES, FLOATS
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr, format_expr, format_number
@@ -72,10 +73,7 @@ def _describe_keep(keep: Keep) -> str:
     return f"{words} (else {named(shown)})"
 
 
-LARGEST = {
-    str(dtype).removeprefix("torch."): format_number(torch.finfo(dtype).max)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
-}
+LARGEST = {DTYPES[dtype].name: format_number(DTYPES[dtype].largest) for dtype in FLOATS}
 """The largest number of each dtype as programs write it; models add or fill in its negative, `finfo.min`."""
 
 

@@ -7,6 +7,7 @@ with zeros, a `roll`) is one thing. Nothing here edits the graph.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
@@ -20,9 +21,33 @@ from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable, argument
 from attngraph.meaning.tokens.axes import Axes, Space, outside_reads
-from attngraph.meaning.tokens.facts import Fact, Kind, Window
+from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_by, read_in
 
 CONVOLUTIONS = frozenset({"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Scan):
+    """A value that is computed from the `latest` tokens of others.
+
+    `operands`: the values that are read at earlier tokens. `region`: the operations between them and the
+    value, in the graph's order. `formula`: what an element equals in terms of the operands; None where the
+    region contains a convolution, which is better run as it is (its operand is then zero before the first
+    token).
+    """
+
+    region: tuple[fx.Node, ...]
+    formula: Expr | None
+    operands: tuple[fx.Node, ...] = ()
+    latest: int | None = None
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        return read_in(self.region) if self.formula is None else read_by(self.formula)
+
+    @property
+    def reason(self) -> str:
+        return f"the last {self.latest} tokens of {' and '.join(f'%{n.name}' for n in self.operands)}"
 
 
 def find_window(
@@ -50,9 +75,9 @@ def find_window(
     assert formula is not None
     if convolutions:
         alike = _is_computed_alike(meaning, space, facts, node, axes)
-        return Window(width, operands, between, None) if alike else None
+        return Window(between, None, operands, width) if alike else None
     written = _written_out(formula)
-    return None if written is None else Window(width, operands, between, written)
+    return None if written is None else Window(between, written, operands, width)
 
 
 def _formula(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.layouts import let_go
+from attngraph.capture.program.layouts import let_go
 from attngraph.errors import DisagreementError, NoDecoderError, PlacementError, SavedError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.ranks import Axis

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import chosen, team, toolchain
-from attngraph.codegen.cpu.chain import Link
+from attngraph.codegen.cpu.record.chain import Link
 from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.schedule import arranged, phases
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language.token_program import Given, Result, TokenProgram, parse
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.token_program import floating, memory_of_results, tokens_in, weight_rows
@@ -126,7 +127,7 @@ class Prepared:
         self.first = len(program.given)
         self.widths = [math.prod(d.extents) for d in program.definitions]
         self.rows = source.row_lengths(program)
-        self.dtypes = [None if g.packed is not None else getattr(torch, g.dtype) for g in program.given]
+        self.dtypes = [None if g.packed is not None else NAMED[g.dtype].torch for g in program.given]
         self.shared = [about.token_dim is None for about in program.given]
         self.short = source.short_results(program)
         returned = {r.number - self.first for r in program.results if r.dtype == "float32"}
