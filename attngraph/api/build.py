@@ -19,7 +19,7 @@ import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
 from attngraph.api.records import entries_of, later_of
-from attngraph.api.rewritten import captured_again, owner_of, rewritten
+from attngraph.api.rewritten import capture_call, capturing_again, owner_of, rewritten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.codegen.cpu.record.replay import Replay
 from attngraph.errors import NotFusedError
@@ -52,9 +52,10 @@ def compile_graph(
         options = dataclasses.replace(options, later=())
     owner = owner_of(target)
     with options.devices.tracing(owner):
-        made = rewritten(target, args, kwargs, options, options.pipeline(), sides)
+        capture = functools.partial(capture_call, target, args, kwargs)
+        made = rewritten(capture, options, options.pipeline(), keep=sides)
     if made.before is not None:
-        again = functools.partial(captured_again, target, assumed=made.assumed, tables=False)
+        again = capturing_again(target, made.assumed, tables=False)
         found_sides = compare_sides(made.captured, made.before, owner, args, kwargs, again)
         made.captured = dataclasses.replace(made.captured, sides=found_sides)
     result, graph = made.result, made.captured.graph

@@ -27,6 +27,7 @@ from attngraph.api.options import Options
 from attngraph.api.progress_line import progress_line
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.decoder import Decoder
+from attngraph.runtime.examples import Example
 from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper, own_names
 
@@ -74,12 +75,12 @@ def decoder_of(
 
 def _step_for(
     model: Callable[..., Any], options: Options, config: CacheConfig, saved: saving.Folder | None,
-    *rest: Any, fits: Callable[[Step], bool], **named: Any,
+    example: Example, fits: Callable[[Step], bool],
 ) -> Step:  # fmt: skip
     with progress_line(options) as told:
         if options.devices.is_one:
-            return saving.step_for(model, told, config, saved, fits, *rest, **named)
-        step: Step = options.devices.derived(lambda: derive_decoder(model, told, config, *rest, **named))
+            return saving.step_for(model, told, config, saved, example, fits)
+        step: Step = options.devices.derived(lambda: derive_decoder(model, told, config, example))
         return step
 
 

@@ -62,28 +62,29 @@ _SAME_IDS = (
 
 
 class Proved(NamedTuple):
-    """The largest difference found, relative to the largest logit, and the logits of the decoder, `[rows,
-    tokens, V]`."""
+    """The largest difference found, relative to the largest logit; the logits of the decoder, `[rows,
+    tokens, V]`; and the arguments that they were computed with."""
 
     error: float
     logits: Tensor
+    arguments: Mapping[str, Any]
 
 
-def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: str, result: int) -> Proved:
+def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], result: int) -> Proved:
     """Compare a decoder with the whole model.
 
     Args:
         whole: the captured model; divided among ranks as the decoder is, if it is. step: the decoder
             derived from it.
-        arguments: the arguments that it was captured with; `name` is the one with the tokens.
+        arguments: the arguments that it was captured with.
         result: the index of the logits among the whole graph's results.
 
     Raises:
         NoDecoderError: they differ.
     """
     with torch.no_grad():
-        rows = arguments[name].shape[0]
-        full, steps = _sample(step, arguments, name)
+        rows = arguments[step.name].shape[0]
+        full, steps = _sample(step, arguments)
         state = _empty_state(step, full, steps)
         logits = found = torch.stack(_by_row((c, _advanced(step, state, full, c)) for c in steps))
         machine = Machine(whole, step.owner, names=step.names)
@@ -107,7 +108,7 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
             f"prefill and decode do not give what the whole sequence gives ({difference}{much}; places are "
             "[row, token, logit]). Please report it."
         )
-    return Proved(difference.relative, logits)
+    return Proved(difference.relative, logits, arguments)
 
 
 def varied(whole: ProgramGraph, tokens: Tensor, place: int) -> Tensor:
@@ -135,11 +136,9 @@ def _tables_of(ids: fx.Node) -> Iterator[int]:
             yield from _tables_of(user)
 
 
-def _sample(
-    step: Step, arguments: Mapping[str, Any], name: str
-) -> tuple[dict[str, Any], tuple[tuple[int, ...], ...]]:
+def _sample(step: Step, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, ...], ...]]:
     """Arguments as long as the calls to compare together, made of the given tokens, and these calls."""
-    rows, given = arguments[name].shape[:2]
+    rows, given = arguments[step.name].shape[:2]
     steps = tuple((first, *[second] * (rows - 1)) for first, second in _steps(step, given, rows))
     places = torch.arange(sum(counts[0] for counts in steps)) % given
     generator = torch.Generator().manual_seed(0)
@@ -163,32 +162,41 @@ def _steps(step: Step, given: int, rows: int) -> tuple[tuple[int, int], ...]:
     return tuple(c for c in ((half, 1), (1, 0), (given - half - 1, given - 1)) if any(c))
 
 
-def prove_longer(
-    model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], name: str, result: int
-) -> None:
+def prove_longer(model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], result: int) -> None:
     """Compare with the model itself on sequences that are longer than those it was traced for.
 
     Raises:
         NoDecoderError: they differ, or the model takes other tensors, which cannot be made up.
     """
-    others = [n for n, value in arguments.items() if n != name and isinstance(value, Tensor)]
+    others = [n for n, value in arguments.items() if n != step.name and isinstance(value, Tensor)]
     if others:
         raise NoDecoderError(
             f"the model was traced for few numbers of tokens, and others cannot be tried, because it takes "
             f"{', '.join(others)} as well."
         )
-    given = arguments[name]
-    generator = torch.Generator().manual_seed(0)
+    given = arguments[step.name]
     longer = LONGER
     if step.limit is not None:
         most = max(1, step.limit - sum(counts[0] for counts in LONGER[1:]))
         longer = ((min(LONGER[0][0], most), min(LONGER[0][1], most)), *LONGER[1:])
     total = max(sum(counts) for counts in zip(*longer, strict=True))
+    generator = torch.Generator().manual_seed(0)
     places = torch.randint(0, given.shape[1], (len(LONGER[0]), total), generator=generator)
-    state = KVCache(step.plan, len(LONGER[0]), CacheConfig(), given.device)
     ids = torch.stack([row[picked] for row, picked in zip(given, places, strict=True)])
+    state = KVCache(step.plan, len(ids), CacheConfig(), given.device)
+
+    def results() -> Iterator[tuple[Sequence[int], Tensor]]:
+        for counts in longer:
+            parts = [row[at : at + n] for row, at, n in zip(ids, state.lengths, counts, strict=True)]
+            new = {n: torch.cat(parts)[None] for n in step.arguments}
+            yield counts, step.advance(state, counts, new, unfinished=range(len(ids)))[0]
+
     try:
-        _compare_longer(model, step, arguments, name, result, ids, state, longer)
+        with torch.no_grad():
+            for row, found in zip(ids, _by_row(results()), strict=True):
+                for length in (*range(1, min(BEGINNINGS, len(found))), len(found)):
+                    call = {**arguments, step.name: row[None, :length]}
+                    _require_as_model(model, step, call, found[:length], result)
     except NoDecoderError:
         raise
     except Exception as problem:
@@ -223,23 +231,6 @@ def of_few(problem: Exception) -> str:
     """That a graph which was traced for few numbers of tokens fails for others."""
     what = str(problem).partition("\n")[0]
     return f"the model was traced for few numbers of tokens, and others fail: {what}."
-
-
-def _compare_longer(
-    model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], name: str, result: int, ids: Tensor,
-    state: KVCache, longer: Sequence[tuple[int, int]],
-) -> None:  # fmt: skip
-    def results() -> Iterator[tuple[Sequence[int], Tensor]]:
-        for counts in longer:
-            parts = [row[at : at + n] for row, at, n in zip(ids, state.lengths, counts, strict=True)]
-            given = {n: torch.cat(parts)[None] for n in step.arguments}
-            yield counts, step.advance(state, counts, given, unfinished=range(len(ids)))[0]
-
-    with torch.no_grad():
-        for row, found in zip(ids, _by_row(results()), strict=True):
-            for length in (*range(1, min(BEGINNINGS, len(found))), len(found)):
-                given = {**arguments, name: row[None, :length]}
-                _require_as_model(model, step, given, found[:length], result)
 
 
 def _require_as_model(
@@ -315,14 +306,14 @@ def poison(state: KVCache) -> None:
                 slots[places] = written
 
 
-def prove_storage(wide: Step, step: Step, arguments: Mapping[str, Any], name: str, exact: Tensor) -> Drift:
-    """Compare `step`, which rounds, with `wide`, which does not; returns how far its logits are from
-    `exact`, those of `prove`.
+def prove_storage(wide: Step, step: Step, proved: Proved) -> Drift:
+    """Compare `step`, which rounds, with `wide`, which does not and is proved; returns how far its logits are
+    from those.
 
     Raises:
         NoDecoderError: they differ, or a rounded value is not near to what was computed.
     """
-    full, steps = _sample(wide, arguments, name)
+    full, steps = _sample(wide, proved.arguments)
     rounded, other = (_empty_state(one, full, steps) for one in (step, wide))
 
     def results() -> Iterator[tuple[Sequence[int], Tensor]]:
@@ -338,7 +329,7 @@ def prove_storage(wide: Step, step: Step, arguments: Mapping[str, Any], name: st
             yield counts, found
 
     with torch.no_grad():
-        return drift_between(torch.stack(_by_row(results())), exact)
+        return drift_between(torch.stack(_by_row(results())), proved.logits)
 
 
 def _read_rounded(step: Step, rounded: KVCache, wide: KVCache) -> None:
