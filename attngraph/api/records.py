@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import attngraph.codegen  # noqa: F401  registers the kernels
+from attngraph.api.plan_memory import bytes_of
 from attngraph.capture.captured import Captured
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate, part_of
 from attngraph.ir.graph.source import module_of
@@ -22,7 +23,7 @@ from attngraph.ir.ops.cached_attention import source_for_short_queries
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.latent_attention import absorbed_operands
 from attngraph.ir.ops.loop import loop
-from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning.check.region import shape_at
 from attngraph.report.entries import (
     AttentionEntry,
     KernelEntry,
@@ -92,37 +93,20 @@ def later_of(captured: Captured) -> tuple[LaterEntry, ...]:
     return tuple(_entry(part_of(stage, values), tuple(values)) for values in looks.values())
 
 
-def _entry(part: ProgramGraph, names: tuple[str, ...]) -> LaterEntry:
-    marked = {what: [n for n in part.graph.nodes if n.meta.get("of_attention") == what] for what in _WHAT}
-    sizes = {what: sum(_bytes(node, part.hints) for node in nodes) for what, nodes in marked.items()}
-    what = next((what for what in _WHAT if marked[what]), "")
-    return LaterEntry(names, what, sizes.get(what, 0), _multiplications(part))
-
-
 _WHAT = "weights", "scores"
 
 
-def _extents(node: fx.Node, hints: dict[str, int]) -> list[int]:
-    return [int(evaluate_size(size_expression(n), hints)) for n in node.meta["val"].shape]
-
-
-def _bytes(node: fx.Node, hints: dict[str, int]) -> int:
-    value = node.meta["val"]
-    return torch.Size(_extents(node, hints)).numel() * int(value.dtype.itemsize)
+def _entry(part: ProgramGraph, names: tuple[str, ...]) -> LaterEntry:
+    marked = {what: [n for n in part.graph.nodes if n.meta.get("of_attention") == what] for what in _WHAT}
+    what = next((what for what in _WHAT if marked[what]), "")
+    size = sum(bytes_of(node, part) for node in marked.get(what, ()))
+    return LaterEntry(names, what, size, _multiplications(part))
 
 
 def _multiplications(part: ProgramGraph) -> int:
     """Those of its products, as torch counts them, at the sizes of the first call."""
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        FlopCounterMode(display=False) as counter,
-        torch.no_grad(),
-    ):
-        inputs = (node for node in part.placeholders())
-        part.module(
-            *(
-                torch.empty(_extents(n, part.hints), dtype=n.meta["val"].dtype, device=n.meta["val"].device)
-                for n in inputs
-            )
-        )
+    values = [node.meta["val"] for node in part.placeholders()]
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, FlopCounterMode(display=False) as counter, torch.no_grad():
+        part.module(*(torch.empty(shape_at(v, part.hints), dtype=v.dtype, device=v.device) for v in values))
     return int(counter.get_total_flops()) // 2

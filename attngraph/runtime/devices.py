@@ -86,7 +86,11 @@ class OneDevice:
     # --- to compile ---
 
     def take(self, model: Callable[..., Any]) -> None:
-        """Take a model that is to be compiled."""
+        """Take a model that is to be compiled.
+
+        Raises:
+            PlacementError: its parameters are divided along another mesh already.
+        """
 
     def passes(self, decoder: bool = False, rounded: str = "") -> dict[str, Any]:
         """What `passes.order` is told of ranks. `rounded`: the dtype of 8 bits of a decoder's cache, if it
@@ -144,7 +148,7 @@ class OneDevice:
     # --- what not every mesh can do ---
 
     def require_placeable(self, model: Any) -> None:
-        """Check that ranks hold parts of the model's parameters.
+        """Check that ranks hold parts of the model's parameters, and that its buffers have contents.
 
         Raises:
             PlacementError: they do not.

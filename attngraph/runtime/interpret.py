@@ -9,9 +9,10 @@ or to the arguments, and nothing else depends on this file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,12 +45,36 @@ def weights_of(
 ) -> dict[str, Tensor]:
     """The weights of the attentions of these names in a call with these tensors."""
     known = names_of_attentions(executable.captured.graph)
-    captured = _Captured({known[name] for name in names})
+    calls: dict[fx.Node, nodes.AttentionOp] = {}
+    keeping = functools.partial(_Keeping, wanted={known[name] for name in names}, calls=calls)
+    with _looking(tensors):
+        with contextlib.suppress(_Done):
+            executable.machine(tensors, interpret=keeping)
+        return {name: _weights(calls[known[name]], rows, queries) for name in names}
+
+
+def times_of(executable: Executable, tensors: Sequence[Tensor], rounds: int) -> Times:
+    """What the operations take in a call with these tensors, after one call to warm up."""
+    spent: dict[fx.Node, list[float]] = {}
+
+    def interpreter(module: fx.GraphModule) -> fx.Interpreter:
+        graph = executable.captured.graph
+        return _Timed(module, spent) if module.graph is graph.graph else fx.Interpreter(module)
+
+    with _looking(tensors):
+        executable.machine(tensors, interpret=interpreter)
+        spent.clear()
+        for _ in range(rounds):
+            executable.machine(tensors, interpret=interpreter)
+    return Times(tuple(_told(node, statistics.median(s)) for node, s in spent.items()), rounds)
+
+
+@contextlib.contextmanager
+def _looking(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Neither gradients nor random numbers of the caller are touched."""
     devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
     with torch.no_grad(), torch.random.fork_rng(devices):
-        with contextlib.suppress(_Done):
-            executable.machine(tensors, interpret=captured.interpreter)
-        return {name: _weights(captured.calls[known[name]], rows, queries) for name in names}
+        yield
 
 
 def _weights(called: nodes.AttentionOp, rows: Places, queries: Places) -> Tensor:
@@ -67,30 +92,22 @@ class _Done(Exception):
     """Everything that was asked for is known; the rest of the graph is not needed."""
 
 
-class _Captured:
-    """The arguments of some attention nodes, kept while a graph runs."""
+class _Keeping(fx.Interpreter):
+    """Runs a graph, and keeps the operands of some attention nodes in `calls`. (Another module is a stage,
+    which has none of them and runs as it is.)"""
 
-    def __init__(self, wanted: set[fx.Node]) -> None:
-        self.wanted = wanted
-        self.calls: dict[fx.Node, nodes.AttentionOp] = {}
-
-    def interpreter(self, module: fx.GraphModule) -> fx.Interpreter:
-        """The interpreter of the graph; another module is a stage, which runs as it is."""
-        return _Interpreter(self, module)
-
-
-class _Interpreter(fx.Interpreter):
-    def __init__(self, captured: _Captured, module: fx.GraphModule) -> None:
+    def __init__(
+        self, module: fx.GraphModule, wanted: set[fx.Node], calls: dict[fx.Node, nodes.AttentionOp]
+    ) -> None:
         super().__init__(module)
-        self.captured = captured
+        self.wanted, self.calls = wanted, calls
 
     def run_node(self, node: fx.Node) -> Any:
-        if node in self.captured.wanted:
-            args, kwargs = self.fetch_args_kwargs_from_env(node)
-            found = nodes.called(node.target, args, kwargs)
+        if node in self.wanted:
+            found = nodes.called(node.target, *self.fetch_args_kwargs_from_env(node))
             assert found is not None
-            self.captured.calls[node] = found
-            if len(self.captured.calls) == len(self.captured.wanted):
+            self.calls[node] = found
+            if len(self.calls) == len(self.wanted):
                 raise _Done
         return super().run_node(node)
 
@@ -117,23 +134,6 @@ def chosen_names(
             about = f"was not fused, so the model computes its weights itself ({missed[name]})"
         raise ValueError(f"{name!r} {about}; there are: {', '.join(several or known) or 'none'}.")
     return names
-
-
-def times_of(executable: Executable, tensors: Sequence[Tensor], rounds: int) -> Times:
-    """What the operations take in a call with these tensors, after one call to warm up."""
-    spent: dict[fx.Node, list[float]] = {}
-
-    def interpreter(module: fx.GraphModule) -> fx.Interpreter:
-        graph = executable.captured.graph
-        return _Timed(module, spent) if module.graph is graph.graph else fx.Interpreter(module)
-
-    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        executable.machine(tensors, interpret=interpreter)
-        spent.clear()
-        for _ in range(rounds):
-            executable.machine(tensors, interpret=interpreter)
-    return Times(tuple(_told(node, statistics.median(s)) for node, s in spent.items()), rounds)
 
 
 def _told(node: fx.Node, seconds: float) -> OpTime:

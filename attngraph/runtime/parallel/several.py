@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,9 +53,6 @@ class SeveralDevices(OneDevice):
     # --- to compile ---
 
     def take(self, model: Callable[..., Any]) -> None:
-        """Raises:
-        PlacementError: its parameters are divided along another mesh already.
-        """
         if isinstance(model, nn.Module):
             parameters.require_undivided(model, self.mesh)
             if self.mesh.tensor is not None and self.mesh.holds_parts:
@@ -86,9 +83,6 @@ class SeveralDevices(OneDevice):
         let_go(graph)
 
     def runs(self, graph: ProgramGraph, owner: nn.Module, run: Runner) -> tuple[Runner, Own]:
-        """Raises:
-        DisagreementError: ranks have different graphs. PlacementError: as `distribute`.
-        """
         if graph.ranks is None:
             return run, dict
         if self.mesh.is_simulated:
@@ -97,7 +91,6 @@ class SeveralDevices(OneDevice):
         return lambda graph: fetching_early(run(graph)), parameters.Own(graph, owner, self.mesh)
 
     def steps(self, graph: ProgramGraph, owner: nn.Module, run: Runner) -> tuple[Runner, OneRank]:
-        """Raises: as `runs`."""
         if graph.ranks is None:
             return super().steps(graph, owner, run)
         assert graph.state is not None
@@ -117,53 +110,42 @@ class SeveralDevices(OneDevice):
         return {} if graph.ranks is None else {"ranks": graph.ranks.entry, "context": graph.ranks.context}
 
     def compiled(self, make: Callable[[], Any]) -> Any:
-        """Raises:
-        DisagreementError: another rank has no graph, or they draw different random numbers.
-        """
         if self.mesh.is_simulated:
             return make()
-        try:
+        with self._failing("the graph", contextlib.suppress(DisagreementError)):  # its own error is raised
             found = make()
-        except DisagreementError:
-            raise
-        except Exception as problem:
-            with contextlib.suppress(DisagreementError):  # this rank raises its own error
-                agree(self.mesh, "the graph", f"none: {type(problem).__name__}: {problem}")
-            raise
         if draws_numbers(found.captured.graph.graph) and not self._draws:
             self._draws = True
             agree(self.mesh, "the state of random numbers", random_state())
         return found
 
     def derived(self, make: Callable[[], Any]) -> Any:
-        """Raises:
-        DisagreementError: another rank has no step.
-        """
         if self.mesh.is_simulated:
             return make()
-        try:
+        with self._failing("the decoder", contextlib.nullcontext()):
             found = make()
+        agree(self.mesh, "the decoder", "derived")
+        return found
+
+    @contextlib.contextmanager
+    def _failing(self, what: str, around: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """Tell the other ranks if this one fails in the body."""
+        try:
+            yield
         except DisagreementError:
             raise
         except Exception as problem:
-            agree(self.mesh, "the decoder", f"none: {type(problem).__name__}: {problem}")
+            with around:
+                agree(self.mesh, what, f"none: {type(problem).__name__}: {problem}")
             raise
-        agree(self.mesh, "the decoder", "derived")
-        return found
 
     # --- to call ---
 
     def agree(self, what: str, *given: Any) -> None:
-        """Raises:
-        DisagreementError: they do not; on every rank.
-        """
         if self.has_peers and self.mesh.config.agree:
             agree(self.mesh, "the call", f"{what}\n{described(given)}")
 
     def agree_on_call(self, model: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        """Raises:
-        DisagreementError: they do not; on every rank.
-        """
         if not self.mesh.is_simulated and self.mesh.config.agree:
             training, tokens = getattr(model, "training", False), self.mesh.context is not None
             agree(self.mesh, "the call", describe_call(tensors, leaves, training, self._draws, tokens))
@@ -184,17 +166,11 @@ class SeveralDevices(OneDevice):
     # --- what not every mesh can do ---
 
     def require_placeable(self, model: Any) -> None:
-        """Raises:
-        PlacementError: they do not, or a buffer is on meta, from which masks and positions are derived.
-        """
         if not self.mesh.holds_parts:
             super().require_placeable(model)
         parameters.require_contents(model)
 
     def require_filled(self, model: Any) -> None:
-        """Raises:
-        PlacementError: they have not.
-        """
         if isinstance(model, nn.Module) and parameters.is_unfilled(model):
             raise PlacementError(
                 "the model was made on meta, and its weights have not been loaded.\nWhat to do: "
@@ -202,9 +178,6 @@ class SeveralDevices(OneDevice):
             )
 
     def require_whole_parameters(self) -> None:
-        """Raises:
-        NoDecoderError: ranks have parts of its parameters.
-        """
         if self.mesh.holds_parts:
             raise NoDecoderError(
                 "the model was traced for few numbers of tokens, so its decoder is to be compared with the "
@@ -213,7 +186,4 @@ class SeveralDevices(OneDevice):
             )
 
     def require_savable(self, what: str) -> None:
-        """Raises:
-        SavedError: no graph of several ranks can.
-        """
         raise SavedError(f"the {what} is divided among ranks; a graph of several ranks is not saved yet.")

@@ -10,7 +10,7 @@ rank: `kept0` of rank 1 is called `kept0@1` there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,20 +48,20 @@ def on_all_ranks(graph: ProgramGraph) -> Callable[..., Sequence[Any]]:
     """The function that computes a graph's results for all ranks: a `PerRank` where they may differ."""
     assert graph.ranks is not None
     ranks = graph.ranks
-    placeholders = graph.placeholders()
-    order = [n for n in graph.graph.nodes if n.op == "call_function"]
-    results: Any = graph.graph.output_node().args[0]
 
-    def run(*inputs: Any) -> Sequence[Any]:
-        given = dict(zip(placeholders, map(_for_all, inputs), strict=True))
-        return run_on_ranks(order, given, list(results), _compute, ranks)
-
-    def _for_all(value: Any) -> Any:
+    def for_all(value: Any) -> Any:
         if not isinstance(value, Tensor) or not (value.requires_grad and torch.is_grad_enabled()):
             return value
         return PerRank([value, *(value.detach().requires_grad_() for _ in range(ranks.count - 1))])
 
-    return run
+    return lambda *inputs: _run(graph.graph, map(for_all, inputs), _compute, ranks)
+
+
+def _run(graph: fx.Graph, inputs: Iterable[Any], compute: Callable[..., Any], ranks: Ranks) -> Sequence[Any]:
+    order = [n for n in graph.nodes if n.op == "call_function"]
+    results: Any = graph.output_node().args[0]
+    given = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    return run_on_ranks(order, given, list(results), compute, ranks)
 
 
 def _compute(node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -155,8 +155,4 @@ class _ExactOnRanks:
         self.graph, self.ranks = module.graph, ranks
 
     def run(self, *inputs: Any) -> Sequence[Any]:
-        placeholders = self.graph.find_nodes(op="placeholder")
-        order = [n for n in self.graph.nodes if n.op == "call_function"]
-        results: Any = self.graph.output_node().args[0]
-        given = dict(zip(placeholders, inputs, strict=True))
-        return run_on_ranks(order, given, list(results), Oracle().compute, self.ranks)
+        return _run(self.graph, inputs, Oracle().compute, self.ranks)
