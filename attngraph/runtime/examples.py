@@ -44,9 +44,12 @@ class Size(NamedTuple):
 class Example:
     """What a graph is derived from.
 
-    Attributes: name: the model's argument that has the tokens. calls: the arguments of a call; or of several,
-        of the sizes `compared.SIZES`, where the graph is found by comparing traces. assumed: what these take
-        for granted."""
+    Attributes:
+        name: the model's argument that has the tokens.
+        calls: the arguments of a call; or of several, of the sizes `compared.SIZES`, where the graph is found
+            by comparing traces.
+        assumed: what these take for granted.
+    """
 
     name: str
     calls: tuple[dict[str, Any], ...]

@@ -36,10 +36,13 @@ SAVED = "attngraph cache 4"
 class Contents(NamedTuple):
     """What a state has.
 
-    Attributes: lengths: tokens of each row so far. lost: for each row: positions before this one have been
-        overwritten in ring buffers. parts: what it keeps, by name (`parts.py`): pages by the name of their
-        page table, and where ranks divide the tokens, which of them this is. unfinished: the call that began
-        to write over what is here, and has not ended."""
+    Attributes:
+        lengths: tokens of each row so far.
+        lost: for each row: positions before this one have been overwritten in ring buffers.
+        parts: what it keeps (`parts.py`), by name: pages by that of their page table, and where ranks divide
+            the tokens, by which of them this is.
+        unfinished: the call that began to write over what is here, and has not ended.
+    """
 
     lengths: list[int]
     lost: list[int]
@@ -348,7 +351,7 @@ class KVCache:
         device = saved_cache.device_of(state["device"])
         rank = saved_cache.numbers(state.get("rank", (0, 1)), "rank")
         require(len(rank) == 2 and rank[0] < rank[1], f"it is of no rank: {rank!r:.40}")
-        self.__init__(plan, len(lengths), config, device, limit)  # type: ignore[misc]
+        self.__init__(plan, 0, config, device, limit)  # type: ignore[misc]
         self.rank = rank[0], rank[1]
         self.sizes, self.alone = saved_cache.sizes_of(state.get("sizes", {})), bool(state.get("alone", False))
         kept = state["groups"]
