@@ -19,7 +19,8 @@ from torch import nn
 
 from attngraph.api.empty_weights import WithoutMemory, fill
 from attngraph.api.plan import Planner
-from attngraph.report.plan import Share, size
+from attngraph.report.plan import Share
+from attngraph.report.words import size
 
 RANKS = (1, 8, 16, 64, 256, 1024)
 HEADS = 8

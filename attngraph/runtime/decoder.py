@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from attngraph.errors import CacheError
 from attngraph.report.cache_entry import Drift
-from attngraph.report.remarks import with_remarks
-from attngraph.report.report import CompileReport
+from attngraph.report.report import CompileReport, with_remarks
 from attngraph.runtime import beams
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.crossing import crossing
