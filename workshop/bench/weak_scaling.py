@@ -19,7 +19,8 @@ from torch import nn
 
 from attngraph.api.plan import Planner
 from attngraph.api.plan_memory import WithoutMemory, fill
-from attngraph.report.plan import Share, size
+from attngraph.report.plan import Share
+from attngraph.report.words import size
 
 RANKS = (1, 8, 16, 64, 256, 1024)
 HEADS = 8
