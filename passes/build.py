@@ -1,4 +1,5 @@
-"""Building nodes: views found by `layout.py`, and sizes from size expressions.
+"""Building nodes: by functions of tensors (`traced.py`), views found by `layout.py`, and sizes from size
+expressions.
 
 Every new node gets its fake value at once, and the source line of the node that it replaces.
 """
@@ -6,6 +7,7 @@ Every new node gets its fake value at once, and the source line of the node that
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import is_example
 from attngraph.meaning.attention.claim import Operand, View
 from attngraph.meaning.attention.layout import NoView, ViewOp
+from attngraph.passes.traced import traced, untraced
 
 aten = torch.ops.aten
 
@@ -29,7 +32,15 @@ _OF_SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-class NoSize(Exception):
+class Refused(Exception):
+    """Why nothing is rewritten here, in words for the report. `tell`: whether a user would ask."""
+
+    def __init__(self, reason: str = "", tell: bool = True) -> None:
+        super().__init__(reason)
+        self.tell = tell
+
+
+class NoSize(Refused):
     """A size that cannot be computed from dimensions of tensors in the graph."""
 
 
@@ -49,6 +60,11 @@ class Builder:
         node.meta["val"] = value
         self.made.append(node)
         return node
+
+    def trace(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The nodes that a function of tensors computes from these: a node, or a list of them. Arguments may
+        be nodes of tensors, of sizes or of several values, lists of them, and anything else."""
+        return untraced(function(*traced(args, self)), self)
 
     def attention(self, view: AttentionOp) -> fx.Node:
         return self.call(view.target, *view.args)
