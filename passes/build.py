@@ -163,11 +163,12 @@ class Builder:
     def operand(self, operand: Operand, dtype: torch.dtype | None = None) -> fx.Node:
         """An operand of an attention, as `[B, H, S, D]`."""
         return self._side_by_side(
-            [self._side_by_side([self._scaled(view, dtype) for view in part], -1) for part in operand.parts],
+            [self._side_by_side([self.scaled(view, dtype) for view in part], -1) for part in operand.parts],
             -2,
         )
 
-    def _scaled(self, view: View, dtype: torch.dtype | None) -> fx.Node:
+    def scaled(self, view: View, dtype: torch.dtype | None = None) -> fx.Node:
+        """A view, with its factor and its zeros."""
         node = self.view(view.base, view.steps)
         if dtype is not None and node.meta["val"].dtype != dtype:
             node = self.call(aten._to_copy.default, node, dtype=dtype)

@@ -19,16 +19,17 @@ import itertools
 import string
 from collections import Counter
 from collections.abc import Container
+from typing import Any
 
 import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, memory_of, op_name
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.rules.contraction import subscripts
-from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.build import Builder
 from attngraph.passes.join_rows import join_rows
+from attngraph.passes.proposal import Proposal
 from attngraph.passes.slice_lists import slice_lists
 from attngraph.pipeline import Outcome
 
@@ -96,14 +97,8 @@ def _is_unseen(memory: fx.Node, returned: Container[fx.Node]) -> bool:
 
 def _take_from_inputs(graph: ProgramGraph, node: fx.Node) -> None:
     """Compute a size from sizes of inputs, so that the tensor it was read from can be removed."""
-    builder = Builder(graph, node)
-    try:
-        size = builder.size(size_expression(node.meta["val"]))
-    except (NoSize, Unliftable):  # it depends on data
-        builder.discard()
-        return
-    node.replace_all_uses_with(size)
-    graph.graph.erase_node(node)
+    with Proposal(graph, node) as proposal:  # refused where it depends on data
+        proposal.replace(node, proposal.size(size_expression(node.meta["val"])))
 
 
 def _same_strides(clone: fx.Node) -> bool:
@@ -128,16 +123,13 @@ def _differentiable(graph: ProgramGraph) -> set[fx.Node]:
 
 def _copied(graph: ProgramGraph, node: fx.Node, returned: bool) -> None:
     """Replace a `copy` into a tensor, which has no derivative, by the value copied."""
-    builder = Builder(graph, node)
-    whole, value = node.args[:2]
-    wanted, found = node.meta["val"], value.meta["val"]  # type: ignore[union-attr]
-    if found.dtype != wanted.dtype:
-        value = builder.call(torch.ops.aten._to_copy.default, value, dtype=wanted.dtype)
-    if found.shape != wanted.shape:
-        value = builder.call(torch.ops.aten.expand_as.default, value, whole)
-    if returned:
-        value = builder.call(torch.ops.aten.clone.default, value)
-    node.replace_all_uses_with(value)  # type: ignore[arg-type]
+
+    def copied(whole: Any, value: Any) -> Any:
+        value = value.to(node.meta["val"].dtype)
+        value = value if value.shape == node.meta["val"].shape else value.expand_as(whole)
+        return value.clone() if returned else value
+
+    node.replace_all_uses_with(Builder(graph, node).trace(copied, *node.args[:2]))
     graph.graph.erase_node(node)
 
 
