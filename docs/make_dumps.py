@@ -12,6 +12,7 @@ tests hold them against a run.
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import re
 import sys
@@ -123,14 +124,36 @@ def dumps(case: str) -> tuple[tuple[str, str], ...]:
 
 
 def dump(case: str, step: str, when: str) -> str:
-    """The graph before or after a pass of a case."""
+    """The graph before or after a pass of a case: its notes, and what is not the same in both."""
     found = dumps(case)
     places = [n for n, (name, _) in enumerate(found) if name == step]
     if len(places) != 1:
         raise SystemExit(
             f"case {case} dumped {', '.join(name for name, _ in found)}; a page asks for {step}."
         )
-    return found[places[0] - (when == "before")][1]
+    texts = [found[places[0] - 1][1], found[places[0]][1]]
+    return different(*(texts if when == "before" else texts[::-1]))
+
+
+def different(text: str, other: str) -> str:
+    """A graph's notes, and its lines without those that the other graph has too (whatever their numbers and
+    comments)."""
+    (notes, lines), (_, others) = _parts(text), _parts(other)
+    alike = [[re.sub(r"%\d+|  # .*", "", line) for line in of] for of in (lines, others)]
+    shown = notes
+    for what, start, end, *_ in difflib.SequenceMatcher(None, *alike, autojunk=False).get_opcodes():
+        same = lines[start:end]
+        if what == "equal" and len(same) > 3:
+            same = [*same[: start > 0], "  ...", *same[len(same) - (end < len(lines)) :]]
+        shown = shown + same
+    return "\n".join(shown)
+
+
+def _parts(text: str) -> tuple[list[str], list[str]]:
+    """The notes of a dump, and its lines from the first graph on."""
+    lines = text.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.endswith("("))
+    return [line for line in lines[:start] if line.startswith("# ")], lines[start:]
 
 
 def title(name: str) -> str:

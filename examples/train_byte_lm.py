@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 import attngraph
-from attngraph.benchmark.measure import Measurement, measure
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.text import byte_batch
+from attngraph.runtime.measure import Measurement, measure
 
 HEAD_WIDTH = 32
 LEARNING_RATE = 1e-3

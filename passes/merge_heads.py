@@ -237,7 +237,7 @@ class _Merge:
                 return within
             if current.op == "read" and current.value in by_head:
                 return E.read(current.value, (mine, *args))
-            return E.make(current.op, args, current.value, current.kind) if args != current.args else current
+            return E.with_args(current, args)
 
         programs = [h.program.statements for h in self.views]
         statements: list[Statement] = []

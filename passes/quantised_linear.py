@@ -120,7 +120,7 @@ class _Products:
         try:
             _, at = self.meaning.places(node)
             element = self.meaning.element(node, at)
-            terms = element.args if element.op == "add" else (element,)
+            terms = E.parts(element, "add")
             (total,) = (t for t in terms if t.op == "sum")
             (bias,) = (t for t in terms if t is not total) if len(terms) > 1 else (None,)
             return self._product(node, at, total, bias)
@@ -226,7 +226,7 @@ def _reads(value: Expr) -> list[Expr]:
 
 
 def _terms(value: Expr) -> Sequence[Expr]:
-    return value.args if value.op == "add" else (value,)
+    return E.parts(value, "add")
 
 
 def _subtracted(term: Expr) -> Expr | None:

@@ -18,7 +18,7 @@ import sympy
 from torch.fx.experimental.sym_node import SymNode
 
 from attngraph.capture.flat import Trace
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 from attngraph.capture.stack_traces import user_lines
 from attngraph.ir.graph.source import short_path
 from attngraph.report.entries import Break

@@ -13,7 +13,6 @@ import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -37,21 +36,6 @@ _PASSED_ON = (_TORCH + "__init__.py", _CAPTURE, contextlib.__file__, functools._
 """Code that asks for what calls it."""
 
 
-_ALONE: ContextVar[tuple[int, int] | None] = ContextVar("_ALONE", default=None)
-
-
-@contextlib.contextmanager
-def answered_for_one(place: tuple[int, int]) -> Iterator[None]:
-    """Within the context, a trace answers what is asked about one size, that of a dimension, (argument,
-    dimension), as if it were 1, although it is a symbol: a graph for one sequence then has an axis of
-    sequences. (Whether it is what the model does with one, whoever asks for it has to show.)"""
-    token = _ALONE.set(place)
-    try:
-        yield
-    finally:
-        _ALONE.reset(token)
-
-
 class Decisions:
     """The decisions of a trace."""
 
@@ -59,9 +43,10 @@ class Decisions:
         self._found: dict[Decision, None] = {}
         self._one: dict[Any, Any] = {}
 
-    def begin(self, shapes: Sequence[torch.Size]) -> None:
-        """A trace of arguments with these shapes begins."""
-        place = _ALONE.get()
+    def begin(self, shapes: Sequence[torch.Size], place: tuple[int, int] | None) -> None:
+        """A trace of arguments with these shapes begins. `place`: a dimension, (argument, dimension), about
+        which questions are answered as if it were 1, although it is a symbol: a graph for one sequence then
+        has an axis of sequences."""
         size: Any = None if place is None else shapes[place[0]][place[1]]
         self._one = {size.node.expr: sympy.Integer(1)} if isinstance(size, torch.SymInt) else {}
 

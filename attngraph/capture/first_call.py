@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.capture.guards import things
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 from attngraph.capture.state.fingerprint import fingerprint
 from attngraph.capture.state.ran import Executed, recorded
 from attngraph.capture.state.snapshot import Snapshot

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 
 _PLACES: tuple[Any, ...] = (F, torch._C._nn)
 

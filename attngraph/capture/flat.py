@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify
 
-from attngraph.capture import by_rows
 from attngraph.capture.asked import Asked, lend_attributes
-from attngraph.capture.attributes import Described, Settings, Watch, containers
+from attngraph.capture.assumed import Assumed
+from attngraph.capture.attributes import Described, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
 from attngraph.capture.checks import Checks
 from attngraph.capture.decided import Decisions
@@ -56,14 +56,12 @@ Repeats = Callable[[Callable[[], Any]], contextlib.AbstractContextManager[None]]
 @dataclasses.dataclass
 class Trace:
     """What a trace is of, and what it recorded: the structure of the results, attributes that are set, and
-    side effects. `settings`: what an earlier trace found attributes to be set to; `reads`: whether they may
-    be read before."""
+    side effects. `assumed`: what it takes for granted."""
 
     target: Callable[..., Any]
     originals: list[Tensor | None]
     """The parameters and buffers, in whose places a trace has others."""
-    settings: Settings
-    reads: bool
+    assumed: Assumed
     structure: Structure | None = None
     attributes: tuple[Attribute, ...] = ()
     kinds: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
@@ -109,9 +107,8 @@ class Flat(nn.Module):
     """The user's callable over a flat list of tensors."""
 
     def __init__(
-        self, target: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, settings: Settings,
-        reads: bool,
-    ) -> None:  # fmt: skip
+        self, target: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, assumed: Assumed
+    ) -> None:
         super().__init__()
         if isinstance(target, nn.Module):
             self.model = target
@@ -122,11 +119,12 @@ class Flat(nn.Module):
         self.leaves, self.spec = list(leaves), spec
         # Export restores attributes that forward() sets here, and hands out stand-ins of weights and modules:
         # what must survive, or be the original, is in an object of its own.
-        self.trace = Trace(target, self._weights(), settings, reads)
+        self.trace = Trace(target, self._weights(), assumed)
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         self.trace.shapes = tuple(t.shape for t in arguments)
-        self.trace.decisions.begin(self.trace.shapes)
+        assumed = self.trace.assumed
+        self.trace.decisions.begin(self.trace.shapes, assumed.one_row)
         given = iter(arguments)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
@@ -137,7 +135,7 @@ class Flat(nn.Module):
         originals = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         asked = self.trace.questions = Asked(arguments, originals, effects.note)
         self._lend_attributes(arguments, originals)
-        watch = Watch(list(self.trace.settings), self._refuse, self.trace.reads)
+        watch = Watch(list(assumed.settings), self._refuse, assumed.reads)
         with (
             functions_run() as self.trace.written_out,
             contextlib.redirect_stdout(printed),
@@ -151,7 +149,7 @@ class Flat(nn.Module):
             asked,
             products_cast(),
         ):
-            result = by_rows.call(target, args, kwargs)
+            result = _of_rows(target, args, kwargs) if assumed.rows_alone else target(*args, **kwargs)
         if printed.getvalue():
             effects.note("forward() prints")
         after, _ = flatten((args, kwargs))
@@ -204,7 +202,7 @@ class Flat(nn.Module):
             try:
                 if value is not result and not own.isdisjoint(others):
                     raise TypeError("a container that is also elsewhere")
-                if not self.trace.settings[place].agrees(Described.of(value)):
+                if not self.trace.assumed.settings[place].agrees(Described.of(value)):
                     raise TypeError("not what an earlier trace found")
                 label, first = label_of(place, self.trace.target), len(tensors)
                 structure = None if value is result else _structure(value, tensors, self.trace.written)
@@ -215,6 +213,24 @@ class Flat(nn.Module):
             self.trace.kinds |= dict.fromkeys(range(first, len(tensors)), ("attribute", label))
             attributes.append(Attribute(place.owner, place.name, label, structure, place in watch.read))
         self.trace.attributes = tuple(attributes)
+
+
+def _of_rows(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The target's result for a batch, each sequence of which is a call of its own: a loop in Python over the
+    sequences is then one over a single one, and `torch.vmap` makes a batch of such calls."""
+    leaves, spec = flatten((args, kwargs))
+    (tokens,) = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    trees: list[tuple[list[Any], TreeSpec]] = []
+
+    def of_one(row: Tensor) -> tuple[Tensor, ...]:
+        own, named = unflatten([row[None] if leaf is tokens else leaf for leaf in leaves], spec)
+        results, tree = flatten(target(*own, **named))
+        trees.append((results, tree))
+        return tuple(leaf.squeeze(0) for leaf in results if isinstance(leaf, Tensor))
+
+    tensors = iter(torch.vmap(of_one)(tokens))
+    results, tree = trees[-1]
+    return unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in results], tree)
 
 
 def _structure(result: Any, tensors: list[Tensor], written: Mapping[int, int]) -> Structure:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 
 aten: Any = torch.ops.aten
 _FLEX, _INDEX = "torch.nn.attention.flex_attention", "torch._dynamo._trace_wrapped_higher_order_op"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 from attngraph.ir.graph.source import short_path
 
 Note = Callable[..., None]

@@ -19,7 +19,7 @@ from typing import Any
 import sympy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 from attngraph.ir import budgets
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from attngraph.capture.flat import Flat
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep

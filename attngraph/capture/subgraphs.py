@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.capture import flex
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import line_of, short_path, source_of
 

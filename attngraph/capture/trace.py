@@ -26,23 +26,24 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 
-from attngraph.capture import exported
 from attngraph.capture.asked_sizes import asked_sizes, told
-from attngraph.capture.attributes import Settings
+from attngraph.capture.assumed import NOTHING, Assumed
 from attngraph.capture.captured import Captured, Structure
-from attngraph.capture.equal_calls import equal_calls_inferred_once
-from attngraph.capture.equal_formulas import equal_formulas_computed_once
-from attngraph.capture.equal_functions import equal_functions_traced_twice
-from attngraph.capture.export_steps import steps_shortened
+from attngraph.capture.faster.calls import equal_calls_inferred_once
+from attngraph.capture.faster.formulas import equal_formulas_computed_once
+from attngraph.capture.faster.functions import equal_functions_traced_twice
+from attngraph.capture.faster.steps import steps_shortened
+from attngraph.capture.faster.unwritten import code_written_when_called
 from attngraph.capture.flags import flags_of_sizes
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
-from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
-from attngraph.capture.hidden_writes import data_of_tensors, hidden_write
-from attngraph.capture.layouts import hold_layouts
+from attngraph.capture.instead import replaced
 from attngraph.capture.many_tokens import extents_of_loop
 from attngraph.capture.numpy_sizes import numpy_of_sizes
-from attngraph.capture.replaced import replaced
+from attngraph.capture.program import exported
+from attngraph.capture.program.functional import functional, views_taken_apart
+from attngraph.capture.program.hidden_writes import data_of_tensors, hidden_write
+from attngraph.capture.program.layouts import hold_layouts
 from attngraph.capture.side_effects import line_using, name_of, refusal
 from attngraph.capture.sides import Sides
 from attngraph.capture.size_formulas import FixedSize, ManyQuotients, SizeProblem, short_formulas
@@ -52,7 +53,6 @@ from attngraph.capture.state.snapshot import Snapshot
 from attngraph.capture.state.walk import Walk
 from attngraph.capture.structure import classes_in, flatten
 from attngraph.capture.subgraphs import function_refusal
-from attngraph.capture.unwritten import code_written_when_called
 from attngraph.errors import CaptureError
 from attngraph.ir.garbage import without_collections
 from attngraph.ir.graph.program_graph import Output, ProgramGraph
@@ -75,37 +75,27 @@ def capture(
     target: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    fixed: frozenset[tuple[int, int]] = frozenset(),
-    settings: Settings | None = None,
-    reads: bool = False,
-    symbolic: frozenset[tuple[int, int]] = frozenset(),
+    assumed: Assumed = NOTHING,
 ) -> Captured:
     """Trace one call of `target` on these inputs.
-
-    Args:
-        fixed: dimensions, (argument, dimension), that are not to be symbolic.
-        settings: attributes that are taken as results, as the error of an earlier trace has them.
-        reads: whether the call may read them before it sets them. (Then a graph of it cannot serve calls.)
-        symbolic: dimensions without whose being symbolic a graph is of no use.
 
     Raises:
         CaptureError: torch.export cannot follow the model; carries torch's reason and the user's line.
     """
     try:
-        return _capture(target, args, kwargs, fixed, settings, reads, symbolic, any_number=not symbolic)
+        return _capture(target, args, kwargs, assumed, any_number=not assumed.symbolic)
     except ManyQuotients as problem:
         with quiet():
-            extents = extents_of_loop(target, args, kwargs, symbolic)
+            extents = extents_of_loop(target, args, kwargs, assumed.symbolic)
         if extents is not None:
             fixes = str(FixedSize(problem.symbols))
             raise CaptureError(fixes, fixes, extents=extents) from problem
-    return _capture(target, args, kwargs, fixed, settings, reads, symbolic, any_number=True)
+    return _capture(target, args, kwargs, assumed, any_number=True)
 
 
 def _capture(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-    fixed: frozenset[tuple[int, int]], settings: Settings | None, reads: bool,
-    symbolic: frozenset[tuple[int, int]], any_number: bool,
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], assumed: Assumed,
+    any_number: bool,
 ) -> Captured:  # fmt: skip
     """As `capture`; may raise ManyQuotients, unless a graph for `any_number` of tokens is wanted."""
     leaves, spec = flatten((args, kwargs))
@@ -117,7 +107,7 @@ def _capture(
         )
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     _refuse_what_a_graph_would_lose(target)
-    flat = Flat(target, leaves, spec, settings or {}, reads)
+    flat = Flat(target, leaves, spec, assumed)
     flat.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
     flat.trace.repeats = equal_functions_traced_twice
     # torch.export replaces a module's lists and dicts by copies.
@@ -125,12 +115,7 @@ def _capture(
     try:
         with warnings.catch_warnings(), code_written_when_called():
             warnings.simplefilter("ignore")
-            shapes = tuple(
-                {d: size for d, size in _dynamic_dimensions(t, target).items() if (place, d) not in fixed}
-                for place, t in enumerate(tensors)
-            )
-            dynamic = (shapes,) if tensors else None
-            program = _export(flat, tensors, dynamic, symbolic - fixed, any_number)
+            program = _export(flat, tensors, any_number)
             exported.complete_users(program.graph_module)
             hidden = hidden_write(program, tensors) or exported.switches_gradients_on(program.graph_module)
             exported.inline_grad_regions(program.graph_module)
@@ -145,7 +130,7 @@ def _capture(
         raise
     except SizeProblem as problem:
         dimensions = flat.trace.of(problem.symbols)
-        fixes = None if symbolic.isdisjoint(dimensions) else flat.trace.extents
+        fixes = None if assumed.symbolic.isdisjoint(dimensions) else flat.trace.extents
         raise CaptureError(str(problem), str(problem), dimensions=dimensions, extents=fixes) from problem
     except Exception as problem:  # torch raises many types; all mean that the capture failed
         if isinstance(problem, CaptureError):
@@ -199,11 +184,14 @@ def _watched(
     )
 
 
-def _export(
-    flat: Flat, tensors: tuple[Tensor, ...], dynamic: Any, symbolic: frozenset[tuple[int, int]],
-    any_number: bool,
-) -> ExportedProgram:  # fmt: skip
+def _export(flat: Flat, tensors: tuple[Tensor, ...], any_number: bool) -> ExportedProgram:
     """torch.export's trace of the call, with what it cannot follow by itself replaced."""
+    target, assumed = flat.trace.target, flat.trace.assumed
+    symbolic = assumed.symbolic - assumed.fixed
+    shapes = tuple(
+        {d: Dim.AUTO for d in _dynamic_dimensions(t, target) if (place, d) not in assumed.fixed}
+        for place, t in enumerate(tensors)
+    )
 
     def kept(symbols: frozenset[str]) -> bool:
         return not symbolic.isdisjoint(flat.trace.of(symbols)) if symbolic and symbols else False
@@ -227,7 +215,7 @@ def _export(
         _mode_of_weights(flat),
         _modules_as_they_are(),
     ):
-        return torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
+        return torch.export.export(flat, tensors, dynamic_shapes=(shapes,) if tensors else None, strict=False)
 
 
 def _with_sizes(graph: ProgramGraph, program: ExportedProgram, trace: Trace) -> Captured:
@@ -289,7 +277,7 @@ def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
         raise CaptureError("the model has lazy modules that are not initialised yet", "lazy modules")
 
 
-def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> dict[int, Any]:
+def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> list[int]:
     """All dimensions of a tensor, except those marked by `torch._dynamo.mark_static` and, in a model with
     convolutions, the spatial ones: strides and padding lead to size formulas that are too complex for
     symbolic algebra. Other sizes of excluded dimensions get separate graphs."""
@@ -298,7 +286,7 @@ def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> dict[int,
         for kinds, sides in ((_PLANE, 2), (_VOLUME, 3)):
             spatial = sides if any(isinstance(m, kinds) for m in target.modules()) else spatial
     static = getattr(tensor, "_dynamo_static_indices", ())
-    return dict.fromkeys((d for d in range(tensor.ndim - spatial) if d not in static), Dim.AUTO)
+    return [d for d in range(tensor.ndim - spatial) if d not in static]
 
 
 @contextlib.contextmanager

@@ -3,12 +3,13 @@
 Arguments are in `arguments.py`, which imports no torch; a command's file is imported when the command is
 run, by its `run(options)`, which returns the exit code. Results go to standard output, progress to standard
 error. Exit codes: 0 success; 1 a negative result (the compiled model does not agree with the eager one,
-something was not fused under --strict, fuzzing found a failure, a bisection found a pass); 2 the command or
-its arguments cannot be used; 130 interrupted.
+something was not fused under --strict, a bisection found a pass); 2 the command or its arguments cannot be
+used; 130 interrupted.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -22,18 +23,23 @@ from attngraph.errors import AttnGraphError, BackendError, DumpError, TextError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = parser().parse_args(argv)
+    command = "compile" if options.command == "bench" else options.command
+    return run_command("attngraph", f"attngraph.cli.{command}", options)
+
+
+def run_command(program: str, module: str, options: argparse.Namespace) -> int:
+    """The exit code of a module's `run(options)`; what goes wrong is told as one line of the program."""
     try:
-        command = importlib.import_module(f"attngraph.cli.{options.command}")
-        code: int = command.run(options)
+        code: int = importlib.import_module(module).run(options)
         return code
     except (TargetError, BackendError, DumpError, TextError) as problem:
-        print(f"attngraph: {problem}", file=sys.stderr)
+        print(f"{program}: {problem}", file=sys.stderr)
         return 2
     except AttnGraphError as problem:
-        print(f"attngraph: {problem}", file=sys.stderr)
+        print(f"{program}: {problem}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nattngraph: interrupted", file=sys.stderr)
+        print(f"\n{program}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,8 @@ from attngraph.cli.choices import (
     BACKENDS,
     FALLBACKS,
     FORMATS,
-    OTHER_SUITES,
     PAGE,
     PASSES,
-    SUITES,
-    TARGETS,
 )
 from attngraph.cli.quantities import quantity
 from attngraph.report.programs import WELL_KNOWN
@@ -32,8 +27,9 @@ to begin with:
 
 TARGET is package.module:callable; the callable returns (model, inputs), and may take batch and tokens.
 Results go to standard output, progress to standard error; every command has --json.
-exit codes: 0 all good; 1 the answer is no (not equal to eager, not fused under --strict, a failure
-found); 2 the command or what it was given cannot be used; 130 interrupted.
+exit codes: 0 all good; 1 the answer is no (not equal to eager, not fused under --strict); 2 the command
+or what it was given cannot be used; 130 interrupted.
+Measurements of attngraph itself and fuzzing are in its repository: python -m workshop --help.
 """
 
 
@@ -45,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--version", action="version", version=f"attngraph {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_compile, _demo, _export, _inspect, _opt, _bisect, _show, _bench, _fuzz, _cache, _plan):
+    for add in (_compile, _demo, _export, _inspect, _opt, _bisect, _show, _bench, _cache, _plan):
         add(commands)
     return made
 
@@ -91,6 +87,18 @@ def _compile(commands: Any) -> None:
     )  # fmt: skip
     one.add_argument("--strict", action="store_true", help="fail where something is not fused")
     _how_to_compile(one)
+
+
+def _bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time and memory of a model beside eager and torch.compile, without the report",
+        epilog="example: attngraph bench attngraph.models.targets:tiny_decoder_lm --tokens 64 --rounds 9. "
+        "The suites that compare attngraph with others are in its repository: python -m workshop --help.",
+    )
+    _target(bench, nargs="+")
+    bench.set_defaults(dump=None, page=None, strict=False)
+    _how_to_compile(bench)
 
 
 def _demo(commands: Any) -> None:
@@ -231,64 +239,6 @@ def _show(commands: Any) -> None:
     show.add_argument("--width", type=int, default=64, help="width of a head, for operations (default 64)")
     show.add_argument("--svg", type=Path, metavar="FILE", help="write the picture of the tiles here")
     show.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _bench(commands: Any) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="measure attention beside what else there is, in one run",
-        epilog="example: attngraph bench --suite decode --json decode.json --plot decode.png. On a GPU: "
-        "attention, decode and mla beside the card's limits; on the CPU each suite is a run of "
-        "python -m attngraph.benchmark.attention_cpu (decoding, latent). models: `attngraph demo`. peers: "
-        "whole models on the CPU beside torch.compile, OpenVINO and onnxruntime. states: models whose memory "
-        "does not grow, on the CPU. scorecard: what kernels cost by their machine code, without a GPU. gpu: "
-        "all of it on a borrowed GPU in half an hour",
-    )
-    bench.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: the GPU if there is one, else the CPU"
-    )
-    bench.add_argument("--suite", nargs="+", default=["attention"], choices=(*SUITES, *OTHER_SUITES))
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
-    bench.add_argument("--small", action="store_true", help="tiny cells on any device, to see that it works")
-    part = bench.add_argument_group("parts of the suites", "on a GPU, where a run takes long")
-    part.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="cells with all of these texts")
-    part.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave out these candidates")
-    part.add_argument(
-        "--minutes", type=at_least(0, float), default=math.inf, help="begin no cell after so many"
-    )
-    part.add_argument("--resume", action="store_true", help="go on from the cells in the file of --json")
-    part.add_argument("--tune", action="store_true", help="measure our block sizes first, and store them")
-    card = bench.add_argument_group("the scorecard", "which needs no GPU; --only and --json hold for it too")
-    card.add_argument(
-        "--target", nargs="+", choices=TARGETS, default=list(TARGETS[:2]),
-        help=f"GPUs to compile for (default: {', '.join(TARGETS[:2])})",
-    )  # fmt: skip
-    card.add_argument(
-        "--rewrite-budgets", action="store_true", help="make the figures found those that may not get worse"
-    )
-
-
-def _fuzz(commands: Any) -> None:
-    fuzz = commands.add_parser(
-        "fuzz",
-        help="compile random attention-like graphs and compare each with eager",
-        epilog="example: attngraph fuzz --minutes 5 --seed 7. A failure is made small and printed as a test; "
-        "exit code 1 if there was one.",
-    )
-    fuzz.add_argument(
-        "--minutes", type=at_least(0, float), help="how long to run (default 5, unless --graphs is given)"
-    )
-    fuzz.add_argument("--graphs", type=POSITIVE, help="how many graphs to run")
-    fuzz.add_argument("--seed", type=int, default=0, help="which graphs: the same seed, the same graphs")
-    fuzz.add_argument(
-        "--only", type=at_least(0), metavar="N", help="run graph N of the seed alone, and show it"
-    )
-    fuzz.add_argument(
-        "--jobs", type=POSITIVE, default=os.cpu_count() or 1, help="processes (default: all cores)"
-    )
-    fuzz.add_argument("--out", type=Path, metavar="DIR", help="write the test of each failure here")
-    fuzz.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _plan(commands: Any) -> None:

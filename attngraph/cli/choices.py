@@ -12,9 +12,5 @@ PASSES = (
 )  # fmt: skip
 FORMATS = ("pt2", "onnx")
 FALLBACKS = ("sdpa", "eager")
-SUITES = ("attention", "decode", "mla")
-OTHER_SUITES = ("models", "peers", "states", "scorecard", "gpu")
-TARGETS = ("sm_90", "sm_80", "gfx942")
-"""GPUs that the scorecard compiles for; the first two if none is named."""
 PAGE = "report.html"
 """The file in which `attngraph inspect` writes its page, in the folder of the dump."""

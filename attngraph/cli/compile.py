@@ -12,11 +12,11 @@ from torch import nn
 
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.options import make_options
-from attngraph.benchmark.measure import Measurement, measure
 from attngraph.cli.page import write_page
 from attngraph.cli.problems import TargetError, check_writable
 from attngraph.cli.progress import Progress
 from attngraph.cli.target import load_target, run_as_given, shapes_of
+from attngraph.runtime.measure import Measurement, measure
 from attngraph.runtime.verify import compare
 
 
@@ -41,8 +41,8 @@ def compile_target(
     tell = Progress()
     try:
         made = make_options(
-            options.backend, options.inductor, options.strict, options.dump, None, tell, options.absorb,
-            options.disable, min_scores=0,
+            tell, backend=options.backend, inductor=options.inductor, strict=options.strict,
+            dump=options.dump, absorb=options.absorb, disable=options.disable, min_scores=0,
         )  # fmt: skip
     except ValueError as problem:
         raise TargetError(str(problem)) from problem
@@ -75,7 +75,8 @@ def compile_target(
     if options.json:
         print(json.dumps(result, indent=2))
     else:
-        print(f"== {target}, inputs {shapes}\n\n{report}\n\n  {agreement}\n\n{_table(found)}\n")
+        told = "" if options.command == "bench" else f"{report}\n\n"
+        print(f"== {target}, inputs {shapes}\n\n{told}  {agreement}\n\n{_table(found)}\n")
     return (0 if agreement.holds else 1), result
 
 
@@ -96,7 +97,7 @@ def _candidates(
     reference = torch.compile(model)
     candidates["torch.compile"] = lambda: reference(*inputs)
     if not options.inductor:
-        both = CompiledModule(model, make_options(options.backend, inductor=True))
+        both = CompiledModule(model, make_options(backend=options.backend, inductor=True))
         candidates["with inductor"] = lambda: both(*inputs)
     return candidates
 

@@ -10,8 +10,8 @@ multiprocessor:
      "programs": {"decode of 16 queries, bfloat16, 128 wide, values 128, causal": 4}}
 
 A line's numbers are those of `Blocks`: queries, keys, warps, stages. Tables of devices that we measured are
-shipped in `tuned/`. Those that a user measures (`tuning.py`, or `attngraph bench --tune`) are stored beside
-the emitted kernels as `tuned_<device>.json`, and take precedence. Without an entry the rules of `blocks.py`
+shipped in `tuned/`. Those that a user measures (`attngraph.codegen.triton.tune`) are stored beside the
+emitted kernels as `tuned_<device>.json`, and take precedence. Without an entry the rules of `blocks.py`
 apply. Malformed tables are logged and ignored; tables measured with another version of Triton are logged.
 """
 
@@ -120,7 +120,7 @@ def tables(name: str) -> tuple[Table, ...]:
     found = {path: _read(path) for path in _paths(name)}
     for path, one in found.items():
         if one.blocks and one.triton != _version():
-            again = "`attngraph bench --tune` measures anew"
+            again = "`attngraph.codegen.triton.tune` measures anew"
             _log.warning("%s was measured with Triton %s, not %s; %s", path, one.triton, _version(), again)
     return tuple(found.values())
 

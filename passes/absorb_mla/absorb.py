@@ -386,6 +386,6 @@ def _ignores_shift(program: ScoreProgram) -> bool:
             value = M.substitute(M.canonical(statement.value), {SCORE: value})
         elif isinstance(statement, Keep) and not (statement.is_hard or low_fill(statement.fill)):
             return False
-    terms = value.args if value.op == "add" else (value,)
+    terms = E.parts(value, "add")
     own = [t for t in terms if any(n is DOT for n in E.walk(t))]
     return len(own) == 1 and M.coefficient(own[0])[1] is DOT

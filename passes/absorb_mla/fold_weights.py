@@ -118,7 +118,7 @@ def projection_of(meaning: Meaning, result: fx.Node) -> Projection:
         element = meaning.element(user, (b, s, n))
     except Unliftable as problem:
         raise Refused(str(problem)) from problem
-    terms = element.args if element.op == "add" else (element,)
+    terms = E.parts(element, "add")
     sums = [t for t in terms if t.op == "sum"]
     rest = [t for t in terms if t.op != "sum"]
     is_bias = all(t.op == "read" and t.args == (n,) for t in rest)

@@ -88,9 +88,7 @@ class Windows:
                 variable, body = args
                 terms = [_at(body, variable, E.const(n)) for n in range(_terms(found))]
                 return E.make("add", tuple(terms), None, "float") if len(terms) > 1 else terms[0]
-            if found.op == "var" or not found.args:
-                return found
-            return M.construct(found, args) if args != found.args else found
+            return M.construct(found, args)
 
         def window(found: Expr, args: tuple[Expr, ...]) -> Expr:
             if found.op == "read" and found.value is node:
@@ -99,7 +97,7 @@ class Windows:
                     raise UnliftableBecause("it reads places that are not in its window")
                 inner = [a for d, a in enumerate(args) if d not in (row_dim, dim)]
                 return E.read(own, (token, steps, *inner), "float")
-            return M.construct(found, args) if args != found.args else found
+            return M.construct(found, args)
 
         return E.rebuild(E.rebuild(value, leaf), window)
 
@@ -122,7 +120,7 @@ def _with_extents(value: Expr) -> Expr:
     def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
         if node.op == "size":
             return E.size(f"extent of {node.value}")
-        return M.construct(node, args) if args and args != node.args else node
+        return M.construct(node, args)
 
     return E.rebuild(value, leaf)
 
@@ -144,7 +142,7 @@ def _at(body: Expr, variable: Expr, index: Expr) -> Expr:
             return index
         if node.op == "var" or not node.args:
             return node
-        return M.construct(node, args) if args != node.args else node
+        return M.construct(node, args)
 
     return E.rebuild(body, leaf)
 

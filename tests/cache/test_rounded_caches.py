@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph import CacheConfig, KVCache, NoDecoderError
-from attngraph.benchmark import narrow_caches
 from attngraph.ir.ops import cached_attention as op
 from attngraph.ir.ops import quantised
 from attngraph.ir.ops.cached_attention import Rows
 from attngraph.ir.ops.quantised import largest_error, quantise, widened
+from workshop.bench import narrow_caches
 
 transformers = pytest.importorskip("transformers")
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)

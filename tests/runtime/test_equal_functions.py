@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture import repeated, trace
+from attngraph.capture import trace
+from attngraph.capture.faster import repeated
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.printer import format_file
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig

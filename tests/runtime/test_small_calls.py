@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.benchmark import training
 from attngraph.ir import budgets
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.passes import DEFAULT_PIPELINE
+from workshop.bench import training
 
 
 class Layer(nn.Module):

@@ -1,0 +1,1 @@
+"""Recorded calls of a decoder's graph."""
