@@ -33,8 +33,14 @@ from attngraph.passes.proposal import Proposal
 from attngraph.passes.slice_lists import slice_lists
 from attngraph.pipeline import Outcome
 
+aten = torch.ops.aten
 LETTERS = string.ascii_letters
 
+_NEW = {
+    aten.new_empty.default: aten.empty.memory_format, aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default, aten.new_full.default: aten.full.default,
+}  # fmt: skip
+_CONVERTED = (aten.type_as.default, aten.to.other)
 _IDENTITY = ("aten.alias.", "aten.lift_fresh.", "aten.lift_fresh_copy.")
 _STRIDED_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _ASSERTIONS = ("aten._assert_tensor_metadata.",)
@@ -67,7 +73,7 @@ class Canonicalize:
                 graph.graph.erase_node(node)
             elif target == "aten.clone.default" and _is_unseen(memory_of(node.args[0]), returned):
                 if node.kwargs.get("memory_format") is torch.contiguous_format:
-                    node.target, node.kwargs = torch.ops.aten.contiguous.default, {}
+                    node.target, node.kwargs = aten.contiguous.default, {}
                 elif _same_strides(node) and node not in returned:
                     removed[op_name(node)] += 1
                     node.replace_all_uses_with(node.args[0])
@@ -81,7 +87,7 @@ class Canonicalize:
             elif target == "aten.sym_size.int" and node.args[0].op != "placeholder":
                 _take_from_inputs(graph, node)
             elif target in _STRIDED_VIEWS:
-                node.target = torch.ops.aten.reshape.default
+                node.target = aten.reshape.default
         notes = [f"removed {count} x {name}" for name, count in sorted(removed.items())]
         sliced = sorted(slice_lists(graph).items())
         notes += [
@@ -149,10 +155,10 @@ def _two_at_a_time(graph: ProgramGraph, node: fx.Node) -> None:
         )
         kept = _kept(parts, i, j, wanted)
         (a, x), (b, y) = parts[i], parts[j]
-        made = builder.call(torch.ops.aten.einsum.default, f"{a},{b}->{kept}", [x, y])
+        made = builder.call(aten.einsum.default, f"{a},{b}->{kept}", [x, y])
         parts = [part for place, part in enumerate(parts) if place not in (i, j)] + [(kept, made)]
     (a, x), (b, y) = parts
-    whole = builder.call(torch.ops.aten.einsum.default, f"{a},{b}->{wanted}", [x, y])
+    whole = builder.call(aten.einsum.default, f"{a},{b}->{wanted}", [x, y])
     node.replace_all_uses_with(whole)
     graph.graph.erase_node(node)
 
@@ -161,3 +167,24 @@ def _kept(parts: list[tuple[str, fx.Node]], i: int, j: int, output: str) -> str:
     """The subscripts of a product of two operands that the other operands or the result still need."""
     rest = output + "".join(term for place, (term, _) in enumerate(parts) if place not in (i, j))
     return "".join(dict.fromkeys(c for c in parts[i][0] + parts[j][0] if c in rest))
+
+
+def forget_operands_of_dtype(graph: ProgramGraph) -> None:
+    """Replace operands that are used for their dtype and device alone: `x.new_zeros(...)` and `y.type_as(x)`
+    would keep all of x alive where ranks have parts of it, and seem to read all tokens of x where a decoder
+    is derived."""
+    for node in list(graph.graph.nodes):
+        if node.target not in _NEW and node.target not in _CONVERTED:
+            continue
+        args: Any = node.args
+        value, builder = node.meta["val"], Builder(graph, node)
+        about = {"dtype": value.dtype, "device": value.device}
+        if node.target in _NEW:
+            given = {k: v for k, v in node.kwargs.items() if v is not None}
+            made = builder.call(_NEW[node.target], *args[1:], **{**given, **about})
+        elif args[0].meta["val"].dtype == value.dtype and args[0].meta["val"].device == value.device:
+            made = args[0]
+        else:
+            made = builder.call(aten._to_copy.default, args[0], **about)
+        node.replace_all_uses_with(made)
+    graph.clean()

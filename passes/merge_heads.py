@@ -19,6 +19,7 @@ from typing import Any
 import networkx as nx
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten
 
 from attngraph.ir.graph.call import argument
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, sort
@@ -97,6 +98,26 @@ def _form(node: Expr) -> Hashable:
     return (node.op, value, *map(_form, node.args))
 
 
+def same_value(
+    a: Any, b: Any, is_comparable: Callable[[fx.Node], bool],
+    known: dict[tuple[fx.Node, fx.Node], bool] | None = None,
+) -> bool:  # fmt: skip
+    """Whether two values are one, or are computed by the same comparable operations on the same operands, as
+    what a loop computes for each head again. `known`: what was found of pairs."""
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
+        plain = not isinstance(a, (Tensor, fx.Node))
+        return a is b or (type(a) is type(b) and plain and bool(a == b))
+    if a.op != "call_function" or a.target is not b.target or not is_comparable(a):
+        return False
+    known = {} if known is None else known
+    if (a, b) not in known:
+        mine, spec = tree_flatten((a.args, a.kwargs))
+        theirs, other = tree_flatten((b.args, b.kwargs))
+        pairs = zip(mine, theirs, strict=False)
+        known[a, b] = spec == other and all(same_value(x, y, is_comparable, known) for x, y in pairs)
+    return known[a, b]
+
+
 class _Merge:
     """One group of heads."""
 
@@ -153,17 +174,12 @@ class _Merge:
         return count
 
     def _same(self, a: Any, b: Any) -> bool:
-        """Whether two nodes are the same operations on the same operands."""
-        if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
-            return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
-        sized = not isinstance(a.meta.get("val"), Tensor) and a.op == b.op == "call_function"
-        if a.target is not b.target or "dropout" in str(a.target) or a.op == "placeholder":
-            return False
-        if not sized and self.meaning.category(a) not in ELEMENTWISE:
-            return False
-        mine, spec = torch.utils._pytree.tree_flatten((a.args, a.kwargs))
-        theirs, other = torch.utils._pytree.tree_flatten((b.args, b.kwargs))
-        return spec == other and all(self._same(x, y) for x, y in zip(mine, theirs, strict=True))
+        return same_value(a, b, self._is_comparable)
+
+    def _is_comparable(self, node: fx.Node) -> bool:
+        if not isinstance(node.meta.get("val"), Tensor):
+            return True
+        return self.meaning.category(node) in ELEMENTWISE and "dropout" not in str(node.target)
 
     def _side_by_side(self, nodes: Sequence[Any]) -> fx.Node:
         """The tensors `[B, H, S, D]` concatenated along the heads."""

@@ -23,8 +23,9 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import RULES, Category, Unliftable, category_of
 from attngraph.meaning.rules import movement
-from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.build import Builder
 from attngraph.passes.named import GELU_BY_TANH, RMS_NORM, SILU, meant
+from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
@@ -69,13 +70,9 @@ def _shorten_views(graph: ProgramGraph) -> None:
         if _extents(source) == _extents(node) and not needs_memory:
             node.replace_all_uses_with(source)
         elif chain > 1 and not needs_memory:
-            builder = Builder(graph, node)
-            try:
-                shape = [builder.size(extent) for extent in _extents(node)]
-            except (NoSize, KeyError):
-                builder.discard()
-                continue
-            node.replace_all_uses_with(builder.call(aten.reshape.default, source, shape))
+            with Proposal(graph, node) as proposal:
+                shape = [proposal.size(extent) for extent in _extents(node)]
+                proposal.replace(node, proposal.call(aten.reshape.default, source, shape))
 
 
 def _keeps_order(node: fx.Node) -> bool:

@@ -136,7 +136,7 @@ class _Absorption:
             weights = join_heads(proposal, self.meaning, node)
             change = self._absorb(proposal, node, self._examine(node))
         if proposal.done:
-            self.products += (*weights, *change.products)
+            self.products += (*change.products, *weights)
             for dead in (*node.users, node):
                 if not dead.users:
                     self.graph.graph.erase_node(dead)

@@ -58,19 +58,19 @@ def fold_query(builder: Builder, latents: Latents, q: fx.Node, key_up: fx.Node) 
         raise Refused(found.reason)
     assert found.up is not None
     x, up = builder.view(found.source.base, found.source.steps), builder.scaled(found.up)
-    added = None if found.bias is None else builder.view(found.bias.base, found.bias.steps)
     width = int(up.meta["val"].shape[2])
 
-    def folded(x: Any, up: Any, key_up: Any, added: Any) -> Any:  # x [B, 1, S, n], up [H, P, n]
+    def folded(x: Any, up: Any, key_up: Any, bias: Any) -> Any:  # x [B, 1, S, n], up [H, P, n]
         turned = _of_each_head(key_up, heads).transpose(1, 2)  # [H, L, P]
         product = turned.bmm(up).reshape(heads * rank, width)
-        rows, bias = x.squeeze(1), None
-        if added is not None:  # [1, H, 1, P]
+        rows = x.squeeze(1)
+        if bias is not None:
+            added = builder.traced(builder.view(bias.base, bias.steps))  # [1, H, 1, P]
             bias = turned.bmm(added.reshape(heads, nope, 1)).reshape([heads * rank])
         flat: Any = F.linear(rows, product, bias)
         return flat.unflatten(2, [heads, rank]).transpose(1, 2), product, bias
 
-    value, *products = builder.trace(folded, x, up, key_up, added)
+    value, *products = builder.trace(folded, x, up, key_up, found.bias)
     sources = [v.base for v in (found.source, found.up, found.bias) if v is not None]
     before = heads * nope * width + groups * nope * rank
     made = tuple(p for p in products if p is not None)

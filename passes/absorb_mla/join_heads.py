@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -26,6 +25,7 @@ from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category
 from attngraph.passes.build import Builder, Refused
+from attngraph.passes.merge_heads import same_value
 from attngraph.passes.proposal import Proposal
 
 aten = torch.ops.aten
@@ -110,17 +110,7 @@ class _Join:
         )
 
     def _same(self, a: object, b: object) -> bool:
-        """Whether two values are one, or are computed by the same operations on the same operands, as what a
-        loop computes for each head again."""
-        if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
-            return a is b or (type(a) is type(b) and not isinstance(a, fx.Node) and bool(a == b))
-        if a.op != "call_function" or a.target is not b.target or self.meaning.category(a) is None:
-            return False
-        if (a, b) not in self._pairs:
-            mine, spec = tree_flatten((a.args, a.kwargs))
-            theirs, other = tree_flatten((b.args, b.kwargs))
-            self._pairs[a, b] = spec == other and all(map(self._same, mine, theirs))
-        return self._pairs[a, b]
+        return same_value(a, b, lambda n: self.meaning.category(n) is not None, self._pairs)
 
     def _computed_from(self, nodes: Sequence[fx.Node]) -> None:
         """Add the values that equal computations begin with to the sources."""
