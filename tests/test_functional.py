@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.testing import assert_close
 
 import attngraph
-from attngraph.capture.replaced import replaced
+from attngraph.capture.instead import replaced
 
 
 def adds_to_its_own(x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def test_a_size_that_is_marked_static_is_a_number_of_the_graph() -> None:
 def test_a_torch_without_the_private_names_is_traced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     with replaced(torch, "_no_such_name", 1), replaced("torch.no_such_module", "name", 1):
         assert not hasattr(torch, "_no_such_name")
-    monkeypatch.setattr("attngraph.capture.functional.replaced", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("attngraph.capture.program.functional.replaced", lambda *_: contextlib.nullcontext())
     x = torch.randn(4, 4)
     for function in (adds_to_its_own, writes_to_the_only_view):
         assert_close(attngraph.compile(function)(x), function(x))

@@ -47,14 +47,15 @@ def about(file: str) -> str:
 
 
 def attention(file: str, backward: bool) -> str:
-    """Milliseconds of whole sequences, TFLOP/s, and how many times as long cuDNN and FlexAttention take."""
+    """Milliseconds of whole sequences, TFLOP/s, and the times of cuDNN and FlexAttention beside ours."""
     lines = [["tokens, width", *COLUMNS.values(), "TFLOP/s", "beside cuDNN", "beside FlexAttention"]]
     for (case, tokens, width), row in sorted(
         _attention(measured(file)[1], backward), key=lambda one: _order(one[0])
     ):
         ours = row["attngraph"]
         times = [_milliseconds(row.get(name, {})) for name in COLUMNS]
-        beside = [_beside(row.get(name, {}), ours) for name in ("sdpa cudnn", "flex")]
+        cudnn, flex = (_beside(row.get(name, {}), ours) for name in ("sdpa cudnn", "flex"))
+        beside = [cudnn, _bold(flex, float(flex) < 1)]
         lines.append(
             [f"{_NAMES.get(case, case)}, {tokens}, {width}", *times, f"{ours['tflops']:.0f}", *beside]
         )
@@ -62,7 +63,7 @@ def attention(file: str, backward: bool) -> str:
 
 
 def _attention(cells: Cells, backward: bool) -> Iterator[tuple[tuple[str, int, int], Mapping[str, Row]]]:
-    shape = re.compile(r"(\w+), \d+ heads, (\d+) tokens, width (\d+)" + (", backward" if backward else ""))
+    shape = re.compile(r"(\w+), \d+ heads, (\d+) tokens, width (\d+)" + ", backward" * backward)
     for cell, row in cells.items():
         if found := shape.fullmatch(cell):
             yield (found[1], int(found[2]), int(found[3])), row
@@ -73,30 +74,32 @@ def _order(key: tuple[str, int, int]) -> tuple[int, int, int]:
 
 
 def decoding(file: str) -> str:
-    """Milliseconds of a new token of each row; GB/s and the share of the copy."""
+    """Milliseconds of a new token of each row, bold where others take least; GB/s, share of the copy."""
     lines = [["rows, tokens kept", "attngraph", "SDPA", "FlexAttention", "GB/s", "share"]]
-    for cell, row in measured(file)[1].items():
+    for cell, row in sorted(measured(file)[1].items(), key=lambda one: one[0].startswith("mla")):
         if found := re.match(r"(decode|mla), (\d+) rows, (\d+) kept, (\d+) heads", cell):
             latents = f"latents of {found[4]} heads: " if found[1] == "mla" else ""
             ours = row["attngraph"]
-            times = [_milliseconds(row.get(name, {})) for name in ("attngraph", "sdpa", "flex")]
-            lines.append(
-                [f"{latents}{found[2]}, {found[3]}", *times, f"{ours['gbytes']:.0f}", f"{ours['share']:.2f}"]
-            )
-    return markdown([lines[0], *sorted(lines[1:], key=lambda line: line[0].startswith("latents"))])
+            others = [row.get(name, {}) for name in ("sdpa", "flex")]
+            least = min(one["seconds"] for one in (ours, *others) if one.get("seconds"))
+            times = [_bold(_milliseconds(one), one.get("seconds") == least) for one in others]
+            speed = [f"{ours['gbytes']:.0f}", f"{ours['share']:.2f}"]
+            lines.append([f"{latents}{found[2]}, {found[3]}", _milliseconds(ours), *times, *speed])
+    return markdown(lines)
 
 
 def _milliseconds(row: Row) -> str:
     if row.get("problem"):
-        return "out of memory" if row["problem"].startswith("OutOfMemoryError") else "does not run"
+        return "out of memory" if row["problem"].startswith("OutOfMemoryError") else "does not compile"
     return f"{row['seconds'] * 1e3:.3f}" if row else ""
 
 
 def _beside(other: Row, ours: Row) -> str:
-    if not other or other.get("problem"):
-        return ""
-    ratio = f"{other['seconds'] / ours['seconds']:.2f}"
-    return f"**{ratio}**" if float(ratio) < 1 else ratio
+    return f"{other['seconds'] / ours['seconds']:.2f}" if other.get("seconds") else ""
+
+
+def _bold(text: str, is_bold: bool) -> str:
+    return f"**{text}**" if is_bold else text
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

@@ -16,12 +16,11 @@ from torch import Tensor, fx, nn
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.options import Options
 from attngraph.capture import trace as capturing
-from attngraph.capture.attributes import Settings
+from attngraph.capture.assumed import NOTHING, Assumed
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.compared import compared
 from attngraph.capture.first_call import answers_alike, fills_a_table, run_first, writes_to_tensors
 from attngraph.capture.flat import closed_over_modules
-from attngraph.capture.layouts import let_go
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError, NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
@@ -29,16 +28,19 @@ from attngraph.passes.insert_kv_cache.insert import only_result
 from attngraph.pipeline import Pass, Result
 from attngraph.pipeline import run as run_passes
 from attngraph.report.dump import Dump
-from attngraph.report.entries import (
-    Break,
-)
+from attngraph.report.entries import Break
+
+Found = tuple[Captured, tuple[Break, ...]]
+"""A captured call, and why sizes are numbers that torch could not follow as symbols."""
+Again = Callable[[tuple[Any, ...], dict[str, Any]], Captured]
+"""Captures another call of the model."""
 
 
 @dataclasses.dataclass
 class Rewritten:
     """A captured call after the passes; `before` is the captured graph, if it was asked for. `numbers`: why
-    sizes are numbers that torch could not follow as symbols. `seconds`: of capture. `fixed`: dimensions of
-    its tensors, (argument, dimension), that were to be numbers."""
+    sizes are numbers that torch could not follow as symbols. `seconds`: of capture. `assumed`: what
+    the trace was to take for granted."""
 
     captured: Captured
     result: Result
@@ -46,47 +48,39 @@ class Rewritten:
     before: ProgramGraph | None
     numbers: tuple[Break, ...]
     seconds: float
-    fixed: frozenset[tuple[int, int]] = frozenset()
+    assumed: Assumed = NOTHING
 
 
 def rewritten(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
-    passes: Sequence[Pass], keep: bool = False, only_logits: bool = False,
-    numbers_at: frozenset[tuple[int, int]] = frozenset(),
-    symbolic_at: frozenset[tuple[int, int]] = frozenset(),
-    check: Callable[[ProgramGraph], None] = lambda graph: None, examples: Sequence[dict[str, Any]] = (),
-    tokens: int = 0,
+    capture: Callable[[Assumed], Found], options: Options, passes: Sequence[Pass], assumed: Assumed = NOTHING,
+    keep: bool = False, only_logits: bool = False,
 ) -> Rewritten:  # fmt: skip
-    """Capture one call, with numbers for some dimensions of its tensors, and run the passes. If a symbolic
-    size was an obstacle to a pass, or to torch, do both again with that size as a number. `only_logits`: the
-    model's other results are dropped before. `check`: of the captured graph, raises where it will not do.
-    `examples`: the same call at the sizes of `compared.SIZES`, to be compared; `tokens` is the number of the
-    tokens among its tensors."""
+    """Capture a call and run the passes. If a symbolic size was an obstacle to a pass, or to torch, do both
+    again with that size as a number.
+
+    Args:
+        capture: captures it, given what to take for granted.
+        keep: whether the captured graph is asked for. only_logits: drop the model's other results before.
+    """
     tell = options.progress or (lambda stage: None)
 
-    def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> Rewritten:
+    def attempt(assumed: Assumed) -> Rewritten:
         tell("capture")
         start = time.perf_counter()
-        captured, numbers = (
-            _compared(target, examples, tokens, only_logits)
-            if examples
-            else _captured(target, args, kwargs, fixed, only_logits, symbolic_at)
-        )
+        captured, numbers = capture(assumed)
         seconds = time.perf_counter() - start
-        if options.mesh is not None:
-            let_go(captured.graph)
-        check(captured.graph)
+        options.devices.captured(captured.graph)
         before = captured.graph.copy() if keep else None
         if only_logits:
             only_result(captured.graph, place_of_logits(captured.structure))
         dump = None if options.dump is None else Dump(options.dump)
         result = run_passes(captured.graph, passes, dump, options.progress)
-        return Rewritten(captured, result, dump, before, numbers, seconds, fixed)
+        return Rewritten(captured, result, dump, before, numbers, seconds, assumed)
 
-    first = attempt(numbers_at)
+    first = attempt(assumed)
     if not first.result.obstacles:
         return first
-    second = attempt(numbers_at | first.captured.dimensions(first.result.obstacles))
+    second = attempt(assumed.with_numbers(first.captured.dimensions(first.result.obstacles)))
     better = len(second.result.missed) < len(first.result.missed)
     kept, other = (second, first) if better else (first, second)
     if other.dump is not None:
@@ -94,63 +88,58 @@ def rewritten(
     return dataclasses.replace(kept, seconds=first.seconds + second.seconds)
 
 
-def captured_again(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-    fixed: frozenset[tuple[int, int]], tables: bool,
-) -> Captured:  # fmt: skip
-    """Another call of a model that was captured, with numbers for the same dimensions."""
-    return _captured(target, args, kwargs, fixed, tables, frozenset())[0]
+def capturing_again(target: Callable[..., Any], assumed: Assumed, tables: bool) -> Again:
+    """Captures other calls of a model that was captured, with numbers for the same dimensions."""
+    assumed = dataclasses.replace(assumed, symbolic=frozenset())
+    return lambda args, kwargs: capture_call(target, args, kwargs, assumed, tables)[0]
 
 
-def _compared(
-    target: Callable[..., Any], examples: Sequence[dict[str, Any]], tokens: int, tables: bool
-) -> tuple[Captured, tuple[Break, ...]]:
-    """A graph for any number of sequences and tokens, from calls with numbers for all sizes."""
-    tensors = [leaf for leaf in flatten(examples[0])[0] if isinstance(leaf, Tensor)]
+def compare_calls(
+    target: Callable[..., Any], calls: Sequence[dict[str, Any]], tokens: int, assumed: Assumed
+) -> Found:
+    """A graph for any number of sequences and tokens, from calls of the sizes `compared.SIZES` with numbers
+    for all sizes. `tokens`: the number of the tokens among their tensors."""
+    tensors = [leaf for leaf in flatten(calls[0])[0] if isinstance(leaf, Tensor)]
     fixed = frozenset((n, dim) for n, tensor in enumerate(tensors) for dim in range(tensor.ndim))
-    found = [_captured(target, (), call, fixed, tables, frozenset()) for call in examples]
-    return compared([captured for captured, _ in found], tokens), ()
+    assumed = dataclasses.replace(assumed, fixed=fixed, symbolic=frozenset())
+    found = [capture_call(target, (), call, assumed, tables=True)[0] for call in calls]
+    return compared(found, tokens), ()
 
 
-def _captured(
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    fixed: frozenset[tuple[int, int]],
-    tables: bool,
-    symbolic: frozenset[tuple[int, int]],
-) -> tuple[Captured, tuple[Break, ...]]:
+def capture_call(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], assumed: Assumed = NOTHING,
+    tables: bool = False,
+) -> Found:  # fmt: skip
     """One call, with numbers for the sizes that torch cannot follow as symbols, and why. Attributes that the
     call sets are taken as results where that is possible; with `tables` also those that a first call fills
     for later ones, if what it fills them with follows from sizes and weights; where a first call sets other
     things, or writes to weights, it is run before."""
     numbers: list[Break] = []
-    settings: Settings = {}
     first: CaptureError | None = None
     while True:
         try:
-            found = capturing.capture(target, args, kwargs, fixed, settings, first is not None, symbolic)
+            found = capturing.capture(target, args, kwargs, assumed)
             if first is not None and _attributes_follow_data(found):
                 raise first
             return found, (*numbers, *found.asked)
         except CaptureError as problem:
             if problem.extents is not None:
                 raise NoDecoderError(problem.reason, True, problem.extents) from problem
-            if problem.settings and not settings:
-                settings = problem.settings
-                continue
-            fills = tables and first is None and fills_a_table(problem, target, args, kwargs)
+            sets = bool(problem.settings) and not assumed.settings
+            fills = not sets and tables and first is None and fills_a_table(problem, target, args, kwargs)
             if fills and answers_alike(target, args, kwargs):
-                if settings and not writes_to_tensors(target, args, kwargs):
-                    first = problem
+                if assumed.settings and not writes_to_tensors(target, args, kwargs):
+                    first, assumed = problem, dataclasses.replace(assumed, reads=True)
                 else:
                     run_first(target, args, kwargs)
-                    settings, tables = {}, False
+                    assumed, tables = dataclasses.replace(assumed, settings={}), False
                 continue
-            if not problem.dimensions - fixed:
+            other = assumed.after(problem)
+            if other is None:
                 raise
-            fixed |= problem.dimensions
-            numbers.append(Break(problem.reason, problem.source))
+            if other.fixed != assumed.fixed:
+                numbers.append(Break(problem.reason, problem.source))
+            assumed = other
 
 
 def _attributes_follow_data(captured: Captured) -> bool:

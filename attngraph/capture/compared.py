@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from attngraph.capture.captured import Captured
-from attngraph.capture.exported import hints, size_of
+from attngraph.capture.program.exported import hints, size_of
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.infer import infer_once
 from attngraph.ir.graph.program_graph import ProgramGraph

@@ -16,20 +16,15 @@ from attngraph.codegen.scalar.form import Lowering, Place, Scalar, joined
 from attngraph.codegen.scalar.writer import ATOM
 from attngraph.codegen.scalar.writer import Writer as Common
 from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.ir.dtypes import DTYPES
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import Operation
 
 GROUP, TILE, INNER = Place.GROUP, Place.TILE, Place.INNER
-READS = {
-    torch.bool: ("uint8_t", "bool", "bool"), torch.int32: ("int32_t", "int32", "int"),
-    torch.int64: ("int64_t", "int64", "long"), torch.float32: ("float", "float", "float"),
-    torch.bfloat16: ("uint16_t", "bfloat16", "float"), torch.float16: ("_Float16", "float16", "float"),
-}  # fmt: skip
-"""Dtypes that a program may read: the C type of an element, its conversion, and the resulting kind. 8- and
-16-bit integers are missing because PyTorch's arithmetic wraps around, and C computes in wider types."""
 _TYPES = {"bool": "int", "int": "int", "long": "int64_t", "float": "float"}
+"""How values of each kind are held."""
 _CHEAP = frozenset({"var", "const", "add", "sub", "neg", "and", "or", "not"}) | E.COMPARISONS
 _KEY = S.index("k")
 
@@ -127,14 +122,20 @@ class Writer(Common):
     # --- reads ---
 
     def _kind_of_read(self, number: int) -> str:
-        if self.dtypes[number] not in READS:
+        about = DTYPES.get(self.dtypes[number])
+        if about is None or about.kind not in _TYPES:
             raise UnsupportedError(f"a read tensor of {self.dtypes[number]}")
-        return READS[self.dtypes[number]][2]
+        return about.kind
+
+    def _elements(self, value: Scalar) -> tuple[str, str]:
+        """The C type of a read tensor's elements, and the function that makes a number of one."""
+        about = DTYPES[self.dtypes[value.source.value]]
+        return about.c, f"from_{'float' if about.torch is torch.float32 else about.name}"
 
     def read(self, value: Scalar) -> str:
         """An element of a read tensor. Plain indices were checked when the call began; a computed
         index is clamped to the range, and `bad` is set if it was outside."""
-        held, conversion, _ = READS[self.dtypes[value.source.value]]
+        held, number_from = self._elements(value)
         source = f"c->read[{value.source.value}]"
         with_key = [axis for axis, index in enumerate(value.args) if index.place & TILE]
         others = [axis for axis in range(len(value.args)) if axis not in with_key]
@@ -144,7 +145,7 @@ class Writer(Common):
         ]
         base = " + ".join([f"(const {held} *){source}.data", *fixed])
         if not with_key:
-            return f"from_{conversion}(*({base}))"
+            return f"{number_from}(*({base}))"
         rest = _without_key(value.source.args[with_key[0]]) if len(with_key) == 1 else None
         shift = [] if rest is None else [self.lower(rest)]
         place = joined(index.place for index in (*(value.args[axis] for axis in others), *shift))
@@ -155,17 +156,17 @@ class Writer(Common):
         inner = [
             f"{self._in_range(value, axis, value.place)} * (int){source}.stride[{axis}]" for axis in with_key
         ]
-        return f"from_{conversion}({pointer}[{' + '.join(inner)}])"
+        return f"{number_from}({pointer}[{' + '.join(inner)}])"
 
     def _read_row(self, value: Scalar, axis: int, rest: Expr, place: Place, pointer: str) -> str:
         """Neighbouring elements for neighbouring keys: copied to an array for the tile or the row."""
-        conversion, source = READS[self.dtypes[value.source.value]][1], f"c->read[{value.source.value}]"
+        number_from, source = self._elements(value)[1], f"c->read[{value.source.value}]"
         first, name = "k0", self._array(value, " = {0}")
         if rest is not E.ZERO:
             shift = self.code(self.lower.cast(self.lower(rest), "long"))
             first = f"in_range_row(k0 + {shift}, keys, {source}.size[{axis}], &bad)"
         self.lines[place].append(
-            f"COPY({name.removesuffix('[j]')}, from_{conversion}, {pointer} + ({first}) * "
+            f"COPY({name.removesuffix('[j]')}, {number_from}, {pointer} + ({first}) * "
             f"{source}.stride[{axis}], {source}.stride[{axis}], keys);"
         )
         self.names[value] = name

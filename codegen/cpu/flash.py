@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor
 
 from attngraph.codegen.cpu import soft
 from attngraph.codegen.cpu.tiled import Tiled
+from attngraph.ir.dtypes import FLOATS
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import Keep, ScoreProgram
 from attngraph.ir.ops.kernels import TRUSTED, Kernel, Operands
@@ -23,7 +24,6 @@ from attngraph.ir.ops.kernels import TRUSTED, Kernel, Operands
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _CAUSAL = parse("keep k <= q").keeps[0].predicate
-_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 class Flash(Kernel):
@@ -39,7 +39,7 @@ class Flash(Kernel):
         q, _, v = operands
         if q.device.type != "cpu":
             return f"runs on the CPU, the tensors are on {q.device.type}"
-        if q.dtype not in _DTYPES:
+        if q.dtype not in (*FLOATS, torch.float64):
             return f"no dtype {q.dtype}"
         if isinstance(q, FakeTensor) and q.shape[3] != v.shape[3]:
             return "keys and values differ in width"  # in a traced graph; `_bound` handles such a call

@@ -10,32 +10,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from attngraph.codegen.cpu.expression import Writer
+from attngraph.codegen.cpu.native import header, numbers
 from attngraph.codegen.cpu.soft import UNDERFLOW
 from attngraph.codegen.scalar.form import Place
 from attngraph.codegen.scalar.weights import is_multiple, refuse_dots
 from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.ir.dtypes import DTYPES, SCALED
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Weight
-from attngraph.ir.ops.kernels import SHARED, SHARED_END
-from attngraph.ir.ops.quantised import LARGEST
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.fold import any_fill, seen
 
-ELEMENTS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
-KEPT = {
-    torch.float32: "FLOAT", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "INT8",
-    torch.float8_e4m3fn: "F8",
-}  # fmt: skip
-"""The dtypes of a cache's pages, as c/elements.h names them."""
-MOST_READS = MOST_NUMBERS = 16
-_FOLDER = Path(__file__).parent / "c"
+MOST_READS, MOST_NUMBERS = (numbers("base.h")[f"MOST_{name}"] for name in ("READS", "NUMBERS"))
 TILE_ARGUMENTS = "int b, int h, int q0, int rows, int k0, int keys"
 
 
@@ -77,7 +69,7 @@ class Draft:
         self.plan = plan
         self.numbers: dict[Expr, str] = {}
         self.divisors: set[Expr] = set()
-        self.defines = [ELEMENTS[plan.dtype], f"EXP_UNDERFLOW {UNDERFLOW[torch.float32]!r}"]
+        self.defines = [DTYPES[plan.dtype].name.upper(), f"EXP_UNDERFLOW {UNDERFLOW[torch.float32]!r}"]
         before = [s for s in plan.program.statements if isinstance(s, (Score, Keep))]
         self.unmasked = [s for s in before if isinstance(s, Score)]
         self.parts = [
@@ -113,13 +105,6 @@ class Draft:
         return Source(text, tuple(self.numbers.items()), frozenset(self.divisors), self.masks)
 
 
-@functools.cache
-def header(name: str) -> str:
-    """The text of a file of `c/`, between comments that say so."""
-    text = (_FOLDER / name).read_text(encoding="utf-8")
-    return f"// {name}{SHARED}\n{text}// {SHARED_END}{name}\n"
-
-
 @functools.lru_cache(maxsize=256)
 def write(plan: Plan) -> Source:
     """The source of a plan's forward pass.
@@ -141,7 +126,7 @@ def write(plan: Plan) -> Source:
         if plan.dtype == torch.bfloat16 and not after:  # weights that were changed keep their digits
             draft.defines.append("PAIRED")
         return draft.source("tile.h", "block.h", "pass.h", "loop.h", "elements.h", "decode.h")
-    draft.defines += [f"KEPT {KEPT[plan.kept]}", f"SCALED {int(plan.kept in LARGEST)}"]
+    draft.defines += [f"KEPT {DTYPES[plan.kept].word}", f"SCALED {int(plan.kept in SCALED)}"]
     return draft.source("tile.h", "block.h", "elements.h", "decode.h")
 
 

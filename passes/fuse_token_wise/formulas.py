@@ -27,8 +27,8 @@ from attngraph.ir.ops.linear_q import unpack
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
-from attngraph.passes.fuse_token_wise.named import NAMED
 from attngraph.passes.fuse_token_wise.windows import Windows
+from attngraph.passes.named import NAMED
 
 SMALL_FOLD = 1 << 14
 """A sum of products that is no product with a weight is computed where a token has at most so many terms."""
@@ -206,12 +206,7 @@ def _in_arithmetic(value: Expr, token: Expr) -> set[Expr]:
 
 
 def _renamed(value: Expr, token: Expr) -> Expr:
-    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        if node is token:
-            return TOKEN
-        return node if node.op == "var" or not args else E.make(node.op, args, node.value, node.kind)
-
-    return E.rebuild(value, leaf)
+    return E.replaced(value, {token: TOKEN})
 
 
 def _batch_sizes(graph: ProgramGraph, tokens: str) -> set[Any]:
@@ -287,7 +282,7 @@ def placed(value: Expr, places: dict[Expr, Expr]) -> Expr:
         if node.op == "where" and args[0].op == "const":
             return args[1] if args[0].value else args[2]
         whole = node.kind in ("int", "bool") and not any(n.op == "read" for n in E.walk(node))
-        return M.construct(node, args) if whole else E.make(node.op, args, node.value, node.kind)
+        return M.construct(node, args) if whole else E.with_args(node, args)
 
     return E.rebuild(value, leaf)
 
@@ -313,7 +308,7 @@ def spelled(node: Expr) -> Expr:
                 return operation("ne", *args[0].args)
             case "raw":
                 return operation(node.value, *args)
-        return node if node.op == "var" or not args else E.make(node.op, args, node.value, node.kind)
+        return E.with_args(node, args)
 
     return E.rebuild(node, leaf)
 

@@ -88,7 +88,7 @@ class Region:
                 return self._element(node.value, args)
             if node.op in language.FOLDS:
                 return self._folded(node, args[1])
-            return node if node.op == "var" or not args else E.make(node.op, args, node.value, node.kind)
+            return E.with_args(node, args)
 
         return E.rebuild(value, leaf)
 
@@ -152,7 +152,7 @@ class Region:
         def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
             if node.op == "read":
                 return E.read(places[node.value], args, "any")
-            return node if node.op == "var" or not args else E.make(node.op, args, node.value, node.kind)
+            return E.with_args(node, args)
 
         definitions = []
         for number in order:

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import fx
 
-from attngraph.capture.functional import RECURRENT
+from attngraph.capture.program.functional import RECURRENT
 from attngraph.errors import NoDecoderError
 from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import are_few, holds

@@ -10,7 +10,6 @@ several chunks where the model computes in chunks. Used by `insert_kv_cache`.
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,23 +19,23 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.ops.cached_attention import Carried
 from attngraph.ir.ops.running_sum import running_sum
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.sample import Sample
-from attngraph.meaning.tokens.axes import Space
-from attngraph.meaning.tokens.facts import Fact, Kind, RunningSum, Sums
+from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.numbers import reach
-from attngraph.meaning.tokens.tokens import Tokens
+from attngraph.meaning.tokens.recurrence import Sums
+from attngraph.meaning.tokens.transitions import RunningSum
 from attngraph.meaning.tokens.unfold import VIEWS
-from attngraph.passes.build import Builder
-from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
-from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter, NotWritten
+from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.insert_kv_cache.shift_positions import NotWritten
+from attngraph.passes.insert_kv_cache.step import RefutedError, Step, carried_in, computed_in, extent_of
+from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter
 
 aten = torch.ops.aten
 EXACT, ENTRIES = 1e-8, 16
@@ -48,49 +47,65 @@ more than the numbers of its operations reach."""
 LONGEST_CHUNK = 1024
 
 
-@dataclasses.dataclass
-class Carry:
-    """Rewrites the values of one graph; `carried` gets what the rows carry, with the nodes that compute the
-    next of it."""
+def carry(step: Step, builder: Builder, node: fx.Node, scan: Sums) -> tuple[fx.Node, str]:
+    """A `Rewrite` of sums.
 
-    graph: ProgramGraph
-    tokens: Tokens
-    inputs: StepInputs
-    carried: dict[fx.Node, Carried]
+    Raises:
+        RefutedError: it is none, or cannot be computed for new tokens.
+    """
+    sums = _Sums(step, builder, node, scan)
+    try:
+        new = sums.replace()
+    except (NotWritten, NoSize) as problem:
+        reason = f"it looks like one, and {problem} cannot be computed for a few new tokens"
+        raise RefutedError(node, reason) from problem
+    rounding = sums.rounding()
+    step.rounding = max(step.rounding, rounding)
+    difference = sums.difference(new, rounding)
+    if difference:
+        raise RefutedError(node, f"three tokens look like one, but more do not ({difference})")
+    known = ", as far as the model's tables are exact (they are rounded)" if rounding else ""
+    return new, f"the running sum at {source_of(node)} is carried from token to token{known}"
 
-    def replace(self, builder: Builder, node: fx.Node, fact: Fact, label: str) -> fx.Node:
+
+class _Sums:
+    """The rewriting of one value, and its check."""
+
+    def __init__(self, step: Step, builder: Builder, node: fx.Node, scan: Sums) -> None:
+        self.step, self.builder, self.node, self.scan = step, builder, node, scan
+        self.graph, self.tokens, self.inputs, self.carried = (
+            step.graph, step.tokens, step.inputs, step.carried,
+        )  # fmt: skip
+        self.dtype: torch.dtype = node.meta["val"].dtype
+
+    def _writer(self, variables: tuple[Expr, ...]) -> FormulaWriter:
+        tokens, dtype = self.tokens, computed_in(self.dtype)
+        device = self.node.meta["val"].device
+        return FormulaWriter(self.builder, tokens.meaning, tokens.space, variables, dtype, device)
+
+    def replace(self) -> fx.Node:
         """The node that computes the value for new tokens.
 
         Raises:
             NotWritten: a formula of the claim cannot be written as operations.
         """
-        assert isinstance(fact.scan, Sums)
-        space, sums = self.tokens.space, fact.scan
-        dtype = _computed_in(node.meta["val"].dtype)
-        parts = [self._sum(builder, node, sums.variables, part, dtype, label) for part in sums.sums]
+        sums, call = self.scan, self.builder.call
+        parts = [self._sum(part) for part in sums.sums]
         if not E.is_const(sums.rest, 0):
-            device = node.meta["val"].device
-            writer = FormulaWriter(builder, self.tokens.meaning, space, sums.variables, dtype, device)
-            parts.append(writer.tensor(sums.rest, sums.variables))
+            parts.append(self._writer(sums.variables).tensor(sums.rest, sums.variables))
         value = parts[0]
         for part in parts[1:]:
-            value = builder.call(aten.add.Tensor, value, part)
-        if value.meta["val"].dtype != node.meta["val"].dtype:
-            value = builder.call(aten._to_copy.default, value, dtype=node.meta["val"].dtype)
-        return in_place(builder, space, value, fact)
+            value = call(aten.add.Tensor, value, part)
+        if value.meta["val"].dtype != self.dtype:
+            value = call(aten._to_copy.default, value, dtype=self.dtype)
+        return self.step.in_place(self.builder, value, self.node)
 
-    def _sum(
-        self, builder: Builder, node: fx.Node, variables: tuple[Expr, ...], part: RunningSum,
-        dtype: torch.dtype, label: str,
-    ) -> fx.Node:  # fmt: skip
+    def _sum(self, part: RunningSum) -> fx.Node:
         """One running sum, `[tokens, *variables]`."""
-        space, call = self.tokens.space, builder.call
+        call, variables = self.builder.call, self.scan.variables
         layout = _arranged(variables, part)
-        writer = FormulaWriter(
-            builder, self.tokens.meaning, space, (*layout.heads, *part.over, *layout.values), dtype,
-            node.meta["val"].device,
-        )  # fmt: skip
-        tokens = builder.size(space.tokens)
+        writer = self._writer((*layout.heads, *part.over, *layout.values))
+        tokens = self.builder.size(self.tokens.space.tokens)
         heads, width, values = (extent_of(*v) for v in (layout.heads, part.over, layout.values))
 
         def written(formula: Expr, dims: tuple[Expr, ...], sizes: list[int]) -> fx.Node:
@@ -98,7 +113,7 @@ class Carry:
 
         plain = not part.over and E.is_const(part.read, 1) and not part.across
         q = k = decay = None
-        less_one = self._less_one(node, part.decay)
+        less_one = self._less_one(part.decay)
         if not plain:
             q = written(part.read, (*layout.heads, *part.over), [heads, width])
             k = written(M.mul(*layout.of_keys), (*layout.heads, *part.over), [heads, width])
@@ -107,9 +122,9 @@ class Carry:
         if not E.is_const(part.decay, 1):
             along = part.over if not part.decay.free.isdisjoint(part.over) else ()
             decay = written(less_one or part.decay, (*layout.heads, *along), [heads, extent_of(*along)])
-        kept = carried_in(node.meta["val"].dtype)
-        about = Carried(f"carried{len(self.carried)}", (heads, width, values), kept, label)
-        state = self.inputs.carried(about)
+        ((state, about),) = self.step.states(
+            self.node, [((heads, width, values), carried_in(self.dtype))]
+        ).items()
         across: list[Any] = []
         for side in zip(*part.across, strict=True):
             vectors = [written(f, (*layout.heads, *part.over), [heads, 1, width]) for f in side]
@@ -125,7 +140,7 @@ class Carry:
         order = [0, *(1 + dims.index(v) for v in variables)]
         return out if order == sorted(order) else call(aten.permute.default, out, order)
 
-    def _less_one(self, node: fx.Node, decay: Expr) -> Expr | None:
+    def _less_one(self, decay: Expr) -> Expr | None:
         """A decay less 1, where the model has no rounded decay that it multiplies by, but computes the
         exponential of what is added up. (A number that it raises to powers is rounded first.)"""
         if decay.op == "exp":
@@ -133,7 +148,7 @@ class Carry:
             return M.mul(M.function("tanh", M.mul(E.const(0.5), x)), M.add(E.ONE, decay))
         if decay.op != "const":
             return None
-        seen, waiting = set[fx.Node](), [node]
+        seen, waiting = set[fx.Node](), [self.node]
         while waiting:
             current = waiting.pop()
             fact = self.tokens.facts.get(current)
@@ -146,12 +161,11 @@ class Carry:
 
     # --- the check ---
 
-    def rounding(self, fact: Fact) -> float:
+    def rounding(self) -> float:
         """By how much entries of tables, from which decays are read by comparing some, are off: a model with
         tables of a decay's powers computes them in its own dtype. 0 without such tables."""
-        assert isinstance(fact.scan, Sums)
         found = 0.0
-        for read in (n for e in fact.scan.formulas for n in E.walk(e) if n.op == "read"):
+        for read in (n for e in self.scan.formulas for n in E.walk(e) if n.op == "read"):
             shape = self.tokens.meaning.shape(read.value)
             dtype = read.value.meta["val"].dtype
             if dtype.is_floating_point and any(
@@ -162,11 +176,10 @@ class Carry:
                 found = max(found, torch.finfo(dtype).eps)
         return found
 
-    def difference(self, node: fx.Node, new: fx.Node, rounding: float) -> str:
+    def difference(self, new: fx.Node, rounding: float) -> str:
         """How the new value differs from the model's own operations; empty if nowhere. `rounding`: of tables,
         which is not taken for a difference."""
-        facts, scan = self.tokens.facts, self.tokens[node].scan
-        assert isinstance(scan, Sums)
+        node, facts, scan = self.node, self.tokens.facts, self.scan
         known = (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
         given_ones = {n for n, f in facts.items() if f.kind in known and str(n.target) not in VIEWS}
         leaves = list(
@@ -251,20 +264,6 @@ class Carry:
         return {**self._tables(length), **carried}
 
 
-def in_place(builder: Builder, space: Space, value: fx.Node, fact: Fact) -> fx.Node:
-    """A value `[tokens, ...]`, whose other dimensions are in order, with the dimensions of a fact's axes."""
-    own = iter(range(1, len(fact.axes)))
-    order = [0 if space.token in digits else next(own) for digits in fact.axes if space.row not in digits]
-    if order != sorted(order):
-        value = builder.call(aten.permute.default, value, order)
-    row = space.place(fact.axes, space.row)
-    if row is None:
-        return value
-    value = builder.call(aten.unsqueeze.default, value, row)
-    sizes = [builder.size(space.rows) if dim == row else -1 for dim in range(len(fact.axes))]
-    return builder.call(aten.expand.default, value, sizes)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Arranged:
     """The variables of a sum: heads are those along which it decays or is read differently, values the
@@ -277,7 +276,7 @@ class _Arranged:
 
 
 def _arranged(variables: tuple[Expr, ...], part: RunningSum) -> _Arranged:
-    factors = part.write.args if part.write.op == "mul" else (part.write,)
+    factors = E.parts(part.write, "mul")
     apart = part.read.free.union(part.decay.free, *(e.free for pair in part.across for e in pair))
     values = tuple(v for v in variables if v not in apart)
     of_values = tuple(f for f in factors if not f.free.isdisjoint(values))
@@ -285,27 +284,3 @@ def _arranged(variables: tuple[Expr, ...], part: RunningSum) -> _Arranged:
         return _Arranged(variables, (), factors, (E.ONE,))
     of_keys = tuple(f for f in factors if f not in of_values)
     return _Arranged(tuple(v for v in variables if v in apart), values, of_keys, of_values or (E.ONE,))
-
-
-def extent_of(*variables: Expr) -> int:
-    """How many values the variables have together.
-
-    Raises:
-        NotWritten: no number says how many.
-    """
-    if any(v.args[0].op != "const" for v in variables):
-        raise NotWritten("an axis whose length is not a number")
-    return math.prod(int(v.args[0].value) for v in variables)
-
-
-def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which one token's part of a sum is computed: not 16 bits."""
-    if not dtype.is_floating_point:
-        return torch.int64
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-def carried_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a sum is carried. It is rounded with every token, and the model's own is not:
-    PyTorch adds up a whole sequence in float64 (float32 for 16 bits), or by blocks."""
-    return torch.float64 if dtype == torch.float32 else _computed_in(dtype)

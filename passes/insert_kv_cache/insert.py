@@ -23,29 +23,35 @@ from torch import fx
 
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import RESULTS, Level, Output, ProgramGraph, op_name
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import CachePlan, Carried
+from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.nodes import AttentionOp
-from attngraph.meaning.tokens.facts import Fact, History, Kind, RunningFold, TokenLoop, Window
+from attngraph.meaning.tokens.facts import Fact, Kind, Scan
+from attngraph.meaning.tokens.folds import RunningFold
+from attngraph.meaning.tokens.history import History
+from attngraph.meaning.tokens.loops import TokenLoop
+from attngraph.meaning.tokens.recurrence import Sums
 from attngraph.meaning.tokens.tokens import Tokens
+from attngraph.meaning.tokens.windows import Window
 from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.dtypes import forget_operands_of_dtype
+from attngraph.passes.canonicalize import forget_operands_of_dtype
 from attngraph.passes.insert_kv_cache import shift_positions
 from attngraph.passes.insert_kv_cache.analyse import analyse
-from attngraph.passes.insert_kv_cache.carry import Carry
+from attngraph.passes.insert_kv_cache.carry import carry
 from attngraph.passes.insert_kv_cache.free_tokens import free_tokens
 from attngraph.passes.insert_kv_cache.join_pieces import join_pieces
 from attngraph.passes.insert_kv_cache.kept_values import KeptValues
-from attngraph.passes.insert_kv_cache.look_back import LookBack
+from attngraph.passes.insert_kv_cache.look_back import look_back
 from attngraph.passes.insert_kv_cache.own_places import leave_out_own_places, require_no_places
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
 from attngraph.passes.insert_kv_cache.run_again import run_again
+from attngraph.passes.insert_kv_cache.shift_positions import NotWritten
+from attngraph.passes.insert_kv_cache.step import RefutedError, Rewrite, Step
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
-from attngraph.passes.insert_kv_cache.take_steps import TakeSteps
-from attngraph.passes.insert_kv_cache.write_formula import NotWritten
+from attngraph.passes.insert_kv_cache.take_steps import fold, take_steps
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
@@ -86,7 +92,7 @@ class InsertKVCache:
             tokens = analyse(graph, ids, self.number, outcome, refuted, self.assume_causal)
             try:
                 _Insertion(graph, ids, tokens, outcome).run()
-            except _RefutedError as problem:
+            except RefutedError as problem:
                 graph.clean()
                 graph.drop_inputs(lambda _, given: given.kind in STEP_KINDS)
                 refuted[problem.node] = problem.reason
@@ -112,13 +118,14 @@ def only_result(graph: ProgramGraph, result: int) -> None:
     graph.clean()
 
 
-class _RefutedError(Exception):
-    """A value is no sum over earlier tokens, though it looks like one; says why. Raised before anything that
-    was in the graph is changed."""
-
-    def __init__(self, node: fx.Node, reason: str) -> None:
-        super().__init__(reason)
-        self.node, self.reason = node, reason
+_REWRITES: dict[type[Scan], Rewrite] = {
+    Window: look_back,
+    Sums: carry,
+    RunningFold: fold,
+    TokenLoop: take_steps,
+    History: run_again,
+}
+"""What makes values that follow from earlier tokens a part of a step."""
 
 
 class _Insertion:
@@ -130,10 +137,7 @@ class _Insertion:
         self.inputs = StepInputs(graph, ids, tokens)
         self.fixed = FixedValues(graph, ids, tokens, self.inputs)
         self.kept = KeptValues(graph, tokens, self.inputs)
-        self.carried: dict[fx.Node, Carried] = {}
-        self.rounding = 0.0
-        self.anew: list[str] = []
-        self.assumed: list[str] = []
+        self.step = Step(graph, tokens, self.inputs, self.kept)
         self.made: dict[fx.Node, fx.Node] = {}
         """What replaces a value, once all of them are made."""
         self.expanded = 0
@@ -142,23 +146,16 @@ class _Insertion:
     def run(self) -> None:
         most_tokens = self.tokens.most_tokens()
         attentions = [n for n in self.graph.attentions() if n in self.needed and self._looks_at_tokens(n)]
-        scans = [n for n, f in self.tokens.facts.items() if f.kind is Kind.SCAN and n in self.needed]
+        facts = self.tokens.facts.items()
+        scans = {n: f.scan for n, f in facts if f.scan is not None and n in self.needed}
         require_no_places(self.tokens, (n for n in self.tokens.facts if n in self.needed))
         self.kept.choose([*attentions, *scans])
         for node in list(self.graph.graph.nodes):
             fact = self.tokens.facts.get(node)
             if fact is not None and fact.formula is not None and node in self.needed:
                 self._shift(node, fact)
-        for node in scans:
-            match self.tokens[node].scan:
-                case Window():
-                    self._look_back(node)
-                case History():
-                    self._run_again(node)
-                case TokenLoop() | RunningFold():
-                    self._take_steps(node)
-                case _:
-                    self._carry(node)
+        for node, scan in scans.items():
+            self._rewrite(node, scan)
         for node, new in self.made.items():
             node.replace_all_uses_with(new)
         self.kept.move(self.made)
@@ -169,10 +166,10 @@ class _Insertion:
         pick_results(self.graph, self.tokens, self.ids, kept, self.inputs.rows("picked"))
         output = self.graph.graph.output_node()
         values: Any = output.args[0]
-        output.args = ((*values, *kept, *self.carried),)
+        output.args = ((*values, *kept, *self.step.carried),)
         stores = self.kept.stores
         pages = (Output("pages", stores[n].name) for n in kept)
-        carried = (Output("carried", about.name) for about in self.carried.values())
+        carried = (Output("carried", about.name) for about in self.step.carried.values())
         self.graph.outputs = (*self.graph.outputs, *pages, *carried)
         self.graph.clean()
         tokens = length = str(self.space.tokens.value)
@@ -187,10 +184,10 @@ class _Insertion:
             length,
             tokens,
             most_tokens,
-            tuple(self.carried.values()),
-            self.rounding,
-            tuple(self.anew),
-            tuple(self.assumed),
+            tuple(self.step.carried.values()),
+            self.step.rounding,
+            tuple(self.step.anew),
+            tuple(self.step.assumed),
         )
         self.inputs.drop_unused()
         self._annotate()
@@ -218,7 +215,7 @@ class _Insertion:
             new = shift_positions.emit(
                 builder, self.meaning, self.space, node, fact, self.inputs.rows("positions")
             )
-        except (shift_positions.NoFormula, NoSize) as problem:
+        except (NotWritten, NoSize) as problem:
             raise NoDecoderError(
                 f"{op_name(node)} at {source_of(node)}: it follows from a token's place as {fact.formula!r}, "
                 f"and {problem} cannot be computed for other places."
@@ -227,79 +224,20 @@ class _Insertion:
         self.made[node] = new
         self.outcome.notes.append(f"{op_name(node)} at {source_of(node)} is computed from positions")
 
-    # --- windows of tokens ---
+    # --- what follows from earlier tokens ---
 
-    def _look_back(self, node: fx.Node) -> None:
-        fact = self.tokens[node]
-        assert isinstance(fact.scan, Window)
+    def _rewrite(self, node: fx.Node, scan: Scan) -> None:
         builder = Builder(self.graph, node)
         try:
-            new = LookBack(self.tokens, self.inputs, self.kept.pages_of).replace(builder, node, fact)
-        except (shift_positions.NoFormula, NoSize) as problem:
-            raise NoDecoderError(
-                f"{op_name(node)} at {source_of(node)}: it is computed from the last {fact.scan.width} "
-                f"tokens, and {problem} cannot be computed for a few new ones."
-            ) from problem
-        self.tokens.facts[new], self.made[node] = fact, new
-        width, source = fact.scan.width, source_of(node)
-        self.outcome.notes.append(f"{op_name(node)} at {source} is computed from the last {width} tokens")
-
-    def _run_again(self, node: fx.Node) -> None:
-        fact = self.tokens[node]
-        builder = Builder(self.graph, node)
-        try:
-            new = run_again(self.tokens, self.inputs, self.kept.pages_of, builder, node, fact)
-        except (NoSize, RuntimeError) as problem:  # torch may not follow the operations for such sizes
-            raise NoDecoderError(
-                f"{op_name(node)} at {source_of(node)}: it is computed from all earlier tokens, and what "
-                "computes it cannot be traced for sequences of any length."
-            ) from problem
-        self.tokens.facts[new], self.made[node] = fact, new
-        self.anew.append(source_of(node))
-        if node in self.tokens.assumed:
-            self.assumed.append(f"{op_name(node)} at {source_of(node)} ({self.tokens.assumed[node]})")
-        self.outcome.notes.append(
-            f"{op_name(node)} at {source_of(node)} is computed anew from all tokens at every step, because "
-            "what it does with them is no attention that is known here"
-        )
-
-    # --- sums over tokens ---
-
-    def _carry(self, node: fx.Node) -> None:
-        fact = self.tokens[node]
-        builder = Builder(self.graph, node)
-        carry = Carry(self.graph, self.tokens, self.inputs, self.carried)
-        try:
-            new = carry.replace(builder, node, fact, module_of(node) or source_of(node))
+            new, note = _REWRITES[type(scan)](self.step, builder, node, scan)
         except (NotWritten, NoSize) as problem:
-            reason = f"it looks like one, and {problem} cannot be computed for a few new tokens"
-            raise _RefutedError(node, reason) from problem
-        rounding = carry.rounding(fact)
-        self.rounding = max(self.rounding, rounding)
-        difference = carry.difference(node, new, rounding)
-        if difference:
-            raise _RefutedError(node, f"three tokens look like one, but more do not ({difference})")
-        self.tokens.facts[new], self.made[node] = fact, new
-        known = ", as far as the model's tables are exact (they are rounded)" if rounding else ""
-        self.outcome.notes.append(
-            f"the running sum at {source_of(node)} is carried from token to token{known}"
-        )
-
-    # --- loops over tokens ---
-
-    def _take_steps(self, node: fx.Node) -> None:
-        fact = self.tokens[node]
-        builder = Builder(self.graph, node)
-        steps = TakeSteps(self.graph, self.tokens, self.inputs, self.carried)
-        try:
-            new = steps.replace(builder, node, fact, module_of(node) or source_of(node))
-        except (NotWritten, NoSize) as problem:
+            whence = "computed from " * isinstance(scan, Window) + scan.reason
             raise NoDecoderError(
-                f"{op_name(node)} at {source_of(node)}: it is {fact.reason}, and {problem} cannot be "
-                "computed for a few new tokens."
+                f"{op_name(node)} at {source_of(node)}: it is {whence}, and {problem} cannot be computed for "
+                "a few new tokens."
             ) from problem
-        self.tokens.facts[new], self.made[node] = fact, new
-        self.outcome.notes.append(f"{fact.reason}, at {source_of(node)}, is carried from token to token")
+        self.tokens.facts[new], self.made[node] = self.tokens[node], new
+        self.outcome.notes.append(note)
 
     # --- attention ---
 

@@ -19,7 +19,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.cached_attention import Store
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.tokens.facts import History, Kind, Window
+from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, built
@@ -91,10 +91,8 @@ class KeptValues:
     def _window(self, node: fx.Node) -> int | None:
         """How many of the latest tokens a value needs; None: all."""
         fact = self.tokens[node]
-        if isinstance(fact.scan, Window):
-            return fact.scan.width
-        if isinstance(fact.scan, History):
-            return None
+        if fact.scan is not None:
+            return fact.scan.latest
         assert fact.causality is not None
         return fact.causality.window
 

@@ -8,52 +8,56 @@ of token t - j is the one that stands j places before. Used by `insert_kv_cache`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
+from attngraph.ir.graph.program_graph import op_name
+from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.ops.cached_attention import Store
 from attngraph.ir.ops.with_earlier import with_earlier
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.tokens.facts import Fact, Window
+from attngraph.meaning.tokens.facts import Fact
 from attngraph.meaning.tokens.tokens import Tokens
+from attngraph.meaning.tokens.windows import Window
 from attngraph.passes.build import Builder
+from attngraph.passes.insert_kv_cache.kept_values import KeptValues
 from attngraph.passes.insert_kv_cache.run_again import rerun
 from attngraph.passes.insert_kv_cache.shift_positions import Emitter
+from attngraph.passes.insert_kv_cache.step import Step
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 
 aten = torch.ops.aten
 
 
-@dataclasses.dataclass
-class LookBack:
-    """Rewrites the values of one graph.
+def look_back(step: Step, builder: Builder, node: fx.Node, scan: Window) -> tuple[fx.Node, str]:
+    """A `Rewrite` of windows of tokens."""
+    new = _LookBack(step.tokens, step.inputs, step.kept, builder).replace(node, scan)
+    return new, f"{op_name(node)} at {source_of(node)} is computed from the last {scan.latest} tokens"
 
-    `pages_of` gives an operand's pages, as a view of what is stored, and the store.
-    """
+
+@dataclasses.dataclass
+class _LookBack:
+    """The rewriting of one value."""
 
     tokens: Tokens
     inputs: StepInputs
-    pages_of: Callable[[Builder, fx.Node], tuple[fx.Node, Store]]
+    kept: KeptValues
+    builder: Builder
 
-    def replace(self, builder: Builder, node: fx.Node, fact: Fact) -> fx.Node:
-        """The node that computes the value for new tokens.
-
-        Raises:
-            NoFormula: its formula cannot be written as operations on tensors.
-        """
-        assert isinstance(fact.scan, Window)
-        place = self._place(builder, fact.scan.width - 1)
-        longer = {n: self._longer(builder, n, place, fact.scan.width - 1) for n in fact.scan.operands}
-        if fact.scan.formula is None:
-            return self._rerun(builder, node, fact.scan, longer, place)
-        plain = dataclasses.replace(fact, formula=self._without_beginning(fact.scan.formula))
-        return _WithEarlier(self, builder, node, plain, longer, place).emit()
+    def replace(self, node: fx.Node, scan: Window) -> fx.Node:
+        assert scan.latest is not None
+        place = self._place(scan.latest - 1)
+        longer = {n: self._longer(n, place, scan.latest - 1) for n in scan.operands}
+        if scan.formula is None:  # the model's own operations on the longer sequence
+            done = rerun(self.tokens, self.builder, scan.region, longer)
+            axis = self.tokens.space.place(self.tokens[node].axes, self.tokens.space.token)
+            return self.builder.call(aten.index_select.default, done[node], axis, place)
+        plain = dataclasses.replace(self.tokens[node], formula=self._without_beginning(scan.formula))
+        return _WithEarlier(self, node, plain, longer, place).emit()
 
     def _without_beginning(self, formula: Expr) -> Expr:
         """The formula without what chooses zero before the first token: a longer sequence has zeros there."""
@@ -67,49 +71,41 @@ class LookBack:
                         steps = (M.sub(token, index) for index in read.args if token in index.free)
                         if any(n.op == "const" and inside is M.le(n, token) for n in steps):
                             return read
-            return M.construct(node, args) if args and args != node.args else node
+            return M.construct(node, args)
 
         return E.rebuild(formula, leaf)
 
-    def _place(self, builder: Builder, back: int) -> fx.Node:
+    def _place(self, back: int) -> fx.Node:
         """Where each new token stands in the longer sequence, `[N]`."""
-        row = self.inputs.rows("row")
-        places = self._tokens_in_order(builder)
-        return builder.call(aten.add.Tensor, places, builder.call(aten.mul.Tensor,
-                            builder.call(aten.add.Tensor, row, 1), back))  # fmt: skip
+        call, places = self.builder.call, self.in_order()
+        rows_before = call(aten.add.Tensor, self.inputs.rows("row"), 1)
+        return call(aten.add.Tensor, places, call(aten.mul.Tensor, rows_before, back))
 
-    def _tokens_in_order(self, builder: Builder) -> fx.Node:
+    def in_order(self) -> fx.Node:
+        """The numbers of the new tokens."""
         row = self.inputs.rows("row")
-        count = builder.call(aten.sym_size.int, row, 0)
-        return builder.call(aten.arange.default, count, device=row.meta["val"].device)
+        count = self.builder.call(aten.sym_size.int, row, 0)
+        return self.builder.call(aten.arange.default, count, device=row.meta["val"].device)
 
-    def _longer(self, builder: Builder, operand: fx.Node, place: fx.Node, back: int) -> fx.Node:
-        pages, store = self.pages_of(builder, operand)
-        axes, space = self.tokens[operand].axes, self.tokens.space
-        rows = self.inputs.rows
-        return builder.call(
+    def _longer(self, operand: fx.Node, place: fx.Node, back: int) -> fx.Node:
+        pages, store = self.kept.pages_of(self.builder, operand)
+        axes, space, rows = self.tokens[operand].axes, self.tokens.space, self.inputs.rows
+        return self.builder.call(
             with_earlier, pages, operand, self.inputs.table(store.window), rows("starts"), rows("first"),
             place, space.place(axes, space.row), space.place(axes, space.token), back,
         )  # fmt: skip
-
-    def _rerun(
-        self, builder: Builder, node: fx.Node, window: Window, longer: dict[fx.Node, fx.Node], place: fx.Node
-    ) -> fx.Node:
-        """The model's own operations on the longer sequence, and the results of the new tokens."""
-        done = rerun(self.tokens, builder, window.region, longer)
-        axis = self.tokens.space.place(self.tokens[node].axes, self.tokens.space.token)
-        return builder.call(aten.index_select.default, done[node], axis, place)
 
 
 class _WithEarlier(Emitter):
     """Writes a formula that reads values at this token and at earlier ones."""
 
     def __init__(
-        self, back: LookBack, builder: Builder, node: fx.Node, fact: Fact, longer: dict[fx.Node, fx.Node],
-        place: fx.Node,
-    ) -> None:  # fmt: skip
+        self, back: _LookBack, node: fx.Node, fact: Fact, longer: dict[fx.Node, fx.Node], place: fx.Node
+    ) -> None:
         tokens = back.tokens
-        super().__init__(builder, tokens.meaning, tokens.space, node, fact, back.inputs.rows("positions"))
+        super().__init__(
+            back.builder, tokens.meaning, tokens.space, node, fact, back.inputs.rows("positions")
+        )
         self.back, self.longer, self.place = back, longer, place
         self.shifted: dict[tuple[fx.Node, int], fx.Node] = {}
 
@@ -176,4 +172,4 @@ class _WithEarlier(Emitter):
         if index is not self.space.token:
             return self._value(index)
         place = next(p for p, digits in enumerate(self.fact.axes) if index in digits)
-        return self._along(self.back._tokens_in_order(self.builder), place)
+        return self._along(self.back.in_order(), place)

@@ -10,21 +10,22 @@ Used by `insert_kv_cache`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import is_size
+from attngraph.errors import NoDecoderError
+from attngraph.ir.graph.program_graph import is_size, op_name
+from attngraph.ir.graph.source import source_of
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.ops.cached_attention import Store
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.tokens.facts import Fact, History
+from attngraph.meaning.tokens.history import History
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.passes.build import Builder, built
+from attngraph.passes.build import Builder, NoSize, built
 from attngraph.passes.insert_kv_cache.free_tokens import replace_number
-from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
+from attngraph.passes.insert_kv_cache.step import Step
 
 aten = torch.ops.aten
 
@@ -68,18 +69,33 @@ def _extents(node: fx.Node) -> set[Expr]:
     return {size_expression(s) for t in tensors if isinstance(t, torch.Tensor) for s in t.shape}
 
 
-def run_again(
-    tokens: Tokens, inputs: StepInputs, pages_of: Callable[[Builder, fx.Node], tuple[fx.Node, Store]],
-    builder: Builder, node: fx.Node, fact: Fact,
-) -> fx.Node:  # fmt: skip
-    """The node that computes the value for new tokens. `pages_of` gives an operand's pages, as a view of what
-    is stored, and the store."""
-    assert isinstance(fact.scan, History)
-    space, rows = tokens.space, inputs.rows
+def run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> tuple[fx.Node, str]:
+    """A `Rewrite` of values that are computed from all earlier tokens."""
+    where = f"{op_name(node)} at {source_of(node)}"
+    try:
+        new = _run_again(step, builder, node, scan)
+    except (NoSize, RuntimeError) as problem:  # torch may not follow the operations for such sizes
+        raise NoDecoderError(
+            f"{where}: it is computed from all earlier tokens, and what computes it cannot be traced for "
+            "sequences of any length."
+        ) from problem
+    step.anew.append(source_of(node))
+    if node in step.tokens.assumed:
+        step.assumed.append(f"{where} ({step.tokens.assumed[node]})")
+    return new, (
+        f"{where} is computed anew from all tokens at every step, because what it does with them is no "
+        "attention that is known here"
+    )
+
+
+def _run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> fx.Node:
+    """The node that computes the value for new tokens."""
+    tokens, inputs = step.tokens, step.inputs
+    space, rows, fact = tokens.space, inputs.rows, tokens[node]
     whole: dict[fx.Node, fx.Node] = {}
     as_long: fx.Node | None = None
-    for operand in fact.scan.operands:
-        pages, store = pages_of(builder, operand)
+    for operand in scan.operands:
+        pages, store = step.kept.pages_of(builder, operand)
         dim = space.place(tokens[operand].axes, space.token)
         assert dim is not None
         whole[operand] = builder.call(
@@ -87,7 +103,7 @@ def run_again(
             rows("first"), dim, as_long,
         )  # fmt: skip
         as_long = as_long or builder.call(aten.movedim.int, whole[operand], dim, 0)
-    found = rerun(tokens, builder, fact.scan.region, whole)[node]
+    found = rerun(tokens, builder, scan.region, whole)[node]
     token = space.place(fact.axes, space.token)
     assert token is not None
     first = builder.call(aten.movedim.int, found, token, 1)

@@ -22,8 +22,8 @@ from attngraph.passes.build import Builder
 aten = torch.ops.aten
 
 
-class NoFormula(Exception):
-    """A formula with an operation that cannot be emitted here."""
+class NotWritten(Exception):
+    """A formula with something that cannot be written as operations on tensors."""
 
 
 def emit(
@@ -32,7 +32,7 @@ def emit(
     """A node with `node`'s values at `positions` (int64, `[N]`) instead of at 0 .. T - 1.
 
     Raises:
-        NoFormula: the formula cannot be written as operations on tensors.
+        NotWritten: the formula cannot be written as operations on tensors.
     """
     assert fact.formula is not None
     return Emitter(builder, meaning, space, node, fact, positions).emit()
@@ -54,11 +54,11 @@ class Emitter:
         assert self.fact.formula is not None
         digits = [d for dim in self.fact.axes for d in dim]
         if digits.count(self.space.token) != 1 or any(len(dim) > 1 for dim in self.fact.axes):
-            raise NoFormula("a dimension that tokens share with something else")
+            raise NotWritten("a dimension that tokens share with something else")
         value = self._value(self.fact.formula)
         call, wanted = self.builder.call, self.node.meta["val"].dtype
         if not isinstance(value, fx.Node):
-            raise NoFormula("a number")
+            raise NotWritten("a number")
         if value.meta["val"].dtype != wanted:
             value = call(aten._to_copy.default, value, dtype=wanted)
         sizes = [
@@ -105,7 +105,7 @@ class Emitter:
         args = [self._value(a) for a in node.args]
         self.guarded = before
         if not any(isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor) for a in args):
-            raise NoFormula(f"{node!r}, which does not depend on the place")
+            raise NotWritten(f"{node!r}, which does not depend on the place")
         if node.op in ("add", "mul"):
             return self._folded(node.op, args)
         if node.op in _PAIRS and len(args) == 2:
@@ -132,7 +132,7 @@ class Emitter:
             like = next(a for a in args if _is_tensor(a))
             tensors = [a if _is_tensor(a) else call(aten.full_like.default, like, a) for a in args]
             return call(FUNCTIONS[node.op], *tensors)
-        raise NoFormula(f"{node.op}")
+        raise NotWritten(f"{node.op}")
 
     def _dtype(self, node: Expr) -> torch.dtype:
         """That of a value of numbers alone."""
@@ -159,7 +159,7 @@ class Emitter:
     def _indexed(self, table: fx.Node, indices: list[Any]) -> fx.Node:
         like = next((a for a in indices if _is_tensor(a)), None)
         if like is None:
-            raise NoFormula("an element of a table that does not depend on the place")
+            raise NotWritten("an element of a table that does not depend on the place")
         tensors = [
             a if _is_tensor(a) else self.builder.call(aten.full_like.default, like, a) for a in indices
         ]

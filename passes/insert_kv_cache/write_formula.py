@@ -17,13 +17,9 @@ from attngraph.meaning.attention.layout import NoView, solve
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.tokens.axes import Space
 from attngraph.passes.build import Builder
-from attngraph.passes.insert_kv_cache.shift_positions import FUNCTIONS
+from attngraph.passes.insert_kv_cache.shift_positions import FUNCTIONS, NotWritten
 
 aten = torch.ops.aten
-
-
-class NotWritten(Exception):
-    """A formula with something that cannot be written as operations here."""
 
 
 @dataclasses.dataclass

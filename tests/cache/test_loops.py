@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.codegen.cpu.loops import whole_step
-from attngraph.codegen.cpu.recording import Recording
+from attngraph.codegen.cpu.record.recording import Recording
 from attngraph.ir.language.step_program import parse
 
 VOCABULARY, WIDTH = 24, 8

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import attngraph
 from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
-from attngraph.codegen.cpu.recording import Recording
+from attngraph.codegen.cpu.record.recording import Recording
 from attngraph.ir.ops.last_tokens import last_tokens
 from attngraph.ir.ops.running_sum import running_sum
 

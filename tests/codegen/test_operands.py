@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
-from attngraph.codegen.cpu.copies import Keeping
 from attngraph.codegen.cpu.decode import Decode
+from attngraph.codegen.cpu.record.copies import Keeping
 from attngraph.codegen.cpu.tokens.reads import require_in_range
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.codegen.unsupported import UnsupportedError

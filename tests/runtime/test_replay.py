@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph import CacheConfig, Decoder
-from attngraph.codegen.cpu import decode, replay
-from attngraph.codegen.cpu.chain import Chain
-from attngraph.codegen.cpu.recording import Recording
+from attngraph.codegen.cpu import decode
+from attngraph.codegen.cpu.native import Chain
+from attngraph.codegen.cpu.record import replay
+from attngraph.codegen.cpu.record.recording import Recording
 from attngraph.ir import budgets
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from attngraph.api.empty_weights import WithoutMemory, fill
 from attngraph.api.plan import Planner
-from attngraph.report.plan import Share, size
+from attngraph.api.plan_memory import WithoutMemory, fill
+from attngraph.report.plan import Share
+from attngraph.report.words import size
 from workshop.harness import Cell, Options, Row, Suite
 
 RANKS = (1, 8, 16, 64, 256, 1024)

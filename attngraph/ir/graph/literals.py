@@ -15,12 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-DTYPES = {
-    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
-    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
-    torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
-_DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+from attngraph.ir.dtypes import DTYPES
+
+_DTYPES_BY_NAME = {row.short: dtype for dtype, row in DTYPES.items() if row.short}
 _WORDS: dict[str, Any] = {
     "None": None, "True": True, "False": False, "inf": float("inf"), "-inf": float("-inf"),
     "nan": float("nan"),
@@ -58,7 +55,8 @@ class TensorType(NamedTuple):
 
 
 def format_dtype(dtype: torch.dtype) -> str:
-    return DTYPES.get(dtype, str(dtype))
+    row = DTYPES.get(dtype)
+    return row.short if row is not None and row.short else str(dtype)
 
 
 def format_name(sigil: str, name: str) -> str:

@@ -22,6 +22,7 @@ import functools
 import re
 from typing import NamedTuple
 
+from attngraph.ir import dtypes
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.packed import WORD, Packed
@@ -30,7 +31,7 @@ from attngraph.ir.language.parser import expression
 TOKEN = E.var("t")
 """The index of the token in given tensors and results."""
 FOLDS = ("sum", "amax")
-FLOATS = ("float32", "bfloat16", "float16")
+FLOATS = tuple(dtypes.DTYPES[dtype].name for dtype in dtypes.FLOATS)
 """Of results, and of given tensors that count tokens."""
 DTYPES = (*FLOATS, "int8", "uint8", "int32")
 """Of given tensors."""

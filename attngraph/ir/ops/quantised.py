@@ -16,12 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attngraph.ir.dtypes import DTYPES, SCALED
 from attngraph.ir.ops.transforms import refuse_derivatives
 
 torch.library.define("attngraph::quantised", "(Tensor[] values, str dtype) -> Tensor[]")
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The dtypes of 8 bits, and the largest number of each that is used."""
-NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in LARGEST}
+LARGEST = {dtype: DTYPES[dtype].largest for dtype in SCALED}
+"""The largest number of each dtype that is used."""
+NAMES = {DTYPES[dtype].name: dtype for dtype in SCALED}
 _TINY = torch.finfo(torch.float32).tiny
 _SLACK = 1 + 2.0**-10
 """For the rounding of the scale and of the quotient, which are float32."""

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of
@@ -106,7 +107,7 @@ def floating(given: Sequence[Tensor]) -> Tensor:
 def allocated(result: Result, tokens: int, like: Tensor) -> Tensor:
     """Memory for a result, in which a token's elements are contiguous. What is given in float64 gives results
     in float64."""
-    dtype = torch.float64 if like.dtype == torch.float64 else getattr(torch, result.dtype)
+    dtype = torch.float64 if like.dtype == torch.float64 else NAMED[result.dtype].torch
     shape = [tokens, *(n for n in result.shape if n is not None)]
     order = list(range(1, len(shape)))
     order.insert(result.token_dim, 0)
@@ -148,7 +149,7 @@ def reference(program: TokenProgram, given: Sequence[Tensor]) -> list[Tensor]:
     results: list[Tensor] = []
     for result in program.results:
         value = found[result.number].reshape([tokens, *(n for n in result.shape if n is not None)])
-        own = dtype if dtype == torch.float64 else getattr(torch, result.dtype)
+        own = dtype if dtype == torch.float64 else NAMED[result.dtype].torch
         results.append(value.to(own).movedim(0, result.token_dim))
     return results
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir.dtypes import DTYPES, FLOATS
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr, format_expr, format_number
@@ -72,10 +73,7 @@ def _describe_keep(keep: Keep) -> str:
     return f"{words} (else {named(shown)})"
 
 
-LARGEST = {
-    str(dtype).removeprefix("torch."): format_number(torch.finfo(dtype).max)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
-}
+LARGEST = {DTYPES[dtype].name: format_number(DTYPES[dtype].largest) for dtype in FLOATS}
 """The largest number of each dtype as programs write it; models add or fill in its negative, `finfo.min`."""
 
 
@@ -137,7 +135,7 @@ def _distance_words(behind: Expr | None, ahead: Expr | None) -> list[str]:
 
 def _shown(node: Expr) -> str:
     """A distance, with subtracted terms after a minus sign."""
-    terms = [M.coefficient(t) for t in (node.args if node.op == "add" else (node,)) if t.op != "const"]
+    terms = [M.coefficient(t) for t in E.parts(node, "add") if t.op != "const"]
     if not any(factor < 0 for factor, _ in terms):
         return format_expr(node)
     numbers = [int(t.value) for t in node.args if t.op == "const"] if node.op == "add" else []

@@ -6,21 +6,41 @@ graph.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
 from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import argument, is_part
 from attngraph.meaning.tokens.axes import Axes, Space
-from attngraph.meaning.tokens.facts import Fact, Kind, RunningFold
+from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_by
 
 _OPS = {
     "aten.cumprod.default": "prod", "aten.cummax.default": "max", "aten.cummin.default": "min",
     "aten.logcumsumexp.default": "logsumexp",
 }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningFold(Scan):
+    """A value that folds `element` of all tokens up to its own: `how` is one of
+    `ir/ops/running_fold.py`'s. `variables`: those of its dimensions besides row and token."""
+
+    how: str
+    element: Expr
+    variables: tuple[Expr, ...]
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        return read_by(self.element)
+
+    @property
+    def reason(self) -> str:
+        return f"a running {self.how} over earlier tokens"
 
 
 def find_fold(

@@ -8,6 +8,7 @@ resort. That no token sees a later one is shown by algebra (`looks_back.py`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from torch import Tensor, fx
@@ -16,11 +17,28 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import is_size
 from attngraph.ir.ops import nodes
 from attngraph.meaning.tokens.axes import Axes, Space
-from attngraph.meaning.tokens.facts import Fact, History, Kind
+from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_in
 from attngraph.meaning.tokens.looks_back import LooksBack, NotShown, OfAll
 from attngraph.meaning.tokens.token_probe import TokenProbe
 
 _GIVEN = (Kind.FIXED, Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
+
+
+@dataclasses.dataclass(frozen=True)
+class History(Scan):
+    """A value that is computed from all earlier tokens of others, by the model's own operations.
+
+    `operands`: the values that are read at earlier tokens. `region`: the operations between them and the
+    value, in the graph's order.
+    """
+
+    region: tuple[fx.Node, ...]
+    operands: tuple[fx.Node, ...] = ()
+    reason = "computed anew from all earlier tokens"
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        return read_in(self.region)
 
 
 class HistoryFinder:
@@ -29,18 +47,19 @@ class HistoryFinder:
     because the user says so (`assume_causal`)."""
 
     def __init__(
-        self, space: Space, probe: TokenProbe, looks_back: LooksBack, assume_causal: bool
+        self, space: Space, facts: Mapping[fx.Node, Fact], probe: TokenProbe, looks_back: LooksBack,
+        assume_causal: bool,
     ) -> None:  # fmt: skip
-        self.space, self.probe, self.looks_back = space, probe, looks_back
+        self.space, self.facts, self.probe, self.looks_back = space, facts, probe, looks_back
         self.assume_causal = assume_causal
         self.why_not: dict[fx.Node, str] = {}
         self.assumed: dict[fx.Node, str] = {}
         self._of_all: set[fx.Node] = set()
         """Values for which a sum over all tokens is in the way, and what is computed from them."""
 
-    def find(self, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes) -> History | None:
+    def find(self, node: fx.Node, axes: Axes) -> History | None:
         """How a value with these axes is computed from all earlier tokens of others; None if it is not."""
-        space, probe = self.space, self.probe
+        space, facts, probe = self.space, self.facts, self.probe
         if not self._of_all.isdisjoint(node.all_input_nodes):
             self._of_all.add(node)
         if (node in self._of_all and not self.assume_causal) or not _stands_alone(space, axes):
@@ -67,7 +86,7 @@ class HistoryFinder:
             (self.assumed if self.assume_causal else self.why_not)[node] = str(why_not)
             if not self.assume_causal:
                 return None
-        return History(tuple(operands), inner)
+        return History(inner, tuple(operands))
 
     def _is_given(self, node: fx.Node, fact: Fact) -> bool:
         """Whether a value is kept, or fixed. What follows from sizes and places alone is computed anew, as

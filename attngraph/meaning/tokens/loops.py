@@ -15,11 +15,13 @@ tokens are found before, by `recurrence.py`: they need no steps.) Nothing here e
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
+import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import is_size, op_name, operands_first
@@ -29,7 +31,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.axes import Axes, Indices, Space
-from attngraph.meaning.tokens.facts import Fact, Handed, TokenLoop
+from attngraph.meaning.tokens.facts import Fact, Scan, read_by
 from attngraph.meaning.tokens.unrolled import NoLoop, Unrolled
 from attngraph.meaning.tokens.write_step import StepWriter
 
@@ -37,6 +39,37 @@ PATTERN = 3
 """The token whose step is the pattern: the first ones may be computed in another way."""
 _AGED = 1 << 10
 """A value counts for so many of the next token's: few small values of every token so far are no state."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Handed:
+    """A value that one step of a loop hands to the next: the shape and dtype of one row's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLoop(Scan):
+    """A value that is computed token after token: each step takes what the one before handed on.
+
+    `program`: a step program (`ir/language/step_program.py`). `taken`: an element of each value of the token
+    that it takes, with the variables of its dimensions besides the row, and its dtype. `shared`: values that
+    all tokens share. `handed`: what is handed on. `result`: the place in the program's first result, besides
+    the row's, of the element at `variables`.
+    """
+
+    program: str
+    taken: tuple[tuple[Expr, tuple[Expr, ...], torch.dtype], ...]
+    shared: tuple[fx.Node, ...]
+    handed: tuple[Handed, ...]
+    result: tuple[Expr, ...]
+    variables: tuple[Expr, ...]
+    reason = "a loop over tokens, one step for each"
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        return (*read_by(*(element for element, _, _ in self.taken)), *self.shared)
 
 
 class LoopFinder:

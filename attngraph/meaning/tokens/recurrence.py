@@ -14,6 +14,7 @@ Whether it holds is decided by running both (`passes/insert_kv_cache/carry.py`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from torch import fx
@@ -26,9 +27,37 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, category_of
 from attngraph.meaning.tokens.axes import Axes, Indices, Space
-from attngraph.meaning.tokens.facts import Fact, Kind, RunningSum, Sums
-from attngraph.meaning.tokens.transitions import THIRD, Reading, joined
+from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_by
+from attngraph.meaning.tokens.transitions import THIRD, Reading, RunningSum, joined
 from attngraph.meaning.tokens.unfold import Factor, NoTerms, Term, Unfolding
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums(Scan):
+    """A value that is a sum of running sums and of a formula of its own token, `rest`.
+
+    `variables`: those of the value's dimensions besides row and token. `through`: values that are known token
+    by token, but were followed to what they are sums of: the difference of two sums is a sum of what lies
+    between, and is not computed by subtracting.
+    """
+
+    sums: tuple[RunningSum, ...]
+    rest: Expr
+    variables: tuple[Expr, ...]
+    through: frozenset[fx.Node]
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        return read_by(*self.formulas)
+
+    @property
+    def formulas(self) -> tuple[Expr, ...]:
+        """All of them."""
+        return self.rest, *(e for s in self.sums for e in s.formulas)
+
+    @property
+    def reason(self) -> str:
+        return f"{len(self.sums)} sum(s) over earlier tokens"
 
 
 class _NotYet(NoTerms):
@@ -43,15 +72,17 @@ class SumFinder:
     """
 
     def __init__(
-        self, graph: ProgramGraph, space: Space, tokens: int, refuted: Mapping[fx.Node, str]
-    ) -> None:
-        self.space, self.tokens, self._ruled_out = space, tokens, dict(refuted)
+        self, graph: ProgramGraph, space: Space, facts: Mapping[fx.Node, Fact], tokens: int,
+        refuted: Mapping[fx.Node, str],
+    ) -> None:  # fmt: skip
+        self.space, self.facts, self.tokens, self._ruled_out = space, facts, tokens, dict(refuted)
         numbers = {str(space.tokens.value): tokens}
         self._meaning = Meaning.of(graph, True, True, numbers)
         self._left, self.why_not = budgets.SUM_ATTEMPTS, dict[fx.Node, str]()
 
-    def find(self, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes) -> Sums | None:
+    def find(self, node: fx.Node, axes: Axes) -> Sums | None:
         """How a value with these axes follows from carried sums, or None."""
+        facts = self.facts
         if self.tokens <= THIRD or self._left <= 0 or any(len(digits) > 1 for digits in axes):
             return None
         mixing = (n for n in node.all_input_nodes if n in facts and facts[n].kind is Kind.MIXING)

@@ -20,9 +20,9 @@ edits the graph.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
 
 from torch import Tensor, fx
 
@@ -37,18 +37,7 @@ from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens import opaque
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
-from attngraph.meaning.tokens.facts import (
-    ENTRIES,
-    Fact,
-    History,
-    Kind,
-    RunningFold,
-    Sums,
-    TokenLoop,
-    Window,
-    place_text,
-    read_token,
-)
+from attngraph.meaning.tokens.facts import ENTRIES, Fact, Finder, Kind, place_text, read_token
 from attngraph.meaning.tokens.folds import find_fold
 from attngraph.meaning.tokens.history import HistoryFinder
 from attngraph.meaning.tokens.looks_back import LooksBack, NotShown
@@ -57,8 +46,6 @@ from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.shifts import ending_at_query
 from attngraph.meaning.tokens.token_probe import TokenProbe
 from attngraph.meaning.tokens.windows import find_window
-
-_Scan = TypeVar("_Scan", Window, Sums, RunningFold, TokenLoop, History)
 
 
 class Tokens:
@@ -85,14 +72,17 @@ class Tokens:
         """How many tokens the traced sequences have."""
         self.probe = TokenProbe(graph, self.space, self.meaning)
         self.facts: dict[fx.Node, Fact] = {}
-        self.sums = SumFinder(graph, self.space, self.traced, refuted)
-        self.looks_back = LooksBack(self.meaning, self.space, self._element, self._known_axes)
-        self.histories = None
-        if histories:
-            self.histories = HistoryFinder(self.space, self.probe, self.looks_back, assume_causal)
         self._summed: set[fx.Node] = set()
         """Values that are sums over tokens, and what is computed from them: these are not looked at again."""
+        self.looks_back = LooksBack(self.meaning, self.space, self._element, self._known_axes)
+        self._folds: Finder = functools.partial(find_fold, self.meaning, self.space, self.facts)
+        self._windows: Finder = functools.partial(find_window, self.meaning, self.space, self.facts)
+        self.sums = SumFinder(graph, self.space, self.facts, self.traced, refuted)
         self.loops = LoopFinder(self.meaning, self.space, self.facts, self.traced)
+        anew = HistoryFinder(self.space, self.facts, self.probe, self.looks_back, assume_causal)
+        self._histories: Finder | None = anew.find if histories else None
+        self.assumed: Mapping[fx.Node, str] = anew.assumed
+        """Values that are taken not to look at later tokens, with why that could not be shown."""
         for node in graph.graph.nodes:
             if node.op == "output" or is_size(node):
                 continue
@@ -100,11 +90,6 @@ class Tokens:
 
     def __getitem__(self, node: fx.Node) -> Fact:
         return self.facts[node]
-
-    @property
-    def assumed(self) -> Mapping[fx.Node, str]:
-        """Values that are taken not to look at later tokens, with why that could not be shown."""
-        return {} if self.histories is None else self.histories.assumed
 
     def depends_on_tokens(self, node: fx.Node) -> bool:
         return self.facts[node].kind is not Kind.FIXED
@@ -178,46 +163,23 @@ class Tokens:
         found = self._by_rule(node, shape)
         if found.kind is Kind.MIXING:
             found = (
-                self._by_fold(node, shape) or self._by_formula(node, shape) or self._by_window(node, shape)
-                or self._by_region(node, shape) or self._by_sums(node, shape) or self._by_steps(node, shape)
-                or self._by_history(node) or found
-            )  # fmt: skip
+                self._scanned(node, self._folds)
+                or self._by_formula(node, shape)
+                or self._scanned(node, self._windows)
+                or self._by_region(node, shape)
+                or self._scanned(node, self.sums.find)
+                or self._scanned(node, self.loops.find)
+                or self._scanned(node, self._histories)
+                or found
+            )
         return found
-
-    def _by_fold(self, node: fx.Node, shape: Indices) -> Fact | None:
-        """From all tokens so far, by an operation that folds them, or None."""
-        return self._scanned(
-            shape, lambda axes: find_fold(self.meaning, self.space, self.facts, node, axes),
-            lambda found: f"a running {found.how} over earlier tokens",
-        )  # fmt: skip
-
-    def _by_window(self, node: fx.Node, shape: Indices) -> Fact | None:
-        """From the last tokens of some values, or None."""
-        return self._scanned(
-            shape, lambda axes: find_window(self.meaning, self.space, self.facts, node, axes),
-            lambda found: f"the last {found.width} tokens of {found.source}",
-        )  # fmt: skip
-
-    def _by_sums(self, node: fx.Node, shape: Indices) -> Fact | None:
-        """From sums over earlier tokens, or None."""
-        return self._scanned(
-            shape, lambda axes: self.sums.find(self.facts, node, axes),
-            lambda found: f"{len(found.sums)} sum(s) over earlier tokens",
-        )  # fmt: skip
-
-    def _by_steps(self, node: fx.Node, shape: Indices) -> Fact | None:
-        """From what one step of a loop hands to the next, or None."""
-        return self._scanned(
-            shape, lambda axes: self.loops.find(node, axes),
-            lambda found: "a loop over tokens, one step for each",
-        )  # fmt: skip
 
     def _by_algebra(self, node: fx.Node) -> Fact | None:
         """What the formula of an attention of another form shows: each token by itself (attention over heads,
         or over the layers before), or from all earlier tokens; or None."""
         if not isinstance(node.meta.get("val"), Tensor):
             return None
-        return self._by_region(node, self.meaning.shape(node)) or self._by_history(node)
+        return self._by_region(node, self.meaning.shape(node)) or self._scanned(node, self._histories)
 
     def _by_region(self, node: fx.Node, shape: Indices) -> Fact | None:
         """Token-wise by the formula of all operations since values that are known token by token, or by a
@@ -258,26 +220,17 @@ class Tokens:
         fact = self.facts.get(node)
         return None if fact is None or fact.kind is Kind.MIXING else fact.axes
 
-    def _by_history(self, node: fx.Node) -> Fact | None:
-        """From all earlier tokens, by the model's own operations, or None."""
-        histories = self.histories
-        if histories is None or not isinstance(node.meta.get("val"), Tensor):
+    def _scanned(self, node: fx.Node, find: Finder | None) -> Fact | None:
+        """What a finder finds of a value from earlier tokens, for the first axes for which it does."""
+        if find is None or not isinstance(node.meta.get("val"), Tensor):
             return None
-        return self._scanned(
-            self.meaning.shape(node), lambda axes: histories.find(self.facts, node, axes),
-            lambda found: "computed anew from all earlier tokens",
-        )  # fmt: skip
-
-    def _scanned(
-        self, shape: Indices, find: Callable[[Axes], _Scan | None], reason: Callable[[_Scan], str]
-    ) -> Fact | None:
-        """What is found of a value of this shape from earlier tokens, for the first axes for which it is."""
+        shape = self.meaning.shape(node)
         for axes in self.space.candidates(shape):
             if self.space.place(axes, self.space.token) is None or self._counts_unseen(shape, axes):
                 continue
-            found = find(axes)
-            if found is not None:
-                return Fact(Kind.SCAN, axes, reason(found), scan=found)
+            scan = find(node, axes)
+            if scan is not None:
+                return Fact(Kind.SCAN, axes, scan.reason, scan=scan)
         return None
 
     def _several(self, node: fx.Node) -> Fact:

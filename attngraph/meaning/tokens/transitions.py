@@ -14,7 +14,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.tokens.facts import RunningSum
 from attngraph.meaning.tokens.unfold import Term
 
 THIRD = 2
@@ -35,6 +34,30 @@ class Way:
     across: tuple[Expr, Expr] | None
     decays: tuple[Expr, ...] = dataclasses.field(default=(), compare=False)
     besides: int = dataclasses.field(default=0, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningSum:
+    """A value that is read from what is carried from token to token.
+
+        S_t = decay_t * S_(t-1) + sum of left_t (right_t . S_(t-1)) + write_t
+        out_t = read_t . S_t   (not `inclusive`: read_t . S_(t-1))
+
+    All are formulas of one token; `over`: the variables that read and write are summed over, and (left,
+    right) of `across`.
+    """
+
+    read: Expr
+    write: Expr
+    decay: Expr
+    over: tuple[Expr, ...]
+    inclusive: bool
+    across: tuple[tuple[Expr, Expr], ...] = ()
+
+    @property
+    def formulas(self) -> tuple[Expr, ...]:
+        """All of them."""
+        return self.read, self.write, self.decay, *(e for pair in self.across for e in pair)
 
 
 class Reading:

@@ -7,6 +7,7 @@ with zeros, a `roll`) is one thing. Nothing here edits the graph.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
@@ -20,9 +21,33 @@ from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable, argument
 from attngraph.meaning.tokens.axes import Axes, Space, outside_reads
-from attngraph.meaning.tokens.facts import Fact, Kind, Window
+from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_by, read_in
 
 CONVOLUTIONS = frozenset({"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Scan):
+    """A value that is computed from the `latest` tokens of others.
+
+    `operands`: the values that are read at earlier tokens. `region`: the operations between them and the
+    value, in the graph's order. `formula`: what an element equals in terms of the operands; None where the
+    region contains a convolution, which is better run as it is (its operand is then zero before the first
+    token).
+    """
+
+    region: tuple[fx.Node, ...]
+    formula: Expr | None
+    operands: tuple[fx.Node, ...] = ()
+    latest: int | None = None
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        return read_in(self.region) if self.formula is None else read_by(self.formula)
+
+    @property
+    def reason(self) -> str:
+        return f"the last {self.latest} tokens of {' and '.join(f'%{n.name}' for n in self.operands)}"
 
 
 def find_window(
@@ -50,9 +75,9 @@ def find_window(
     assert formula is not None
     if convolutions:
         alike = _is_computed_alike(meaning, space, facts, node, axes)
-        return Window(width, operands, between, None) if alike else None
+        return Window(between, None, operands, width) if alike else None
     written = _written_out(formula)
-    return None if written is None else Window(width, operands, between, written)
+    return None if written is None else Window(between, written, operands, width)
 
 
 def _formula(
@@ -85,7 +110,7 @@ def _written_out(formula: Expr) -> Expr | None:
     def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
         count = _places_counted(*args) if node.op in E.BINDERS else 0
         if not 0 < count * node.words <= budgets.FORMULA_WORDS:
-            return E.make(node.op, args, node.value, node.kind) if args != node.args else node
+            return E.with_args(node, args)
         terms = (M.substitute(args[1], {args[0]: E.const(n)}) for n in range(count))
         return functools.reduce(lambda a, b: E.make(_TOGETHER[node.op], (a, b), None, node.kind), terms)
 
@@ -146,7 +171,7 @@ def _at_the_beginning(formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]
             return first
         if node.op == "where" and node.args[0] is first:
             return M.where(args[0], _own(args[1], space, facts), args[2])
-        return M.construct(node, args) if args != node.args else node
+        return M.construct(node, args)
 
     return E.rebuild(formula, change)
 
@@ -155,7 +180,7 @@ def _own(formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]) -> Expr:
     def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
         fact = facts.get(node.value) if node.op == "read" else None
         if fact is None or fact.kind is Kind.MIXING:
-            return M.construct(node, args) if args != node.args else node
+            return M.construct(node, args)
         places = (space.token if digits == (space.token,) and E.is_const(index, 0) else index
                   for digits, index in zip(fact.axes, args, strict=True))  # fmt: skip
         return E.read(node.value, tuple(places), node.kind)

@@ -10,16 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from attngraph.codegen.cpu.source import header
+from attngraph.codegen.cpu.native import header
 from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language.token_program import GROUP, Given, Product, TokenProgram, extent
-
-_TYPES = {
-    "float32": "FLOAT", "bfloat16": "BF16", "float16": "F16", "int8": "INT8", "uint8": "UINT8",
-    "int32": "INT32",
-}  # fmt: skip
-"""The types of given tensors as c/elements.h names them."""
-
 
 HEADERS = ("functions", "elements", "tile", "product", "gemm", "rows", "tokens")
 
@@ -116,7 +110,7 @@ def kind(program: TokenProgram, number: int) -> Kind:
     lengths = [group, depth // group]
     if about.packed is not None:
         lengths += [about.packed.run, int(about.packed.high_first)]
-    zeros = "NONE" if zero is None else _TYPES[program.given[zero].dtype]
+    zeros = "NONE" if zero is None else NAMED[program.given[zero].dtype].word
     row, scaled = row_length(program, number), int(by is not None)
     parts = ["turned" if turned else "product", word, zeros, scaled, row, depth, *lengths]
     short = about.dtype != "float32" or zeros not in ("NONE", "FLOAT")
@@ -146,7 +140,7 @@ def _type_of(weight: Given) -> tuple[str, str]:
     """The type of a weight's elements in C, and a word for it in names."""
     packed = weight.packed
     if packed is None:
-        return _TYPES[weight.dtype], _TYPES[weight.dtype]
+        return (NAMED[weight.dtype].word,) * 2
     sign, less = packed.signed * "SIGNED + ", f"{packed.less} + NOTHING_LESS"
     word = f"PACKED_{'SIGNED_' * packed.signed}{str(packed.less).replace('-', 'M')}"
     return f"(PACKED + {sign}({less}) * LESS)", word

@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import chosen, team, toolchain
-from attngraph.codegen.cpu.chain import Link
+from attngraph.codegen.cpu import chosen, native, toolchain
+from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.schedule import arranged, phases
+from attngraph.codegen.cpu.tokens.source import PLACES
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language.token_program import Given, Result, TokenProgram, parse
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.token_program import floating, memory_of_results, tokens_in, weight_rows
@@ -126,7 +128,7 @@ class Prepared:
         self.first = len(program.given)
         self.widths = [math.prod(d.extents) for d in program.definitions]
         self.rows = source.row_lengths(program)
-        self.dtypes = [None if g.packed is not None else getattr(torch, g.dtype) for g in program.given]
+        self.dtypes = [None if g.packed is not None else NAMED[g.dtype].torch for g in program.given]
         self.shared = [about.token_dim is None for about in program.given]
         self.short = source.short_results(program)
         returned = {r.number - self.first for r in program.results if r.dtype == "float32"}
@@ -168,8 +170,7 @@ class Prepared:
 
     def _block(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
         def ours() -> None:
-            made = self.link(given, results, tokens)
-            team.run(made.function, made.argument, torch.get_num_threads())
+            self.link(given, results, tokens).run()
 
         def with_pytorch() -> None:
             self._around_products(given, results, tokens)
@@ -229,7 +230,7 @@ class Prepared:
     def _call(self, given: Sequence[Tensor], tokens: int, members: int) -> tuple[list[int], list[Tensor]]:
         """The numbers of a call without the addresses of values, and the tensors that it needs kept alive."""
         held: list[Tensor] = []
-        places = [tokens, members, *([0] * (source.COUNTERS + self.layout.phases - 2))]
+        places = [tokens, members, *([0] * (PLACES["COUNTERS"] + self.layout.phases - 2))]
         strides: list[int] = []
         for number, (tensor, shared) in enumerate(zip(given, self.shared, strict=True)):
             if not self.is_usable(number, tensor):
@@ -255,10 +256,11 @@ class Prepared:
         for number, at in self.between.items():
             values[number - self.first] = scratch.data_ptr() + at * tokens * 4
         if room:
-            places[_ARRANGED if few else _PANELS] = scratch.data_ptr() + self.total * tokens * 4
-        places[_SUMS] = scratch.data_ptr() + size * 4
+            places[PLACES["ARRANGED" if few else "PANELS"]] = scratch.data_ptr() + self.total * tokens * 4
+        places[PLACES["SUMS"]] = scratch.data_ptr() + size * 4
         call = (ctypes.c_int64 * self.layout.length)(*places, *values)
-        counters = (ctypes.addressof(call) + _PHASE * 8, (self.layout.given_at - _PHASE) * 8)
+        first = PLACES["PHASE"]
+        counters = (ctypes.addressof(call) + first * 8, (self.layout.given_at - first) * 8)
 
         layouts = [(r.shape, r.stride(), r.dtype, r.device) for r in results]
 
@@ -309,8 +311,8 @@ class Prepared:
                 for product in group.products:
                     self._multiply(product, values[self.products[product].left - self.first], given, values)
             if phase.definitions or any(group.following for group in phase.groups):
-                call[_PHASE], call[_MEMBER] = number, 0
-                team.run(self.part, call, members)
+                call[PLACES["PHASE"]], call[PLACES["MEMBER"]] = number, 0
+                native.run(self.part, call, members)
         for rounded, number in short:
             rounded.copy_(values[number])
         del held
@@ -337,8 +339,6 @@ class Prepared:
             torch.mm(left, part.T, out=out[:, rows])
 
 
-_PANELS, _ARRANGED, _SUMS, _PHASE, _MEMBER = 2, 3, 4, 5, 6
-"""Places in a call, as in c/tokens.h: from `_PHASE` on they are counters."""
 _NO_STRIDES = [0] * source.RANKS
 
 TOKENS = Tokens()

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from attngraph.codegen.cpu.source import header
+from attngraph.codegen.cpu.native import header, numbers
 from attngraph.codegen.cpu.tokens import products
 from attngraph.codegen.cpu.tokens.formula import Formula
 from attngraph.codegen.cpu.tokens.ranges import divided
@@ -15,19 +15,14 @@ from attngraph.codegen.cpu.tokens.reads import RANKS as RANKS
 from attngraph.codegen.cpu.tokens.reads import require_in_range
 from attngraph.codegen.cpu.tokens.schedule import Group, Phase, phases
 from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.packed import WORD
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
+from attngraph.ir.language.token_program import Definition, Given, TokenProgram, extent, index, parse
 
-COUNTERS = 8
-"""Where the counters of the phases begin in a call, as in c/tokens.h."""
-_ELEMENTS = {
-    "float32": "float", "bfloat16": "uint16_t", "float16": "_Float16", "int8": "int8_t", "uint8": "uint8_t",
-    "int32": "int32_t", WORD: "uint8_t",
-}  # fmt: skip
-"""The types of given tensors in C."""
+PLACES = numbers("tokens.h")
+"""Places of numbers in a call: those from PHASE on are counters."""
 SAME_LINES, APART = 512, 16
 """Values whose length is a multiple of the one have so many elements between two tokens."""
 
@@ -44,7 +39,7 @@ class Layout:
 
     @property
     def given_at(self) -> int:
-        return COUNTERS + self.phases
+        return PLACES["COUNTERS"] + self.phases
 
     @property
     def strides_at(self) -> int:
@@ -158,7 +153,7 @@ class _Emitter:
         ]
         for place, (number, dtype) in enumerate(short_results(self.program)):
             width, row = self._width(number), self.rows[number - self.first]
-            kind, at = _ELEMENTS[dtype], self.layout.results_at + place
+            kind, at = NAMED[dtype].c, self.layout.results_at + place
             lines += [
                 f"    const float *v{place} = {self._value(number)};",
                 f"    {kind} *to{place} = ({kind} *)c[{at}];",
@@ -381,8 +376,7 @@ class _Emitter:
     # --- memory ---
 
     def _given(self, number: int) -> str:
-        element = _ELEMENTS[self.program.given[number].dtype]
-        return f"((const {element} *)c[{self.layout.given_at + number}])"
+        return f"((const {_element_of(self.program.given[number])} *)c[{self.layout.given_at + number}])"
 
     def _value(self, number: int) -> str:
         return f"((float *)c[{self.layout.values_at + number - self.first}])"
@@ -393,7 +387,7 @@ class _Emitter:
             if n >= self.first:
                 yield f"float *const v{n} = {self._value(n)};"
                 continue
-            yield f"const {_ELEMENTS[self.program.given[n].dtype]} *const g{n} = {self._given(n)};"
+            yield f"const {_element_of(self.program.given[n])} *const g{n} = {self._given(n)};"
             if self.program.given[n].token_dim is not None:
                 rank = len(self.program.given[n].shape)
                 at = self.layout.strides_at + n * RANKS
@@ -421,6 +415,11 @@ class _Emitter:
             for d, place in enumerate(indices) if place != "0"
         ]  # fmt: skip
         return widened.format(f"g{number}[{' + '.join(terms) or '0'}]")
+
+
+def _element_of(given: Given) -> str:
+    """The C type of a given tensor's elements, or of the bytes in which they are packed."""
+    return "uint8_t" if given.packed is not None else NAMED[given.dtype].c
 
 
 def _flattened(indices: Sequence[str], extents: Sequence[int]) -> str:

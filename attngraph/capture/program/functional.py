@@ -1,0 +1,161 @@
+"""Removes in-place ops and composite views from a traced program, if possible without a second trace.
+
+`ExportedProgram.run_decompositions({})` does that for every program, but traces it twice more, which takes as
+long as the first trace. Most programs need far less: ops that only make views (`flatten`, `mT`, `chunk`) can
+be decomposed during the first trace, and writes to tensors that the program itself made are replaced on the
+graph (`writes.py`). All other programs still go through torch. Used by `trace.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import get_decompositions
+from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from attngraph.capture.instead import replaced
+from attngraph.capture.lines import refused
+from attngraph.capture.program.writes import Writes, is_dense
+from attngraph.ir.graph.program_graph import may_alias
+from attngraph.ir.graph.source import source_of
+from attngraph.meaning.algebra.sizes import example_number
+
+aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_WRITTEN_OUT = frozenset(
+    {
+        "absolute", "negative", "multiply", "subtract", "divide", "true_divide", "greater", "greater_equal",
+        "less", "less_equal", "not_equal", "clip", "float_power", "concatenate", "hstack", "vstack",
+        "row_stack", "dstack", "column_stack", "atleast_1d", "atleast_2d", "atleast_3d", "fliplr", "flipud",
+        "meshgrid", "broadcast_tensors", "take_along_dim", "ger", "linalg_matmul", "linalg_multi_dot",
+        "chain_matmul", "linalg_vecdot", "cosine_similarity", "special_softmax", "special_log_softmax",
+        "special_logsumexp", "special_expit", "special_exp2", "special_erf", "special_erfc",
+        "special_expm1", "special_log1p", "special_round", "fix", "relu6", "selu", "isfinite", "isclose",
+        "isreal", "diag",
+    }
+)  # fmt: skip
+"""Ops that are aliases or plain compositions of other ops, in eager mode too."""
+_UNSAID = (
+    "type_as", "broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d", "sum_to_size",
+)  # fmt: skip
+"""Composite ops whose results may be views of operands, which their schemas do not state."""
+_OWN_OPS = ("aten", "attngraph")
+"""Libraries whose composite ops have element rules or kernels of their own."""
+RECURRENT = [aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input]
+"""Operations that are loops over tokens."""
+
+
+@contextlib.contextmanager
+def views_taken_apart() -> Iterator[None]:
+    """Let torch.export decompose composite views, and composite ops of other libraries, while it traces."""
+    traced = functools.partial(make_fx, decomposition_table=_composite_views() | _composite_of_others())
+    with replaced("torch.export._trace", "make_fx", traced):
+        yield
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """The program as a pure function of its inputs; composite ops without side effects are not decomposed.
+    May modify the given program."""
+    found = Writes(program)
+    if not found.are_plain():
+        taken_apart: ExportedProgram = program.run_decompositions(written_out())
+        _differentiate_rightly(taken_apart.graph)
+        return taken_apart
+    graph = program.graph
+    found.replace()
+    for node in graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
+        node.target = aten.clone.default
+        for user in [u for u in node.users if u.target is aten.detach.default]:
+            user.replace_all_uses_with(node)
+    graph.eliminate_dead_code()
+    results: Any = graph.output_node().args[0]
+    for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
+        if isinstance(result, fx.Node):
+            spec.arg.name = result.name
+    program.graph_module.recompile()
+    return program
+
+
+def _differentiate_rightly(graph: fx.Graph) -> None:
+    """Replace what torch's functionalisation writes and has a wrong derivative.
+
+    Raises:
+        CaptureError: a write through strides to a part of a tensor.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided_scatter.default):
+        whole, written, *given = node.args
+        named = {**dict(zip(_STRIDES, given, strict=False)), **node.kwargs}
+        if not is_dense(whole.meta["val"]):
+            raise refused("forward() writes through as_strided to a part of a tensor", source_of(node))
+        node.target = torch.ops.attngraph.strided_scatter.default
+        node.args, node.kwargs = (
+            (whole, written, *map(named.get, _STRIDES[:2]), named.get(_STRIDES[2]) or 0),
+            {},
+        )
+
+
+_STRIDES = "size", "stride", "storage_offset"
+
+
+def _fill_diagonal(x: Tensor, value: Any, wrap: bool = False) -> Any:
+    """A write to the diagonal of a matrix, which need not be one through strides."""
+    if x.ndim != 2 or wrap:
+        return NotImplemented
+    x.diagonal().fill_(value)
+    return x
+
+
+def _unrolled(unroll: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """A recurrent network as operations on each token, in a trace for one number of tokens alone; one
+    operation in other traces, and where it also runs backwards."""
+    number, is_backwards = example_number(), args[6]
+    return unroll(x, *args) if number and number in x.shape[:2] and not is_backwards else NotImplemented
+
+
+def _composites(of_torch: bool) -> Iterator[Any]:
+    """The composite ops of torch, or of other libraries, that write to no operand."""
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
+        space, _, overload = name.partition("::")
+        packet, _, which = overload.partition(".")
+        wanted = space == "aten" if of_torch else space not in _OWN_OPS
+        if wanted and hasattr(getattr(torch.ops, space), packet):
+            op = getattr(getattr(getattr(torch.ops, space), packet), which or "default")
+            if not op._schema.is_mutable:
+                yield op
+
+
+def _composite_of_others() -> dict[Any, Callable[..., Any]]:
+    """Decompositions of the composite ops that other libraries have registered (torchao's of integers with
+    scales): what they compute is written in torch's ops, which have element rules."""
+    return {op: op.decompose for op in _composites(of_torch=False)}
+
+
+@functools.cache
+def written_out() -> dict[Any, Callable[..., Any]]:
+    """Decompositions of the ops that are aliases or compositions of ops with element rules."""
+    known = torch.export.default_decompositions()
+    return {op: known[op] for op in known if op.namespace == "aten" and op._opname in _WRITTEN_OUT}
+
+
+@functools.cache
+def _composite_views() -> dict[Any, Callable[..., Any]]:
+    """Decompositions of the composite ops that may return a view of an operand."""
+    ops = _composites(of_torch=True)
+    found = {op: op.decompose for op in ops if may_alias(op) and _COMPOSITE not in op.py_kernels}
+    found |= {op: op.decompose for op in written_out()}
+    found |= {op: op.decompose for name in _UNSAID for op in [getattr(aten, name).default]}
+    found[aten.einsum.default] = lambda equation, operands, **order: (
+        aten.einsum.default.decompose(equation, operands, **order) if len(operands) == 1 else NotImplemented
+    )
+    found[aten.fill_diagonal_.default] = _fill_diagonal
+    found[aten.dropout.default] = lambda x, p, train: NotImplemented if train and p != 0 else x
+    found |= {
+        op: functools.partial(_unrolled, unroll) for op, unroll in get_decompositions(RECURRENT).items()
+    }
+    return found

@@ -1,0 +1,196 @@
+"""Writes into a graph where it matters how a value lies in memory, and which value it is.
+
+What a pass puts in the place of a value has the value's numbers, and may lie in memory in another way, or
+stand beside it. That shows in three places, where `attngraph::laid_out` holds what the trace had:
+
+- an operation that reads by memory (`as_strided`, an operation that takes views inside);
+- results that share memory, to which the caller may write;
+- where gradients are recorded, a result that others follow from, whose gradient the caller may ask for.
+
+Not for scores and weights of an attention, which must be looked through: such results wait
+(`passes/look_later.py`). What a graph cannot share is refused: a write is a result of it. Used by `trace.py`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from attngraph.capture.lines import refused
+from attngraph.capture.program.exported import memory_order
+from attngraph.ir.graph.infer import infer_once
+from attngraph.ir.graph.program_graph import (
+    RESULTS,
+    ProgramGraph,
+    computed_from,
+    may_alias,
+    op_name,
+    replace_in_other_users,
+)
+from attngraph.ir.graph.source import source_of
+from attngraph.meaning.rule import ELEMENTWISE, category_of
+
+aten = torch.ops.aten
+_BY_ITSELF = frozenset({aten.linear.default, aten.addmm.default, aten.embedding.default})
+"""Ops whose result lies in memory in one way, whatever their operands do."""
+_EXPONENTIALS = frozenset({"softmax", "_softmax", "_safe_softmax", "exp", "logsumexp", "log_softmax"})
+
+
+def hold_layouts(graph: ProgramGraph, memory: Sequence[int]) -> None:
+    """Write into a captured graph where layouts matter.
+
+    Args:
+        memory: for the arguments of the call, the model's own tensors, and the results of the trace, the
+            number of the first that shares memory with it.
+
+    Raises:
+        CaptureError: a result shares memory that a graph of the model cannot share, or an operation reads the
+            memory of a value between its elements.
+    """
+    nodes: Any = graph.graph.output_node().args[0]
+    results = [n for n, o in zip(nodes, graph.outputs, strict=True) if o.kind in (*RESULTS, "check")]
+    _require_sharing(results, memory)
+    held: dict[fx.Node, tuple[int, ...]] = {}
+    for node in graph.graph.nodes:
+        for operand in node.all_input_nodes if node.op == "call_function" else ():
+            root = _allocated(operand)
+            if root not in held and _may_move(root) and _reads_memory(node, operand):
+                held[root] = _dense(root, node)
+    for root, count in Counter(_allocated(n) for n in dict.fromkeys(results)).items():
+        if count > 1 and _may_move(root):
+            held.setdefault(root, memory_order(root.meta["val"]))
+    for result in _followed(results) if graph.gradients else ():
+        held.setdefault(result, memory_order(result.meta["val"]))
+    for node, order in held.items():
+        with graph.graph.inserting_after(node):
+            made = graph.graph.call_function(torch.ops.attngraph.laid_out.default, (node, list(order)))
+        made.meta = {key: value for key, value in node.meta.items() if key != "inferred"}
+        replace_in_other_users(node, made)
+    graph.module.recompile()
+
+
+def let_go(graph: ProgramGraph) -> None:
+    """Hold layouts of a captured graph only where operations read by memory. Ranks put results together from
+    parts, so nothing follows from these."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.attngraph.laid_out.default):
+        if not any(_reads_memory(user, node) for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.module.recompile()
+
+
+def _allocated(node: fx.Node) -> fx.Node:
+    """The node whose memory a value lies in; one of several results of an op counts as a node."""
+    while True:
+        view: Any = node.args[0] if node.target is operator.getitem else node
+        if not isinstance(view, fx.Node) or not may_alias(view.target) or not view.args:
+            return node
+        source = view.args[0]
+        if not isinstance(source, fx.Node):
+            return node
+        node = source
+
+
+def _require_sharing(results: Sequence[fx.Node], memory: Sequence[int]) -> None:
+    roots = [_allocated(result) for result in results]
+    before = len(memory) - len(results)
+    for place, root in enumerate(roots):
+        first = memory[before + place]
+        if first < before:
+            shares, what = root.op == "placeholder", "an argument, or a tensor of the model,"
+        else:
+            shares, what = root is roots[first - before], "another result"
+        if not shares:
+            reason = f"forward() returns {what} that it writes to, or a view of it"
+            then = "In a graph what is written is a new tensor."
+            raise refused(reason, source_of(results[place]), "return a copy (.clone())", then=then)
+
+
+def _may_move(root: fx.Node) -> bool:
+    """Whether a pass may give what stands for a value another layout."""
+    value = root.meta.get("val")
+    if root.op != "call_function" or not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    by_itself = root.target in _BY_ITSELF and not any(map(_is_of_scores, root.all_input_nodes))
+    return not by_itself and not _is_of_scores(root)
+
+
+def _followed(results: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """The floating results from which others follow."""
+    nodes = list(dict.fromkeys(results))
+    above = computed_from(n for result in nodes for n in result.all_input_nodes)
+    for node in nodes:
+        value = node.meta["val"]
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        if node in above and node.op == "call_function" and floating and not _is_of_scores(node):
+            yield node
+
+
+def _is_of_scores(node: fx.Node) -> bool:
+    """Whether a value may be scores or weights: element by element exponentials are computed from it, or it
+    from them."""
+    above = _leads([node], lambda n: n.all_input_nodes)
+    return above or _leads(node.users, lambda n: n.users)
+
+
+def _leads(start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> bool:
+    """Whether steps through what keeps elements apart lead to exponentials."""
+    stack = list(start)
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if op_name(node) in _EXPONENTIALS:
+            return True
+        if node.op == "call_function" and category_of(node) in ELEMENTWISE:
+            new = [n for n in step(node) if n not in seen]
+            seen.update(new)
+            stack += new
+    return False
+
+
+def _reads_memory(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether an op depends on how an operand lies in memory: it takes strides, or does not accept another
+    layout. (Ops that have element rules do.)"""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or node.target is torch.ops.attngraph.laid_out.default:
+        return False
+    if any(argument.name == "storage_offset" for argument in schema.arguments):
+        return True
+    rank = operand.meta["val"].ndim
+    reverse = list(range(rank))[::-1]
+    by_tokens = [0, 2, 1, *range(3, rank)] if rank > 2 else reverse
+    return category_of(node) is None and not all(_accepts(node, operand, o) for o in (reverse, by_tokens))
+
+
+def _accepts(node: fx.Node, operand: fx.Node, order: list[int]) -> bool:
+    """Whether an op can be applied to an operand that lies in memory in another order. (Where sizes follow
+    from data nobody can tell.)"""
+    if any(map(free_unbacked_symbols, operand.meta["val"].shape)):
+        return True
+    mode = operand.meta["val"].fake_mode
+    turned = infer_once(torch.ops.attngraph.laid_out.default, (operand, order), {}, mode)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: turned if n is operand else n.meta["val"])
+    try:
+        infer_once(node.target, args, kwargs, mode)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _dense(root: fx.Node, reader: fx.Node) -> tuple[int, ...]:
+    """The order of a value's dimensions in memory, for an op that reads it.
+
+    Raises:
+        CaptureError: its elements do not fill its memory.
+    """
+    order = memory_order(root.meta["val"])
+    if not order and root.meta["val"].ndim:
+        reason = f"{op_name(reader)} reads memory in which there are gaps between a tensor's elements"
+        raise refused(reason, source_of(reader))
+    return order

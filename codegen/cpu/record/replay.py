@@ -1,0 +1,93 @@
+"""A decoder's graph recorded once and replayed: one call of compiled code in place of hundreds of operations.
+
+For one token most of the time outside of the weights is spent between operations; for a prompt of a hundred
+tokens it is still a tenth. The second call with tokens of the same shapes is recorded (`recording.py`). A
+recording serves calls of its thread with the same shapes, while the weights lie where they lay; the pages of
+the cache may move. All other calls run the graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.codegen.cpu.record.links import Kinds
+from attngraph.codegen.cpu.record.recording import NotNow, NotRecorded, Recording, places
+from attngraph.codegen.cpu.toolchain import CompilerError
+from attngraph.ir import budgets
+from attngraph.ir.graph.program_graph import ProgramGraph
+
+_FIRST, _SECOND = "the first call of its kind", "the second"
+
+
+class Replay:
+    """Computes a graph's results from its inputs, as its module does.
+
+    Args:
+        graph: a decoder's graph, lowered.
+        shorten: makes a module cheaper to call.
+    """
+
+    def __init__(self, graph: ProgramGraph, shorten: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
+        self.kinds, self.module = Kinds(graph, shorten), shorten(graph.module)
+        self._recordings: OrderedDict[tuple[Any, ...], Recording | str | None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, *inputs: Tensor) -> Sequence[Any]:
+        if not self._may_record(inputs) or not self._lock.acquire(blocking=False):
+            return self.module(*inputs)  # type: ignore[no-any-return]
+        try:
+            recording = self._recording(inputs)
+        finally:
+            self._lock.release()
+        if recording is not None and recording.made is not None:
+            made, recording.made = recording.made, None
+            return made
+        found = None if recording is None else recording.run(inputs)
+        return self.module(*inputs) if found is None else found
+
+    def _may_record(self, inputs: Sequence[Tensor]) -> bool:
+        tokens = self.kinds.tokens
+        most = budgets.RECORDED_TOKENS
+        if tokens is None or not 0 < inputs[tokens].shape[1] <= most or torch.is_grad_enabled():
+            return False
+        return (
+            not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
+        )
+
+    def _recording(self, inputs: Sequence[Tensor]) -> Recording | None:
+        """The recording for a call, which may have just recorded it; None where it is the first of its kind,
+        or nothing can be recorded. Each thread has recordings of its own, because results stay in a
+        recording's memory until its next run."""
+        key = (
+            threading.get_ident(), torch.get_num_threads(),
+            *((inputs[n].shape, inputs[n].dtype) for n in self.kinds.changing),
+            places([inputs[n] for n in self.kinds.fixed]),
+        )  # fmt: skip
+        found = before = self._recordings.pop(key, _FIRST)
+        if before is _FIRST:
+            found = _SECOND
+        elif before is _SECOND or (isinstance(before, Recording) and not before.is_valid(inputs)):
+            found = self._record(inputs)
+        self._recordings[key] = found  # the latest; those that were not used for longest go first
+        if found is not before:
+            while len(self._recordings) > budgets.RECORDINGS or self._bytes() > budgets.RECORDED_BYTES:
+                self._recordings.popitem(last=False)
+        return found if isinstance(found, Recording) else None
+
+    def _bytes(self) -> int:
+        return sum(r.nbytes for r in self._recordings.values() if isinstance(r, Recording))
+
+    def _record(self, inputs: Sequence[Tensor]) -> Recording | str | None:
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                return Recording(self.kinds, inputs)
+        except NotNow:
+            return _SECOND
+        except (CompilerError, NotRecorded):
+            return None
