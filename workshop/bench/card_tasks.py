@@ -1,4 +1,4 @@
-"""What one task of a run on a GPU does, in a process of its own (`gpu_run.py` has the run).
+"""What one task of a run on a GPU does, in a process of its own (`card.py` has the run).
 
 check: a cell of the scorecard at a length that no tile divides, forward, backward or over a cache, against
 PyTorch's operations in float32. measure: a cell of `gpu.py` beside its alternatives. tune: block sizes for
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import platform
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,9 +31,10 @@ from attngraph.codegen.triton.tuning import difference
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.cached_attention import Rows, row_by_row
 from workshop.bench import gpu
-from workshop.bench.processes import wait_for_turn
 from workshop.bench.scorecard.budgets import triton_version
 from workshop.bench.scorecard.cells import CELLS, DOCUMENTS, Cell
+from workshop.harness import short
+from workshop.processes import wait_for_turn
 
 CHECK, MEASURE, TUNE, TUNED = "check", "measure", "tune", "tuned"
 CHECKED_SMALL = ("causal 64", "backward, causal 64", "backward, T5 64", "decode 64")
@@ -60,8 +62,7 @@ def work(name: str, answer: Connection, device: str, small: bool, seconds: float
             found = _measure(cell, device, small, _SLOW if stage == MEASURE else _OTHERS, turn)
         row = {"task": name, "outcome": "done", **found}
     except Exception as problem:
-        text = " ".join(str(problem).split())[:400]
-        row = {"task": name, "outcome": "failed", "reason": f"{type(problem).__name__}: {text}"}
+        row = {"task": name, "outcome": "failed", "reason": short(problem, 400)}
     answer.send(row)
 
 
@@ -142,16 +143,19 @@ def _differences(
 def _measure(
     name: str, device: str, small: bool, without: Sequence[str], turn: Callable[[], None]
 ) -> dict[str, Any]:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    suite = "attention" if name.partition(",")[0] in gpu.CASES else name.partition(",")[0]
-    part = gpu.Part((name,), without)
-    about, rows = gpu.run([suite], device, dtype, small, lambda _: None, part, turn=turn)
-    about |= {
-        "triton": triton_version(),
-        "attngraph": attngraph.__version__,
-        "python": platform.python_version(),
-    }
-    return {"about": about, "rows": [dataclasses.asdict(row) for row in rows]}
+    """The cell of that name and, of attention, its backward pass: both are made ready, then timed."""
+    how, clock = gpu.How(device, small, without), Clock(device, turn)
+    ready = [(work.name, work.prepare()) for work in gpu.works(how) if name in work.name]
+    limit = gpu.limits(clock, how.dtype, 256 if small else 8192)
+    rows = [
+        {"cell": cell, "name": candidate, **figures}
+        for cell, one in ready for candidate, figures in one.timed(clock, limit).items()
+    ]  # fmt: skip
+    about = gpu.about(how) | {
+        "date": time.strftime("%Y-%m-%d"), "limits": dataclasses.asdict(limit), "triton": triton_version(),
+        "attngraph": attngraph.__version__, "python": platform.python_version(),
+    }  # fmt: skip
+    return {"about": about, "rows": rows}
 
 
 def _tune(name: str, device: str, seconds: float, turn: Callable[[], None]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What every process needs, imported once."""
+"""What every process of these suites needs, imported once: a process per class is a copy of one that
+imported this."""
 
 import importlib
 

@@ -1,24 +1,29 @@
-"""One class: build it small, see whether it is causal, and compare a derived decoder with it.
+"""Every causal language model of the installed transformers, small and with random weights, as a decoder.
 
-The decoder's tokens are compared with a loop that calls the whole model for each token, and with the
-`generate` of transformers. Run in a process of its own.
+    python -m workshop transformers --json rows.json --resume --table docs/transformers.md
+
+Each class has a process of its own: it is built small (`shrink.py`), one sees whether it is causal, and the
+tokens of a derived decoder are compared with a loop that calls the whole model for each token, and with the
+`generate` of transformers.
 """
 
 from __future__ import annotations
 
+import collections
 import copy
-import logging
+import functools
 import re
 import time
-import warnings
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import attngraph
-from workshop.bench.causal_models.shrink import (
+from workshop.bench.stock.shrink import (
     ATTEMPTS,
     VOCABULARY,
     Settings,
@@ -28,6 +33,8 @@ from workshop.bench.causal_models.shrink import (
     is_configuration,
     shrunk,
 )  # fmt: skip
+from workshop.harness import Cell, Options, Row, Suite, in_one_cell, markdown, short
+from workshop.processes import Tasks, limits, quietly
 
 LARGEST = 4_000_000
 """Parameters that a small model may have."""
@@ -64,7 +71,7 @@ def build(model_class: Any) -> tuple[Any, Sizes]:
     try:
         before = default_settings(config_class)
     except Exception as problem:
-        raise NotBuilt(f"its default configuration: {_short(problem)}") from problem
+        raise NotBuilt(f"its default configuration: {short(problem)}") from problem
     first, start = "", time.monotonic()
     for sizes in ATTEMPTS:
         settings = shrunk(before, sizes)
@@ -74,7 +81,7 @@ def build(model_class: Any) -> tuple[Any, Sizes]:
             try:
                 return _build(model_class, tried), sizes
             except Exception as problem:
-                first = first or _short(problem)
+                first = first or short(problem)
     raise NotBuilt(first)
 
 
@@ -189,7 +196,7 @@ def examine(name: str) -> dict[str, Any]:
     """What becomes of the class of this name."""
     import transformers
 
-    row: dict[str, Any] = {"class": name}
+    row: dict[str, Any] = {"task": name}
     start = time.monotonic()
     try:
         model, _ = build(getattr(transformers, name))
@@ -207,9 +214,9 @@ def examine(name: str) -> dict[str, Any]:
         row["seconds"] = round(time.monotonic() - compiling, 1)
         row |= compared(model, decoder)
     except attngraph.AttnGraphError as problem:
-        return {**row, "outcome": "refused", "reason": _short(problem), "error": type(problem).__name__}
+        return {**row, "outcome": "refused", "reason": short(problem), "error": type(problem).__name__}
     except Exception as problem:
-        return {**row, "outcome": "failed", "reason": _short(problem), "error": type(problem).__name__}
+        return {**row, "outcome": "failed", "reason": short(problem), "error": type(problem).__name__}
     row["attentions"] = len(decoder.report.attention)
     row["whole seconds"] = round(time.monotonic() - start, 1)
     return row
@@ -256,14 +263,111 @@ def _derives(decoder: attngraph.Decoder, ids: Tensor) -> bool:
     return True
 
 
-def _short(problem: BaseException) -> str:
-    text = " ".join(str(problem).split())
-    return f"{type(problem).__name__}: {text}"[:600]
-
-
 def work(name: str, answer: Connection) -> None:
     """Send the row of a class; the target of a process."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
+    quietly()
     answer.send(examine(name))
+
+
+# --- the suite ---
+
+_HEAD = """# Causal language models of transformers
+
+Every class that `AutoModelForCausalLM` of transformers {version} can make, as a decoder. Each is built
+small from its default configuration, by rules about the names of settings, with random weights. The decoder's
+greedy tokens ({new} for each of two prompts) are compared with those of a loop that calls the whole model for
+each token. One command makes this page:
+
+    python -m workshop transformers --json rows.json --resume --table docs/transformers.md
+
+"""
+_MEANING = {
+    "equal": "the decoder's tokens are those of the whole model",
+    "wrong": "they are not",
+    "undecided": "the model itself gives a token other logits when more tokens follow: it chooses among "
+    "equal scores, and PyTorch's `topk` leaves open which of these it takes",
+    "refused": "no decoder is derived; the reason says why",
+    "not causal": "the class itself lets a token see a later one",
+    "not built": "no small model could be built, or run with tokens alone; what stood in the way",
+    "failed": "an error that is no refusal",
+    "out of time": "longer than the time limit",
+}
+TASKS = Tasks(work, "workshop.bench.stock.preload")
+
+
+def classes() -> list[str]:
+    """The classes that `AutoModelForCausalLM` of the installed transformers can make, in order."""
+    from transformers.models.auto import modeling_auto
+
+    return sorted(set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()), key=str.lower)
+
+
+def stock_cells(names: Sequence[str], tasks: Tasks, options: Options) -> Iterator[Cell]:
+    """A cell for each class, whose one row is that of a task."""
+
+    def measure(name: str) -> dict[str, Row]:
+        row = tasks.one(name, options.seconds)
+        return {row.pop("task"): row}
+
+    for name in names:
+        yield Cell(name, functools.partial(measure, name))
+
+
+def counts(_: Options, rows: Sequence[Row]) -> str:
+    """How many rows are of each outcome."""
+    found = collections.Counter(row["outcome"] for row in rows).most_common()
+    return "\n".join(f"{count:>4} of {len(rows)} {outcome}" for outcome, count in found)
+
+
+def page(rows: Sequence[Row], version: str) -> str:
+    """The page: what became of every class, and why."""
+    rows = sorted(rows, key=lambda row: row["cell"].lower())
+    count = collections.Counter(row["outcome"] for row in rows)
+    summary = [
+        [name, f"{count[name]} of {len(rows)}", said] for name, said in _MEANING.items() if count[name]
+    ]
+    lines = [
+        _HEAD.format(version=version, new=NEW),
+        markdown([["outcome", "classes", "meaning"], *summary]),
+        "\n",
+    ]
+    for name in _MEANING:
+        found = [row for row in rows if row["outcome"] == name]
+        if found and name == "equal":
+            lines.append("\n## equal\n\n" + ", ".join(row["cell"] for row in found) + ".\n")
+            lines += _remarks(found)
+        elif found:
+            told = [[row["cell"], _reason(row.get("reason", ""))] for row in found]
+            lines.append(f"\n## {name}\n\n{markdown([['class', 'reason'], *told])}\n")
+    return "".join(lines)
+
+
+def _remarks(equal: Sequence[dict[str, Any]]) -> list[str]:
+    """What is worth saying of decoders whose tokens are the model's."""
+    said = (
+        ("For these the first prompts were left out, because the model's own tokens are undecided there (it "
+         "chooses among equal scores)", lambda row: row.get("undecided")),
+        ("For these transformers' own `generate` with its cache gives other tokens than calling the whole "
+         "model does", lambda row: row.get("generate") is False),
+    )  # fmt: skip
+    named = [(text, [row["cell"] for row in equal if which(row)]) for text, which in said]
+    return [f"\n{text}: {', '.join(names)}.\n" for text, names in named if names]
+
+
+def _reason(reason: str) -> str:
+    """A reason in one cell: without what all refusals say."""
+    reason = re.sub(r"^\w+Error: (no decoder can be derived from this model: )?", "", reason)
+    reason = reason.split(" A decoder needs every token")[0].split(" What to do:")[0]
+    return in_one_cell(reason)
+
+
+def _write(file: Path, rows: Sequence[Row]) -> None:
+    import transformers
+
+    file.write_text(page(rows, transformers.__version__))
+
+
+MAIN = Suite(
+    "transformers", __doc__, lambda options: stock_cells(classes(), TASKS, options), limits, after=counts,
+    fails=lambda rows: any(row["outcome"] == "wrong" for row in rows), page=_write, tabled=False,
+).main  # fmt: skip

@@ -1,10 +1,10 @@
 """A borrowed GPU, in one command: check the kernels, measure them, tune them, and write everything down in
 time.
 
-    python -m workshop bench --suite gpu --json card.json             half an hour, on a GPU
-    TRITON_INTERPRET=1 python -m workshop bench --suite gpu --small --device cpu --json card.json   a dry run
+    python -m workshop card --json card.json             half an hour, on a GPU
+    TRITON_INTERPRET=1 python -m workshop card --small --device cpu --json card.json       a dry run
 
-Each task is a process of its own with a time limit (`gpu_tasks.py` has what they do), so that a kernel that
+Each task is a process of its own with a time limit (`card_tasks.py` has what they do), so that a kernel that
 crashes or hangs costs its task alone. Some are begun at a time, since most of it is compilation: checks run
 together; measurements are prepared together, and then made one after another, with nothing else on the GPU.
 The file is written after each such batch. Each stage has a share of the time; what is not begun in time is
@@ -13,6 +13,7 @@ listed as such, and `--resume` goes on with it.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -21,11 +22,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attngraph.cli.arguments import at_least
+from attngraph.cli.problems import TargetError, check_writable
+from attngraph.cli.progress import Progress
 from attngraph.codegen.triton import store
-from workshop.bench import gpu, gpu_tasks
-from workshop.bench.gpu_tasks import CHECK, MEASURE, TUNE, TUNED
-from workshop.bench.processes import Tasks
+from workshop.bench import card_tasks
+from workshop.bench.card_tasks import CHECK, MEASURE, TUNE, TUNED
 from workshop.bench.scorecard.cells import CELLS
+from workshop.harness import table as table_of
+from workshop.processes import Tasks
 
 MINUTES = 28.0
 """By default. With what starts and ends a run, it is less than half an hour."""
@@ -59,7 +64,7 @@ def cells(small: bool) -> tuple[str, ...]:
 
 def tasks(small: bool) -> list[str]:
     """All tasks in order: "check: causal 128" and so on."""
-    checked = [name for name in CELLS if not small or name in gpu_tasks.CHECKED_SMALL]
+    checked = [name for name in CELLS if not small or name in card_tasks.CHECKED_SMALL]
     measured = cells(small)
     return [
         *(f"{CHECK}: {name}" for name in checked), *(f"{MEASURE}: {name}" for name in measured),
@@ -94,8 +99,8 @@ def run(
                 for name in names:
                     say(name)
                 limit = min(LIMITS[stage], left)
-                work = functools.partial(gpu_tasks.work, device=device, small=small, seconds=limit)
-                processes = Tasks("task", work, gpu_tasks.__name__)
+                work = functools.partial(card_tasks.work, device=device, small=small, seconds=limit)
+                processes = Tasks(work, card_tasks.__name__)
                 for row in processes.in_turns(names, limit, begin + 60 * minutes):
                     done[row["task"]] = row
                     found["about"] = found["about"] or row.get("about", {})
@@ -132,12 +137,34 @@ def table(found: Mapping[str, Any]) -> str:
     for row in (row for row in rows if row["task"].startswith(f"{TUNE}:") and row["outcome"] == "done"):
         lines += [f"  {row['task']}: {line}: {blocks}" for line, blocks in row["blocks"].items()]
     for stage in (MEASURE, TUNED):
-        own = [
-            gpu.Row(**one)
-            for row in rows
-            if row["task"].startswith(f"{stage}:")
-            for one in row.get("rows", ())
-        ]
+        own = [one for row in rows if row["task"].startswith(f"{stage}:") for one in row.get("rows", ())]
         if own:
-            lines += ["", f"{stage}:", gpu.table(found["about"], own)]
+            lines += ["", f"{stage}:", table_of(own, "attngraph")]
     return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check, measure and tune within the time; 1 if a kernel gives wrong answers."""
+    import torch
+
+    parser = argparse.ArgumentParser(
+        "python -m workshop card", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here)
+    parser.add_argument(
+        "--small", action="store_true", help="tiny cells; with TRITON_INTERPRET=1 it needs no GPU"
+    )
+    parser.add_argument("--minutes", type=at_least(0, float), default=MINUTES)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="what is found, written after each batch")
+    parser.add_argument("--resume", action="store_true", help="go on from that file")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="tasks with all of these texts")
+    given = parser.parse_args(argv)
+    check_writable(given.json, "--json")
+    if given.device == "cpu" and not given.small:
+        raise TargetError("card needs a GPU; with --small and TRITON_INTERPRET=1 a dry run needs none.")
+    tell = Progress()
+    found = run(given.device, given.small, given.minutes, given.json, given.resume, given.only, tell)
+    tell.done()
+    print(table(found))
+    return int(not is_right(found))

@@ -7,11 +7,9 @@ Run in a process of its own, whose caches of kernels are empty. A task's name is
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,29 +21,24 @@ from torch.utils import _pytree
 import attngraph
 from workshop.bench.packages.description import Model, build
 from workshop.bench.packages.models import MODELS
+from workshop.harness import short
+from workshop.processes import quietly
 
 CLOSE = 1e-4
 """Differences up to this, relative to the result's largest entry, are rounding and not looked into."""
 COMPILERS = ("attngraph", "torch.compile")
 
 
-def titles() -> dict[str, Model]:
-    """The models by title."""
-    return {model.title: model for model in MODELS}
-
-
 def work(name: str, answer: Connection) -> None:
     """Send the row of a task; the target of a process."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
+    quietly()
     compiler, _, title = name.partition(": ")
     with tempfile.TemporaryDirectory() as caches:
         os.environ.update(
             XDG_CACHE_HOME=caches, TORCHINDUCTOR_CACHE_DIR=caches, TORCHINDUCTOR_COMPILE_THREADS="1"
         )
         torch._inductor.config.compile_threads = 1
-        answer.send({"task": name, **examine(compiler, titles()[title])})
+        answer.send({"task": name, **examine(compiler, next(m for m in MODELS if m.title == title))})
 
 
 def examine(compiler: str, described: Model) -> dict[str, Any]:
@@ -54,7 +47,7 @@ def examine(compiler: str, described: Model) -> dict[str, Any]:
         model, call = made(described)
         expected = results(model, call)
     except Exception as problem:
-        return {"outcome": "does not run", "reason": _short(problem)}
+        return {"outcome": "does not run", "reason": short(problem, 300)}
     target = copy.deepcopy(model)
     compiled: Any = (
         attngraph.compile(target, min_scores=0) if compiler == "attngraph" else torch.compile(target)
@@ -63,7 +56,7 @@ def examine(compiler: str, described: Model) -> dict[str, Any]:
     try:
         found = results(compiled, call)
     except Exception as problem:
-        return {"outcome": "failed", "reason": _short(problem)}
+        return {"outcome": "failed", "reason": short(problem, 300)}
     row = {"seconds": time.process_time() - start, "building": _compilers() - building}
     row |= _judged(model, call, expected, found)
     return row if compiler != "attngraph" else {**row, **_reported(compiled.report)}
@@ -124,7 +117,7 @@ def _judged(
     try:
         exact = results(copy.deepcopy(model).double(), _pytree.tree_map_only(Tensor, _double, call))
     except Exception as problem:
-        return {**row, "float64": _short(problem)}
+        return {**row, "float64": short(problem, 300)}
     return {
         **row,
         "ours to float64": difference(found, exact),
@@ -154,7 +147,3 @@ def _compilers() -> float:
     """Seconds of CPU of the processes that this one started and that have ended: C and C++ compilers."""
     times = os.times()
     return times.children_user + times.children_system
-
-
-def _short(problem: BaseException) -> str:
-    return f"{type(problem).__name__}: {' '.join(str(problem).split())}"[:300]

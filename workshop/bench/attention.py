@@ -1,7 +1,7 @@
 """One attention on the CPU, by five ways of computing it, side by side.
 
-    python -m workshop.bench.attention_cpu --json results.json
-    python -m workshop.bench.attention_cpu --tokens 2048 --programs causal,alibi
+    python -m workshop attention --json results.json
+    python -m workshop attention --tokens 2048 --programs causal alibi
 
 Each program is a module written the plain way, given to attngraph.compile as a user would (`attngraph`),
 run as it is (`eager`) and through torch.compile (`inductor`); beside it what one would write by hand:
@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
+import itertools
 import logging
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +30,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attngraph
 from attngraph.meaning.check.comparison import compare
-from attngraph.runtime.measure import Measurement, measure
-from workshop.bench.plot import Bars
+from workshop.harness import Cell, Options, Row, Suite, times
 
 HEADS, WIDTH, WINDOW, GLOBAL, CAP, DOCUMENTS = 8, 64, 256, 64, 50.0, 5
 TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -183,18 +180,19 @@ def by_flex(program: Program, model: Plain, given: Inputs) -> Call:
     return lambda: call(given.q, given.k, given.v, score_mod=change, block_mask=blocks, enable_gqa=grouped)  # type: ignore[no-any-return]
 
 
-def candidates(program: Program, given: Inputs, log: Callable[[str], None]) -> dict[str, Call]:
-    """The candidates for a program, without those that would need too much memory."""
+def candidates(program: Program, given: Inputs) -> tuple[dict[str, Call], dict[str, Row]]:
+    """The candidates for a program, and why others would need too much memory."""
     tokens, size = given.q.shape[2], given.q.element_size()
     model = program.module()
     scores = HEADS * tokens * tokens * size
     fused = attngraph.compile(model)
     found: dict[str, Call] = {"attngraph": functools.partial(fused, *given.all)}
+    left_out: dict[str, Row] = {}
     unfused = {"eager": program.copies * scores, "inductor": program.copies * scores}
     by_hand = {"sdpa": scores if program.module is Alibi else 5 * tokens * tokens}
     for name, bytes_ in {**unfused, **by_hand}.items():
         if bytes_ > LIMIT:
-            log(f"{name} left out: it needs about {bytes_ / 2**30:.0f} GiB")
+            left_out[name] = {"problem": f"it needs about {bytes_ / 2**30:.0f} GiB"}
         elif name == "eager":
             found[name] = functools.partial(model, *given.all)
         elif name == "inductor":
@@ -202,135 +200,69 @@ def candidates(program: Program, given: Inputs, log: Callable[[str], None]) -> d
         elif program.sdpa:
             found[name] = by_sdpa(program, model, given)
     found["flex"] = by_flex(program, model, given)
-    return found
+    return found, left_out
 
 
-def run(name: str, tokens: int, dtype: str, rounds: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Measure one program at one size; a row of the results."""
+def measured(name: str, tokens: int, dtype: str, rounds: int) -> dict[str, Row]:
+    """One program at one size: answers are compared, then all take turns."""
     program = PROGRAMS[name]
     given = make_inputs(program, tokens, DTYPES[dtype])
     torch._dynamo.reset()
-    ways = candidates(program, given, log)
-    first: dict[str, float] = {}
+    ways, left_out = candidates(program, given)
+    found: dict[str, Row] = {}
     answers: dict[str, Tensor] = {}
     for way, call in ways.items():
         start = time.perf_counter()
-        answers[way] = call()
-        first[way] = time.perf_counter() - start
-    ours = answers["attngraph"].float()
-    results = {way: compare(answer.float(), ours) for way, answer in answers.items()}
-    differs = {way: result.error for way, result in results.items()}
+        answers[way] = call().float()
+        found[way] = {"first": time.perf_counter() - start}
     most = 1e-4 if dtype == "float32" else 0.1
-    if any(result.problem or result.error > most for result in results.values()):
-        shown = {way: str(result) for way, result in results.items()}
-        raise SystemExit(f"{name}, {tokens} tokens, {dtype}: the answers differ: {shown}")
+    for way, answer in answers.items():
+        result = compare(answer, answers["attngraph"])
+        if result.problem or result.error > most:
+            raise SystemExit(f"{name}, {tokens} tokens, {dtype}: {way} gives another answer: {result}")
+        found[way]["differs"] = result.error
     del answers
-    found: dict[str, Measurement] = measure(ways, rounds=rounds, seconds=60.0)
-    return {
-        "program": name, "tokens": tokens, "dtype": dtype, "differs": differs, "first_call_seconds": first,
-        **{way: dataclasses.asdict(result) for way, result in found.items()},
-    }  # fmt: skip
+    timed = times(ways, rounds)
+    return {**{way: {**timed[way], **found[way]} for way in ways}, **left_out}
 
 
-WAYS = ("attngraph", "eager", "inductor", "sdpa", "flex")
-
-
-def line(row: dict[str, Any]) -> str:
-    """One row of the table: our time, and how many times longer and larger the others are."""
-    ours = row["attngraph"]
-    text = f"{row['program']:14} {row['dtype']:9} {row['tokens']:6} {ours['seconds'] * 1e3:9.1f}"
-    text += f"{ours['peak_bytes'] / 2**20:9.1f}  "
-    for way in WAYS[1:]:
-        other = row.get(way)
-        text += f"{other['seconds'] / ours['seconds']:9.2f}x" if other else f"{'-':>10}"
-    text += "  "
-    for way in WAYS[1:]:
-        other = row.get(way)
-        text += f"{other['peak_bytes'] / 2**20:10.1f}" if other else f"{'-':>10}"
-    return text
-
-
-HEAD = (
-    f"{'program':14} {'dtype':9} {'tokens':>6} {'ours, ms':>9}{'MiB':>9}  "
-    + "".join(f"{way:>10}" for way in WAYS[1:])
-    + "  "
-    + "".join(f"{way + ' MiB':>14}"[-10:] for way in WAYS[1:])
-)
-
-
-def exponents(rows: Sequence[dict[str, Any]], way: str) -> dict[str, float]:
-    """The power of the tokens with which peak memory grows, for each program: the slope of a line through
-    the logarithms, from 1024 tokens on."""
-    points: dict[str, list[tuple[float, float]]] = {}
+def exponents(_: Options, rows: Sequence[Row]) -> str:
+    """The powers of the tokens with which peak memory grows: of each program the slope of a line through the
+    logarithms, from 1024 tokens on."""
+    points: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
-        if row["tokens"] >= 1024 and way in row and row[way]["peak_bytes"]:
-            point = math.log(row["tokens"]), math.log(row[way]["peak_bytes"])
-            points.setdefault(f"{row['program']} {row['dtype']}", []).append(point)
-    return {
-        name: statistics.linear_regression(*zip(*p, strict=True))[0]
-        for name, p in points.items()
-        if len(p) > 1
-    }
+        program, tokens = row["cell"].rsplit(", ", 1)
+        count = int(tokens.split()[0])
+        if count >= 1024 and row.get("peak_bytes"):
+            of = points.setdefault(row["name"], {}).setdefault(program, [])
+            of.append((math.log(count), math.log(row["peak_bytes"])))
+    lines = []
+    for way, programs in points.items():
+        slopes = [
+            statistics.linear_regression(*zip(*p, strict=True))[0] for p in programs.values() if len(p) > 1
+        ]
+        if slopes:
+            lines.append(
+                f"peak memory of {way} grows with tokens ** x, x = {min(slopes):.2f} to {max(slopes):.2f}"
+            )
+    return "\n".join(lines)
 
 
-def bars(result: dict[str, Any]) -> Bars:
-    """Times of all candidates, from what `--json` writes."""
-    cells = {
-        f"{row['program']}, {row['dtype']}, {row['tokens']}": {
-            way: row[way]["seconds"] * 1e3 for way in WAYS if way in row
-        }
-        for row in result["rows"]
-    }
-    title = f"attention, {HEADS} heads of width {WIDTH}, torch {result['torch']}, {result['threads']} threads"
-    return Bars(title, "milliseconds", cells, log=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="comma-separated")
-    parser.add_argument("--programs", default=",".join(PROGRAMS), help="comma-separated")
-    parser.add_argument("--dtypes", default=",".join(DTYPES), help="comma-separated")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", metavar="FILE", help="write all results here")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
+def cells(options: Options) -> Iterator[Cell]:
     torch._dynamo.config.recompile_limit = 1000  # type: ignore[attr-defined]
     logging.getLogger("torch").setLevel(logging.ERROR)
-
-    def log(text: str) -> None:
-        print(f"  {text}", file=sys.stderr, flush=True)
-
-    rows: list[dict[str, Any]] = []
-    print(
-        f"torch {torch.__version__}, {options.threads} threads; times and MiB; others relative to attngraph"
-    )
-    print(HEAD, flush=True)
-    with torch.no_grad():
-        for dtype in options.dtypes.split(","):
-            for name in options.programs.split(","):
-                for tokens in map(int, options.tokens.split(",")):
-                    rows.append(run(name, tokens, dtype, options.rounds, log))
-                    print(line(rows[-1]), flush=True)
-                    if options.json:
-                        _write(options, rows)
-    for way in WAYS:
-        slopes = exponents(rows, way)
-        if slopes:
-            least, most = min(slopes.values()), max(slopes.values())
-            print(f"peak memory of {way} grows with tokens ** x, x = {least:.2f} to {most:.2f}")
-    return 0
+    tokens, dtypes = ([64], ["float32"]) if options.small else (options.tokens, options.dtypes)
+    for dtype, name, count in itertools.product(dtypes, options.programs, tokens):
+        measure = functools.partial(measured, name, count, dtype, options.rounds)
+        yield Cell(f"{name}, {dtype}, {count} tokens", measure)
 
 
-def _write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    result = {
-        "torch": torch.__version__, "threads": options.threads, "heads": HEADS, "width": WIDTH,
-        "rows": rows, "memory_exponents": {way: exponents(rows, way) for way in WAYS},
-    }  # fmt: skip
-    Path(options.json).write_text(json.dumps(result, indent=1), encoding="utf-8")
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--rounds", type=int, default=7)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+SUITE = Suite("attention", __doc__, cells, _arguments, base="attngraph", after=exponents)
+MAIN = SUITE.main
