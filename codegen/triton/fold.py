@@ -9,7 +9,8 @@ gives values to some names of a file, and what remains is printed, line by line,
                          arguments, parameters, elements of tuples
     BEFORE               alone in its line: a list of lines
     mask=A & B           parts of a mask that are True are left out; so is a mask of which nothing is left
-    @part                a function of the file that is written out where it is called
+    @part                a function whose lines are written out where it is called
+    f = part(lambda ..)  a value that is written out where it is called
     for R in READS:      a loop over known values is written out
     def f(*g)            has the parameters of the function g above it
 
@@ -36,8 +37,7 @@ _ROOM = Path(__file__).parent / "kernels"
 
 
 def part(function: F) -> F:
-    """Marks a function of a kernel's file that is written out where it is called: its lines, or, where the
-    call stands in an expression, the value that it returns."""
+    """Marks what is written out where it is called: a function's lines, or the value of a lambda."""
     return function
 
 
@@ -58,7 +58,13 @@ class File:
         self.tree = ast.parse(text)
         nodes = list(ast.walk(self.tree))
         found = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-        self.parts = {f.name: f for f in found if "part" in map(_name, f.decorator_list)}
+        self.parts: dict[str, ast.FunctionDef | ast.Lambda] = {
+            f.name: f for f in found if "part" in map(_name, f.decorator_list)
+        }
+        for node in self.tree.body:
+            match node:
+                case ast.Assign([ast.Name(name)], ast.Call(ast.Name("part"), [ast.Lambda() as value])):
+                    self.parts[name] = value
         self.functions = {f.name: "\n".join(self.span(f)) for f in found if f.name not in self.parts}
         self.above = {node: self._above(node) for node in nodes if isinstance(node, ast.stmt)}
 
@@ -114,7 +120,7 @@ class _Folder:
         match node:
             case ast.FunctionDef():
                 return [] if node.name in file.parts else self.function(node, values, indent)
-            case ast.ImportFrom():
+            case ast.ImportFrom() | ast.Assign(value=ast.Call(func=ast.Name("part"))):
                 return []
             case ast.Expr(value=ast.Constant()) if not indent:
                 return []
@@ -128,6 +134,7 @@ class _Folder:
                 return [line for turn in turns for line in self.block(node.body, turn, indent)]
             case ast.Expr(value=ast.Call(func=ast.Name(id=called)) as call) if called in file.parts:
                 found = file.parts[called]
+                assert isinstance(found, ast.FunctionDef), called
                 body = found.body[1:] if ast.get_docstring(found, clean=False) is not None else found.body
                 return self.block(body, self.bound(found, call, values), indent)
             case ast.Expr(value=known) if self.is_known(known, values, texts=True):
@@ -178,7 +185,7 @@ class _Folder:
         names = filter(None, (name.strip() for name in line.split(",")))
         return ", ".join(filter(None, (values.get(name, name) for name in names)))
 
-    def bound(self, called: ast.FunctionDef, call: ast.Call, values: Values) -> Values:
+    def bound(self, called: ast.FunctionDef | ast.Lambda, call: ast.Call, values: Values) -> Values:
         """The values in a part that is called."""
         names = (a.arg for a in called.args.args)
         return {**values, **{name: self.given(v, values) for name, v in zip(names, call.args, strict=True)}}
@@ -276,9 +283,8 @@ class _Folder:
                 node = node.body if self.value(node.test, values) else node.orelse
             elif isinstance(node, ast.Call) and _name(node.func) in self.file.parts:
                 called = self.file.parts[_name(node.func)]
-                values, last = self.bound(called, node, values), called.body[-1]
-                assert isinstance(last, ast.Return) and last.value is not None
-                node = last.value
+                assert isinstance(called, ast.Lambda), _name(node.func)
+                node, values = called.body, self.bound(called, node, values)
             else:
                 return node, values
 

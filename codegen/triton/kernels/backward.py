@@ -210,33 +210,6 @@ def differentiate(TILE):
         p = p * (TILE.multiple)
 
 
-@part
-def exponents_of_weights():
-    return (s - row_lse) * LOG2E if TRUSTED else (s - row_top) * TO_BITS - row_total
-
-
-@part
-def product(a, b, TURN):
-    """A product with a transposed tile. TURN: in single precision, which Triton multiplies without tensor
-    cores, it is written the other way round, which decides how many registers a kernel takes."""
-    return (
-        tl.trans(tl.dot(b, tl.trans(a), input_precision=EXACT))
-        if EXACT and TURN
-        else tl.dot(a, tl.trans(b), input_precision=EXACT)
-    )
-
-
-@part
-def added(total, a, b):
-    return tl.dot(a.to(b.dtype), b, total, input_precision=EXACT)
-
-
-@part
-def scaled(total, like):
-    """A sum of gradients of dots, with the scale that tiles of linear programs leave out."""
-    return (total * SCALE).to(like.dtype.element_ty) if LINEAR else total.to(like.dtype.element_ty)
-
-
 # --- parts: rows ---
 
 
@@ -245,20 +218,6 @@ def columns():
     d = tl.cast(tl.arange(0, D), tl.int64)[None, :]
     if VALUES_APART:
         dv = tl.cast(tl.arange(0, DV), tl.int64)[None, :]
-
-
-@part
-def pair_of_heads():
-    return place // blocks // GROUP if GROUP > 1 else place // blocks
-
-
-@part
-def of_values():
-    return (
-        (sum_value + tl.load(unseen + place // blocks)).to(grad_value.dtype.element_ty)
-        if KEEPS_NAN
-        else sum_value.to(grad_value.dtype.element_ty)
-    )
 
 
 @part
@@ -319,11 +278,6 @@ def turn_of_keys(TILE):
         SUM += tl.sum(OF_READ, 1, keep_dims=True)
     if LISTED:
         start = tl.load(line + tl.minimum(i + 1, last)) * OTHER
-
-
-@part
-def key_there(TILE):
-    return down < Skv - start if TILE.is_edge else True
 
 
 @part
@@ -451,18 +405,33 @@ def turn_of_queries(TILE):
         SUM += tl.sum(OF_READ, 1, keep_dims=True)
 
 
-@part
-def query_there(TILE):
-    return down < Sq - start if TILE.is_edge else True
-
-
-@part
-def members():
-    """The batches and heads that a tile of pairs is summed over; none, where a causal mask hides all of
-    it."""
-    return tl.where(are_seen(), PAIR.members, 0) if DIAGONAL else PAIR.members
-
-
-@part
-def are_seen():
-    return first < start + OWN + long(SHIFT) if SHIFT else first < start + OWN
+exponents_of_weights = part(lambda: (s - row_lse) * LOG2E if TRUSTED else (s - row_top) * TO_BITS - row_total)
+# A product with a transposed tile. TURN: in single precision, which Triton multiplies without tensor cores,
+# it is written the other way round, which decides how many registers a kernel takes.
+product = part(
+    lambda a, b, TURN: (
+        tl.trans(tl.dot(b, tl.trans(a), input_precision=EXACT))
+        if EXACT and TURN
+        else tl.dot(a, tl.trans(b), input_precision=EXACT)
+    )
+)
+added = part(lambda total, a, b: tl.dot(a.to(b.dtype), b, total, input_precision=EXACT))
+# A sum of gradients of dots, with the scale that tiles of linear programs leave out.
+scaled = part(
+    lambda total, like: (
+        (total * SCALE).to(like.dtype.element_ty) if LINEAR else total.to(like.dtype.element_ty)
+    )
+)
+pair_of_heads = part(lambda: place // blocks // GROUP if GROUP > 1 else place // blocks)
+of_values = part(
+    lambda: (
+        (sum_value + tl.load(unseen + place // blocks)).to(grad_value.dtype.element_ty)
+        if KEEPS_NAN
+        else sum_value.to(grad_value.dtype.element_ty)
+    )
+)
+key_there = part(lambda TILE: down < Skv - start if TILE.is_edge else True)
+query_there = part(lambda TILE: down < Sq - start if TILE.is_edge else True)
+# The batches and heads that a tile of pairs is summed over; none, where a causal mask hides all of it.
+members = part(lambda: tl.where(are_seen(), PAIR.members, 0) if DIAGONAL else PAIR.members)
+are_seen = part(lambda: first < start + OWN + long(SHIFT) if SHIFT else first < start + OWN)

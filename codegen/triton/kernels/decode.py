@@ -192,42 +192,6 @@ def join_parts(part_acc, part_m, part_l, starts, out, lse, Hq, Hkv, splits, shar
 
 
 @part
-def tokens_of_page():
-    return PAGE if PAGED else page
-
-
-@part
-def new_token():
-    return begin + start - kept + down
-
-
-@part
-def in_pages(of_page, of_head, of_token):
-    """Where rows of a tile lie."""
-    return number * of_page + tl.cast(kv, tl.int64) * of_head + tl.cast(slot, tl.int64) * of_token
-
-
-@part
-def widened(place, columns, scale):
-    """A tile of pages, in the dtype of queries."""
-    return (numbers(place, columns) * scale).to(query_tile.dtype) if KEPT else loaded(place, columns, 0.0)
-
-
-@part
-def numbers(place, columns):
-    return (
-        from_float8(loaded(place, columns, 0))
-        if KEPT == "float"
-        else loaded(place, columns, 0).to(tl.float32)
-    )
-
-
-@part
-def loaded(place, columns, nothing):
-    return tl.load(place, mask=there & columns, other=nothing)
-
-
-@part
 def score(TILE, end):
     """The scores of a tile of keys: of those before the end."""
     if TILE.uses_dot:
@@ -238,27 +202,6 @@ def score(TILE, end):
         s = dot
     TILE.scores
     s = tl.where(k < end, s, float("-inf"))
-
-
-@part
-def product():
-    return dots() if not D_REST else smaller_first() if SHARED_OUT else smaller_last()
-
-
-@part
-def smaller_last():
-    return tl.dot(query_rest, tl.trans(key_rest), dots(), input_precision=EXACT)
-
-
-@part
-def smaller_first():
-    """The smaller product feeds the other, where columns are shared out (`join`)."""
-    return tl.dot(
-        query_tile,
-        tl.trans(key_tile),
-        tl.dot(query_rest, tl.trans(key_rest), input_precision=EXACT),
-        input_precision=EXACT,
-    )
 
 
 @part
@@ -281,3 +224,38 @@ def join(TILE, end):
         acc = weighted_sum(VALUE_TILE, acc)
     else:
         m, l, acc = absorb(m, l, acc, s, TILE.multiple, VALUE_TILE)
+
+
+tokens_of_page = part(lambda: PAGE if PAGED else page)
+new_token = part(lambda: begin + start - kept + down)
+# Where rows of a tile lie.
+in_pages = part(
+    lambda of_page, of_head, of_token: (
+        number * of_page + tl.cast(kv, tl.int64) * of_head + tl.cast(slot, tl.int64) * of_token
+    )
+)
+# A tile of pages, in the dtype of queries.
+widened = part(
+    lambda place, columns, scale: (
+        (numbers(place, columns) * scale).to(query_tile.dtype) if KEPT else loaded(place, columns, 0.0)
+    )
+)
+numbers = part(
+    lambda place, columns: (
+        from_float8(loaded(place, columns, 0))
+        if KEPT == "float"
+        else loaded(place, columns, 0).to(tl.float32)
+    )
+)
+loaded = part(lambda place, columns, nothing: tl.load(place, mask=there & columns, other=nothing))
+product = part(lambda: dots() if not D_REST else smaller_first() if SHARED_OUT else smaller_last())
+smaller_last = part(lambda: tl.dot(query_rest, tl.trans(key_rest), dots(), input_precision=EXACT))
+# The smaller product feeds the other, where columns are shared out (`join`).
+smaller_first = part(
+    lambda: tl.dot(
+        query_tile,
+        tl.trans(key_tile),
+        tl.dot(query_rest, tl.trans(key_rest), input_precision=EXACT),
+        input_precision=EXACT,
+    )
+)

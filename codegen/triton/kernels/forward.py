@@ -213,26 +213,15 @@ def absorb_behind():
     acc = weighted_sum(value_tile, acc)
 
 
-@part
-def there(TILE):
-    return down < Skv - start if TILE.is_edge else True
-
-
-@part
-def product():
-    return tl.dot(query_rest, tl.trans(key_rest), dots(), input_precision=EXACT) if D_REST else dots()
-
-
-@part
-def in_registers(tile):
-    return tl.dot(
+there = part(lambda TILE: down < Skv - start if TILE.is_edge else True)
+product = part(
+    lambda: tl.dot(query_rest, tl.trans(key_rest), dots(), input_precision=EXACT) if D_REST else dots()
+)
+in_registers = part(
+    lambda tile: tl.dot(
         tl.zeros([BLOCK_Q, 16], tile.dtype),
         tl.zeros([16, D], tile.dtype),
         tile.to(tl.float32),
         input_precision=EXACT,
     ).to(tile.dtype)
-
-
-@part
-def there(TILE):
-    return down < Skv - start if TILE.is_edge else True
+)

@@ -4,50 +4,11 @@ from attngraph.codegen.triton.fold import part
 
 
 @part
-def long(number):
-    return tl.cast(number, tl.int64) if WIDE else number
-
-
-@part
-def head_of_keys():
-    return h // GROUP if GROUP > 1 else h
-
-
-@part
-def dots():
-    return tl.dot(query_tile, tl.trans(key_tile), input_precision=EXACT)
-
-
-@part
-def largest():
-    """The rows' maximum with a tile's scores."""
-    return tl.maximum(m, tl.max(s, 1, keep_dims=True) * RATE if LINEAR else tl.max(s, 1, keep_dims=True))
-
-
-@part
-def exponents_now():
-    """Of 2, for a tile's weights. Rounded once where that can be, so that the rounding error of top affects
-    all weights of the row alike."""
-    return tl.fma(s, RATE, -top) if LINEAR else (s - top) * LOG2E
-
-
-@part
-def fall():
-    """The exponent of what sums weigh that were made with the maximum before."""
-    return m - top if LINEAR else (m - top) * LOG2E
-
-
-@part
 def sum_weights(like):
     """Join weights to the rows' sum, and round them to the dtype of the tile `like`."""
     l = l * shrink + tl.sum(w, 1, keep_dims=True)
     w = w * multiple
     w = w.to(like.dtype)
-
-
-@part
-def weighted_sum(values, total):
-    return tl.dot(w, values, total * shrink, input_precision=EXACT)
 
 
 @part
@@ -80,3 +41,18 @@ def find_line(lists, lengths, of_b, of_h, extent, OWN_AT_ONCE, OTHERS_AT_ONCE):
     last = tl.load(lengths + 3 * block + 2) - 1
     whole = tl.load(lengths + 3 * block)
     stop = tl.load(lengths + 3 * block + 1)
+
+
+long = part(lambda number: tl.cast(number, tl.int64) if WIDE else number)
+head_of_keys = part(lambda: h // GROUP if GROUP > 1 else h)
+dots = part(lambda: tl.dot(query_tile, tl.trans(key_tile), input_precision=EXACT))
+# The rows' maximum with a tile's scores.
+largest = part(
+    lambda: tl.maximum(m, tl.max(s, 1, keep_dims=True) * RATE if LINEAR else tl.max(s, 1, keep_dims=True))
+)
+# Of 2, for a tile's weights. Rounded once where that can be, so that the rounding error of top affects all
+# weights of the row alike.
+exponents_now = part(lambda: tl.fma(s, RATE, -top) if LINEAR else (s - top) * LOG2E)
+# The exponent of what sums weigh that were made with the maximum before.
+fall = part(lambda: m - top if LINEAR else (m - top) * LOG2E)
+weighted_sum = part(lambda values, total: tl.dot(w, values, total * shrink, input_precision=EXACT))

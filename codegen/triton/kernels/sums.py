@@ -59,32 +59,10 @@ def running_sum(
 # --- parts ---
 
 
-@part
-def of_key(place):
-    """A number for each element of a key."""
-    return tl.load(place, mask=d < DEPTH, other=0.0).to(SUMS)
-
-
-@part
-def more(rate):
-    return rate + 1.0 if LESS_ONE else rate
-
-
-@part
-def kept():
-    return matrix * rate if DECAY else matrix
-
-
-@part
-def added():
-    return keys * values if KEYS else values
-
-
-@part
-def read():
-    return queries * carried() if QUERIES else carried()
-
-
-@part
-def carried():
-    return following if INCLUSIVE else matrix
+# A number for each element of a key.
+of_key = part(lambda place: tl.load(place, mask=d < DEPTH, other=0.0).to(SUMS))
+more = part(lambda rate: rate + 1.0 if LESS_ONE else rate)
+kept = part(lambda: matrix * rate if DECAY else matrix)
+added = part(lambda: keys * values if KEYS else values)
+read = part(lambda: queries * carried() if QUERIES else carried())
+carried = part(lambda: following if INCLUSIVE else matrix)
