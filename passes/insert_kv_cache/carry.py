@@ -276,7 +276,7 @@ class _Arranged:
 
 
 def _arranged(variables: tuple[Expr, ...], part: RunningSum) -> _Arranged:
-    factors = part.write.args if part.write.op == "mul" else (part.write,)
+    factors = E.parts(part.write, "mul")
     apart = part.read.free.union(part.decay.free, *(e.free for pair in part.across for e in pair))
     values = tuple(v for v in variables if v not in apart)
     of_values = tuple(f for f in factors if not f.free.isdisjoint(values))

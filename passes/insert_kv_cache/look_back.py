@@ -71,7 +71,7 @@ class _LookBack:
                         steps = (M.sub(token, index) for index in read.args if token in index.free)
                         if any(n.op == "const" and inside is M.le(n, token) for n in steps):
                             return read
-            return M.construct(node, args) if args and args != node.args else node
+            return M.construct(node, args)
 
         return E.rebuild(formula, leaf)
 

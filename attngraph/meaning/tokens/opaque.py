@@ -125,7 +125,7 @@ def _attention(meaning: Meaning, view: nodes.Attention, at: Indices) -> Expr:
                 return names[node]
             if node.op == "read":
                 return meaning.read(view.reads[node.value], args)
-            return M.canonical(E.make(node.op, args, node.value, node.kind)) if args != node.args else node
+            return node if args == node.args else M.canonical(E.with_args(node, args))
 
         return E.rebuild(formula, change)
 
