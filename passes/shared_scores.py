@@ -24,7 +24,7 @@ from attngraph.meaning.attention.program import Seed, Source
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category
 from attngraph.passes.look_later import Kinds, can_wait, results_of
-from attngraph.report.units import binary
+from attngraph.report.words import binary
 
 
 @dataclasses.dataclass(frozen=True)

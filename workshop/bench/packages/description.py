@@ -6,7 +6,6 @@ A description imports nothing until it is built, so the list can be read where i
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,11 +92,3 @@ def build(value: Any) -> Any:
         case list() | tuple():
             return type(value)(map(build, value))
     return value
-
-
-def version(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
