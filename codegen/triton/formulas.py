@@ -1,4 +1,4 @@
-"""Expressions of the score language as Triton.
+"""The formulas of a score program as lines of Triton, for each kind of tile that a kernel takes.
 
 Index variables keep their names: `b` and `h` are scalars, `q` is a column `[BLOCK_Q, 1]`, `k` a row
 `[1, BLOCK_K]` (or the reverse, where tiles are transposed), and everything else broadcasts as it does in
@@ -8,23 +8,30 @@ the key.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from attngraph.codegen.scalar.chain import use_score
+from attngraph.codegen.scalar.chain import Chain, use_score
+from attngraph.codegen.scalar.derivative import derivative
 from attngraph.codegen.scalar.form import Lowering, Place, Scalar
+from attngraph.codegen.scalar.read_gradients import ReadGradient
 from attngraph.codegen.scalar.read_ranges import follows_from_data
+from attngraph.codegen.scalar.weights import Multiple, weight_multiple
 from attngraph.codegen.scalar.writer import ATOM, COMPARE, PRODUCT, SIGN, SUM
 from attngraph.codegen.scalar.writer import Writer as Common
-from attngraph.codegen.triton.helpers import HELPERS
+from attngraph.codegen.triton import fold
+from attngraph.codegen.triton.fold import NOTHING
 from attngraph.codegen.triton.plan import Plan, is_checked_at_launch
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
+from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import Operation
+from attngraph.ir.language.score import DOT, SCORE, Keep, Score, formulas
 
 _TYPES = {"int": "tl.int32", "long": "tl.int64", "float": "tl.float32", "double": "tl.float64"}
 _READS = {"bool": "bool", "int": "long", "half": "float", "float": "float", "double": "double"}
@@ -37,7 +44,7 @@ _MEETING = E.COMPARISONS | {
 
 class Writer(Common):
     """Writes the formulas of one kernel. `before` collects lines that come before the loop over
-    keys, `inside` those of the current loop body, `calls` the helpers used."""
+    keys, `inside` those of the current loop body, `calls` the functions used of `kernels/functions.py`."""
 
     binds: Mapping[str, int] = {
         "or": 2, "and": 4, "add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "quotient": PRODUCT,
@@ -114,7 +121,8 @@ class Writer(Common):
         found = row.triton if isinstance(row.triton, str) else row.triton[is_whole]
         if row.triton_half and self.plan.dtype is not torch.float32:
             found = row.triton_half
-        self.calls |= HELPERS.keys() & set(re.findall(r"(?<![.\w])\w+(?=\()", found))
+        known = fold.read("functions.py").functions
+        self.calls |= known.keys() & set(re.findall(r"(?<![.\w])\w+(?=\()", found))
         return found
 
     def is_named(self, value: Scalar) -> bool:
@@ -157,3 +165,117 @@ class Writer(Common):
         load = f"tl.load({' + '.join(address)}{mask})"
         wider = {"int": f"tl.cast({load}, tl.int64)", "half": f"tl.cast({load}, tl.float32)"}
         return f"{load} != 0" if read.kind == "bool" else wider.get(read.kind, load)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The formulas of a tile of scores.
+
+    Attributes:
+        scores: lines that make scores of dots. multiple: the factor by which the program changes weights.
+        uses_dot: whether formulas mention the dot; uses_both: beside the score.
+    """
+
+    is_edge: bool
+    scores: Sequence[str]
+    multiple: str
+    uses_k: bool = True
+    uses_dot: bool = True
+    uses_both: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientTile(Tile):
+    """A tile of which gradients are computed, too.
+
+    Attributes:
+    within: where the tile is cut off, by the causal mask too if it has a comparison for that ("": nowhere).
+        turned: keys are the rows of the tile. gradients: lines that make gradients of dots and reads of those
+        of scores. reaches_dot: some reach the dot directly. cut_off: names of what is zero outside.
+        before: lines that the tile needs for its rows alone.
+    """
+
+    within: str = ""
+    turned: bool = False
+    gradients: Sequence[str] = ()
+    reaches_dot: bool = False
+    cut_off: Sequence[str] = ()
+    before: Sequence[str] = ()
+
+
+class Formulas:
+    """Writes the formulas of one module. Names of values are given in the order in which tiles are asked for.
+
+    Args:
+        tile: the names of a tile's extents, rows first.
+    """
+
+    def __init__(self, plan: Plan, tile: str) -> None:
+        self.plan, self.writer = plan, Writer(plan, tile)
+        self.change: Multiple = weight_multiple(plan.program)
+
+    @property
+    def before(self) -> list[str]:
+        """The lines before loops that formulas need so far."""
+        return list(self.writer.before)
+
+    def scores(self, statements: Sequence[Score | Keep]) -> list[str]:
+        self.writer.begin_body()
+        for statement in statements:
+            self.writer.assign("s", statement)
+        return list(self.writer.inside)
+
+    def multiple(self) -> str:
+        return NOTHING if self.change.is_plain else self.writer.real(self.change.factor)
+
+    def tile(self, skipped: Sequence[object], is_edge: bool) -> Tile:
+        """A tile without the masks `skipped`."""
+        statements = [s for s in self.plan.statements if s not in skipped]
+        self.scores(statements)
+        multiple = self.multiple()  # whose lines are among those of the scores
+        shown = [p for s in statements for p in formulas(s)] + [self.change.factor]
+        uses_k = any(S.index("k") in formula.free for formula in shown)
+        mentions = any(_mentions(s, DOT) for s in statements)
+        replaces = mentions and isinstance(statements[0], Score) and not _mentions(statements[0], SCORE)
+        return Tile(is_edge, tuple(self.writer.inside), multiple, uses_k, mentions, mentions and not replaces)
+
+    def gradients(
+        self, reads: Sequence[ReadGradient], skipped: Sequence[object], wanted: Sequence[int],
+        within: str = "", turned: bool = False,
+    ) -> GradientTile:  # fmt: skip
+        """A tile with the gradients of the dot, without the scale of a linear program, and of the wanted
+        reads."""
+        writer = self.writer
+        writer.begin_body()
+        chain = Chain(writer, reads)
+        statements = [(n, s) for n, s in enumerate(self.plan.statements) if s not in skipped]
+        for number, statement in statements:
+            chain.forward(number, statement)
+        multiple = self.multiple()
+        scores = tuple(writer.inside)
+        writer.inside.clear()
+        for number in wanted:
+            chain.add(f"of_read{number}", "p * weighed", derivative(self.change.factor, reads[number].node))
+        for number, statement in reversed(statements):
+            chain.backward(number, statement, wanted)
+        return GradientTile(
+            bool(within), scores, multiple, within=within, turned=turned, gradients=tuple(writer.inside),
+            reaches_dot="of_dot" in chain.written, before=self.before,
+            cut_off=["ds", *sorted(chain.written - {"of_dot"})] if within else [],
+        )  # fmt: skip
+
+    def sink(self) -> str:
+        """The rows' sink, in units of scores."""
+        if self.plan.program.sink is None:
+            return NOTHING
+        unit, scale = self.writer.real(self.plan.program.sink, PRODUCT), self.plan.program.scale
+        return f"{unit} / {scale!r}" if self.plan.is_linear and scale != 1 else unit
+
+    def shift(self) -> str:
+        """How many keys after its own place a query sees."""
+        offset = self.plan.offset
+        return NOTHING if offset is None or offset is E.ZERO else self.writer.integer(offset, PRODUCT)
+
+
+def _mentions(statement: Score | Keep, name: Expr) -> bool:
+    return any(n is name for formula in formulas(statement) for n in E.walk(formula))
