@@ -155,7 +155,9 @@ def _decoder(
     names = (tuple(module.inputs), tuple(module.outputs))
 
     def checked(run: Run) -> str:
-        given = {"use_cache": False, **kwargs} if "use_cache" in plain._derived.signature.parameters else kwargs
+        given = (
+            {"use_cache": False, **kwargs} if "use_cache" in plain._derived.signature.parameters else kwargs
+        )
         try:
             return check_decoder(run, step, model, ids, given, padding)
         except RuntimeError as problem:
