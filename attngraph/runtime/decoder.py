@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from attngraph.errors import CacheError
 from attngraph.ir.modes import serving
 from attngraph.report.cache_entry import Drift
-from attngraph.report.remarks import with_remarks
-from attngraph.report.report import CompileReport
+from attngraph.report.report import CompileReport, with_remarks
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.derived import MASK, DerivedSteps
 from attngraph.runtime.devices import ONE, OneDevice
