@@ -306,8 +306,8 @@ class Tokens:
         for node in E.walk(element):
             if node.op != "read" or not isinstance(node.value, fx.Node):
                 continue
-            fact = self.facts[node.value]
-            if fact.kind is Kind.MIXING:
+            fact = self.facts.get(node.value)  # the largest few of a value stay as they are in its formula
+            if fact is None or fact.kind is Kind.MIXING:
                 return None, "computed from a value that mixes tokens"
             if fact.kind is Kind.FIXED and not any(fact.axes):
                 if any(self.space.moves(index) for index in node.args):
