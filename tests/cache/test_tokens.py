@@ -36,10 +36,7 @@ REACHES: dict[str, tuple[Any, float]] = {
     "bits": (lambda x, p: x * ((p ^ 300) == 0), 300),
     "pieces of the tokens": (lambda x, p: x.split([300, x.shape[1] - 300], 1)[0], 600),
     "places between taps": (lambda x, p: torch.conv1d(x.mT, torch.ones(8, 1, 2), None, 1, 300, 300, 8), 600),
-    "pieces of the features": (
-        lambda x, p: x.split([3, 5], 2)[0] + x.unflatten(2, (2, 4)).sum(2)[..., :3],
-        3,
-    ),
+    "pieces of the features": (lambda x, p: x.unflatten(2, (4, 2)).split([3, 1], 2)[0], 0),
 }
 
 
