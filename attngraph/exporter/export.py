@@ -91,7 +91,7 @@ def export(
     if not flatten((tuple(args), kwargs))[0]:
         raise ExportError("export needs an example call: export(compiled, path, args, kwargs).")
     whole = compiled.whole if type(compiled) is Decoder else compiled
-    if type(whole) is CompiledModule and whole._options.mesh is not None:
+    if type(whole) is CompiledModule and not whole._options.devices.is_one:
         raise ExportError("the model is divided among ranks; compile it without a mesh to export it.")
     if type(compiled) is Decoder:
         return _decoder(compiled, path, tuple(args), kwargs, format, lowering, check, padding)

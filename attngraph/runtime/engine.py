@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from attngraph.errors import CacheError
+from attngraph.ir.modes import serving
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.generation_options import Options, as_tokens
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Packed, as_ids
-from attngraph.runtime.parallel.in_step import digest
+from attngraph.runtime.parallel.agree import digest
 from attngraph.runtime.sampling import sample
-from attngraph.runtime.serving_mode import serving
 from attngraph.runtime.step_sizes import Call
 
 DRAWN = 16
@@ -213,11 +213,11 @@ class Engine:
 
     def _agree(self) -> None:
         """Check that all ranks run and wait with the same requests."""
-        if self.decoder.in_step.mesh is None:
+        if not self.decoder.devices.has_peers:
             return
         requests = [*self.places, *self.waiting]
         done = [] if self.state is None else self.state.lengths
-        self.decoder.in_step.agree("a step of an engine", [r and r.described() for r in requests], done)
+        self.decoder.devices.agree("a step of an engine", [r and r.described() for r in requests], done)
 
     def _tidy(self) -> None:
         """Free the places of requests that have ended. What an interrupted step computed, and nobody has
@@ -346,7 +346,7 @@ class Engine:
         """Choose the next token of every place whose prompt is fully processed."""
         assert self.state is not None
         active = [n for n, part in enumerate(parts) if len(part)]
-        chosen = self.decoder.in_step.lead(torch.tensor(self._choose(active, logits)))
+        chosen = self.decoder.devices.lead(torch.tensor(self._choose(active, logits)))
         for place, token in zip(active, chosen.tolist(), strict=True):
             request = self.places[place]
             assert request is not None

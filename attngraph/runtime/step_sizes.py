@@ -19,6 +19,7 @@ from attngraph.capture.guards import size_value
 from attngraph.capture.sides import Sides, assumed, bound_above, in_words
 from attngraph.capture.structure import flatten
 from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.program_graph import ProgramGraph
 
 ROWS, TOKENS = "sequences", "tokens"
 
@@ -36,19 +37,21 @@ class StepSizes:
     """The sizes that a decoder's graph is for.
 
     Args:
-        names, shapes: of the tensors that it was captured with, in order. tokens: the name of the one that
-            has the tokens. skipped: names of those whose shape is not the call's.
-        conditions: of the graph. sides: what its trace decided.
-        tables: the longest sequence that position tables cover.
-        single: whether it is for calls of one sequence alone.
+        graph: of the step.
+        names, shapes: the argument that each tensor belongs to which it was captured with, and their shapes.
+        tokens: the argument that has the tokens. spread: those that calls may give with dimensions of size 1
+            between rows and tokens, so that their shape is not the call's.
+        sides: what its trace decided about sizes. single: whether it is for calls of one sequence alone.
     """
 
     def __init__(
-        self, names: Sequence[str], shapes: Sequence[Sequence[Any]], tokens: str, skipped: Collection[str],
-        conditions: Sequence[Any], sides: Sides, tables: int | None, single: bool,
+        self, graph: ProgramGraph, names: Sequence[str], shapes: Sequence[Sequence[Any]], tokens: str,
+        spread: Collection[str], sides: Sides, single: bool,
     ) -> None:  # fmt: skip
+        assert graph.state is not None
+        conditions, tables = graph.conditions, graph.state.most_tokens
         self.names, self.shapes, self.sides, self.single = list(names), shapes, sides, single
-        self._tokens, self._skipped = tokens, frozenset(skipped)
+        self.tokens, self.spread = tokens, frozenset(spread)
         self.rows, self.length = (str(n) for n in shapes[self.names.index(tokens)][:2])
         self._conditions = [*assumed(conditions)]
         self._told = {self.rows: ROWS, self.length: TOKENS}
@@ -111,7 +114,7 @@ class StepSizes:
         given = {n: [x for x in flatten(value)[0] if isinstance(x, Tensor)] for n, value in inputs.items()}
         sizes, formulas = {self.rows: rows, self.length: width}, list[tuple[Any, int]]()
         for name, shape in zip(self.names, self.shapes, strict=True):
-            if name == self._tokens or name in self._skipped or name not in given:
+            if name == self.tokens or name in self.spread or name not in given:
                 continue
             tensor = given[name].pop(0)
             if tensor.ndim != len(shape):

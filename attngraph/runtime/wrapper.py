@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from attngraph.ir.modes import hooks_of_all_modules
-from attngraph.runtime.fully_sharded import require_whole_again
+from attngraph.runtime.parallel.fully_sharded import require_whole_again
 
 OWN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _SHARED = ("_parameters", "_buffers", "_modules")

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from attngraph.codegen.cpu import toolchain
+from attngraph.codegen.cpu import native, toolchain
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Operands
 
@@ -133,7 +133,7 @@ def _path() -> Path:
 @functools.cache
 def _version() -> str:
     """A digest of the C that is written by hand: other C takes other times."""
-    texts = [path.read_bytes() for path in sorted((Path(__file__).parent / "c").glob("*.h"))]
+    texts = [path.read_bytes() for path in sorted(native.FOLDER.glob("*.h"))]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:8]
 
 

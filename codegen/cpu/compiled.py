@@ -1,7 +1,7 @@
 """Attention compiled from its score program: one pass over keys and values, as flash attention does.
 
 On the first call that is large enough, the program is emitted as C (`source.py`), compiled and loaded
-(`library.py`); the backward pass likewise (`backward.py`). Smaller calls run PyTorch's operations, because
+(`call.py`); the backward pass likewise (`backward.py`). Smaller calls run PyTorch's operations, because
 compiling would cost more than it saves. Scores are float32. Calls that the C does not support (sizes beyond
 28 bits, reads of other dtypes, an index out of range) go to the other CPU kernels. Failed compilations are
 logged once. Where ATen's kernel serves numbers of 16 bits, the one that takes less time here is used
@@ -17,10 +17,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import backward, chosen, source, team, toolchain
-from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Run
+from attngraph.codegen.cpu import backward, chosen, native, source, toolchain
+from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Library, Run, compile_seconds, library
 from attngraph.codegen.cpu.flash import Flash
-from attngraph.codegen.cpu.library import Library, compile_seconds, library
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.remarks import Remarks
@@ -176,5 +175,5 @@ def attend(run: Run) -> tuple[Tensor, Tensor] | None:
     call.rounds = run.zeros(-(-pairs // together) * 4)
     call.scratch_size = BLOCK_Q * (d + call.wide) + 64
     call.scratch = run.floats(members * call.scratch_size)
-    team.run(run.made.code.attngraph_attend, call, members)
+    native.run(run.made.code.attngraph_attend, call, members)
     return None if call.bad else (out, lse)

@@ -9,19 +9,18 @@ computed once (`_Prepared`).
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import source, team
-from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Run, Three
-from attngraph.codegen.cpu.library import Library, library
+from attngraph.codegen.cpu import native, source
+from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Library, Run, library
+from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.operands import attention_fits, most_tokens, rows_fit, table_range
-from attngraph.codegen.cpu.record.chain import Link
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.unsupported import UnsupportedError
@@ -37,9 +36,8 @@ measured at 12 heads, where they are 0.95 as fast at 12 million scores, 1.6 time
 BATCHED = 128
 """New tokens of a row above which they do, where one call serves all rows: equally long, nothing kept."""
 WIDEST = 1024
-LEAST_KEYS = 256
-"""The fewest keys that a thread should get, as in c/decode.h."""
-_Two = ctypes.c_int64 * 2
+LEAST_KEYS = native.numbers("decode.h")["LEAST_KEYS"]
+"""The fewest keys that a thread should get."""
 
 
 class Decode:
@@ -153,7 +151,7 @@ class _Prepared:
         call = made.argument
         if lse is not None:
             call.lse = lse.data_ptr()
-        team.run(self.function, call, min(_threads(), self.items(q, pages[0], rows) * call.parts))
+        native.run(self.function, call, min(_threads(), self.items(q, pages[0], rows) * call.parts))
         return None if call.bad else made.results[0]
 
     @staticmethod
@@ -192,16 +190,16 @@ class _Prepared:
         out = _empty(q, dv)
         _move_pages(call, k, v, *scales)
         call.q, call.out = q.data_ptr(), out.data_ptr()
-        call.q_stride = Three(*q.stride()[:3])
-        call.out_stride = Three(*out.stride()[:3])
+        call.q_stride = q.stride()[:3]
+        call.out_stride = out.stride()[:3]
         call.B, call.H, call.Hkv, call.Sq, call.D, call.Dv = rows.count, h, k.shape[1], q.shape[2], d, dv
         call.wide, call.scale = -(-dv // self.made.lanes) * self.made.lanes, self.scale
         if new[0].shape[2] > 0:
             k_new, v_new = (t if t.stride(3) == 1 else t.contiguous() for t in new)
             held += [k_new, v_new]
             call.k_new, call.v_new = k_new.data_ptr(), v_new.data_ptr()
-            call.k_new_stride = _Two(*k_new.stride()[1:3])
-            call.v_new_stride = _Two(*v_new.stride()[1:3])
+            call.k_new_stride = k_new.stride()[1:3]
+            call.v_new_stride = v_new.stride()[1:3]
         call.table, call.starts, call.first, call.held = rows.places
         call.columns, call.window = rows.columns, self.window
         counters = self._share(call, q, k, rows, at_once, held)
@@ -213,11 +211,11 @@ class _Prepared:
             ]  # a link that stays is told where they are
         return Link(
             self.function, call, counters, [out], [q, *held, *rows.held],
-            ctypes.addressof(call) + Call.bad.offset, lambda *pages: _move_pages(call, *pages),
+            native.counters(call, "bad")[0][0], lambda *pages: _move_pages(call, *pages),
         )  # fmt: skip
 
     def _share(
-        self, call: Call, q: Tensor, k: Tensor, rows: _Rows, at_once: int | None, held: list[Tensor]
+        self, call: Any, q: Tensor, k: Tensor, rows: _Rows, at_once: int | None, held: list[Tensor]
     ) -> list[tuple[int, int]]:
         """Set how threads share the work, with memory for them, which `held` keeps alive. Returns the
         counters."""
@@ -228,9 +226,7 @@ class _Prepared:
         call.parts = min(most, max(1, rows.longest // LEAST_KEYS))
         call.most = most if at_once and most > 1 else 0
         allocated = call.most or call.parts
-        counters = [
-            (ctypes.addressof(call) + getattr(Call, name).offset, 8) for name in ("slot", "bad", "member")
-        ]
+        counters = native.counters(call, "slot", "bad", "member")
         if allocated > 1:
             partial = torch.empty(items * allocated * BLOCK_Q * (call.wide + 2), dtype=torch.float32)
             arrived = torch.zeros(items, dtype=torch.int64)
@@ -250,14 +246,14 @@ def _in_place(tensors: Sequence[Tensor]) -> bool:
 
 
 def _move_pages(
-    call: Call, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None
+    call: Any, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None
 ) -> None:
     """Read other pages."""
     call.k, call.v, call.page = k.data_ptr(), v.data_ptr(), k.shape[2]
-    call.k_stride, call.v_stride = Three(*k.stride()[:3]), Three(*v.stride()[:3])
+    call.k_stride, call.v_stride = k.stride()[:3], v.stride()[:3]
     if k_scales is not None and v_scales is not None:
         call.k_scale, call.v_scale = k_scales.data_ptr(), v_scales.data_ptr()
-        call.k_scale_stride, call.v_scale_stride = Three(*k_scales.stride()), Three(*v_scales.stride())
+        call.k_scale_stride, call.v_scale_stride = k_scales.stride(), v_scales.stride()
 
 
 def _queries_of_item(group: int) -> int:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from attngraph.codegen.cpu.expression import Writer
+from attngraph.codegen.cpu.native import header, numbers
 from attngraph.codegen.cpu.soft import UNDERFLOW
 from attngraph.codegen.scalar.form import Place
 from attngraph.codegen.scalar.weights import is_multiple, refuse_dots
@@ -24,12 +24,10 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Weight
-from attngraph.ir.ops.kernels import SHARED, SHARED_END
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.fold import any_fill, seen
 
-MOST_READS = MOST_NUMBERS = 16
-_FOLDER = Path(__file__).parent / "c"
+MOST_READS, MOST_NUMBERS = (numbers("base.h")[f"MOST_{name}"] for name in ("READS", "NUMBERS"))
 TILE_ARGUMENTS = "int b, int h, int q0, int rows, int k0, int keys"
 
 
@@ -105,13 +103,6 @@ class Draft:
         functions, base, *others = map(header, ("functions.h", "base.h", *headers))
         text = "\n".join([head + defines, functions, base, *self.parts, *others])
         return Source(text, tuple(self.numbers.items()), frozenset(self.divisors), self.masks)
-
-
-@functools.cache
-def header(name: str) -> str:
-    """The text of a file of `c/`, between comments that say so."""
-    text = (_FOLDER / name).read_text(encoding="utf-8")
-    return f"// {name}{SHARED}\n{text}// {SHARED_END}{name}\n"
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation
 from attngraph.ir.language.token_program import extent
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable, argument
+from attngraph.meaning.rule import Unliftable
 
 _Rule = Callable[[Meaning, fx.Node, tuple[Expr, ...]], Expr]
 NAMED: dict[str, _Rule] = {}
@@ -59,10 +60,10 @@ def _layer_norm(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
     mean = _mean(context, one, context.read(node.args[0], (*at[:-1], one)))
     apart = operation("sub", context.read(node.args[0], (*at[:-1], other)), mean)
     variance = _mean(context, other, operation("mul", apart, apart))
-    epsilon = E.const(float(argument(node, 4, "eps", 1e-5)))
+    epsilon = E.const(float(argument(node, "eps")))
     by = operation("rsqrt", operation("add", variance, epsilon))
     value = operation("mul", operation("sub", context.read(node.args[0], at), mean), by)
-    return _affine(context, value, argument(node, 2, "weight"), argument(node, 3, "bias"), at)
+    return _affine(context, value, argument(node, "weight"), argument(node, "bias"), at)
 
 
 @_named("rms_norm.default")
@@ -71,12 +72,12 @@ def _rms_norm(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
     place = _last(context, node)
     element = context.read(node.args[0], (*at[:-1], place))
     square = _mean(context, place, operation("mul", element, element))
-    epsilon = argument(node, 3, "eps")
+    epsilon = argument(node, "eps")
     if epsilon is None:
         raise Unliftable("an epsilon that is left to a 16-bit dtype")
     by = operation("rsqrt", operation("add", square, E.const(float(epsilon))))
     value = operation("mul", context.read(node.args[0], at), by)
-    return _affine(context, value, argument(node, 2, "weight"), None, at)
+    return _affine(context, value, argument(node, "weight"), None, at)
 
 
 @_named("gelu.default")
@@ -111,10 +112,7 @@ def _log1p(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
 @_named("elu.default")
 def _elu(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
     x = context.read(node.args[0], at)
-    alpha, scale, inner = (
-        E.const(float(argument(node, n, name, 1)))  # type: ignore[arg-type]
-        for n, name in ((1, "alpha"), (2, "scale"), (3, "input_scale"))
-    )
+    alpha, scale, inner = (E.const(float(argument(node, n))) for n in ("alpha", "scale", "input_scale"))
     below = operation("mul", operation("mul", alpha, scale), _exp_less_one(operation("mul", inner, x)))
     return operation("where", operation("lt", E.const(0.0), x), operation("mul", scale, x), below)
 
@@ -122,7 +120,7 @@ def _elu(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
 @_named("softplus.default")
 def _softplus(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
     x = context.read(node.args[0], at)
-    beta, most = (float(argument(node, n, name, d)) for n, name, d in ((1, "beta", 1), (2, "threshold", 20)))  # type: ignore[arg-type]
+    beta, most = (float(argument(node, name)) for name in ("beta", "threshold"))
     inner = operation("mul", E.const(beta), x)
     soft = operation("mul", E.const(1 / beta), _log_of_one_and(operation("exp", inner)))
     return operation("where", operation("lt", E.const(most), inner), x, soft)

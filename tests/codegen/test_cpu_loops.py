@@ -91,6 +91,25 @@ def test_steps_are_those_of_pytorch(
 
 
 @pytest.mark.usefixtures("compiled")
+def test_threads_share_the_depth_of_a_steps_products() -> None:
+    """A weight `[in, out]` whose columns are few for a thread: sums of parts of the depth need their room in
+    every step."""
+    wide = CELL.replace("5", "160").replace("r2[i0, j]", "r2[j, i0]").replace("r160", "r5")
+    begin = BEGIN.replace("5]", "160]")
+    text = program("v0[0], v0[0]", "v0[0], v0[0]").replace(CELL, wide).replace(BEGIN, begin)
+    tokens, weight, carried = torch.randn(7, 160), torch.randn(160, 160) / 12, torch.randn(1, 160)
+    wanted = called(text, tokens.double(), weight.double(), [carried.double()], "one row")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = called(text, tokens, weight, [carried], "one row")
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_one_step_of_each_row_is_a_link(name: str) -> None:
     """Its results are those of the operation, and again where they are written to new memory."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from attngraph.api.empty_weights import WithoutMemory, fill
 from attngraph.api.plan import Planner
+from attngraph.api.plan_memory import WithoutMemory, fill
 from attngraph.report.plan import Share, size
 
 RANKS = (1, 8, 16, 64, 256, 1024)

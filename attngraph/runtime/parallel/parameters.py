@@ -24,8 +24,8 @@ from attngraph.ir.graph.ranks import Shard
 from attngraph.ir.versions import version_of
 from attngraph.meaning.check.ranks import PerRank, parts_of
 from attngraph.meaning.placement.table import Table
-from attngraph.runtime.fully_sharded import is_fully_sharded
 from attngraph.runtime.inputs import own_tensor
+from attngraph.runtime.parallel.fully_sharded import is_fully_sharded
 from attngraph.runtime.parallel.mesh import MeshAxis, RankMesh
 
 _WHOLE = "_attngraph_needed_whole"

@@ -1,46 +1,17 @@
-"""Calls of compiled functions, made once and run many times, all of them by one call (`c/chain.h`)."""
+"""Calls of compiled functions, run many times, all of them by one call (`c/chain.h`)."""
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from attngraph.codegen.cpu import team, toolchain
-from attngraph.codegen.cpu.source import header
+from attngraph.codegen.cpu import native
+from attngraph.codegen.cpu.native import Link, struct
+from attngraph.codegen.cpu.toolchain import CompilerError
 
-
-@dataclasses.dataclass
-class Link:
-    """One call, ready to run.
-
-    Attributes:
-        function, argument: of the library, and what it gets.
-        counters: addresses and bytes of what must be zero when it starts.
-        results: where it writes.
-        held: what must stay alive.
-        bad: the address of a number that is not zero if the last run was not valid (an index was out of
-            range); 0: all runs are. It is one of the counters.
-        move_pages: makes it read keys and values from other pages: these, and their scales if they have any.
-        carry: makes it read what is carried from this tensor, and write what is carried on to the one that
-            is returned, in place of the last of its results.
-        renew: makes it write a result, given by number, to new memory, which is returned; None if it cannot.
-    """
-
-    function: Any
-    argument: Any
-    counters: list[tuple[int, int]]
-    results: list[Tensor]
-    held: list[Any]
-    bad: int = 0
-    move_pages: Callable[..., None] | None = None
-    carry: Callable[[Tensor], Tensor] | None = None
-    renew: Callable[[int], Tensor | None] | None = None
+_Link, _Counters, _Chain = (struct("chain.h", name) for name in ("Link", "Counters", "Chain"))
 
 
 class Chain:
@@ -53,46 +24,23 @@ class Chain:
     def __init__(self, links: Sequence[Link]) -> None:
         self.links = list(links)
         self.members = torch.get_num_threads()
-        code = _library()
-        self._run, self._clear, self._failed = (
-            code.attngraph_chain, code.attngraph_clear, code.attngraph_failed,
-        )  # fmt: skip
-        addresses = [ctypes.cast(link.function, ctypes.c_void_p).value for link in links]
-        self._table = (_Link * len(links))(
-            *(_Link(a, ctypes.addressof(link.argument)) for a, link in zip(addresses, links, strict=True))
-        )
+        self._code = native.functions("chain.h")
+        if self._code is None:
+            raise CompilerError("calls of compiled functions are not put together")
+        calls = [(native.address(link.function), ctypes.addressof(link.argument)) for link in links]
         counters = [c for link in links for c in link.counters]
-        self._counters = (_Counters * len(counters))(*(_Counters(*place) for place in counters))
         bad = [link.bad for link in links if link.bad]
-        self._bad = (ctypes.c_void_p * len(bad))(*bad)
-        self._call = _Chain(
-            len(links), len(counters), len(bad), self.members, 0,
-            *(ctypes.addressof(array) for array in (self._table, self._counters, self._bad)),
-        )  # fmt: skip
+        self._tables = (
+            (_Link * len(calls))(*calls),
+            (_Counters * len(counters))(*counters),
+            (ctypes.c_void_p * len(bad))(*bad),
+        )
+        places = map(ctypes.addressof, self._tables)
+        self._call = _Chain(len(links), len(counters), len(bad), self.members, 0, *places)
         self._address = ctypes.byref(self._call)
 
     def run(self) -> bool:
         """Run all links; False where one of them found an index out of range."""
-        self._clear(self._address)
-        team.run(self._run, self._call, self.members)
-        return not self._failed(self._address)
-
-
-class _Link(ctypes.Structure):
-    _fields_ = (("run", ctypes.c_void_p), ("argument", ctypes.c_void_p))
-
-
-class _Counters(ctypes.Structure):
-    _fields_ = (("start", ctypes.c_void_p), ("bytes", ctypes.c_int64))
-
-
-class _Chain(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("links", "counters", "flags", "members", "arrived")),
-        *((name, ctypes.c_void_p) for name in ("link", "counter", "flag")),
-    )  # fmt: skip
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    return toolchain.build("\n".join(["#define FLOAT32", header("functions.h"), header("chain.h")]))[0]
+        self._code.attngraph_clear(self._address)
+        native.run(self._code.attngraph_chain, self._call, self.members)
+        return not self._code.attngraph_failed(self._address)

@@ -16,8 +16,9 @@ from torch import Tensor, fx
 from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.loops import LOOPS
+from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.operands import are_of_the_state
-from attngraph.codegen.cpu.record.chain import Chain, Link
+from attngraph.codegen.cpu.record.chain import Chain
 from attngraph.codegen.cpu.record.copies import Keeping, link_of, may_be_copy
 from attngraph.codegen.cpu.record.places import addresses, places
 from attngraph.codegen.cpu.record.recording import Between, Carry, Reader, Recording, Renewed

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 from torch.autograd.graph import increment_version
 
-from attngraph.codegen.cpu.record.chain import Chain, Link
+from attngraph.codegen.cpu.native import Link
+from attngraph.codegen.cpu.record.chain import Chain
 from attngraph.codegen.cpu.record.copies import Keeping
 from attngraph.codegen.cpu.record.places import Places, addresses, places, ranks
 from attngraph.codegen.cpu.record.step_graph import Kinds

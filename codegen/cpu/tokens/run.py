@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import chosen, team, toolchain
-from attngraph.codegen.cpu.record.chain import Link
+from attngraph.codegen.cpu import chosen, native, toolchain
+from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.schedule import arranged, phases
+from attngraph.codegen.cpu.tokens.source import PLACES
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.dtypes import NAMED
@@ -169,8 +170,7 @@ class Prepared:
 
     def _block(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
         def ours() -> None:
-            made = self.link(given, results, tokens)
-            team.run(made.function, made.argument, torch.get_num_threads())
+            self.link(given, results, tokens).run()
 
         def with_pytorch() -> None:
             self._around_products(given, results, tokens)
@@ -230,7 +230,7 @@ class Prepared:
     def _call(self, given: Sequence[Tensor], tokens: int, members: int) -> tuple[list[int], list[Tensor]]:
         """The numbers of a call without the addresses of values, and the tensors that it needs kept alive."""
         held: list[Tensor] = []
-        places = [tokens, members, *([0] * (source.COUNTERS + self.layout.phases - 2))]
+        places = [tokens, members, *([0] * (PLACES["COUNTERS"] + self.layout.phases - 2))]
         strides: list[int] = []
         for number, (tensor, shared) in enumerate(zip(given, self.shared, strict=True)):
             if not self.is_usable(number, tensor):
@@ -256,10 +256,11 @@ class Prepared:
         for number, at in self.between.items():
             values[number - self.first] = scratch.data_ptr() + at * tokens * 4
         if room:
-            places[_ARRANGED if few else _PANELS] = scratch.data_ptr() + self.total * tokens * 4
-        places[_SUMS] = scratch.data_ptr() + size * 4
+            places[PLACES["ARRANGED" if few else "PANELS"]] = scratch.data_ptr() + self.total * tokens * 4
+        places[PLACES["SUMS"]] = scratch.data_ptr() + size * 4
         call = (ctypes.c_int64 * self.layout.length)(*places, *values)
-        counters = (ctypes.addressof(call) + _PHASE * 8, (self.layout.given_at - _PHASE) * 8)
+        first = PLACES["PHASE"]
+        counters = (ctypes.addressof(call) + first * 8, (self.layout.given_at - first) * 8)
 
         layouts = [(r.shape, r.stride(), r.dtype, r.device) for r in results]
 
@@ -310,8 +311,8 @@ class Prepared:
                 for product in group.products:
                     self._multiply(product, values[self.products[product].left - self.first], given, values)
             if phase.definitions or any(group.following for group in phase.groups):
-                call[_PHASE], call[_MEMBER] = number, 0
-                team.run(self.part, call, members)
+                call[PLACES["PHASE"]], call[PLACES["MEMBER"]] = number, 0
+                native.run(self.part, call, members)
         for rounded, number in short:
             rounded.copy_(values[number])
         del held
@@ -338,8 +339,6 @@ class Prepared:
             torch.mm(left, part.T, out=out[:, rows])
 
 
-_PANELS, _ARRANGED, _SUMS, _PHASE, _MEMBER = 2, 3, 4, 5, 6
-"""Places in a call, as in c/tokens.h: from `_PHASE` on they are counters."""
 _NO_STRIDES = [0] * source.RANKS
 
 TOKENS = Tokens()

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from attngraph.codegen.cpu.source import header
+from attngraph.codegen.cpu.native import header, numbers
 from attngraph.codegen.cpu.tokens import products
 from attngraph.codegen.cpu.tokens.formula import Formula
 from attngraph.codegen.cpu.tokens.ranges import divided
@@ -21,8 +21,8 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation
 from attngraph.ir.language.token_program import Definition, Given, TokenProgram, extent, index, parse
 
-COUNTERS = 8
-"""Where the counters of the phases begin in a call, as in c/tokens.h."""
+PLACES = numbers("tokens.h")
+"""Places of numbers in a call: those from PHASE on are counters."""
 SAME_LINES, APART = 512, 16
 """Values whose length is a multiple of the one have so many elements between two tokens."""
 
@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def given_at(self) -> int:
-        return COUNTERS + self.phases
+        return PLACES["COUNTERS"] + self.phases
 
     @property
     def strides_at(self) -> int:
