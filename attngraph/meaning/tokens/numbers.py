@@ -130,9 +130,8 @@ def _numbers(node: fx.Node, name: str, values: Mapping[fx.Node, Tensor], places:
 def _may_move(node: fx.Node) -> bool:
     """Whether an operation may move tokens: not along a dimension of a fixed extent."""
     dim, values = argument(node, "dim"), [n.meta.get("val") for n in node.all_input_nodes]
-    if isinstance(dim, int) and values and isinstance(values[0], Tensor) and values[0].ndim:
-        return not isinstance(values[0].shape[dim], int)
-    return True
+    shape = values[0].shape if values and isinstance(values[0], Tensor) else ()
+    return not (isinstance(dim, int) and -len(shape) <= dim < len(shape) and isinstance(shape[dim], int))
 
 
 def _is_whole(value: Any) -> bool:
