@@ -103,8 +103,8 @@ class Writer:
 
     def _computed(self, op: str, args: list[Any]) -> fx.Node:
         if op in ("add", "mul"):  # a tensor first
-            first = next(a for a in args if is_tensor(a))
-            args = [first, *(a for a in args if a is not first)]
+            place = next(place for place, a in enumerate(args) if is_tensor(a))
+            args = [args[place], *args[:place], *args[place + 1 :]]
         if op in _TAKES_NUMBERS or op == "floordiv":
             pair = functools.partial(self._pair, op)
             return functools.reduce(pair, args[1:], self.as_tensor(args[0], args))
