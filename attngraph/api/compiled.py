@@ -41,8 +41,7 @@ from attngraph.ir import budgets
 from attngraph.ir.ops.weights import Places
 from attngraph.report import report as reporting
 from attngraph.report.dump import write_breaks
-from attngraph.report.remarks import with_remarks
-from attngraph.report.report import CompileReport
+from attngraph.report.report import CompileReport, with_remarks
 from attngraph.report.times import Times
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.graphs import Fingerprints, Graphs, KeyOf, SmallCalls

@@ -77,6 +77,7 @@ class KVCache:
         parts: list[Part] = [*all_pages(plan.stores, rows, config, device)]
         parts += [CarriedValues(plan.carried, rows, config, device), FixedValues(plan.fixed, device, {})]
         self._now = Contents([0] * rows, [0] * rows, {part.name: part for part in parts})
+        self._has_rings = any(store.window is not None for store in plan.stores)
         self._back = _NOTHING
 
     @property
@@ -226,7 +227,8 @@ class KVCache:
         after = [n + c for n, c in zip(now.lengths, counts, strict=True)]
         parts = {name: part.after(news, now.lengths) for name, part in now.parts.items()}
         then = Contents(after, now.lost, parts)
-        if reach := self._reach:
+        if self._has_rings:
+            reach = self._reach
             lost = [max(a, b - reach) for a, b in zip(now.lost, after, strict=True)]
             spoils = any(self._lacks(n, a) for n, a in zip(now.lengths, lost, strict=True))
             then = then._replace(lost=lost)

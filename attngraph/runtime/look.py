@@ -29,23 +29,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from attngraph.ir.ops.transforms import autograd_inside
 
 _METHODS = (
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "size",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-)
+    "dim", "ndimension", "numel", "nelement", "size", "element_size", "is_floating_point", "is_complex",
+)  # fmt: skip
 _PROPERTIES = (
     "shape", "ndim", "dtype", "device", "layout", "is_cuda", "itemsize", "_version", "requires_grad",
     "is_leaf",
 )  # fmt: skip
 _KNOWN_BEFORE = {getattr(Tensor, n) for n in _METHODS} | {getattr(Tensor, n).__get__ for n in _PROPERTIES}
 """What is asked of a tensor without its values."""
-
-
 _NUMBERS = itertools.count()
 _ONE_AT_A_TIME = threading.Lock()
 """Held while tensors become the computed ones."""

@@ -9,26 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from attngraph.codegen.triton import (
-    decode,
-    emit,
-    emit_backward,
-    emit_decode,
-    emit_sums,
-    launch,
-    launch_backward,
-    sums,
-)
+from attngraph.codegen.triton import decode, launch, launch_backward, sums
 from attngraph.codegen.triton.call import launch_options
 from attngraph.codegen.triton.compiler import Request, Usage, compile_kernel
-from attngraph.codegen.triton.emit_decode import DecodePlan
-from attngraph.codegen.triton.emit_sums import SumsPlan
-from attngraph.codegen.triton.plan import BackwardPlan, Plan, padded
+from attngraph.codegen.triton.plan import BackwardPlan, DecodePlan, Plan, SumsPlan, padded
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
@@ -80,23 +68,23 @@ def compile_ahead(plan: Plan, target: Target) -> Usage:
         parsed. Errors of the compiler are passed on.
     """
     if isinstance(plan, DecodePlan):
-        return _compile(decode.load(plan)[0], emit_decode.arguments(plan), plan, target)
-    return _compile(launch.load(plan), emit.arguments(plan), plan, target)
+        return _compile(decode.load(plan)[0], plan, target)
+    return _compile(launch.load(plan), plan, target)
 
 
 def compile_join_ahead(plan: DecodePlan, target: Target) -> Usage:
     """Compile the kernel that combines the parts of a row's keys. Raises as `compile_ahead`."""
-    return _compile(decode.load(plan)[1], emit_decode.JOINED, plan, target)
+    return _compile(decode.load(plan)[1], plan, target)
 
 
 def compile_sums_ahead(plan: SumsPlan, target: Target) -> Usage:
     """Compile the kernel of sums that are carried. Raises as `compile_ahead`."""
-    kernel, given = sums.load(plan), emit_sums.operands(plan)
+    kernel, given = sums.load(plan), plan.operands
     types = {
         **dict.fromkeys(given, _POINTERS[plan.dtype]), "out": _POINTERS[plan.dtype], "starts": "*i64",
         **dict.fromkeys(("state", "after"), _POINTERS[plan.state]),
     }  # fmt: skip
-    names = emit_sums.arguments(plan)
+    names = kernel.arg_names
     signature = tuple((n, types.get(n) or ("constexpr" if n.endswith("_d") else "i32")) for n in names)
     return compile_kernel(kernel, _request_for(kernel, signature, target, {"num_warps": plan.warps}))
 
@@ -104,32 +92,30 @@ def compile_sums_ahead(plan: SumsPlan, target: Target) -> Usage:
 def compile_backward_ahead(plan: BackwardPlan, target: Target) -> tuple[Usage, ...]:
     """Compile the backward kernels of a plan: those for queries, keys and reads. Raises as
     `compile_ahead`."""
-    module, names = launch_backward.load_backward(plan), emit_backward.arguments(plan)
+    module = launch_backward.load_backward(plan)
     kernels = [value for name, value in vars(module).items() if name.startswith("gradient")]
-    return tuple(_compile(kernel, names, plan, target) for kernel in kernels)
+    return tuple(_compile(kernel, plan, target) for kernel in kernels)
 
 
 def requests(plan: Plan, target: Target) -> tuple[tuple[Any, Request], ...]:
     """The kernels of a plan, and what is asked of Triton to compile them for the target: the forward kernel,
     the one over a cache that splits keys, or all backward kernels. Raises RuntimeError as `compile_ahead`."""
     if isinstance(plan, DecodePlan):
-        return (
-            (kernel := decode.load(plan)[0], _request(kernel, emit_decode.arguments(plan), plan, target)),
-        )
+        return ((kernel := decode.load(plan)[0], _request(kernel, plan, target)),)
     if isinstance(plan, BackwardPlan):
-        module, names = launch_backward.load_backward(plan), emit_backward.arguments(plan)
+        module = launch_backward.load_backward(plan)
         kernels = [value for name, value in vars(module).items() if name.startswith("gradient")]
-        return tuple((kernel, _request(kernel, names, plan, target)) for kernel in kernels)
+        return tuple((kernel, _request(kernel, plan, target)) for kernel in kernels)
     kernel = launch.load(plan)
-    return ((kernel, _request(kernel, emit.arguments(plan), plan, target)),)
+    return ((kernel, _request(kernel, plan, target)),)
 
 
-def _compile(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> Usage:
-    return compile_kernel(kernel, _request(kernel, names, plan, target))
+def _compile(kernel: Any, plan: Plan, target: Target) -> Usage:
+    return compile_kernel(kernel, _request(kernel, plan, target))
 
 
-def _request(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> Request:
-    signature = tuple((name, _type(plan, name)) for name in names)
+def _request(kernel: Any, plan: Plan, target: Target) -> Request:
+    signature = tuple((name, _type(plan, name)) for name in kernel.arg_names)
     return _request_for(kernel, signature, target, launch_options(plan))
 
 

@@ -31,11 +31,10 @@ from attngraph.codegen.triton.device import (
     shared_memory,
     shared_of_multiprocessor,
 )
-from attngraph.codegen.triton.emit_decode import COLUMNS, JOIN, DecodePlan, emit_decode
+from attngraph.codegen.triton.emit import JOIN, WIDEST_SHARE, emit_decode
 from attngraph.codegen.triton.kept_plans import KeptPlans, key_of
 from attngraph.codegen.triton.launch import is_served, unsupported
-from attngraph.codegen.triton.module import window_of
-from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, Read, padded
+from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, DecodePlan, Read, padded, window_of
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import UNSCALED, Counts, Rows, Scales, counts, told
 from attngraph.ir.ops.quantised import LARGEST
@@ -285,7 +284,7 @@ def launch_decode(
     sums = None if lse is None else lse if lse.is_contiguous() else torch.empty_like(lse).contiguous()
     launch_kernel(first, (items * splits, shares), arguments, launch_options(plan), q.device)
     joined = [acc, m, l, rows.starts, out, sums, heads, k.shape[1], splits, shares, lanes, tokens]
-    launch_kernel(second, (items * lanes, -(-dv // COLUMNS)), joined, {}, q.device)
+    launch_kernel(second, (items * lanes, -(-dv // WIDEST_SHARE)), joined, {}, q.device)
     if lse is not None and sums is not None and sums is not lse:
         lse.copy_(sums)
     return out.transpose(1, 2)

@@ -37,7 +37,7 @@ from attngraph.codegen.triton.device import (
     no_device,
     shared_memory,
 )
-from attngraph.codegen.triton.emit_forward import emit
+from attngraph.codegen.triton.emit import emit
 from attngraph.codegen.triton.kept_plans import KeptPlans, key_of
 from attngraph.codegen.triton.plan import (
     DTYPES,

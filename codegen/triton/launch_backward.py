@@ -22,7 +22,7 @@ from attngraph.codegen.scalar.read_gradients import (
 )
 from attngraph.codegen.triton import store, visits
 from attngraph.codegen.triton.call import launch_kernel, launch_options, read_arguments
-from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES, OF_READ, emit_backward
+from attngraph.codegen.triton.emit import OF_KEYS, OF_QUERIES, OF_READ, emit_backward
 from attngraph.codegen.triton.plan import BackwardPlan, Plan, stays_trusted
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.ops.kernels import Operands

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from tests.cache.small import by_steps, refuses
 
 Weights = Callable[[Tensor, Tensor], Tensor]
 
@@ -134,9 +135,7 @@ def test_one_token_at_a_time_from_the_first_on() -> None:
     decoder: Any = attngraph.compile(model, cache=True)
     ids = torch.randint(0, 24, (1, 12))
     with torch.no_grad():
-        found, state = decoder.prefill(ids[:, :1])
-        steps = [found, *(decoder.decode(ids[:, t : t + 1], state) for t in range(1, 12))]
-        torch.testing.assert_close(torch.cat([s.reshape(1, -1, 24) for s in steps], 1), model(ids))
+        torch.testing.assert_close(by_steps(decoder, ids, 1)[0], model(ids))
 
 
 def _of_the_largest_value(scores: Tensor, keep: Tensor) -> Tensor:
@@ -205,9 +204,7 @@ FAR: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("model", FAR)
 def test_a_token_that_sees_one_far_ahead_has_no_decoder(model: str) -> None:
     """However far, and however the distance is written: nothing of it follows from short sequences."""
-    decoder: Any = attngraph.compile(FAR[model]().eval(), cache=True)
-    with pytest.raises(attngraph.NoDecoderError, match=r"token is read|reads token"):
-        decoder.prefill(torch.randint(0, 24, (1, 9)))
+    refuses(FAR[model](), r"token is read|reads token")
 
 
 @pytest.mark.parametrize("fill", [-50.0, -300.0])
@@ -215,9 +212,7 @@ def test_a_fill_that_lets_large_scores_through_is_refused(fill: float) -> None:
     def weights(scores: Tensor, keep: Tensor) -> Tensor:
         return scores.flip(1).masked_fill(~keep, fill).softmax(-1) * (1 + scores.tanh())
 
-    decoder: Any = attngraph.compile(Model(weights).eval(), cache=True)
-    with pytest.raises(attngraph.NoDecoderError):
-        decoder.prefill(torch.randint(0, 24, (1, 9)))
+    refuses(Model(weights))
 
 
 def test_a_model_that_does_something_else_with_short_sequences_goes_on_with_long_ones() -> None:
@@ -231,9 +226,7 @@ def test_a_model_that_does_something_else_with_short_sequences_goes_on_with_long
     model, ids = Model(weights).eval(), torch.randint(0, 24, (1, 12))
     decoder: Any = attngraph.compile(model, cache=True)
     with torch.no_grad():
-        logits, state = decoder.prefill(ids[:, :9])
-        found = [logits, *(decoder.decode(ids[:, t : t + 1], state) for t in range(9, 12))]
-        torch.testing.assert_close(torch.cat(found, 1), model(ids))
+        torch.testing.assert_close(by_steps(decoder, ids, 9)[0], model(ids))
         _, short = decoder.prefill(ids[:, :4])
         line = weights.__code__.co_firstlineno + 2
         with pytest.raises(attngraph.CacheError, match=rf"test_histories.py:{line} whether tokens <= 4"):
@@ -283,18 +276,14 @@ def test_attention_in_chunks_is_computed_anew_though_nobody_knows_how_many_there
     model, ids = InChunks().eval(), torch.randint(0, 24, (2, 11))
     decoder: Any = attngraph.compile(model, cache=attngraph.CacheConfig(proof=False, assume_causal=True))
     with torch.no_grad():
-        found, state = decoder.prefill(ids[:, :9])
-        found = torch.cat([found, *(decoder.decode(ids[:, n : n + 1], state) for n in (9, 10))], 1)
-        assert torch.allclose(found, model(ids), atol=1e-5)
+        assert torch.allclose(by_steps(decoder, ids, 9)[0], model(ids), atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [3, 200])
 def test_a_choice_that_depends_on_later_tokens_is_refused(count: int) -> None:
     """Also where more keys are chosen than a short sequence has: there, all of them are."""
     model = Model(lambda scores, keep: _chosen_among_all(scores, keep, count)).eval()
-    decoder: Any = attngraph.compile(model, cache=True)
-    with pytest.raises(attngraph.NoDecoderError, match="every token is read"):
-        decoder.prefill(torch.randint(0, 24, (1, 9)))
+    refuses(model, "every token is read")
 
 
 @pytest.mark.slow

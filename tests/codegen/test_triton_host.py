@@ -16,10 +16,9 @@ from torch.utils._pytree import tree_leaves
 import attngraph
 from attngraph.codegen.triton import attempts, call, decode, device, launch, launch_backward, tuned, visits
 from attngraph.codegen.triton.decode import Decode
-from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES
-from attngraph.codegen.triton.emit_decode import DecodePlan
+from attngraph.codegen.triton.emit import OF_KEYS, OF_QUERIES
 from attngraph.codegen.triton.launch import Forward
-from attngraph.codegen.triton.plan import Blocks
+from attngraph.codegen.triton.plan import Blocks, DecodePlan
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.cached_attention import CachePlan, Counts, Rows, Store, counts, numbers_of, tell, told

@@ -1,4 +1,7 @@
-"""Run many cases in several processes, up to a time or a number; then reduce the failures.
+"""Random attention-like functions against eager, in several processes, up to a time or a number.
+
+    python -m workshop fuzz --minutes 5 --seed 7         a failure is made small and printed as a test
+    python -m workshop fuzz --seed 7 --only 12           graph 12 of that seed alone, and its text
 
 A thread drives each process: it takes the next number, sends the case and stores the outcome. The result of a
 case does not depend on the process that runs it.
@@ -6,16 +9,22 @@ case does not depend on the process that runs it.
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import dataclasses
 import itertools
+import json
+import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from attngraph.cli.arguments import POSITIVE, at_least
+from attngraph.cli.problems import TargetError
+from attngraph.cli.progress import Progress
 from workshop.fuzz.compare import Outcome
 from workshop.fuzz.grammar import Case
 from workshop.fuzz.minimise import minimise, reproducer
@@ -294,3 +303,45 @@ class _Run:
         path = self.options.out / f"test_seed_{self.options.seed}_graph_{number}.py"
         path.write_text(test, encoding="utf-8")
         return str(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m workshop fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    minutes = "how long to run (default 5, unless --graphs is given)"
+    parser.add_argument("--minutes", type=at_least(0, float), help=minutes)
+    parser.add_argument("--graphs", type=POSITIVE, help="how many graphs to run")
+    parser.add_argument("--seed", type=int, default=0, help="which graphs: the same seed, the same graphs")
+    parser.add_argument(
+        "--only", type=at_least(0), metavar="N", help="run graph N of the seed alone, and show it"
+    )
+    parser.add_argument(
+        "--jobs", type=POSITIVE, default=os.cpu_count() or 1, help="processes (default: all cores)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the test of each failure here")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; 1 if there was a failure."""
+    given = _parser().parse_args(argv)
+    first, graphs, minutes, jobs = 0, given.graphs, given.minutes, given.jobs
+    if given.only is not None:
+        first, graphs, minutes, jobs = given.only, 1, None, 1
+    elif graphs is None and minutes is None:
+        minutes = 5.0
+    if given.out is not None:
+        try:
+            given.out.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise TargetError(f"--out: cannot write to {given.out}: {problem.strerror}.") from problem
+    tell = Progress(every=10)
+    found = run(Options(given.seed, minutes, graphs, jobs, given.out, first), tell)
+    tell.done()
+    if given.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        print(found if given.only is None else f"{text_of(given.seed, given.only)}\n{found}")
+    return 1 if found.failures else 0

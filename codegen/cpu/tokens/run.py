@@ -21,6 +21,7 @@ from torch import Tensor
 from attngraph.codegen.cpu import chosen, native, toolchain
 from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.tokens import source
+from attngraph.codegen.cpu.tokens.indices import RANKS
 from attngraph.codegen.cpu.tokens.schedule import arranged, phases
 from attngraph.codegen.cpu.tokens.source import PLACES
 from attngraph.codegen.remarks import Remarks
@@ -237,7 +238,7 @@ class Prepared:
                 tensor = tensor.contiguous()
                 held.append(tensor)
             places.append(tensor.data_ptr())
-            strides += _NO_STRIDES if shared else [*tensor.stride(), *_NO_STRIDES][: source.RANKS]
+            strides += _NO_STRIDES if shared else [*tensor.stride(), *_NO_STRIDES][:RANKS]
         return places + strides, held
 
     def link(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> Link:
@@ -339,6 +340,6 @@ class Prepared:
             torch.mm(left, part.T, out=out[:, rows])
 
 
-_NO_STRIDES = [0] * source.RANKS
+_NO_STRIDES = [0] * RANKS
 
 TOKENS = Tokens()
