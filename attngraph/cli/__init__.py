@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from attngraph.cli.arguments import parser
-from attngraph.cli.problems import TargetError
+from attngraph.cli.terminal import TargetError
 from attngraph.errors import AttnGraphError, BackendError, DumpError, TextError
 
 

@@ -17,8 +17,7 @@ import torch
 
 from attngraph.cli import demo
 from attngraph.cli.arguments import parser
-from attngraph.cli.problems import TargetError, check_writable
-from attngraph.cli.progress import Progress
+from attngraph.cli.terminal import Progress, TargetError, check_writable
 from attngraph.codegen.triton import store
 from workshop.arguments import OTHER_SUITES
 from workshop.bench import attention_cpu, decoding, gpu, gpu_run, latent, peers, states

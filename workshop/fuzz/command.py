@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from attngraph.cli.problems import TargetError
-from attngraph.cli.progress import Progress
+from attngraph.cli.terminal import Progress, TargetError
 from workshop.fuzz import run as fuzzing
 
 

@@ -7,8 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from attngraph.cli.problems import TargetError, check_writable
-from attngraph.cli.progress import Progress
+from attngraph.cli.terminal import Progress, TargetError, check_writable
 from attngraph.codegen.triton import device, store
 from workshop.bench.scorecard import budgets
 from workshop.bench.scorecard.cells import CELLS
