@@ -15,14 +15,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from attngraph.errors import ConversionError
 from attngraph.ir.graph.infer import infer
-from attngraph.ir.graph.program_graph import Input, Level, ProgramGraph, Rate, move_to_stage, op_name
-from attngraph.ir.graph.source import ORIGIN, source_of
+from attngraph.ir.graph.program_graph import (
+    Input,
+    Level,
+    ProgramGraph,
+    Rate,
+    move_to_stage,
+    op_name,
+    replace_in_other_users,
+)
+from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.nodes import Attention
@@ -224,14 +233,10 @@ class _Conversion:
             node = product.node
             node.meta["val"] = infer(node.target, node.args, node.kwargs, self.graph.fake_mode())
             order = self._constant(f"heads_{number}", torch.tensor([place[row] for row in range(count)]))
-            users = list(node.users)
-            with self.graph.graph.inserting_after(node):
-                args = (node, product.feature, order)
-                made = self.graph.graph.call_function(aten.index_select.default, args)
-            made.meta = {k: v for k, v in node.meta.items() if k in ORIGIN}
-            made.meta["val"] = infer(made.target, made.args, {}, self.graph.fake_mode())
-            for user in users:
-                user.replace_input_with(node, made)
+            made = Builder(self.graph, node.next, rewritten=node).call(
+                aten.index_select.default, node, product.feature, order
+            )
+            replace_in_other_users(node, made)
 
     def _pooled(
         self, user: fx.Node, parameter: fx.Node, dim: int, groups: Sequence[tuple[int, ...]]
@@ -243,11 +248,12 @@ class _Conversion:
             members = list(same)
             places = torch.tensor([place for group in members for place in group])
             order = self._constant(f"groups_{len(self.graph.constants)}", places)
-            rows = builder.call(aten.index_select.default, parameter, dim, order)
-            if size > 1:
-                apart = builder.call(aten.unflatten.int, rows, dim, [len(members), size])
-                rows = builder.call(aten.mean.dim, apart, [dim + 1])
-            runs.append(rows)
+
+            def mean(parameter: Any, order: Any, count: int = len(members), size: int = size) -> Any:
+                rows = parameter.index_select(dim, order)
+                return rows if size == 1 else rows.unflatten(dim, [count, size]).mean([dim + 1])
+
+            runs.append(builder.trace(mean, parameter, order))
         made = runs[0] if len(runs) == 1 else builder.call(aten.cat.default, runs, dim)
         self.pooled[self.given[parameter].name] = made
         return made

@@ -28,6 +28,7 @@ import networkx as nx
 import torch
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.graph.program_graph import (
     RESULTS,
     Input,
@@ -45,7 +46,6 @@ from attngraph.ir.graph.program_graph import (
     replace_in_other_users,
 )
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.rule import argument
 from attngraph.passes.build import Builder, NoSize
 
 aten = torch.ops.aten
@@ -236,7 +236,7 @@ class _Stage:
 
     def _copy(self, node: fx.Node) -> None:
         if node in self.seeds:
-            rate = float(argument(node, 1, "p", 0.5))
+            rate = float(argument(node, "p"))
             value = self.made[node.args[0]], self.made[self.seeds[node]]  # type: ignore[index]
             self.made[node] = self.builder.call(torch.ops.attngraph.dropout.default, *value, rate)
         elif node.target is operator.getitem and node.args[0] in self.seeds:

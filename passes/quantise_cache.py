@@ -26,7 +26,7 @@ from attngraph.ir.ops.cached_attention import Store
 from attngraph.ir.ops.quantised import NAMES, quantised
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
-from attngraph.passes.build import Builder
+from attngraph.passes.build import Builder, Refused
 from attngraph.pipeline import Outcome
 
 
@@ -52,7 +52,7 @@ class QuantiseCache:
                 readers = _readers(meaning, pages[store.name]) if store.name in pages else []
                 if store.dtype.is_floating_point and store.dtype.itemsize > 1 and readers:
                     found[store.name] = readers
-            except _OtherwiseReadError as problem:
+            except Refused as problem:
                 outcome.notes.append(f"{store.label}: kept as it is computed: {problem}")
         if found:
             _quantise(graph, found, self.dtype)
@@ -70,10 +70,6 @@ class _Reader:
     scales: str
 
 
-class _OtherwiseReadError(Exception):
-    """What is kept is read in a way that a scale for each token and head does not serve; says which."""
-
-
 def _pages(graph: ProgramGraph) -> dict[str, fx.Node]:
     """The inputs that are pages, by the name of what is kept there."""
     given = zip(graph.placeholders(), graph.inputs, strict=True)
@@ -84,7 +80,7 @@ def _readers(meaning: Meaning, pages: fx.Node) -> list[_Reader]:
     """All that reads pages.
 
     Raises:
-        _OtherwiseReadError: something else than attention reads them, or other vectors than those of one
+        Refused: something else than attention reads them, or other vectors than those of one
             token and head.
     """
     found: list[_Reader] = []
@@ -99,7 +95,7 @@ def _readers(meaning: Meaning, pages: fx.Node) -> list[_Reader]:
             elif meaning.category(user) is Category.MOVEMENT:
                 stack.append(user)
             else:
-                raise _OtherwiseReadError(f"{op_name(user)} at {source_of(user)} reads it")
+                raise Refused(f"{op_name(user)} at {source_of(user)} reads it")
     return found
 
 
@@ -108,7 +104,7 @@ def _as_pages(view: nodes.Cached, node: fx.Node, value: fx.Node) -> list[_Reader
     found = [_Reader(node, scales) for name, scales in names if getattr(view, name) is value]
     others = [v for name, v in view.named.items() if name not in view.page_names]
     if any(value is v or (isinstance(v, (list, tuple)) and value in v) for v in others):
-        raise _OtherwiseReadError(f"scores read it at {source_of(node)}")
+        raise Refused(f"scores read it at {source_of(node)}")
     return found
 
 
@@ -121,7 +117,7 @@ def _require_vectors(meaning: Meaning, pages: fx.Node, value: fx.Node) -> None:
         element = None
     same = element is not None and element.op == "read" and element.value is pages
     if not same or len(at) != 4 or element.args[:3] != at[:3]:  # type: ignore[union-attr]
-        raise _OtherwiseReadError(f"heads are not a dimension of what is kept ({source_of(value)})")
+        raise Refused(f"heads are not a dimension of what is kept ({source_of(value)})")
 
 
 def _quantise(graph: ProgramGraph, found: dict[str, list[_Reader]], dtype: str) -> None:

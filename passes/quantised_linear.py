@@ -14,7 +14,6 @@ floating values.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,10 +34,10 @@ from attngraph.meaning.attention.layout import NoView, ViewOp
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
-from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.build import Builder
+from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome
 
-log = logging.getLogger(__name__)
 _INTEGERS = (torch.int8, torch.uint8)
 _CONTAINERS = (*_INTEGERS, torch.int16, torch.int32, torch.int64)
 """Of digits of 4 bits."""
@@ -78,23 +77,22 @@ class QuantisedLinear:
 
     def run(self, graph: ProgramGraph) -> Outcome:
         outcome = Outcome()
-        found = _Products(graph)
-        checks = Checks(graph)
-        done = 0
+        found, checks, done = _Products(graph), Checks(graph), 0
         for node in list(graph.graph.nodes):
-            try:
+            with Proposal(graph, node, checks, survives=True) as proposal:
                 claim = found.claim(node)
-            except Exception as problem:  # a bug in this pass leaves the node unchanged
-                log.exception("could not examine %s at %s", node, source_of(node))
-                outcome.notes.append(f"left as it is: {source_of(node)}: an error of the compiler: {problem}")
-                continue
-            if claim is None:
-                continue
-            reason = _replace(graph, claim, checks)
+                if claim is None:
+                    continue
+                operands = claim[1:]
+                new = proposal.call(
+                    linear_q, *(None if o is None else _built(proposal, o, claim.outs) for o in operands)
+                )
+                proposal.replace(node, new, [o.base for o in operands if o is not None])
+                new.meta |= {key: value for key, value in node.meta.items() if key != "val"}
             graph.assumed |= {n.name for n in found.meaning.assumed}
-            done += not reason
-            if reason:
-                outcome.notes.append(f"left as it is: {source_of(node)}: {reason}")
+            done += proposal.done
+            if proposal.problem:
+                outcome.notes.append(f"left as it is: {source_of(node)}: {proposal.problem}")
         if done:
             outcome.notes.append(f"{done} product(s) read the weight's integers")
             graph.clean()
@@ -267,24 +265,3 @@ def _built(builder: Builder, seen: _Seen, outs: int) -> fx.Node:
     if seen.packed is not None:
         return builder.call(unpack, seen.base, outs, str(seen.packed))
     return builder.view(seen.base, seen.steps)
-
-
-def _replace(graph: ProgramGraph, claim: _Claim, checks: Checks) -> str:
-    """Apply a claim; returns the reason if it does not hold."""
-    builder = Builder(graph, claim.node)
-    operands = claim[1:]
-    try:
-        new = builder.call(
-            linear_q, *(None if o is None else _built(builder, o, claim.outs) for o in operands)
-        )
-    except NoSize as problem:
-        builder.discard()
-        return str(problem)
-    verdict = checks.same_value(claim.node, new, [o.base for o in operands if o is not None])
-    if verdict.problem:
-        builder.discard()
-        return verdict.problem
-    new.meta |= {key: value for key, value in claim.node.meta.items() if key != "val"}
-    claim.node.replace_all_uses_with(new)
-    graph.graph.erase_node(claim.node)
-    return ""

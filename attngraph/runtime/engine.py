@@ -26,7 +26,7 @@ from attngraph.runtime.generation_options import Options, as_tokens
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Packed, as_ids
 from attngraph.runtime.parallel.agree import digest
-from attngraph.runtime.sampling import sample
+from attngraph.runtime.sampling import choose, generator_of
 from attngraph.runtime.step_sizes import Call
 
 DRAWN = 16
@@ -45,12 +45,7 @@ class Request:
         self.tokens: list[int] = []
         self.finished = False
         self.error: Exception | None = None
-        generator = torch.Generator()
-        if options.seed is not None:
-            generator.manual_seed(options.seed)
-        else:
-            generator.seed()
-        self._drawn = list[float](), generator
+        self._drawn = list[float](), generator_of(options)
         """Random numbers, one for each token and more, and what draws the next ones."""
 
     @functools.cached_property
@@ -346,30 +341,15 @@ class Engine:
         """Choose the next token of every place whose prompt is fully processed."""
         assert self.state is not None
         active = [n for n, part in enumerate(parts) if len(part)]
-        chosen = self.decoder.devices.lead(torch.tensor(self._choose(active, logits)))
+        requests = [request for n in active if (request := self.places[n]) is not None]
+        options = [r.options for r in requests]
+        chosen = self.decoder.devices.lead(choose(logits, options, [r.draw() for r in requests]).cpu())
         for place, token in zip(active, chosen.tolist(), strict=True):
             request = self.places[place]
             assert request is not None
             if self.state.lengths[place] >= len(request.prompt):
                 request.tokens.append(token)
         self._tidy()
-
-    def _choose(self, active: Sequence[int], logits: Tensor) -> list[int]:
-        """One token for each active place, chosen with its request's options."""
-        requests = [request for n in active if (request := self.places[n]) is not None]
-        options = [r.options for r in requests]
-        if all(o.temperature == 0 for o in options):
-            found: list[int] = logits.argmax(-1).tolist()
-            return found
-        uniform = torch.tensor([r.draw() for r in requests], dtype=torch.float64)
-        device = logits.device
-        return sample(
-            logits,
-            torch.tensor([o.temperature for o in options], device=device),
-            torch.tensor([o.top_k or 0 for o in options], device=device),
-            torch.tensor([1.0 if o.top_p is None else o.top_p for o in options], device=device),
-            uniform.to(device),
-        ).tolist()  # type: ignore[no-any-return]
 
     def _fail(self, request: Request, problem: Exception) -> None:
         request.error = problem

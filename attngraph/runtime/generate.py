@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attngraph.runtime.generation_options import Options, stops
 from attngraph.runtime.kv_cache import KVCache
-from attngraph.runtime.sampling import sample
+from attngraph.runtime.sampling import choose, generator_of
 
 Advance = Callable[[Tensor, list[int]], Tensor]
 """Takes new tokens, packed, and how many each row gets; returns their logits, packed."""
@@ -31,7 +31,7 @@ def generate(
         logits: `[B, V]`, of the prompts' last tokens. prompts: as given, for stopping criteria and streamers.
     """
     rows = logits.shape[0]
-    generator = _generator(options)
+    generator = generator_of(options)
     running = list(range(rows))
     asked = (options.streamer, options.on_token)
     may_stop = bool(options.ends or options.criteria) or asked != (None, None)
@@ -69,17 +69,6 @@ def without_ends(scores: Tensor, place: int, options: Options) -> Tensor:
     return scores.index_fill(-1, torch.tensor(options.ends, device=scores.device), -torch.inf)
 
 
-def _generator(options: Options) -> torch.Generator | None:
-    if options.temperature == 0:
-        return None
-    generator = torch.Generator()
-    if options.seed is not None:
-        generator.manual_seed(options.seed)
-    else:
-        generator.seed()
-    return generator
-
-
 def _told(found: Tensor, prompts: Tensor, options: Options) -> list[bool]:
     """Which rows stop after the last of the tokens found; tells the streamer and the caller's function."""
     last = found[:, -1]
@@ -92,17 +81,13 @@ def _told(found: Tensor, prompts: Tensor, options: Options) -> list[bool]:
 
 
 def _choose(
-    logits: Tensor, rows: int, running: Sequence[int], options: Options, generator: torch.Generator | None
+    logits: Tensor, rows: int, running: Sequence[int], options: Options, generator: torch.Generator
 ) -> Tensor:
-    if generator is None:
+    if options.temperature == 0:
         return logits.argmax(-1)
-    count, device = logits.shape[0], logits.device
     # Every row draws a number, even if it has ended, so a row's tokens do not depend on when others end.
-    uniform = torch.rand(rows, generator=generator, dtype=torch.float64)[list(running)].to(device)
-    temperature = torch.full((count,), options.temperature, device=device)
-    top_k = None if options.top_k is None else torch.full((count,), options.top_k, device=device)
-    top_p = None if options.top_p is None else torch.full((count,), options.top_p, device=device)
-    return sample(logits, temperature, top_k, top_p, uniform, options.min_p)
+    drawn = torch.rand(rows, generator=generator, dtype=torch.float64).tolist()
+    return choose(logits, [options] * len(running), [drawn[row] for row in running])
 
 
 Anew = Callable[[list[Tensor]], Tensor]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import hashlib
+import math
 import os
 import stat
 import zipfile
@@ -133,15 +134,15 @@ def plan_of(state: Any) -> tuple[CachePlan, CacheConfig]:
         raise CacheError(f"a saved cache cannot be used: {problem!s:.300}.") from problem
     names = [value.name for value in (*plan.stores, *plan.fixed, *plan.carried)]
     require(len(set(names)) == len(names), "two of its values have one name")
+    for value in (*plan.stores, *plan.carried):
+        elements = math.prod(n or 1 for n in numbers(value.shape, f"the shape of {value.name}"))
+        require(elements <= MOST, f"{value.name} has {_shown([elements])} elements")
     for store in plan.stores:
-        numbers(store.shape, f"the shape of {store.name}")
         dims = store.row_dim, store.token_dim
         within = all(0 <= dim < len(store.shape) for dim in dims) and dims[0] != dims[1]
         require(within and not any(store.shape[dim] for dim in dims), f"{store.name} has no rows or tokens")
         require(store.window is None or store.window >= 1, f"{store.name} has a window of {store.window}")
         require(store.team >= 1 and 0 <= store.member < store.team, f"{store.name} is of no member of a team")
-    for value in plan.carried:
-        numbers(value.shape, f"the shape of {value.name}")
     number(config.page, "page", 1)
     number(config.rollback, "rollback")
     return plan, config

@@ -13,7 +13,7 @@ import keyword
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -182,3 +182,35 @@ def _start() -> Any:
 @functools.cache
 def _pool(members: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(members, thread_name_prefix="attngraph")
+
+
+class Chain:
+    """Links that run one after another, many times, all of them by one call (`c/chain.h`).
+
+    Raises:
+        CompilerError: there is no compiler.
+    """
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self.links = list(links)
+        self.members = torch.get_num_threads()
+        self._code = functions("chain.h")
+        if self._code is None:
+            raise toolchain.CompilerError("calls of compiled functions are not put together")
+        calls = [(address(link.function), ctypes.addressof(link.argument)) for link in links]
+        counters = [c for link in links for c in link.counters]
+        bad = [link.bad for link in links if link.bad]
+        self._tables = (
+            (struct("chain.h", "Link") * len(calls))(*calls),
+            (struct("chain.h", "Counters") * len(counters))(*counters),
+            (ctypes.c_void_p * len(bad))(*bad),
+        )
+        places = map(ctypes.addressof, self._tables)
+        self._call = struct("chain.h", "Chain")(len(links), len(counters), len(bad), self.members, 0, *places)
+        self._address = ctypes.byref(self._call)
+
+    def run(self) -> bool:
+        """Run all links; False where one of them found an index out of range."""
+        self._code.attngraph_clear(self._address)
+        run(self._code.attngraph_chain, self._call, self.members)
+        return not self._code.attngraph_failed(self._address)

@@ -27,8 +27,8 @@ from attngraph.ir.ops.linear_q import unpack
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
-from attngraph.passes.fuse_token_wise.named import NAMED
 from attngraph.passes.fuse_token_wise.windows import Windows
+from attngraph.passes.named import NAMED
 
 SMALL_FOLD = 1 << 14
 """A sum of products that is no product with a weight is computed where a token has at most so many terms."""

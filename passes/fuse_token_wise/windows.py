@@ -9,11 +9,11 @@ values of its own, so with them the result is computed from each token alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import cast
 
 import torch
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -26,8 +26,6 @@ from attngraph.passes.build import Builder
 
 MOST_TERMS = 16
 """A sum over at most so many places of a window is written out."""
-_PLACE, _ROW_DIM, _DIM, _BACK = 5, 6, 7, 8
-"""Arguments of `attngraph::with_earlier`."""
 
 
 class Windows:
@@ -44,7 +42,7 @@ class Windows:
             builder = Builder(graph, node.next)
             self._own[node] = builder.call(last_tokens, *node.args)
         self._after = _computed_from(self._own)
-        places = _computed_from([cast("fx.Node", n.args[_PLACE]) for n in self._own])
+        places = _computed_from([argument(n, "place") for n in self._own])
         self._places = {n for n in places if _is_index(n.meta.get("val"))}
 
     def __bool__(self) -> bool:
@@ -74,10 +72,9 @@ class Windows:
         return value
 
     def _of_one(self, meaning: Meaning, value: Expr, token: Expr, node: fx.Node, own: fx.Node) -> Expr:
-        back, dim, row_dim = (node.args[n] for n in (_BACK, _DIM, _ROW_DIM))
-        assert isinstance(back, int) and isinstance(dim, int) and isinstance(row_dim, int)
+        back, dim, row_dim = (int(argument(node, name)) for name in ("back", "dim", "row_dim"))
         place = E.var("place", _with_extents(M.sub(meaning.shape(node)[dim], E.const(back))))
-        at_token = E.read(node.args[_PLACE], (token,), "int")
+        at_token = E.read(argument(node, "place"), (token,), "int")
 
         def leaf(found: Expr, args: tuple[Expr, ...]) -> Expr:
             if found is at_token:

@@ -36,7 +36,7 @@ from attngraph.meaning.tokens.recurrence import Sums
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.meaning.tokens.windows import Window
 from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.dtypes import forget_operands_of_dtype
+from attngraph.passes.canonicalize import forget_operands_of_dtype
 from attngraph.passes.insert_kv_cache import shift_positions
 from attngraph.passes.insert_kv_cache.analyse import analyse
 from attngraph.passes.insert_kv_cache.carry import carry

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import loops
-from attngraph.codegen.cpu.record.chain import Chain
+from attngraph.codegen.cpu.native import Chain
 from attngraph.ir.ops import loop
 
 CELL = r"r0[t, 5]\nr1[t, 5]\nr2[5, 5]\nr3[i0 < 5] = r1[t, i0]\nr4[i0 < 5] = sum[j < 5] r3[j] * r2[i0, j]"

@@ -79,7 +79,8 @@ class Writes:
                 self._note(node, source)
             return True
         if not isinstance(op, torch._ops.OpOverload):
-            return _is_number(node)
+            of_numbers = not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+            return node.op == "call_function" and of_numbers
         if op._schema.is_mutable:
             return self._follow_write(node, op)
         if _is_composite(op):
@@ -286,10 +287,6 @@ def _is_fresh(node: fx.Node) -> bool:
     if op is aten.einsum.default:
         return len(node.args[1]) > 1  # type: ignore[arg-type]
     return op in _FRESH or not _is_composite(op)
-
-
-def _is_number(node: fx.Node) -> bool:
-    return node.op == "call_function" and not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
 
 def _is_composite(op: torch._ops.OpOverload) -> bool:

@@ -38,6 +38,7 @@ def canonical(node: Expr) -> Expr:
     """An expression of the score language in canonical form."""
     spelled: dict[str, Callable[..., Expr]] = {"sub": M.sub, "neg": M.neg, "div": M.div, "ne": M.ne}
     spelled |= {"ge": lambda a, b: M.le(b, a), "gt": lambda a, b: M.lt(b, a)}
+    spelled |= {"rsqrt": lambda x: M.recip(M.function("sqrt", x))}
     return E.rebuild(node, lambda n, args: spelled[n.op](*args) if n.op in spelled else construct(n, args))
 
 
