@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from attngraph.ir import choices
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate, move_to_stage
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram
 from attngraph.ir.ops import cost
 from attngraph.ir.ops.cost import LatentSizes
-from attngraph.ir.ops.latent_attention import ABSORB, sizes_of
+from attngraph.ir.ops.latent_attention import sizes_of
 from attngraph.ir.ops.nodes import Attention, AttentionOp, LatentAttention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
@@ -53,7 +54,7 @@ from attngraph.report.entries import LatentEntry
 aten = torch.ops.aten
 
 
-WAYS = (*ABSORB, "fold")
+WAYS = choices.ABSORB
 
 
 @dataclasses.dataclass(frozen=True)
