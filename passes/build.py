@@ -45,10 +45,10 @@ class NoSize(Refused):
 
 
 class Builder:
-    """Inserts nodes before `anchor`, with its source line."""
+    """Inserts nodes before `anchor`, with the source line of `rewritten`, else of the anchor."""
 
-    def __init__(self, graph: ProgramGraph, anchor: fx.Node) -> None:
-        self.graph, self.anchor = graph, anchor
+    def __init__(self, graph: ProgramGraph, anchor: fx.Node, rewritten: fx.Node | None = None) -> None:
+        self.graph, self.anchor, self.rewritten = graph, anchor, rewritten
         self.made: list[fx.Node] = []
         self._sizes: dict[Expr, Any] = {}
 
@@ -56,7 +56,8 @@ class Builder:
         value = infer_once(target, args, kwargs, self.graph.fake_mode())
         with self.graph.graph.inserting_before(self.anchor):
             node: fx.Node = self.graph.graph.call_function(target, args, kwargs)
-        node.meta = {key: self.anchor.meta[key] for key in ORIGIN if key in self.anchor.meta}
+        origin = (self.rewritten or self.anchor).meta
+        node.meta = {key: origin[key] for key in ORIGIN if key in origin}
         node.meta["val"] = value
         self.made.append(node)
         return node
@@ -64,7 +65,11 @@ class Builder:
     def trace(self, function: Callable[..., Any], *args: Any) -> Any:
         """The nodes that a function of tensors computes from these: a node, or a list of them. Arguments may
         be nodes of tensors, of sizes or of several values, lists of them, and anything else."""
-        return untraced(function(*traced(args, self)), self)
+        return untraced(function(*self.traced(args)), self)
+
+    def traced(self, value: Any) -> Any:
+        """What stands for a node, or a list of nodes, within a function that is traced."""
+        return traced(value, self)
 
     def attention(self, view: AttentionOp) -> fx.Node:
         return self.call(view.target, *view.args)
@@ -163,11 +168,12 @@ class Builder:
     def operand(self, operand: Operand, dtype: torch.dtype | None = None) -> fx.Node:
         """An operand of an attention, as `[B, H, S, D]`."""
         return self._side_by_side(
-            [self._side_by_side([self._scaled(view, dtype) for view in part], -1) for part in operand.parts],
+            [self._side_by_side([self.scaled(view, dtype) for view in part], -1) for part in operand.parts],
             -2,
         )
 
-    def _scaled(self, view: View, dtype: torch.dtype | None) -> fx.Node:
+    def scaled(self, view: View, dtype: torch.dtype | None = None) -> fx.Node:
+        """A view, with its factor and its zeros."""
         node = self.view(view.base, view.steps)
         if dtype is not None and node.meta["val"].dtype != dtype:
             node = self.call(aten._to_copy.default, node, dtype=dtype)

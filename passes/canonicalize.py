@@ -19,21 +19,28 @@ import itertools
 import string
 from collections import Counter
 from collections.abc import Container
+from typing import Any
 
 import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, memory_of, op_name
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.rules.contraction import subscripts
-from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.build import Builder
 from attngraph.passes.join_rows import join_rows
+from attngraph.passes.proposal import Proposal
 from attngraph.passes.slice_lists import slice_lists
 from attngraph.pipeline import Outcome
 
+aten = torch.ops.aten
 LETTERS = string.ascii_letters
 
+_NEW = {
+    aten.new_empty.default: aten.empty.memory_format, aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default, aten.new_full.default: aten.full.default,
+}  # fmt: skip
+_CONVERTED = (aten.type_as.default, aten.to.other)
 _IDENTITY = ("aten.alias.", "aten.lift_fresh.", "aten.lift_fresh_copy.")
 _STRIDED_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _ASSERTIONS = ("aten._assert_tensor_metadata.",)
@@ -66,7 +73,7 @@ class Canonicalize:
                 graph.graph.erase_node(node)
             elif target == "aten.clone.default" and _is_unseen(memory_of(node.args[0]), returned):
                 if node.kwargs.get("memory_format") is torch.contiguous_format:
-                    node.target, node.kwargs = torch.ops.aten.contiguous.default, {}
+                    node.target, node.kwargs = aten.contiguous.default, {}
                 elif _same_strides(node) and node not in returned:
                     removed[op_name(node)] += 1
                     node.replace_all_uses_with(node.args[0])
@@ -80,7 +87,7 @@ class Canonicalize:
             elif target == "aten.sym_size.int" and node.args[0].op != "placeholder":
                 _take_from_inputs(graph, node)
             elif target in _STRIDED_VIEWS:
-                node.target = torch.ops.aten.reshape.default
+                node.target = aten.reshape.default
         notes = [f"removed {count} x {name}" for name, count in sorted(removed.items())]
         sliced = sorted(slice_lists(graph).items())
         notes += [
@@ -96,14 +103,8 @@ def _is_unseen(memory: fx.Node, returned: Container[fx.Node]) -> bool:
 
 def _take_from_inputs(graph: ProgramGraph, node: fx.Node) -> None:
     """Compute a size from sizes of inputs, so that the tensor it was read from can be removed."""
-    builder = Builder(graph, node)
-    try:
-        size = builder.size(size_expression(node.meta["val"]))
-    except (NoSize, Unliftable):  # it depends on data
-        builder.discard()
-        return
-    node.replace_all_uses_with(size)
-    graph.graph.erase_node(node)
+    with Proposal(graph, node) as proposal:  # refused where it depends on data
+        proposal.replace(node, proposal.size(size_expression(node.meta["val"])))
 
 
 def _same_strides(clone: fx.Node) -> bool:
@@ -128,16 +129,13 @@ def _differentiable(graph: ProgramGraph) -> set[fx.Node]:
 
 def _copied(graph: ProgramGraph, node: fx.Node, returned: bool) -> None:
     """Replace a `copy` into a tensor, which has no derivative, by the value copied."""
-    builder = Builder(graph, node)
-    whole, value = node.args[:2]
-    wanted, found = node.meta["val"], value.meta["val"]  # type: ignore[union-attr]
-    if found.dtype != wanted.dtype:
-        value = builder.call(torch.ops.aten._to_copy.default, value, dtype=wanted.dtype)
-    if found.shape != wanted.shape:
-        value = builder.call(torch.ops.aten.expand_as.default, value, whole)
-    if returned:
-        value = builder.call(torch.ops.aten.clone.default, value)
-    node.replace_all_uses_with(value)  # type: ignore[arg-type]
+
+    def copied(whole: Any, value: Any) -> Any:
+        value = value.to(node.meta["val"].dtype)
+        value = value if value.shape == node.meta["val"].shape else value.expand_as(whole)
+        return value.clone() if returned else value
+
+    node.replace_all_uses_with(Builder(graph, node).trace(copied, *node.args[:2]))
     graph.graph.erase_node(node)
 
 
@@ -157,10 +155,10 @@ def _two_at_a_time(graph: ProgramGraph, node: fx.Node) -> None:
         )
         kept = _kept(parts, i, j, wanted)
         (a, x), (b, y) = parts[i], parts[j]
-        made = builder.call(torch.ops.aten.einsum.default, f"{a},{b}->{kept}", [x, y])
+        made = builder.call(aten.einsum.default, f"{a},{b}->{kept}", [x, y])
         parts = [part for place, part in enumerate(parts) if place not in (i, j)] + [(kept, made)]
     (a, x), (b, y) = parts
-    whole = builder.call(torch.ops.aten.einsum.default, f"{a},{b}->{wanted}", [x, y])
+    whole = builder.call(aten.einsum.default, f"{a},{b}->{wanted}", [x, y])
     node.replace_all_uses_with(whole)
     graph.graph.erase_node(node)
 
@@ -169,3 +167,24 @@ def _kept(parts: list[tuple[str, fx.Node]], i: int, j: int, output: str) -> str:
     """The subscripts of a product of two operands that the other operands or the result still need."""
     rest = output + "".join(term for place, (term, _) in enumerate(parts) if place not in (i, j))
     return "".join(dict.fromkeys(c for c in parts[i][0] + parts[j][0] if c in rest))
+
+
+def forget_operands_of_dtype(graph: ProgramGraph) -> None:
+    """Replace operands that are used for their dtype and device alone: `x.new_zeros(...)` and `y.type_as(x)`
+    would keep all of x alive where ranks have parts of it, and seem to read all tokens of x where a decoder
+    is derived."""
+    for node in list(graph.graph.nodes):
+        if node.target not in _NEW and node.target not in _CONVERTED:
+            continue
+        args: Any = node.args
+        value, builder = node.meta["val"], Builder(graph, node)
+        about = {"dtype": value.dtype, "device": value.device}
+        if node.target in _NEW:
+            given = {k: v for k, v in node.kwargs.items() if v is not None}
+            made = builder.call(_NEW[node.target], *args[1:], **{**given, **about})
+        elif args[0].meta["val"].dtype == value.dtype and args[0].meta["val"].device == value.device:
+            made = args[0]
+        else:
+            made = builder.call(aten._to_copy.default, args[0], **about)
+        node.replace_all_uses_with(made)
+    graph.clean()

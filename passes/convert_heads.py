@@ -15,14 +15,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from attngraph.errors import ConversionError
 from attngraph.ir.graph.infer import infer
-from attngraph.ir.graph.program_graph import Input, Level, ProgramGraph, Rate, move_to_stage, op_name
-from attngraph.ir.graph.source import ORIGIN, source_of
+from attngraph.ir.graph.program_graph import (
+    Input,
+    Level,
+    ProgramGraph,
+    Rate,
+    move_to_stage,
+    op_name,
+    replace_in_other_users,
+)
+from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.nodes import Attention
@@ -90,7 +99,7 @@ class _Conversion:
     def __init__(self, graph: ProgramGraph, kv_heads: int, groups: tuple[tuple[int, ...], ...]) -> None:
         self.graph, self.kv_heads, self.groups = graph, kv_heads, groups
         self.meaning = Meaning.of(graph)
-        self.given = dict(zip(graph.placeholders(), graph.inputs, strict=True))
+        self.given = graph.given()
         self.products: dict[fx.Node, _Product] = {}
         self.shared: list[tuple[fx.Node, list[tuple[int, ...]]]] = []
         self.pooled: dict[str, fx.Node] = {}
@@ -132,7 +141,7 @@ class _Conversion:
             at_head = M.substitute(lifted, {variables[1]: E.const(head)})
             for place in range(int(shape[3].value)):
                 exact = M.substitute(at_head, {variables[3]: E.const(place)})
-                for read in (n for n in E.walk(exact) if n.op == "read" and n.value is node):
+                for read in (n for n in E.reads(exact) if n.value is node):
                     rows[self._row(read, product, what, node)] = None
             per_head.append(list(rows))
         size, every = len(per_head[0]), {row for rows in per_head for row in rows}
@@ -192,7 +201,7 @@ class _Conversion:
         except Unliftable as problem:
             raise ConversionError(f"{op_name(node)} at {source_of(node)}: {problem}") from problem
         parameters = self._parameters(node)
-        reads = [n for n in E.walk(element) if n.op == "read" and n.value in parameters]
+        reads = [n for n in E.reads(element) if n.value in parameters]
         weights = [r for r in reads if len(r.args) == 2]
         biases = [r.value for r in reads if len(r.args) == 1]
         places = [(d, at.index(i)) for r in weights for d, i in enumerate(r.args) if i in at]
@@ -224,14 +233,10 @@ class _Conversion:
             node = product.node
             node.meta["val"] = infer(node.target, node.args, node.kwargs, self.graph.fake_mode())
             order = self._constant(f"heads_{number}", torch.tensor([place[row] for row in range(count)]))
-            users = list(node.users)
-            with self.graph.graph.inserting_after(node):
-                args = (node, product.feature, order)
-                made = self.graph.graph.call_function(aten.index_select.default, args)
-            made.meta = {k: v for k, v in node.meta.items() if k in ORIGIN}
-            made.meta["val"] = infer(made.target, made.args, {}, self.graph.fake_mode())
-            for user in users:
-                user.replace_input_with(node, made)
+            made = Builder(self.graph, node.next, rewritten=node).call(
+                aten.index_select.default, node, product.feature, order
+            )
+            replace_in_other_users(node, made)
 
     def _pooled(
         self, user: fx.Node, parameter: fx.Node, dim: int, groups: Sequence[tuple[int, ...]]
@@ -243,25 +248,22 @@ class _Conversion:
             members = list(same)
             places = torch.tensor([place for group in members for place in group])
             order = self._constant(f"groups_{len(self.graph.constants)}", places)
-            rows = builder.call(aten.index_select.default, parameter, dim, order)
-            if size > 1:
-                apart = builder.call(aten.unflatten.int, rows, dim, [len(members), size])
-                rows = builder.call(aten.mean.dim, apart, [dim + 1])
-            runs.append(rows)
+
+            def mean(parameter: Any, order: Any, count: int = len(members), size: int = size) -> Any:
+                rows = parameter.index_select(dim, order)
+                return rows if size == 1 else rows.unflatten(dim, [count, size]).mean([dim + 1])
+
+            runs.append(builder.trace(mean, parameter, order))
         made = runs[0] if len(runs) == 1 else builder.call(aten.cat.default, runs, dim)
         self.pooled[self.given[parameter].name] = made
         return made
 
     def _constant(self, name: str, value: Tensor) -> fx.Node:
-        last = self.graph.placeholders()[-1]
-        device = last.meta["val"].device
-        with self.graph.graph.inserting_after(last):
-            node = self.graph.graph.placeholder(name)
+        device = self.graph.placeholders()[-1].meta["val"].device
         with self.graph.fake_mode():
-            node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=device)
+            fake = torch.empty(value.shape, dtype=value.dtype, device=device)
         self.graph.constants[name] = value.to(device)
-        self.graph.inputs = (*self.graph.inputs, Input("constant", name))
-        return node
+        return self.graph.add_input(Input("constant", name), fake, name)
 
     def share(self, node: fx.Node) -> None:
         """Let an attention read one head of each group. Where groups are not neighbours or not equally large,
@@ -299,8 +301,8 @@ class _Conversion:
                 )
 
     def _orders(self) -> dict[fx.Node, Tensor]:
-        placeholders = zip(self.graph.placeholders(), self.graph.inputs, strict=True)
-        return {n: self.graph.constants[i.name] for n, i in placeholders if i.kind == "constant"}
+        given = self.graph.given().items()
+        return {n: self.graph.constants[i.name] for n, i in given if i.kind == "constant"}
 
 
 def _picked(builder: Builder, value: fx.Node, heads: Sequence[int]) -> fx.Node:

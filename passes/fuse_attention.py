@@ -32,13 +32,11 @@ from attngraph.ir.graph.program_graph import (
 )
 from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import ProgramError
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import to_sympy
-from attngraph.meaning.attention.claim import NO_VIEW, Attention
+from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.equal_claims import OnceRecogniser
-from attngraph.meaning.attention.layout import NoView
 from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE
@@ -48,9 +46,10 @@ from attngraph.meaning.check.once import Checks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category
 from attngraph.passes.attention_entries import describe, describe_claim
-from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.build import Builder, Refused
 from attngraph.passes.follows_arguments import FollowsArguments
 from attngraph.passes.look_later import Kinds, take_results
+from attngraph.passes.proposal import Proposal
 from attngraph.passes.shared_scores import (
     Found,
     computed_again,
@@ -95,14 +94,6 @@ class FuseAttention:
         return _Fusion(graph, self.later, self.features).run()
 
 
-class _DiffersError(Exception):
-    """A claim that does not compute what it would replace."""
-
-
-class _NotBuiltError(Exception):
-    """A claim that no attention op can state; says why."""
-
-
 class _Fusion:
     """One run of the pass on one graph."""
 
@@ -132,7 +123,7 @@ class _Fusion:
         for node in list(self.graph.graph.nodes):
             refused = self._examine(node)
             if refused is not None:
-                for place in self.recogniser.exponentials(node):
+                for place in sorted(self.recogniser.exponentials(node)):
                     # The reason for the sum itself is more helpful than that for a product with a gate.
                     if not (self.recogniser.is_product(node) and place in self.reasons):
                         self.reasons[place] = refused
@@ -245,20 +236,11 @@ class _Fusion:
             together = fusible(self.graph, self.meaning, sharing, self.may_wait) if len(sharing) > 1 else []
             if found not in together:
                 return Refusal(elsewhere[old])
-        builders: list[Builder] = []
-        try:
-            self._build_and_check(together, builders)
-        except Exception as problem:
-            for builder in reversed(builders):
-                builder.discard()
-            if isinstance(problem, NoView):
-                return Refusal(NO_VIEW)
-            if not isinstance(problem, (NoSize, ProgramError, _DiffersError, _NotBuiltError)):
-                raise
-            return Refusal(str(problem))
-        return None
+        with Proposal(self.graph, old, self.checks) as proposal:
+            self._build_and_check(together, proposal)
+        return Refusal(proposal.problem) if proposal.problem else None
 
-    def _build_and_check(self, together: Sequence[Found], builders: list[Builder]) -> None:
+    def _build_and_check(self, together: Sequence[Found], proposal: Proposal) -> None:
         """Build the attentions of these nodes, check all, and only then replace the nodes."""
         seeds: dict[Seed, fx.Node] = {}  # attentions under one dropout use the same random numbers
         replaced: dict[fx.Node, fx.Node] = {}
@@ -266,14 +248,15 @@ class _Fusion:
         notes: list[str] = []
         groups = join_values(together)
         for group in groups:
-            builders.append(Builder(self.graph, max(each.node for each in group)))
-            results, claims, leaves = _build(builders[-1], group, seeds)
+            made = len(proposal.made)
+            builder = proposal.at(max(each.node for each in group))
+            results, claims, leaves = _build(builder, group, seeds)
             for old, new in results.items():
                 verdict = self.checks.same_value(old, new, leaves)
                 if verdict.problem:
                     log.warning("refused %s at %s: %s", old, source_of(old), verdict.problem)
-                    raise _DiffersError(f"a fused node would not compute the same: {verdict.problem}")
-            wholes = [n for n in builders[-1].made if nodes.view(n) is not None]
+                    raise Refused(f"a fused node would not compute the same: {verdict.problem}")
+            wholes = [n for n in proposal.made[made:] if nodes.view(n) is not None]
             again = computed_again(group, groups)
             for whole, claim in zip(wholes, claims, strict=True):
                 entry, said = describe_claim(claim, verdict, whole, self.graph)
@@ -309,8 +292,8 @@ class _Fusion:
 
     def _report_missed(self) -> None:
         alive = set(self.graph.graph.nodes)
-        for node in alive & self.recogniser.unnormalised:
-            for place in self.recogniser.exponentials(node):
+        for node in sorted(alive & self.recogniser.unnormalised):
+            for place in sorted(self.recogniser.exponentials(node)):
                 if place not in self.in_pieces and self._is_of_scores(place):
                     self.reasons.setdefault(place, Refusal(UNNORMALISED))
         for node in self.graph.graph.nodes:
@@ -390,8 +373,7 @@ def _build(
             whole = builder.call(torch.ops.aten.add.Tensor, whole, part)
         results[found.node] = whole
     for old, new in results.items():
-        if new.meta["val"].dtype != old.meta["val"].dtype:
-            results[old] = builder.call(torch.ops.aten._to_copy.default, new, dtype=old.meta["val"].dtype)
+        results[old] = builder.trace(lambda new, dtype: new.to(dtype), new, old.meta["val"].dtype)
     return results, claims, list(dict.fromkeys(leaves))
 
 
@@ -402,7 +384,7 @@ def _build_one(
     bases = [base for operand in (claim.q, claim.k, claim.v) for base in operand.bases]
     widest = functools.reduce(torch.promote_types, (n.meta["val"].dtype for n in bases))
     if not widest.is_floating_point:
-        raise _NotBuiltError(f"its queries, keys and values are whole numbers ({widest})")
+        raise Refused(f"its queries, keys and values are whole numbers ({widest})")
     q, k, v = (builder.operand(operand, widest) for operand in (claim.q, claim.k, claim.v))
     leaves += bases
     reads: list[fx.Node] = []

@@ -48,16 +48,15 @@ def join_rows(graph: ProgramGraph) -> list[str]:
         meaning = meaning or Meaning.of(graph)
         matrix: fx.Node = chain[-1].args[0]  # type: ignore[assignment]
         if _is_below_the_diagonal(meaning, matrix) and _is_substitution(graph, matrix, node, known):
-            builder = Builder(graph, node)
-            negative = builder.call(aten.neg.default, matrix)
-            solved = builder.call(
-                aten.linalg_solve_triangular.default, negative, matrix, upper=False, unitriangular=True
-            )
-            node.replace_all_uses_with(solved)
+            node.replace_all_uses_with(Builder(graph, node).trace(_solved, matrix))
             notes.append(f"{len(chain)} writes of rows became one triangular system")
     if notes:
         graph.graph.eliminate_dead_code()
     return notes
+
+
+def _solved(matrix: Any) -> Any:
+    return aten.linalg_solve_triangular.default(-matrix, matrix, upper=False, unitriangular=True)
 
 
 def _chain(last: fx.Node) -> list[fx.Node]:

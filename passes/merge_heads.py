@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -20,7 +19,9 @@ from typing import Any
 import networkx as nx
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, sort
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
@@ -30,15 +31,14 @@ from attngraph.ir.language.score import Keep, ScoreProgram, Statement
 from attngraph.ir.ops.nodes import Attention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import layout
-from attngraph.meaning.check.once import Checks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import ELEMENTWISE, Category, category_of, is_part
 from attngraph.passes.attention_entries import in_words
 from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import AttentionEntry
 
-log = logging.getLogger(__name__)
 aten = torch.ops.aten
 _CONCATENATIONS = (aten.cat.default, aten.concat.default, aten.stack.default)
 
@@ -58,15 +58,11 @@ class MergeHeads:
                 found.setdefault((concatenation, _kind(node)), []).append(node)
         groups = [heads for heads in found.values() if len(heads) > 1]
         for heads in groups:
-            merge = _Merge(graph, heads)
-            try:
-                note = merge.run()
-            except Exception as problem:  # a bug in this pass leaves the heads separate
-                log.exception("could not merge heads at %s", source_of(heads[0]))
-                merge.builder.discard()
-                note = f"heads at {source_of(heads[0])} are left apart: an error of the compiler: {problem}"
-            if note:
-                outcome.notes.append(note)
+            with Proposal(graph, heads[-1], survives=True) as proposal:
+                note = _Merge(proposal, heads).run()
+            if proposal.problem:
+                note = f"heads at {source_of(heads[0])} are left apart: {proposal.problem}"
+            outcome.notes += [note] if note else []
         return outcome
 
 
@@ -102,15 +98,34 @@ def _form(node: Expr) -> Hashable:
     return (node.op, value, *map(_form, node.args))
 
 
+def same_value(
+    a: Any, b: Any, is_comparable: Callable[[fx.Node], bool],
+    known: dict[tuple[fx.Node, fx.Node], bool] | None = None,
+) -> bool:  # fmt: skip
+    """Whether two values are one, or are computed by the same comparable operations on the same operands, as
+    what a loop computes for each head again. `known`: what was found of pairs."""
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
+        plain = not isinstance(a, (Tensor, fx.Node))
+        return a is b or (type(a) is type(b) and plain and bool(a == b))
+    if a.op != "call_function" or a.target is not b.target or not is_comparable(a):
+        return False
+    known = {} if known is None else known
+    if (a, b) not in known:
+        mine, spec = tree_flatten((a.args, a.kwargs))
+        theirs, other = tree_flatten((b.args, b.kwargs))
+        pairs = zip(mine, theirs, strict=False)
+        known[a, b] = spec == other and all(same_value(x, y, is_comparable, known) for x, y in pairs)
+    return known[a, b]
+
+
 class _Merge:
     """One group of heads."""
 
-    def __init__(self, graph: ProgramGraph, heads: Sequence[fx.Node]) -> None:
-        self.graph = graph
-        self.heads = heads
+    def __init__(self, proposal: Proposal, heads: Sequence[fx.Node]) -> None:
+        self.builder: Builder = proposal
+        self.proposal, self.graph, self.heads = proposal, proposal.graph, heads
         self.views = [Attention.of(head) for head in heads]
-        self.meaning = Meaning.of(graph)
-        self.builder = Builder(graph, heads[-1])
+        self.meaning = Meaning.of(self.graph)
         self.each = self.meaning.shape(self.views[0].q)[1]
         self.kv_each = self.meaning.shape(self.views[0].k)[1]
 
@@ -121,7 +136,7 @@ class _Merge:
             return ""
         if self.each.op != "const" or self.kv_each.op != "const":
             return ""
-        count = len(self.heads)
+        count, each = len(self.heads), self.each.value
         keys, values = zip(*(head.keys for head in self.views), strict=True)
         shared = self._shared(keys, values)
         q = self._side_by_side([head.q for head in self.views])
@@ -130,15 +145,9 @@ class _Merge:
         merged = self.views[0].replace(q=q, k=k, v=v, reads=reads, program=program, kernel="")
         whole = self.builder.attention(merged)
         out = self.builder.call(operator.getitem, whole, 0)
-        parts = [
-            self.builder.call(aten.narrow.default, out, 1, place * self.each.value, self.each.value)
-            for place in range(count)
-        ]
+        parts = [self.builder.call(aten.narrow.default, out, 1, n * each, each) for n in range(count)]
         results = [next(iter(h.users)) for h in self.heads]
-        error, problem = self._check(results, parts)
-        if problem:
-            self.builder.discard()
-            return f"heads at {source_of(self.heads[0])} are left apart: {problem}"
+        error = self._check(results, parts)
         whole.meta["attention"] = self._entry(merged, count, shared, error)
         concatenation = _concatenated_by(self.heads[0])
         for result, part in zip(results, parts, strict=True):
@@ -146,7 +155,7 @@ class _Merge:
         sort(self.graph.graph)
         self._replace_concatenation(concatenation, out)
         self.graph.clean()
-        return f"merged {count} attentions at {source_of(whole)} into one of {count * self.each.value} heads"
+        return f"merged {count} attentions at {source_of(whole)} into one of {count * each} heads"
 
     def _shared(self, keys: Sequence[Any], values: Sequence[Any]) -> int:
         """The number of distinct key/value pairs, if they are shared by runs of equally many heads (grouped
@@ -165,17 +174,12 @@ class _Merge:
         return count
 
     def _same(self, a: Any, b: Any) -> bool:
-        """Whether two nodes are the same operations on the same operands."""
-        if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
-            return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
-        sized = not isinstance(a.meta.get("val"), Tensor) and a.op == b.op == "call_function"
-        if a.target is not b.target or "dropout" in str(a.target) or a.op == "placeholder":
-            return False
-        if not sized and self.meaning.category(a) not in ELEMENTWISE:
-            return False
-        mine, spec = torch.utils._pytree.tree_flatten((a.args, a.kwargs))
-        theirs, other = torch.utils._pytree.tree_flatten((b.args, b.kwargs))
-        return spec == other and all(self._same(x, y) for x, y in zip(mine, theirs, strict=True))
+        return same_value(a, b, self._is_comparable)
+
+    def _is_comparable(self, node: fx.Node) -> bool:
+        if not isinstance(node.meta.get("val"), Tensor):
+            return True
+        return self.meaning.category(node) in ELEMENTWISE and "dropout" not in str(node.target)
 
     def _side_by_side(self, nodes: Sequence[Any]) -> fx.Node:
         """The tensors `[B, H, S, D]` concatenated along the heads."""
@@ -189,21 +193,25 @@ class _Merge:
         seen = self._as_view(nodes, lambda m, *rest: ((m,), *((r,) for r in rest)))
         return seen or self.builder.call(aten.stack.default, list(nodes))
 
-    def _as_view(self, nodes: Sequence[Any], roles: Callable[..., layout.Roles]) -> fx.Node | None:
-        """The tensors together as one view, if all are slices of one tensor."""
-        shape = self.meaning.shape(nodes[0])
-        places = tuple(E.var(f"a{d}", extent) for d, extent in enumerate(shape))
+    def _as_view(
+        self, nodes: Sequence[fx.Node], roles: Callable[..., layout.Roles], of: fx.Node | None = None
+    ) -> fx.Node | None:
+        """The tensors together as one view, if all are slices of one tensor; of this one, if it is given."""
+        places = tuple(E.var(f"a{d}", extent) for d, extent in enumerate(self.meaning.shape(nodes[0])))
         number = E.var("m", E.const(len(nodes)))
         found = self._progression([self.meaning.read(n, places) for n in nodes], number)
-        if found is None:
+        if found is None or of not in (None, found.value):
             return None
         wanted = roles(number, *places)
         kept = tuple(tuple(v for v in role if not E.is_const(v.args[0], 1)) for role in wanted)
-        seen, dtype = self._view(found, kept), nodes[0].meta["val"].dtype
-        if seen is None or seen.meta["val"].dtype == dtype:
-            return seen
+        try:
+            steps = layout.solve(self.meaning.shape(found.value), found.args, kept)
+            seen = self.builder.view(found.value, steps)
+        except (layout.NoView, NoSize):
+            return None
         # Slices that were each converted (by autocast, mostly) are slices of what is converted.
-        return self.builder.call(aten._to_copy.default, seen, dtype=dtype)
+        dtype = nodes[0].meta["val"].dtype
+        return self.builder.trace(lambda seen: seen.to(dtype), seen)  # type: ignore[no-any-return]
 
     def _progression(self, reads: Sequence[Expr], number: Expr) -> Expr | None:
         """One read, as an expression of `number`, that equals the n-th of the reads for `number` = n."""
@@ -222,13 +230,6 @@ class _Merge:
                     return None
         index = tuple(M.add(a, M.mul(number, step)) for a, step in zip(first.args, steps, strict=True))
         return E.read(first.value, index, first.kind)
-
-    def _view(self, read: Expr, roles: layout.Roles) -> fx.Node | None:
-        try:
-            steps = layout.solve(self.meaning.shape(read.value), read.args, roles)
-            return self.builder.view(read.value, steps)
-        except (layout.NoView, NoSize):
-            return None
 
     def _program(self) -> tuple[ScoreProgram, list[Any]]:
         """The program over all heads, and the tensors that it reads."""
@@ -249,7 +250,7 @@ class _Merge:
                 return within
             if current.op == "read" and current.value in by_head:
                 return E.read(current.value, (mine, *args))
-            return E.make(current.op, args, current.value, current.kind) if args != current.args else current
+            return E.with_args(current, args)
 
         programs = [h.program.statements for h in self.views]
         statements: list[Statement] = []
@@ -259,19 +260,16 @@ class _Merge:
             statements.append(type(same[0])(*parts))
         return ScoreProgram(tuple(statements)), reads
 
-    def _check(self, results: Sequence[fx.Node], parts: Sequence[fx.Node]) -> tuple[float, str]:
-        leaves: dict[fx.Node, None] = {}
-        for head in self.views:
-            for tensor in (head.q, *head.keys, *head.reads):
-                if tensor.target is not torch.ops.attngraph.seed.default:
-                    leaves[self._source(tensor)] = None
-        checks, worst = Checks(self.graph), 0.0
-        for result, part in zip(results, parts, strict=True):
-            verdict = checks.same_value(result, part, leaves)
-            if verdict.problem:
-                return verdict.error, verdict.problem
-            worst = max(worst, verdict.error)
-        return worst, ""
+    def _check(self, results: Sequence[fx.Node], parts: Sequence[fx.Node]) -> float:
+        """The largest error, as functions of what the heads' tensors are views of.
+
+        Raises:
+            Refused: a part is not what a head computes.
+        """
+        tensors = [t for head in self.views for t in (head.q, *head.keys, *head.reads)]
+        leaves = [self._source(t) for t in tensors if t.target is not torch.ops.attngraph.seed.default]
+        pairs = zip(results, parts, strict=True)
+        return max(self.proposal.check(result, part, leaves).error for result, part in pairs)
 
     def _source(self, node: fx.Node) -> fx.Node:
         """The tensor that a node is a view of."""
@@ -287,26 +285,23 @@ class _Merge:
         """Replace the node that concatenates the heads by a view of the merged result."""
         if node is None:
             return
-        meaning = Meaning.of(self.graph)
-        self.meaning, self.builder = meaning, Builder(self.graph, node)
-        inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-        shape = meaning.shape(inputs[0])
-        dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))  # type: ignore[arg-type]
-        places = tuple(E.var(f"a{d}", extent) for d, extent in enumerate(shape))
-        number = E.var("m", E.const(len(inputs)))
-        found = self._progression([meaning.read(n, places) for n in inputs], number)
-        if found is None or found.value is not out or node.meta["val"].dtype != out.meta["val"].dtype:
-            return
-        if node.target is aten.stack.default:
-            dim %= len(shape) + 1
-            roles: list[tuple[Expr, ...]] = [(p,) for p in places]
-            roles.insert(dim, (number,))
-        else:
-            dim %= len(shape)
-            roles = [(number, p) if d == dim else (p,) for d, p in enumerate(places)]
-        seen = self._view(found, tuple(tuple(v for v in r if not E.is_const(v.args[0], 1)) for r in roles))
-        if seen is not None:
-            node.replace_all_uses_with(seen)
+        self.meaning, self.builder = Meaning.of(self.graph), Builder(self.graph, node)
+        dtype, rank, dim = out.meta["val"].dtype, node.meta["val"].ndim, int(argument(node, "dim"))
+
+        def roles(number: Expr, *places: Expr) -> layout.Roles:
+            if node.target is aten.stack.default:
+                return (
+                    *((p,) for p in places[: dim % rank]),
+                    (number,),
+                    *((p,) for p in places[dim % rank :]),
+                )
+            return tuple((number, p) if d == dim % rank else (p,) for d, p in enumerate(places))
+
+        inputs = argument(node, "tensors")
+        if all(n.meta["val"].dtype == dtype for n in (node, *inputs)):
+            seen = self._as_view(inputs, roles, of=out)
+            if seen is not None:
+                node.replace_all_uses_with(seen)
 
     def _entry(self, merged: Attention, count: int, shared: int, error: float) -> AttentionEntry:
         entries: list[AttentionEntry] = [h.meta["attention"] for h in self.heads]

@@ -54,6 +54,7 @@ class Proposal(Builder):
         self.done, self.problem, self.tell = False, "", True
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._undo: list[Callable[[], None]] = []
+        self._outer: Proposal | None = None
 
     def check(self, old: fx.Node, new: fx.Node, leaves: Iterable[fx.Node], about: str = "") -> Verdict:
         """The verdict that both are the same function of `leaves`.
@@ -77,6 +78,18 @@ class Proposal(Builder):
             self.check(old, new, leaves)
         self._replaced[old] = new
 
+    def at(self, anchor: fx.Node) -> Builder:
+        """A builder before another node. What it builds is this proposal's."""
+        other = Builder(self.graph, anchor)
+        other.made = self.made
+        return other
+
+    def attempt(self) -> Proposal:
+        """A proposal within this one: what it builds is built by this one where it is not refused."""
+        made = Proposal(self.graph, self.anchor, self.checks)
+        made._outer = self
+        return made
+
     def undo_by(self, restore: Callable[[], None]) -> None:
         """Call this where the block is refused, before the nodes are removed that it made."""
         self._undo.append(restore)
@@ -92,6 +105,9 @@ class Proposal(Builder):
                 old.replace_all_uses_with(new)
                 self.graph.graph.erase_node(old)
             self.done = bool(self._replaced)
+            if self._outer is not None:
+                self._outer.made += self.made
+                self._outer._undo += self._undo
             return True
         for restore in reversed(self._undo):
             restore()

@@ -26,7 +26,7 @@ from attngraph.ir.ops.cached_attention import Store
 from attngraph.ir.ops.quantised import NAMES, quantised
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
-from attngraph.passes.build import Builder
+from attngraph.passes.build import Builder, Refused
 from attngraph.pipeline import Outcome
 
 
@@ -52,7 +52,7 @@ class QuantiseCache:
                 readers = _readers(meaning, pages[store.name]) if store.name in pages else []
                 if store.dtype.is_floating_point and store.dtype.itemsize > 1 and readers:
                     found[store.name] = readers
-            except _OtherwiseReadError as problem:
+            except Refused as problem:
                 outcome.notes.append(f"{store.label}: kept as it is computed: {problem}")
         if found:
             _quantise(graph, found, self.dtype)
@@ -70,21 +70,16 @@ class _Reader:
     scales: str
 
 
-class _OtherwiseReadError(Exception):
-    """What is kept is read in a way that a scale for each token and head does not serve; says which."""
-
-
 def _pages(graph: ProgramGraph) -> dict[str, fx.Node]:
     """The inputs that are pages, by the name of what is kept there."""
-    given = zip(graph.placeholders(), graph.inputs, strict=True)
-    return {about.name: node for node, about in given if about.kind == "pages"}
+    return {about.name: node for node, about in graph.given().items() if about.kind == "pages"}
 
 
 def _readers(meaning: Meaning, pages: fx.Node) -> list[_Reader]:
     """All that reads pages.
 
     Raises:
-        _OtherwiseReadError: something else than attention reads them, or other vectors than those of one
+        Refused: something else than attention reads them, or other vectors than those of one
             token and head.
     """
     found: list[_Reader] = []
@@ -99,7 +94,7 @@ def _readers(meaning: Meaning, pages: fx.Node) -> list[_Reader]:
             elif meaning.category(user) is Category.MOVEMENT:
                 stack.append(user)
             else:
-                raise _OtherwiseReadError(f"{op_name(user)} at {source_of(user)} reads it")
+                raise Refused(f"{op_name(user)} at {source_of(user)} reads it")
     return found
 
 
@@ -108,7 +103,7 @@ def _as_pages(view: nodes.Cached, node: fx.Node, value: fx.Node) -> list[_Reader
     found = [_Reader(node, scales) for name, scales in names if getattr(view, name) is value]
     others = [v for name, v in view.named.items() if name not in view.page_names]
     if any(value is v or (isinstance(v, (list, tuple)) and value in v) for v in others):
-        raise _OtherwiseReadError(f"scores read it at {source_of(node)}")
+        raise Refused(f"scores read it at {source_of(node)}")
     return found
 
 
@@ -121,17 +116,16 @@ def _require_vectors(meaning: Meaning, pages: fx.Node, value: fx.Node) -> None:
         element = None
     same = element is not None and element.op == "read" and element.value is pages
     if not same or len(at) != 4 or element.args[:3] != at[:3]:  # type: ignore[union-attr]
-        raise _OtherwiseReadError(f"heads are not a dimension of what is kept ({source_of(value)})")
+        raise Refused(f"heads are not a dimension of what is kept ({source_of(value)})")
 
 
 def _quantise(graph: ProgramGraph, found: dict[str, list[_Reader]], dtype: str) -> None:
     assert graph.state is not None
-    pages, last = _pages(graph), graph.placeholders()[-1]
+    pages = _pages(graph)
     made: list[Store] = []
     stores = {store.name: store for store in graph.state.stores}
     for name, readers in found.items():
-        scales = _add_scales(graph, f"{name}.scales", pages[name], last)
-        last = scales
+        scales = _add_scales(graph, f"{name}.scales", pages[name])
         value = pages[name].meta["val"]
         with value.fake_mode:
             pages[name].meta["val"] = torch.empty(value.shape, dtype=NAMES[dtype], device=value.device)
@@ -151,15 +145,12 @@ def _quantise(graph: ProgramGraph, found: dict[str, list[_Reader]], dtype: str) 
     graph.state = dataclasses.replace(graph.state, stores=(*stores.values(), *made))
 
 
-def _add_scales(graph: ProgramGraph, name: str, pages: fx.Node, after: fx.Node) -> fx.Node:
+def _add_scales(graph: ProgramGraph, name: str, pages: fx.Node) -> fx.Node:
     """A new input for the scales of pages."""
-    with graph.graph.inserting_after(after):
-        node: fx.Node = graph.graph.placeholder(f"pages_{name.replace('.', '_')}")
     value = pages.meta["val"]
     with value.fake_mode:
-        node.meta["val"] = torch.empty(value.shape[:3], dtype=torch.float32, device=value.device)
-    graph.inputs = (*graph.inputs, Input("pages", name))
-    return node
+        scales = torch.empty(value.shape[:3], dtype=torch.float32, device=value.device)
+    return graph.add_input(Input("pages", name), scales, f"pages_{name.replace('.', '_')}")
 
 
 def _infer_views(graph: ProgramGraph, changed: Sequence[fx.Node]) -> None:
@@ -176,7 +167,7 @@ def _round_results(graph: ProgramGraph, names: Sequence[str], dtype: str) -> Non
     """Return rounded values and, after all that is kept, their scales. Values of one shape are rounded
     together, in one operation."""
     output = graph.graph.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    results = graph.results()
     places = {o.name: n for n, o in enumerate(graph.outputs) if o.kind == "pages"}
     together: dict[Any, list[str]] = {}
     for name in names:

@@ -14,7 +14,6 @@ floating values.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,10 +34,10 @@ from attngraph.meaning.attention.layout import NoView, ViewOp
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
-from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.build import Builder
+from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome
 
-log = logging.getLogger(__name__)
 _INTEGERS = (torch.int8, torch.uint8)
 _CONTAINERS = (*_INTEGERS, torch.int16, torch.int32, torch.int64)
 """Of digits of 4 bits."""
@@ -78,23 +77,22 @@ class QuantisedLinear:
 
     def run(self, graph: ProgramGraph) -> Outcome:
         outcome = Outcome()
-        found = _Products(graph)
-        checks = Checks(graph)
-        done = 0
+        found, checks, done = _Products(graph), Checks(graph), 0
         for node in list(graph.graph.nodes):
-            try:
+            with Proposal(graph, node, checks, survives=True) as proposal:
                 claim = found.claim(node)
-            except Exception as problem:  # a bug in this pass leaves the node unchanged
-                log.exception("could not examine %s at %s", node, source_of(node))
-                outcome.notes.append(f"left as it is: {source_of(node)}: an error of the compiler: {problem}")
-                continue
-            if claim is None:
-                continue
-            reason = _replace(graph, claim, checks)
+                if claim is None:
+                    continue
+                operands = claim[1:]
+                new = proposal.call(
+                    linear_q, *(None if o is None else _built(proposal, o, claim.outs) for o in operands)
+                )
+                proposal.replace(node, new, [o.base for o in operands if o is not None])
+                new.meta |= {key: value for key, value in node.meta.items() if key != "val"}
             graph.assumed |= {n.name for n in found.meaning.assumed}
-            done += not reason
-            if reason:
-                outcome.notes.append(f"left as it is: {source_of(node)}: {reason}")
+            done += proposal.done
+            if proposal.problem:
+                outcome.notes.append(f"left as it is: {source_of(node)}: {proposal.problem}")
         if done:
             outcome.notes.append(f"{done} product(s) read the weight's integers")
             graph.clean()
@@ -108,8 +106,7 @@ class _Products:
         values = graph.known_values().items()
         tables = {n: v for n, v in values if v.numel() <= _TABLE and not v.is_floating_point()}
         self.meaning = Meaning(tables, graph.conditions)
-        given = zip(graph.placeholders(), graph.inputs, strict=True)
-        self.own = {n for n, i in given if i.kind in ("parameter", "buffer", "constant")}
+        self.own = {n for n, i in graph.given().items() if i.kind in ("parameter", "buffer", "constant")}
         self.has_integers = any(_dtype(n) in _CONTAINERS for n in self.own)
 
     def claim(self, node: fx.Node) -> _Claim | None:
@@ -122,7 +119,7 @@ class _Products:
         try:
             _, at = self.meaning.places(node)
             element = self.meaning.element(node, at)
-            terms = element.args if element.op == "add" else (element,)
+            terms = E.parts(element, "add")
             (total,) = (t for t in terms if t.op == "sum")
             (bias,) = (t for t in terms if t is not total) if len(terms) > 1 else (None,)
             return self._product(node, at, total, bias)
@@ -154,7 +151,7 @@ class _Products:
         """The weight, its scales and its zeros, if an element of it is `(integer - zero) * scale`."""
         value = self.meaning.elementwise(read)
         parts = list(value.args) if value.op == "mul" else [value]
-        whole, *scales = sorted(parts, key=lambda p: not any(map(self._is_whole, _terms(p))))
+        whole, *scales = sorted(parts, key=lambda p: not any(map(self._is_whole, E.parts(p, "add"))))
         if len(scales) > 1 or any(not _is_read(p, torch.float32) or p.value not in self.own for p in scales):
             return None
         scale = scales[0] if scales else None
@@ -173,12 +170,13 @@ class _Products:
 
     def _integers(self, whole: Expr, out: Expr, over: Expr) -> tuple[_Seen, list[Expr]] | None:
         """The matrix of integers in a sum, and the other terms of it."""
-        integer, *others = sorted(_terms(whole), key=lambda t: not self._is_weight(t))
+        terms = E.parts(whole, "add")
+        integer, *others = sorted(terms, key=lambda t: not self._is_weight(t))
         if self._is_weight(integer):
             return (self._seen(integer, ((out,), (over,))), others) if integer.free == {out, over} else None
-        sources = {n.value for n in _reads(whole) if _is_read(n, *_CONTAINERS) and n.value in self.own}
+        sources = {n.value for n in E.reads(whole) if _is_read(n, *_CONTAINERS) and n.value in self.own}
         source = max(sources, key=lambda n: int(n.meta["val"].numel()), default=None)
-        own = [t for t in _terms(whole) if t.op == "const" or any(n.value is source for n in _reads(t))]
+        own = [t for t in terms if t.op == "const" or any(n.value is source for n in E.reads(t))]
         dtype = None if source is None else _dtype(source)
         digits = None if dtype is None else find_digits(M.add(*own), out, over, dtype)
         if digits is None or digits.read.value is not source:
@@ -186,7 +184,7 @@ class _Products:
         bytes_ = self._seen(digits.read, (digits.rows, digits.columns))
         if any(step.op not in _KEEPS_ORDER for step in bytes_.steps):
             return None
-        return _Seen(bytes_.base, (), digits.packed), [t for t in _terms(whole) if t not in own]
+        return _Seen(bytes_.base, (), digits.packed), [t for t in terms if t not in own]
 
     def _is_narrowed(self, node: fx.Node) -> bool:
         """Whether a value was rounded to 16 bits on its way from the model's own tensors: formulas do not
@@ -221,14 +219,6 @@ class _Products:
         index = tuple(M.substitute(i, {v: recombined(d) for v, d in digits.items()}) for i in read.args)
         roles = tuple(tuple(d for v in role for d in digits.get(v, (v,))) for role in roles)
         return _Seen(read.value, layout.solve(self.meaning.shape(read.value), index, roles))
-
-
-def _reads(value: Expr) -> list[Expr]:
-    return [n for n in E.walk(value) if n.op == "read"]
-
-
-def _terms(value: Expr) -> Sequence[Expr]:
-    return value.args if value.op == "add" else (value,)
 
 
 def _subtracted(term: Expr) -> Expr | None:
@@ -267,24 +257,3 @@ def _built(builder: Builder, seen: _Seen, outs: int) -> fx.Node:
     if seen.packed is not None:
         return builder.call(unpack, seen.base, outs, str(seen.packed))
     return builder.view(seen.base, seen.steps)
-
-
-def _replace(graph: ProgramGraph, claim: _Claim, checks: Checks) -> str:
-    """Apply a claim; returns the reason if it does not hold."""
-    builder = Builder(graph, claim.node)
-    operands = claim[1:]
-    try:
-        new = builder.call(
-            linear_q, *(None if o is None else _built(builder, o, claim.outs) for o in operands)
-        )
-    except NoSize as problem:
-        builder.discard()
-        return str(problem)
-    verdict = checks.same_value(claim.node, new, [o.base for o in operands if o is not None])
-    if verdict.problem:
-        builder.discard()
-        return verdict.problem
-    new.meta |= {key: value for key, value in claim.node.meta.items() if key != "val"}
-    claim.node.replace_all_uses_with(new)
-    graph.graph.erase_node(claim.node)
-    return ""

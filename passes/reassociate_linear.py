@@ -11,7 +11,6 @@ uses, and where it would cost more at the sizes of the traced call.
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 import networkx as nx
 import torch
@@ -25,18 +24,16 @@ from attngraph.ir.language.score import INDICES, Keep, Score, Weight
 from attngraph.ir.ops.linear_attention import linear_attention
 from attngraph.meaning.algebra.sizes import evaluate_size
 from attngraph.meaning.attention import linear
-from attngraph.meaning.attention.claim import NO_VIEW, Attention
-from attngraph.meaning.attention.layout import NoView
+from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import Recogniser
 from attngraph.meaning.attention.refusal import Refusal
-from attngraph.meaning.check.once import Checks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words
-from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.build import Builder, NoSize, Refused
+from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome
 
-log = logging.getLogger(__name__)
 aten = torch.ops.aten
 _CAUSAL = E.make("le", (E.var("k"), E.var("q")), None, "bool")
 
@@ -56,8 +53,7 @@ class _Reassociation:
         self.graph = graph
         self.meaning = Meaning.of(graph)
         self.recogniser = Recogniser(self.meaning, graph.gradients)
-        arguments = zip(graph.placeholders(), graph.inputs, strict=True)
-        self.weights = {node for node, given in arguments if given.kind != "argument"}
+        self.weights = {node for node, given in graph.given().items() if given.kind != "argument"}
         for node in graph.graph.nodes:
             inputs = (n for n in node.all_input_nodes if not is_size(n))
             made = node.op == "call_function" and node.target is not aten.ones.default
@@ -65,22 +61,15 @@ class _Reassociation:
                 self.weights.add(node)
 
     def run(self) -> Outcome:
-        outcome = Outcome()
+        outcome, claims = Outcome(), []
         ones: dict[fx.Node, fx.Node] = {}
-        claims = []
         for node in list(self.graph.graph.nodes):
-            try:
-                if not is_empty(node) and linear.is_root(self.meaning, node):
-                    claim = linear.examine(self.recogniser, node, self._ones(node, ones), self.weights)
-                    if isinstance(claim, Attention):
-                        claim = self._why_not(claim) or claim if self._is_of_tokens(claim) else None
-                    if isinstance(claim, Refusal):
-                        outcome.notes.append(f"left as it is: {source_of(node)}: {claim.reason}")
-                    elif claim is not None:
-                        claims.append(claim)
-            except Exception as problem:  # a bug in this pass leaves the node unchanged
-                log.exception("could not examine %s at %s", node, source_of(node))
-                outcome.notes.append(f"left as it is: {source_of(node)}: an error of the compiler: {problem}")
+            with Proposal(self.graph, node, survives=True) as examined:
+                claim = self._examine(node, ones)
+                if claim is not None:
+                    claims.append(claim)
+            if examined.problem:
+                outcome.notes.append(f"left as it is: {source_of(node)}: {examined.problem}")
         for claim in reversed(self._alone(claims)):  # users of a normaliser before the normaliser
             source = source_of(claim.node)
             reason = self._replace(claim)
@@ -89,6 +78,22 @@ class _Reassociation:
             outcome.notes.append(f"left as it is: {source}: {reason}" if reason else done)
         self.graph.clean()
         return outcome
+
+    def _examine(self, node: fx.Node, ones: dict[fx.Node, fx.Node]) -> Attention | None:
+        """What a node is, if its scores are to be summed in another order.
+
+        Raises:
+            Refused: it is such a sum, but must stay as it is.
+        """
+        if is_empty(node) or not linear.is_root(self.meaning, node):
+            return None
+        claim = linear.examine(self.recogniser, node, self._ones(node, ones), self.weights)
+        if isinstance(claim, Refusal):
+            raise Refused(claim.reason)
+        if claim is None or not self._is_of_tokens(claim):
+            return None
+        self._require_gain(claim)
+        return claim
 
     def _ones(self, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
         """For a sum over the last dimension: a vector of ones of that length, as values."""
@@ -112,24 +117,25 @@ class _Reassociation:
         bases = (b for o in (claim.k, claim.v) for b in o.bases)
         return bool(claim.scores) and self.weights.isdisjoint(bases)
 
-    def _why_not(self, claim: Attention) -> Refusal | None:
-        """Why the linear form does not apply, or costs more; for symbolic lengths it counts as cheaper."""
+    def _require_gain(self, claim: Attention) -> None:
+        """Raise Refused where the linear form does not apply, or costs more; for symbolic lengths it counts
+        as cheaper."""
         program = claim.program
         plain = all(isinstance(s, (Score, Keep, Weight)) for s in program.statements)
         if not plain or program.scale is None or any(isinstance(r, Seed) for r in claim.reads):
-            return Refusal("its weights are not just a multiple of the scores")
+            raise Refused("its weights are not just a multiple of the scores")
         if any(k.predicate is not _CAUSAL or not k.is_hard for k in program.keeps):
-            return Refusal(f"its mask is neither causal nor none ({words.describe(program)})")
+            raise Refused(f"its mask is neither causal nor none ({words.describe(program)})")
         if any("k" in _indices(s.value) for s in program.statements if isinstance(s, Weight)):
-            return Refusal("its weights are multiplied by something that depends on the key")
+            raise Refused("its weights are multiplied by something that depends on the key")
         rows, columns = (E.ONE, *self.meaning.shape(claim.scores[0]))[-2:]
         if rows.op != "const" and columns.op != "const":
-            return None
+            return
         q, k, d, e = (
             int(evaluate_size(x, self.graph.hints)) for x in (rows, columns, claim.head_dim, claim.value_dim)
         )
-        dearer = 2 * (q + k) * d * e >= q * k * (d + e)
-        return Refusal("it would take more operations at these sizes") if dearer else None
+        if 2 * (q + k) * d * e >= q * k * (d + e):
+            raise Refused("it would take more operations at these sizes")
 
     def _alone(self, claims: list[Attention]) -> list[Attention]:
         """The claims whose scores have no other use."""
@@ -145,28 +151,18 @@ class _Reassociation:
 
     def _replace(self, claim: Attention) -> str:
         """Apply a claim; returns the reason if that fails."""
-        builder = Builder(self.graph, claim.node)
-        try:
-            q, k, v = (builder.operand(o) for o in (claim.q, claim.k, claim.v))
-            sizes = [builder.size(s) for s in claim.sizes]
-            new = builder.call(linear_attention, q, k, v, list(claim.reads), sizes, str(claim.program))
-            new = builder.view(new, claim.output)
-        except (NoSize, NoView) as problem:
-            builder.discard()
-            return str(problem) or NO_VIEW
-        sources = (*claim.q.bases, *claim.k.bases, *claim.v.bases, *claim.reads)
-        leaves = [s for s in sources if isinstance(s, fx.Node) and s.target is not aten.ones.default]
-        # A normaliser may have been rewritten already: compare as functions of common inputs.
-        verdict = Checks(self.graph).same_value(claim.node, new, leaves)
-        if verdict.problem:
-            builder.discard()
-            return verdict.problem
-        wanted = claim.node.meta["val"].dtype
-        if new.meta["val"].dtype != wanted:
-            new = builder.call(aten._to_copy.default, new, dtype=wanted)
-        claim.node.replace_all_uses_with(new)
-        self.graph.graph.erase_node(claim.node)
-        return ""
+        with Proposal(self.graph, claim.node) as proposal:
+            q, k, v = (proposal.operand(o) for o in (claim.q, claim.k, claim.v))
+            sizes = [proposal.size(s) for s in claim.sizes]
+            new = proposal.call(linear_attention, q, k, v, list(claim.reads), sizes, str(claim.program))
+            new = proposal.view(new, claim.output)
+            sources = (*claim.q.bases, *claim.k.bases, *claim.v.bases, *claim.reads)
+            leaves = [s for s in sources if isinstance(s, fx.Node) and s.target is not aten.ones.default]
+            # A normaliser may have been rewritten already: compare as functions of common inputs.
+            proposal.check(claim.node, new, leaves)
+            dtype = claim.node.meta["val"].dtype
+            proposal.replace(claim.node, proposal.trace(lambda new: new.to(dtype), new))
+        return proposal.problem
 
 
 def _indices(node: Expr) -> set[str]:

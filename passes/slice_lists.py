@@ -22,7 +22,8 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.rules.movement import is_mask
-from attngraph.passes.build import Builder
+from attngraph.passes.build import Refused
+from attngraph.passes.proposal import Proposal
 
 aten = torch.ops.aten
 PICKS = (aten.index.Tensor, aten.index_select.default)
@@ -39,15 +40,14 @@ def slice_lists(graph: ProgramGraph) -> Counter[str]:
         cut = _cut(meaning, node)
         if cut is None:
             continue
-        builder = Builder(graph, node)
-        part = builder.call(aten.slice.Tensor, node.args[0], *cut)
-        made = builder.call(aten.clone.default, part, memory_format=torch.contiguous_format)
-        if made.meta["val"].stride() != node.meta["val"].stride():
-            builder.discard()
-            continue
-        found[op_name(node)] += 1
-        node.replace_all_uses_with(made)
-        graph.graph.erase_node(node)
+        with Proposal(graph, node) as proposal:
+            part = proposal.call(aten.slice.Tensor, node.args[0], *cut)
+            made = proposal.call(aten.clone.default, part, memory_format=torch.contiguous_format)
+            if made.meta["val"].stride() != node.meta["val"].stride():
+                raise Refused("a result of another layout")
+            proposal.replace(node, made)
+        if proposal.done:
+            found[op_name(node)] += 1
     return found
 
 

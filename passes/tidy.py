@@ -9,7 +9,7 @@ reorder elements, and activations and norms are recognised by the formula of an 
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import RULES, Category, Unliftable, category_of
 from attngraph.meaning.rules import movement
-from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.build import Builder
+from attngraph.passes.named import GELU_BY_TANH, RMS_NORM, SILU, meant
+from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
@@ -39,8 +41,7 @@ class Tidy:
     def run(self, graph: ProgramGraph) -> Outcome:
         outcome = Outcome()
         before = graph.op_count()
-        activations = _name_activations(graph)
-        norms = _name_norms(graph)
+        activations, norms = _name(graph, _activation), _name(graph, _norm)
         _shorten_views(graph)
         graph.clean()
         _share(graph)
@@ -69,13 +70,9 @@ def _shorten_views(graph: ProgramGraph) -> None:
         if _extents(source) == _extents(node) and not needs_memory:
             node.replace_all_uses_with(source)
         elif chain > 1 and not needs_memory:
-            builder = Builder(graph, node)
-            try:
-                shape = [builder.size(extent) for extent in _extents(node)]
-            except (NoSize, KeyError):
-                builder.discard()
-                continue
-            node.replace_all_uses_with(builder.call(aten.reshape.default, source, shape))
+            with Proposal(graph, node) as proposal:
+                shape = [proposal.size(extent) for extent in _extents(node)]
+                proposal.replace(node, proposal.call(aten.reshape.default, source, shape))
 
 
 def _keeps_order(node: fx.Node) -> bool:
@@ -107,65 +104,74 @@ def _frozen(value: Any) -> Any:
 
 
 _X = E.var("x")
-_INNER = M.add(_X, M.mul(E.const(0.044715), M.power(_X, E.const(3.0))))
-_TANH = M.function("tanh", M.mul(E.const(math.sqrt(2 / math.pi)), _INNER))
-_ACTIVATIONS: dict[Expr, tuple[Any, dict[str, Any]]] = {
-    M.mul(E.const(0.5), _X, M.add(E.const(1.0), _TANH)): (aten.gelu.default, {"approximate": "tanh"}),
-    M.mul(_X, M.function("sigmoid", _X)): (aten.silu.default, {}),
-}
-"""Formulas of one element, and the operation that computes them (Hendrycks & Gimpel 2016; Elfwing 2018)."""
+_ACTIVATIONS: dict[Expr, tuple[Any, dict[str, Any]]] = {}
 _MEAN = "aten.mean.dim"
 _LAST = frozenset({"aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor"})
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
-def _name_activations(graph: ProgramGraph) -> int:
-    meaning = Meaning({}, graph.conditions)
-    found = 0
+def _name(graph: ProgramGraph, match: Callable[[Meaning, fx.Node], _Call | None]) -> int:
+    """Replace what a match finds by the operation that it names; returns how many there were."""
+    meaning, found = Meaning({}, graph.conditions), 0
     for node in list(graph.graph.nodes):
         if str(node.target) not in _LAST or not node.users:
             continue
-        match = _activation(meaning, node)
-        if match is None:
+        try:
+            call = match(meaning, node)
+        except (Unliftable, TypeError):
             continue
-        source, target, kwargs = match
-        builder = Builder(graph, node)
-        node.replace_all_uses_with(builder.call(target, source, **kwargs))
-        found += 1
+        if call is not None:
+            target, args, kwargs = call
+            node.replace_all_uses_with(Builder(graph, node).call(target, *args, **kwargs))
+            found += 1
     return found
 
 
-def _activation(meaning: Meaning, node: fx.Node) -> tuple[fx.Node, Any, dict[str, Any]] | None:
-    """The operand and the operation, if a node is a known activation function."""
-    value = node.meta["val"]
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+def _places(meaning: Meaning, node: fx.Node, *others: fx.Node) -> tuple[Expr, ...] | None:
+    """Indices of an element; None where one of the others has another dtype, or the first another shape."""
+    shape = meaning.shape(node)
+    alike = all(n.meta["val"].dtype == node.meta["val"].dtype for n in others)
+    if not alike or meaning.shape(others[0]) != shape:
         return None
-    try:
-        at = tuple(E.var(f"o{d}", extent) for d, extent in enumerate(meaning.shape(node)))
-        source = _common_source(node)
-        if (
-            source is None
-            or source.meta["val"].dtype != value.dtype
-            or meaning.shape(source) != meaning.shape(node)
-        ):
-            return None
-        whole = meaning.lift(
-            meaning.read(node, at), lambda r: r.value is not source and _is_pointwise(r.value)
-        )
-        formula = M.substitute(whole, {meaning.read(source, at): _X})
-    except (Unliftable, TypeError):
-        return None
-    known = _ACTIVATIONS.get(_with_floats(formula))
-    return None if known is None else (source, *known)
+    return tuple(E.var(f"o{d}", extent) for d, extent in enumerate(shape))
 
 
-def _with_floats(formula: Expr) -> Expr:
-    """The formula with all numbers as floats, so that 1 and 1.0 compare equal."""
+def _activation(meaning: Meaning, node: fx.Node) -> _Call | None:
+    """The operation of the formula that a node computes from one tensor."""
+    value, source = node.meta["val"], _common_source(node)
+    if not isinstance(value, Tensor) or not value.is_floating_point() or source is None:
+        return None
+    at = _places(meaning, node, source)
+    if at is None:
+        return None
+    whole = meaning.lift(meaning.read(node, at), lambda r: r.value is not source and _is_pointwise(r.value))
+    formula = _plain(M.substitute(whole, {meaning.read(source, at): _X}))
+    target, kwargs = _ACTIVATIONS.get(formula, (None, {}))
+    return None if target is None else (target, (source,), kwargs)
+
+
+def _plain(formula: Expr) -> Expr:
+    """A formula with all numbers as floats, so that 1 and 1.0 compare equal."""
     numbers = {n: E.const(float(n.value)) for n in E.walk(formula) if n.op == "const" and n.kind == "int"}
-    return M.substitute(formula, numbers)
+    return M.canonical_binders(M.substitute(formula, numbers))
+
+
+_ACTIVATIONS |= {
+    _plain(meant(GELU_BY_TANH.replace("x * x * x", "x ** 3.0"), x=_X)): (
+        aten.gelu.default,
+        {"approximate": "tanh"},
+    ),
+    _plain(meant(SILU, x=_X)): (aten.silu.default, {}),
+}
 
 
 def _is_pointwise(node: fx.Node) -> bool:
     return category_of(node) is Category.POINTWISE
+
+
+def _operands(inside: Collection[fx.Node]) -> dict[fx.Node, None]:
+    """What nodes are computed from, besides each other and sizes."""
+    return {n: None for i in inside for n in i.all_input_nodes if n not in inside and not is_size(n)}
 
 
 def _common_source(node: fx.Node) -> fx.Node | None:
@@ -173,9 +179,9 @@ def _common_source(node: fx.Node) -> fx.Node | None:
     whole tree depends."""
     inside: dict[fx.Node, None] = {node: None}
     while len(inside) <= 16:
-        before = {n for i in inside for n in i.all_input_nodes if n not in inside and not is_size(n)}
+        before = _operands(inside)
         if len(before) == 1 and len(inside) > 1:
-            return before.pop()
+            return next(iter(before))
         grown = [n for n in before if _is_pointwise(n) and all(u in inside for u in n.users)]
         if not grown:
             return None
@@ -183,65 +189,30 @@ def _common_source(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _name_norms(graph: ProgramGraph) -> int:
-    """Replace w x / sqrt(mean(x^2) + epsilon) by `rms_norm` (Zhang & Sennrich 2019)."""
-    meaning = Meaning({}, graph.conditions)
-    found = 0
-    for node in list(graph.graph.nodes):
-        if str(node.target) not in _LAST or not node.users:
-            continue
-        match = _norm(meaning, node)
-        if match is not None:
-            source, weight, epsilon = match
-            width = weight.meta["val"].shape[0]
-            builder = Builder(graph, node)
-            made = builder.call(aten.rms_norm.default, source, [width], weight, epsilon)
-            node.replace_all_uses_with(made)
-            found += 1
-    return found
-
-
-def _norm(meaning: Meaning, node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """The operand, weight and epsilon, if a node is a root-mean-square norm."""
+def _norm(meaning: Meaning, node: fx.Node) -> _Call | None:
+    """`rms_norm` of the tensor, the weight and the epsilon of which a node is the norm."""
     operands = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     weights = [n for n in operands if n.op == "placeholder" and n.meta["val"].ndim == 1]
     inside = _normaliser(node)
     if len(weights) != 1 or inside is None:
         return None
-    mean = next(n for n in inside if str(n.target) == _MEAN)
-    square: Any = mean.args[0]
+    square: Any = next(n for n in inside if str(n.target) == _MEAN).args[0]
     if square not in inside or not isinstance(square.args[0], fx.Node):
         return None
-    (weight,), source, value = weights, square.args[0], node.meta["val"]
-    if source.meta["val"].dtype != value.dtype or weight.meta["val"].dtype != value.dtype:
+    (weight,), source = weights, square.args[0]
+    at = _places(meaning, node, source, weight)
+    if at is None or meaning.shape(weight) != meaning.shape(node)[-1:]:
         return None
-    try:
-        shape = meaning.shape(node)
-        if meaning.shape(source) != shape or meaning.shape(weight) != shape[-1:]:
-            return None
-        at = tuple(E.var(f"o{d}", extent) for d, extent in enumerate(shape))
-        whole = meaning.lift(meaning.read(node, at), lambda r: r.value in inside and r.value is not source)
-        for epsilon in {n.value for n in E.walk(whole) if n.op == "const" and n.kind == "float"}:
-            wanted = _normalised(meaning, source, weight, at, epsilon)
-            if _plain(whole) is _plain(wanted):
-                return source, weight, epsilon
-    except (Unliftable, TypeError):
-        return None
-    return None
-
-
-def _normalised(
-    meaning: Meaning, source: fx.Node, weight: fx.Node, at: tuple[Expr, ...], epsilon: float
-) -> Expr:
+    whole = meaning.lift(meaning.read(node, at), lambda r: r.value in inside and r.value is not source)
     place = E.var("c", at[-1].args[0])
-    square = M.power(meaning.read(source, (*at[:-1], place)), E.const(2))
-    mean = M.mul(M.total(place, square), M.recip(at[-1].args[0]))
-    by = M.recip(M.function("sqrt", M.add(mean, E.const(epsilon))))
-    return M.mul(meaning.read(weight, at[-1:]), meaning.read(source, at), by)
-
-
-def _plain(formula: Expr) -> Expr:
-    return M.canonical_binders(_with_floats(formula))
+    total = M.total(place, M.power(meaning.read(source, (*at[:-1], place)), E.const(2)))
+    square, x = M.mul(total, M.recip(at[-1].args[0])), meaning.read(source, at)
+    for epsilon in {n.value for n in E.walk(whole) if n.op == "const" and n.kind == "float"}:
+        norm = meant(RMS_NORM, x=x, square=square, epsilon=E.const(epsilon))
+        wanted = M.mul(meaning.read(weight, at[-1:]), norm)
+        if _plain(whole) is _plain(wanted):
+            return aten.rms_norm.default, (source, [weight.meta["val"].shape[0]], weight, epsilon), {}
+    return None
 
 
 def _normaliser(node: fx.Node) -> set[fx.Node] | None:
@@ -249,12 +220,8 @@ def _normaliser(node: fx.Node) -> set[fx.Node] | None:
     inside: set[fx.Node] = {node}
     grown = True
     while grown and len(inside) <= 10:
-        before = {n for i in inside for n in i.all_input_nodes if n not in inside and not is_size(n)}
-        new = {
-            n for n in before
-            if (_is_pointwise(n) or str(n.target) == _MEAN) and all(u in inside for u in n.users)
-        }  # fmt: skip
+        own = [n for n in _operands(inside) if _is_pointwise(n) or str(n.target) == _MEAN]
+        new = {n for n in own if all(u in inside for u in n.users)}
         inside |= new
         grown = bool(new)
-    means = [n for n in inside if str(n.target) == _MEAN]
-    return inside if len(means) == 1 else None
+    return inside if sum(str(n.target) == _MEAN for n in inside) == 1 else None

@@ -12,17 +12,15 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.overloads import implied
 from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra.sizes import size_expression
-
-if TYPE_CHECKING:
-    from attngraph.passes.build import Builder
 
 aten = torch.ops.aten
 _OF_SIZES: dict[str, Any] = {
@@ -31,6 +29,14 @@ _OF_SIZES: dict[str, Any] = {
 }  # fmt: skip
 """Arithmetic of sizes, by the name that it has for tensors."""
 _AS_THEY_ARE = (operator.getitem, torch.sym_max, torch.sym_min, *_OF_SIZES.values())
+
+
+class Recorder(Protocol):
+    """Makes nodes of calls (`build.Builder`)."""
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node: ...
+
+    def size(self, value: Expr) -> Any: ...
 
 
 def _operator(name: str, turned: bool = False) -> Callable[[Traced, Any], Traced]:
@@ -49,7 +55,7 @@ class Traced:
 
     __slots__ = ("builder", "node")
 
-    def __init__(self, builder: Builder, node: fx.Node) -> None:
+    def __init__(self, builder: Recorder, node: fx.Node) -> None:
         self.builder, self.node = builder, node
 
     @property
@@ -120,14 +126,14 @@ class Traced:
         return Traced(self.builder, self.builder.call(function, *given, **named))
 
 
-def traced(value: Any, builder: Builder) -> Any:
+def traced(value: Any, builder: Recorder) -> Any:
     """The value, with what stands for nodes in place of them."""
     if isinstance(value, (list, tuple)):
         return [traced(v, builder) for v in value]
     return Traced(builder, value) if isinstance(value, fx.Node) else value
 
 
-def untraced(value: Any, builder: Builder) -> Any:
+def untraced(value: Any, builder: Recorder) -> Any:
     """The value, with nodes in place of what stands for them, and of symbolic sizes."""
     if isinstance(value, Traced):
         return value.node

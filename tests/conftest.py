@@ -9,6 +9,7 @@ import collections
 import functools
 import gc
 import itertools
+import json
 import math
 import os
 import re
@@ -127,6 +128,25 @@ def _covering(items: Sequence[pytest.Function]) -> list[pytest.Function]:
     return found
 
 
+COSTS = Path(__file__).with_name("costs.json")
+"""Seconds that one case of a test takes, in the mean; tests that take less than 0.05 are left out. Measured
+by `pytest --measure-costs`, which writes what it ran."""
+_spent: dict[str, list[float]] = collections.defaultdict(list)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call":
+        _spent[report.nodeid.partition("[")[0]].append(report.duration)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("measure_costs") and "PYTEST_XDIST_WORKER" not in os.environ:
+        known = json.loads(COSTS.read_text("utf-8")) if COSTS.exists() else {}
+        costs = known | {name: sum(times) / len(times) for name, times in _spent.items()}
+        kept = {name: float(f"{seconds:.2g}") for name, seconds in sorted(costs.items()) if seconds >= 0.05}
+        COSTS.write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def kernels_are_compiled_quickly() -> Iterator[None]:
     """The C compiler is told to be quick: tests ask what the source means. -Og takes half as long as -O1 and
@@ -157,6 +177,7 @@ def graphs_of_this_run(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--measure-costs", action="store_true", help="write what each test costs to costs.json")
     parser.addoption(
         "--update-golden",
         action="store_true",

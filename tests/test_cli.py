@@ -232,7 +232,7 @@ def test_what_arguments_may_be_is_what_there_is() -> None:
     assert choices.BACKENDS == options.BACKENDS
     assert choices.ABSORB == options.ABSORB
     assert tuple(step.name for step in passes.PASSES) == choices.PASSES
-    assert (choices.FORMATS, choices.FALLBACKS) == (export.FORMATS, export.FALLBACKS)
+    assert (tuple(export.FORMATS), export.FALLBACKS) == (choices.FORMATS, choices.FALLBACKS)
 
 
 @pytest.mark.slow

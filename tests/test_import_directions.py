@@ -40,13 +40,18 @@ FLOORS_INSIDE = {
         {"rule"}, {"algebra"}, {"masks", "constants"}, {"constant_folding", "wrapping"}, {"element"},
         {"rules"}, {"attention"}, {"check"}, {"tokens", "placement"}, {"__init__"},
     ),
+    "capture": (
+        {"instead", "structure", "trace_lock"}, {"state"}, {"lines", "sides"},
+        {"asked", "attributes", "captured"}, {"assumed", "guards", "program", "side_effects", "subgraphs"},
+        {"compared", "faster", "first_call", "flat", "graph_breaks"}, {"trace"}, {"__init__"},
+    ),
     "codegen": ({"unsupported", "remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
     "passes": (
-        {"attention_entries", "build", "dtypes", "look_later", "shared_scores", "join_rows", "canonicalize",
-         "slice_lists", "follows_arguments", "fuse_attention", "merge_heads", "absorb_mla",
-         "reassociate_linear", "insert_kv_cache", "divide_cache", "tidy", "quantised_linear",
-         "fuse_token_wise", "quantise_cache", "select_kernels", "convert_heads", "shard", "shard_heads",
-         "shard_tokens"},
+        {"attention_entries", "build", "traced", "proposal", "named", "look_later",
+         "shared_scores", "join_rows", "canonicalize", "slice_lists", "follows_arguments", "fuse_attention",
+         "merge_heads", "absorb_mla", "reassociate_linear", "insert_kv_cache", "divide_cache", "tidy",
+         "quantised_linear", "fuse_token_wise", "quantise_cache", "select_kernels", "convert_heads", "shard",
+         "shard_heads", "shard_tokens"},
         {"__init__"},
     ),
 }  # fmt: skip

@@ -1,13 +1,18 @@
-"""Checks what users give before any work is done with it: a model, and the arguments of a call of it."""
+"""Checks before any work is done: of a model, of the arguments of a call, and of what is around it."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from attngraph.capture.guards import run_past
+from attngraph.capture.trace_lock import LOCK
 from attngraph.runtime.decoder import Decoder
 
 
@@ -52,3 +57,31 @@ def require_fit(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the model")
         )
         raise TypeError(f"{name}{signature} does not take these arguments: {problem}.") from None
+
+
+log = logging.getLogger(__name__)
+
+
+def is_transformed() -> bool:
+    """Whether the call is part of another trace, or of a transformation (vmap, jvp) that needs the model's
+    own operations. The original model is then run instead."""
+    if LOCK.traces_here():
+        return True
+    # Torch's flags are those of the process: while another thread traces, they tell nothing about this one.
+    begun = -1 if LOCK.is_tracing() else LOCK.begun
+    exports = torch.compiler.is_exporting() or torch.compiler.is_compiling()
+    return (
+        (exports and begun == LOCK.begun)
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        or (bool(around := run_past()) and _told(around))
+    )
+
+
+@functools.cache
+def _told(around: str) -> bool:
+    """Tell once that something around a call is not run past."""
+    log.warning("under %s the model itself runs, and not what was compiled", around)
+    return True

@@ -1,4 +1,4 @@
-"""Builds an executable from one call of a model: capture, passes, kernels, and the report of all three.
+"""Builds what runs from one call of a model: capture, passes, kernels, and the report of all three.
 
 Which graph is used for which call is decided elsewhere (`compiled`, `runtime/decoder`); `derive` makes the
 step of a decoder.
@@ -6,7 +6,6 @@ step of a decoder.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -14,23 +13,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx
 
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.compare_sides import compare_sides
-from attngraph.api.later import later_of
 from attngraph.api.options import Options
-from attngraph.api.records import entries_of
-from attngraph.api.rewritten import captured_again, owner_of, rewritten
-from attngraph.api.runners import runner_of
-from attngraph.capture.captured import Captured
+from attngraph.api.records import entries_of, later_of
+from attngraph.api.rewritten import capture_call, capturing_again, owner_of, rewritten
 from attngraph.capture.trace_lock import LOCK
+from attngraph.codegen.cpu.record.replay import Replay
 from attngraph.errors import NotFusedError
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.ops import cached_attention as cached
+from attngraph.ir.ops import latent_attention as latent
+from attngraph.ir.ops.token_program import token_program
 from attngraph.report.report import CompileReport
+from attngraph.runtime.devices import Runner
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.parallel.agree import agree_on_graph
-from attngraph.runtime.parallel.parameters import Own, distribute, stand_ins
-from attngraph.runtime.parallel.simulated import simulated
+
+aten, ours = torch.ops.aten, torch.ops.attngraph
 
 
 @LOCK.trace()
@@ -50,22 +51,21 @@ def compile_graph(
         # The graph is one operation for gradients: its results cannot follow from one that waits.
         options = dataclasses.replace(options, later=())
     owner = owner_of(target)
-    shared = options.mesh is not None and not options.mesh.is_simulated
-    with stand_ins(owner) if shared else contextlib.nullcontext():
-        made = rewritten(target, args, kwargs, options, options.pipeline(), sides)
+    with options.devices.tracing(owner):
+        capture = functools.partial(capture_call, target, args, kwargs)
+        made = rewritten(capture, options, options.pipeline(), keep=sides)
     if made.before is not None:
-        again = functools.partial(captured_again, target, assumed=made.assumed, tables=False)
+        again = capturing_again(target, made.assumed, tables=False)
         found_sides = compare_sides(made.captured, made.before, owner, args, kwargs, again)
         made.captured = dataclasses.replace(made.captured, sides=found_sides)
     result, graph = made.result, made.captured.graph
     entries = tuple(entries_of(graph))
-    found = _executable(made.captured, owner, options)
+    found = Executable(made.captured, owner, *options.devices.runs(graph, owner, runner_of(options)))
     seconds = time.perf_counter() - start
     report = CompileReport(
         entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured,
-        code=result.code, ranks=None if graph.ranks is None else graph.ranks.entry,
-        context=None if graph.ranks is None else graph.ranks.context, numbers=made.numbers,
-        capture=made.seconds, later=later_of(made.captured),
+        code=result.code, numbers=made.numbers, capture=made.seconds, later=later_of(made.captured),
+        **options.devices.reported(graph),
     )  # fmt: skip
     if made.dump is not None:
         made.dump.finish(report)
@@ -80,14 +80,94 @@ def compile_graph(
     return found
 
 
-def _executable(captured: Captured, owner: nn.Module, options: Options) -> Executable:
-    """What runs a graph: on this device, on this rank of several, or on simulated ranks."""
-    mesh, graph = options.mesh, captured.graph
-    if mesh is None or graph.ranks is None:
-        return Executable(captured, owner, runner_of(options))
-    if mesh.is_simulated:
-        return Executable(captured, owner, simulated, Own(graph, owner, mesh))
-    agree_on_graph(mesh, graph)
-    if mesh.tensor is not None and mesh.holds_parts:
-        distribute(graph, owner, mesh.tensor)
-    return Executable(captured, owner, runner_of(options), Own(graph, owner, mesh))
+def runner_of(options: Options) -> Runner:
+    """A graph's module, or that compiled by Inductor."""
+
+    def run(graph: ProgramGraph) -> Callable[..., Any]:
+        if not options.inductor:
+            return graph.module
+        if options.progress is not None:
+            options.progress("inductor")
+        compiled: Callable[..., Any] = torch.compile(graph.written(), dynamic=True, fullgraph=True)
+        return compiled
+
+    return run
+
+
+def step_runner_of(options: Options, records: bool = True) -> Runner:
+    """As `runner_of`, for a decoder's step and its stage of the prompt. `records`: whether steps are recorded
+    and replayed. (What is recorded when follows from where tensors lie, so ranks, which must all exchange the
+    same, do not.)"""
+
+    def run(graph: ProgramGraph) -> Callable[..., Any]:
+        return Replay(graph, shortened) if records and graph.state is not None else shortened(graph.module)
+
+    return runner_of(options) if options.inductor else run
+
+
+def _size(tensor: Tensor, dim: int) -> int:
+    return tensor.shape[dim]
+
+
+def _ours(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
+    """What the op computes without its dispatch, but for modes that want to see ops (FlopCounterMode)."""
+
+    def call(*args: Any) -> Any:
+        return (op if torch._C._len_torch_dispatch_stack() else function)(*args)
+
+    return call
+
+
+SHORTER: dict[Any, Callable[..., Any]] = {
+    aten.sym_size.int: _size,
+    aten.reshape.default: torch.reshape,
+    aten.permute.default: torch.permute,
+    aten.transpose.int: torch.transpose,
+    aten.narrow.default: torch.narrow,
+    aten.select.int: torch.select,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.unflatten.int: torch.unflatten,
+    aten.index_select.default: torch.index_select,
+    aten.add.Tensor: torch.add,
+    aten.sub.Tensor: torch.sub,
+    aten.mul.Tensor: torch.mul,
+    aten.div.Tensor: torch.div,
+    aten.pow.Tensor_Scalar: torch.pow,
+    aten.neg.default: torch.neg,
+    aten.rsqrt.default: torch.rsqrt,
+    aten.tanh.default: torch.tanh,
+    aten.sigmoid.default: torch.sigmoid,
+    aten.relu.default: torch.relu,
+    aten.cos.default: torch.cos,
+    aten.sin.default: torch.sin,
+    aten.cat.default: torch.cat,
+    aten.silu.default: torch.nn.functional.silu,
+    aten.gelu.default: torch._C._nn.gelu,
+    aten.linear.default: torch._C._nn.linear,
+    aten.addmm.default: torch.addmm,
+    aten.mm.default: torch.mm,
+    aten.bmm.default: torch.bmm,
+    aten.matmul.default: torch.matmul,
+    aten.layer_norm.default: torch.layer_norm,
+    aten.mean.dim: torch.mean,
+    ours.token_program.default: _ours(token_program, ours.token_program.default),
+    ours.cached_attention.default: _ours(cached.cached_attention, ours.cached_attention.default),
+    ours.cached_latent_attention.default: _ours(
+        latent.cached_latent_attention, ours.cached_latent_attention.default
+    ),
+}
+
+
+def shortened(module: fx.GraphModule) -> fx.GraphModule:
+    """The same computation with these operations called through faster Python bindings.
+
+    `torch.ops.aten.add.Tensor` parses its arguments by a schema, `torch.add` with a generated parser, which
+    saves about a microsecond per call; a decoder's step makes hundreds of calls. Only operations whose two
+    forms take the same arguments in the same positions are replaced."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op == "call_function" and node.target in SHORTER:
+            copies[node].target = SHORTER[node.target]
+    return fx.GraphModule({}, graph)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from attngraph.api.rewritten import Again
 from attngraph.capture.captured import Captured
 from attngraph.capture.guards import size_value
 from attngraph.capture.sides import Decision, Same, Sides, assumed, is_of_ones
@@ -30,8 +31,6 @@ from attngraph.runtime.machine import Machine
 from attngraph.runtime.proof import TOLERANCE
 
 log = logging.getLogger(__name__)
-Again = Callable[[tuple[Any, ...], dict[str, Any]], Captured]
-"""Captures another call of the model."""
 
 
 def compare_sides(

@@ -1,57 +1,43 @@
-"""The main entry points: `attngraph.compile` and `attngraph.explain`."""
+"""The main entry points: `attngraph.compile`, `attngraph.explain` and `attngraph.load`."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
-from torch import nn
 
+from attngraph.api import saving
 from attngraph.api.arguments import require_fit, require_model
 from attngraph.api.build import compile_graph
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.methods import decoder_of
-from attngraph.api.options import Options, make_options
+from attngraph.api.options import Asked, Options, make_options
 from attngraph.errors import CaptureError
-from attngraph.pipeline import Pass
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.decoder import Decoder
-from attngraph.runtime.parallel.mesh import ShardConfig
-from attngraph.runtime.parallel.parameters import replicate, require_undivided
+from attngraph.saved.weights import load_skeleton
 
 
 @overload
 def compile(
-    model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
-    dump: str | Path | None = ..., passes: Sequence[Pass | str] | None = ..., absorb: str = ...,
-    disable: Sequence[str] = ..., min_scores: int | None = ..., cache: Literal[False] = ...,
-    mesh: Any = ..., shard: ShardConfig | None = ...,
-) -> CompiledModule: ...  # fmt: skip
+    model: Callable[..., Any], *, cache: Literal[False] = ..., **options: Unpack[Asked]
+) -> CompiledModule: ...
 @overload
 def compile(
-    model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
-    dump: str | Path | None = ..., passes: Sequence[Pass | str] | None = ..., absorb: str = ...,
-    disable: Sequence[str] = ..., min_scores: int | None = ..., cache: Literal[True] | CacheConfig,
-    mesh: Any = ..., shard: ShardConfig | None = ...,
-) -> Decoder: ...  # fmt: skip
+    model: Callable[..., Any], *, cache: Literal[True] | CacheConfig, **options: Unpack[Asked]
+) -> Decoder: ...
 @overload
 def compile(
-    model: None = ..., *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
-    dump: str | Path | None = ..., passes: Sequence[Pass | str] | None = ..., absorb: str = ...,
-    disable: Sequence[str] = ..., min_scores: int | None = ..., cache: bool | CacheConfig = ...,
-    mesh: Any = ..., shard: ShardConfig | None = ...,
-) -> Callable[[Callable[..., Any]], Any]: ...  # fmt: skip
+    model: None = ..., *, cache: bool | CacheConfig = ..., **options: Unpack[Asked]
+) -> Callable[[Callable[..., Any]], Any]: ...
 def compile(
-    model: Callable[..., Any] | None = None, *, backend: str = "auto", inductor: bool = False,
-    strict: bool = False, dump: str | Path | None = None, passes: Sequence[Pass | str] | None = None,
-    absorb: str = "auto", disable: Sequence[str] = (), min_scores: int | None = None,
-    cache: bool | CacheConfig = False, mesh: Any = None, shard: ShardConfig | None = None,
-) -> Any:  # fmt: skip
+    model: Callable[..., Any] | None = None, *, cache: bool | CacheConfig = False, **options: Unpack[Asked]
+) -> Any:
     """Returns a module with the same results as `model`, in which attention runs as fused ops.
 
     Nothing is traced yet: the first call traces, and so does every call that no existing graph accepts.
@@ -87,35 +73,19 @@ def compile(
         TypeError: `model` is not callable. ValueError: an unknown backend or value of `absorb`.
         PlacementError: the model's parameters are divided along another mesh already.
     """
-    options = make_options(
-        backend,
-        inductor,
-        strict,
-        dump,
-        passes,
-        absorb=absorb,
-        disable=disable,
-        min_scores=min_scores,
-        mesh=mesh,
-        shard=shard,
-    )
+    chosen = make_options(**options)
     if model is None:
-        given = {k: v for k, v in locals().items() if k not in ("model", "options")}
-        return functools.partial(compile, **given)
+        return functools.partial(compile, cache=cache, **options)
     require_model(model, "attngraph.compile")
-    ranks = options.mesh
-    if ranks is not None and isinstance(model, nn.Module):
-        require_undivided(model, ranks)
-        if ranks.tensor is not None and ranks.holds_parts:
-            replicate(model, ranks.tensor)
-    compiled = CompiledModule(model, options)
+    chosen.devices.take(model)
+    compiled = CompiledModule(model, chosen)
     if cache is False:
         return compiled
     config = CacheConfig() if cache is True else cache
     if not isinstance(config, CacheConfig):
         raise TypeError(f"cache must be True, False or a CacheConfig, found {type(cache).__name__}.")
-    options.decoder_pipeline(config.rounded)  # raises for options that cannot be combined with a cache
-    return decoder_of(compiled, options, config)
+    chosen.decoder_pipeline(config.rounded)  # raises for options that cannot be combined with a cache
+    return decoder_of(compiled, chosen, config)
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
@@ -134,3 +104,28 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileRepo
             compiled = CompiledModule(copy.deepcopy(model), Options())
             compiled(*args, **kwargs)
             return compiled.report
+
+
+def load(
+    path: str | Path, model: Callable[..., Any] | None = None, *, strict: bool = False
+) -> CompiledModule | Decoder:
+    """A compiled model, or a decoder, from the folder that its `save` wrote.
+
+    Every file is compared with its digest. Whether a graph still fits is looked at when a call needs it: the
+    model's structure and attributes, the code that was traced, buffers whose values were read, versions, the
+    processor. Where something does not fit, it is named in a warning, and the model is traced anew.
+
+    Args:
+        model: the model, with its weights. None: the weights that were saved with `weights=True`; then the
+            model's code is not needed, and only calls are served for which there is a graph.
+        strict: raise where something does not fit, instead of tracing anew.
+
+    Raises:
+        SavedError: a file is missing or has changed, nothing was saved with weights, or, with `strict`,
+            something does not fit.
+    """
+    folder = saving.Folder(Path(path), strict or model is None)
+    target = load_skeleton(folder.path, folder.about) if model is None else model
+    options, said = folder.options(), folder.said
+    compiled = CompiledModule(target, options, saved=folder if said.config is None else None)
+    return compiled if said.config is None else decoder_of(compiled, options, said.config, folder)

@@ -6,7 +6,6 @@ model, torch.compile captures it in pieces, and each is compiled by attngraph.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -20,40 +19,27 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attngraph.api import saving
-from attngraph.api.arguments import require_fit
+from attngraph.api.arguments import is_transformed, require_fit
 from attngraph.api.build import compile_graph
-from attngraph.api.methods import (
-    Generate,
-    bound,
-    generate,
-    is_generated_by_transformers,
-    with_signature_of,
-)
+from attngraph.api.methods import Generate, bound, generate, is_generated_by_transformers, with_signature_of
 from attngraph.api.options import Options
 from attngraph.api.progress_line import progress_line
-from attngraph.api.transformed import is_transformed
 from attngraph.capture.first_call import fills_a_table
 from attngraph.capture.graph_breaks import GraphBreaks
 from attngraph.capture.guards import call_key
 from attngraph.capture.state.scope import EVERYTHING
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import CaptureError, DisagreementError, PlacementError, SavedError
+from attngraph.errors import CaptureError, SavedError
 from attngraph.ir import budgets
 from attngraph.ir.ops.weights import Places
 from attngraph.report import report as reporting
 from attngraph.report.dump import write_breaks
-from attngraph.report.remarks import with_remarks
-from attngraph.report.report import CompileReport
+from attngraph.report.report import CompileReport, with_remarks
 from attngraph.report.times import Times
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.fingerprints import Fingerprints
-from attngraph.runtime.graphs import Graphs, KeyOf
-from attngraph.runtime.parallel.agree import agree, describe_call, draws_numbers, random_state
-from attngraph.runtime.parallel.parameters import is_unfilled, require_contents
-from attngraph.runtime.small_calls import SmallCalls
-from attngraph.runtime.timing import times_of
-from attngraph.runtime.weights import chosen_names, names_of_attentions, weights_of
+from attngraph.runtime.graphs import Fingerprints, Graphs, KeyOf, SmallCalls
+from attngraph.runtime.interpret import chosen_names, names_of_attentions, times_of, weights_of
 from attngraph.runtime.wrapper import ModelWrapper
 from attngraph.saved.weights import Skeleton
 
@@ -65,6 +51,19 @@ ALWAYS = "always"
 class _Settling(Exception):
     """The model fills a table in this call that later calls read: it runs this call as it is, and is traced
     after it."""
+
+
+class _Call:
+    """One call of a model, and what it is compared by."""
+
+    __slots__ = ("args", "key_of", "kwargs", "leaves", "shapes", "tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], fingerprints: Fingerprints) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.leaves, spec = flatten((args, kwargs))
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.shapes = spec, tuple(t.shape for t in self.tensors)
+        self.key_of: KeyOf = functools.partial(call_key, self.leaves, spec, fingerprints)
 
 
 class CompiledModule(ModelWrapper):
@@ -83,7 +82,6 @@ class CompiledModule(ModelWrapper):
     _pieces: dict[Any, GraphBreaks]
     _small: SmallCalls
     _settling: int
-    _draws: bool
     _forward: Callable[..., Any]
     _generate: Generate | None
 
@@ -95,7 +93,7 @@ class CompiledModule(ModelWrapper):
         compiled, and none of its results may wait until somebody looks at them."""
         super().__init__(target)
         self._options = options if pieces else dataclasses.replace(options, later=())
-        self._allow_pieces = pieces and options.mesh is None
+        self._allow_pieces = pieces and options.devices.is_one
         self._saved = saved
         self._reset()
 
@@ -105,7 +103,6 @@ class CompiledModule(ModelWrapper):
         self._pieces = {}
         self._small = SmallCalls()
         self._settling = 0
-        self._draws = False
         self._forward = with_signature_of(self._model, self._run)
         self._generate = None
 
@@ -140,62 +137,46 @@ class CompiledModule(ModelWrapper):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if is_transformed():
             return self._model(*args, **kwargs)
-        leaves, spec = flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        shapes = spec, tuple(t.shape for t in tensors)
-        self._agree(leaves, tensors)
+        call = _Call(args, kwargs, self._fingerprints)
+        self._options.devices.agree_on_call(self._model, call.leaves, call.tensors)
         with LOCK.call():
-            if shapes in self._small:
-                return self._itself(shapes, args, kwargs)
-            key_of = functools.partial(call_key, leaves, spec, self._fingerprints)
+            if call.shapes in self._small:
+                return self._itself(call)
             pieces = self._pieces.get(ALWAYS)
-            found = None if pieces is not None else self._graphs.find(key_of, tensors)
+            found = None if pieces is not None else self._graphs.find(call.key_of, call.tensors)
             if found is not None:
-                if self._is_small(found, tensors):
-                    return self._itself(shapes, args, kwargs)
-                return self._computed(found, tensors, args, kwargs)
-            pieces = pieces or self._pieces.get(key_of(EVERYTHING))
+                return self._served(found, call)
+            pieces = pieces or self._pieces.get(call.key_of(EVERYTHING))
         if pieces is not None:
             return pieces(*args, **kwargs)
         try:
             require_fit(self._model, args, kwargs)
         except TypeError:
             return self._model(*args, **kwargs)  # raises the error that users know
-        if self._options.mesh is not None and isinstance(self._model, nn.Module) and is_unfilled(self._model):
-            raise PlacementError(
-                "the model was made on meta, and its weights have not been loaded.\nWhat to do: "
-                "compiled.place(example), then attngraph.load_weights(model, path)."
-            )
+        self._options.devices.require_filled(self._model)
         try:
-            found = self._trace(key_of, tensors, args, kwargs)
+            found = self._trace(call)
         except _Settling:
             result = self._model(*args, **kwargs)
-            self._trace(key_of, tensors, args, kwargs, settled=True)
+            self._trace(call, settled=True)
             return result
-        if found is not None:
-            with LOCK.call():
-                if self._is_small(found, tensors):
-                    return self._itself(shapes, args, kwargs)
-                return self._computed(found, tensors, args, kwargs)
-        where = ALWAYS if ALWAYS in self._pieces else key_of(EVERYTHING)
+        if found is None:
+            return self._in_pieces(call)
+        with LOCK.call():
+            return self._served(found, call)
+
+    def _in_pieces(self, call: _Call) -> Any:
+        """The result of a call for which there are pieces now."""
+        where = ALWAYS if ALWAYS in self._pieces else call.key_of(EVERYTHING)
         try:
-            result = self._pieces[where](*args, **kwargs)
+            result = self._pieces[where](*call.args, **call.kwargs)
         except Exception:
             self._pieces.pop(where, None)  # the failure may be specific to this call
             raise
-        log.warning("%s", _in_pieces(self._pieces[where].problem))
+        log.warning("%s", _said_of_pieces(self._pieces[where].problem))
         if self._options.dump is not None:
             write_breaks(self._options.dump, self._pieces[where].report().breaks)
         return result
-
-    def _agree(self, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        """Check that all ranks make this call, before anything else is exchanged."""
-        mesh = self._options.mesh
-        if mesh is None or mesh.is_simulated or not mesh.config.agree:
-            return
-        training = getattr(self._model, "training", False)
-        tokens = mesh.context is not None
-        agree(mesh, "the call", describe_call(tensors, leaves, training, self._draws, tokens))
 
     def place(self, *args: Any, **kwargs: Any) -> None:
         """Let each rank keep its part of the parameters as this call needs them, without computing it.
@@ -206,18 +187,10 @@ class CompiledModule(ModelWrapper):
         Raises:
             PlacementError: ranks do not divide the parameters of this model.
         """
-        mesh = self._options.mesh
-        if mesh is None or not mesh.holds_parts:
-            raise PlacementError(
-                "there is nothing to place: parameters are divided among processes by an axis of the mesh "
-                'that divides heads, unless ShardConfig(parameters="whole") is given.'
-            )
-        require_contents(self._model)
-        leaves, spec = flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._agree(leaves, tensors)
-        key_of = functools.partial(call_key, leaves, spec, self._fingerprints)
-        self._trace(key_of, tensors, args, kwargs)
+        self._options.devices.require_placeable(self._model)
+        call = _Call(args, kwargs, self._fingerprints)
+        self._options.devices.agree_on_call(self._model, call.leaves, call.tensors)
+        self._trace(call)
 
     def weights(
         self, *args: Any, at: str | Sequence[str] | None = None, rows: Places = None, queries: Places = None,
@@ -243,11 +216,11 @@ class CompiledModule(ModelWrapper):
             ValueError: there is no attention of that name; the message lists the names. IndexError: no such
                 row or query. CaptureError: the model is captured in pieces.
         """
-        found, tensors = self._whole(args, kwargs, "weights")
+        found, call = self._whole(args, kwargs, "weights")
         missed = {m.name or "attention": m.reason for m in found.report.missed}
         names = chosen_names(at, names_of_attentions(found.captured.graph), missed)
         with LOCK.call():
-            weights = weights_of(found, tensors, names, rows, queries)
+            weights = weights_of(found, call.tensors, names, rows, queries)
         return weights[at] if isinstance(at, str) else weights
 
     def times(self, *args: Any, rounds: int = 5, **kwargs: Any) -> Times:
@@ -263,32 +236,28 @@ class CompiledModule(ModelWrapper):
         Raises:
             CaptureError: the model is captured in pieces, or runs on several ranks.
         """
-        found, tensors = self._whole(args, kwargs, "times")
+        found, call = self._whole(args, kwargs, "times")
         with LOCK.call():
-            return times_of(found, tensors, rounds)
+            return times_of(found, call.tensors, rounds)
 
-    def _whole(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], what: str
-    ) -> tuple[Executable, list[Tensor]]:
-        """The one graph that serves a call, traced if need be, and the call's tensors; `what` is asked of it.
+    def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> tuple[Executable, _Call]:
+        """The one graph that serves a call, traced if need be, and the call; `what` is asked of it.
 
         Raises:
             TypeError: the model takes other arguments. CaptureError: there is no such graph.
         """
         require_fit(self._model, args, kwargs)
-        leaves, spec = flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        call = _Call(args, kwargs, self._fingerprints)
         with LOCK.call():
-            key_of = functools.partial(call_key, leaves, spec, self._fingerprints)
-            found = self._graphs.find(key_of, tensors)
+            found = self._graphs.find(call.key_of, call.tensors)
         try:
-            found = found or self._trace(key_of, tensors, args, kwargs)
+            found = found or self._trace(call)
         except _Settling:
             with torch.no_grad():
                 self(*args, **kwargs)  # fills the model's table, as any first call does
             return self._whole(args, kwargs, what)
         if found is None:
-            pieces = self._pieces.get(ALWAYS) or self._pieces[key_of(EVERYTHING)]
+            pieces = self._pieces.get(ALWAYS) or self._pieces[call.key_of(EVERYTHING)]
             reason = pieces.breaks[0].reason
             raise CaptureError(
                 f"{what} can be shown of a model that is one graph, not of pieces: {reason}", reason
@@ -297,7 +266,19 @@ class CompiledModule(ModelWrapper):
             raise CaptureError(
                 f"{what} are shown on one device: compile the model without a mesh for that.", "several ranks"
             )
-        return found, tensors
+        return found, call
+
+    def _served(self, found: Executable, call: _Call) -> Any:
+        """The graph's result, or the model's own where a call is small; where a check of values fails, the
+        model itself raises its error."""
+        if self._is_small(found, call.tensors):
+            return self._itself(call)
+        try:
+            return found(call.tensors)
+        except Exception:
+            if not found.asserts:
+                raise
+        return self._model(*call.args, **call.kwargs)
 
     def _is_small(self, found: Executable, tensors: Sequence[Tensor]) -> bool:
         """Whether the model itself is as fast as the graph for a call of these sizes. A model that contains
@@ -310,27 +291,12 @@ class CompiledModule(ModelWrapper):
         parts = self._model.modules() if isinstance(self._model, nn.Module) else ()
         return not any(isinstance(child, ModelWrapper) for part in parts for child in part.children())
 
-    def _itself(self, shapes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's own result for a call of these shapes, which are remembered: whatever else may change,
-        it stays right."""
-        self._small.add(shapes)
-        return self._model(*args, **kwargs)
+    def _itself(self, call: _Call) -> Any:
+        """The model's own result. The shapes are remembered: whatever else may change, it stays right."""
+        self._small.add(call.shapes)
+        return self._model(*call.args, **call.kwargs)
 
-    def _computed(
-        self, found: Executable, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # fmt: skip
-        """The graph's result; where a check of values fails, the model itself raises its error."""
-        try:
-            return found(tensors)
-        except Exception:
-            if not found.asserts:
-                raise
-        return self._model(*args, **kwargs)
-
-    def _trace(
-        self, key_of: KeyOf, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any],
-        settled: bool = False,
-    ) -> Executable | None:  # fmt: skip
+    def _trace(self, call: _Call, settled: bool = False) -> Executable | None:
         """Trace for this call and keep the graph; None if the model must be captured in pieces.
 
         Raises:
@@ -339,31 +305,30 @@ class CompiledModule(ModelWrapper):
         # The caller's saved-tensor hooks and modes must not see the tensors and the ops of the trace.
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with LOCK.trace(), unseen, _disable_current_modes():
-            found = self._graphs.find(key_of, tensors)
+            found = self._graphs.find(call.key_of, call.tensors)
             if found is not None:
                 return found
             try:
                 with progress_line(self._options) as options:
-                    found = self._compiled(args, kwargs, options)
-                if not found.accepts(tensors):
+                    found = self._compiled(call.args, call.kwargs, options)
+                if not found.accepts(call.tensors):
                     raise CaptureError(
                         "the traced graph does not accept the call it was traced for", "inconsistent guards"
                     )
             except CaptureError as problem:
                 if problem.changes_state and not settled and self._settling < budgets.SETTLING_CALLS:
                     self._settling += 1
-                    if fills_a_table(problem, self._model, args, kwargs):
+                    if fills_a_table(problem, self._model, call.args, call.kwargs):
                         raise _Settling from problem
                 if self._options.strict or not self._allow_pieces:
                     raise
                 part = functools.partial(CompiledModule, options=self._options, pieces=False)
-                self._pieces[ALWAYS if problem.lasting else key_of(EVERYTHING)] = GraphBreaks(
-                    self._model, part, problem
-                )
+                where = ALWAYS if problem.lasting else call.key_of(EVERYTHING)
+                self._pieces[where] = GraphBreaks(self._model, part, problem)
                 return None
-            leaves, _ = flatten((args, kwargs))
-            self._graphs.tell_why(key_of, found.captured.scope, self._model, leaves, tensors)
-            self._graphs.keep(key_of, found)
+            scope, leaves = found.captured.scope, flatten((call.args, call.kwargs))[0]
+            self._graphs.tell_why(call.key_of, scope, self._model, leaves, call.tensors)
+            self._graphs.keep(call.key_of, found)
             return found
 
     def _compiled(
@@ -372,22 +337,11 @@ class CompiledModule(ModelWrapper):
         """The graph of a call: one that was compiled before, or compiled now. A part of a model, which
         torch.compile made, has no name by which it could be found again. Where a rank has no graph, no rank
         has one."""
-        mesh = options.mesh
-        if mesh is None and self._allow_pieces:
+        if options.devices.is_one and self._allow_pieces:
             return saving.executable_for(self._model, args, kwargs, options, self._saved)
-        if mesh is None or mesh.is_simulated:
-            return compile_graph(self._model, args, kwargs, options)
-        try:
-            found = compile_graph(self._model, args, kwargs, options)
-        except DisagreementError:
-            raise
-        except Exception as problem:
-            with contextlib.suppress(DisagreementError):  # this rank raises its own error
-                agree(mesh, "the graph", f"none: {type(problem).__name__}: {problem}")
-            raise
-        if draws_numbers(found.captured.graph.graph) and not self._draws:
-            self._draws = True
-            agree(mesh, "the state of random numbers", random_state())
+        found: Executable = options.devices.compiled(
+            lambda: compile_graph(self._model, args, kwargs, options)
+        )
         return found
 
     def save(self, path: str | Path, weights: bool = False) -> Path:
@@ -405,8 +359,7 @@ class CompiledModule(ModelWrapper):
             raise SavedError(
                 "the model is captured in pieces, which torch.compile makes; they cannot be saved."
             )
-        if self._options.mesh is not None:
-            raise SavedError("the model is divided among ranks; a graph of several ranks is not saved yet.")
+        self._options.devices.require_savable("model")
         found = [graph for graphs in self._graphs.values() for graph in graphs]
         return saving.save(path, self._model, found, self._options, None, weights)
 
@@ -437,7 +390,7 @@ def _unmade(kind: type[CompiledModule]) -> CompiledModule:
     return kind.__new__(kind)
 
 
-def _in_pieces(problem: CaptureError) -> str:
+def _said_of_pieces(problem: CaptureError) -> str:
     at = f" at {problem.source}" if problem.source else ""
     if not problem.splits:
         return f"the model cannot be captured: {problem.reason}{at}. It runs as it is."

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import attngraph.codegen  # noqa: F401  registers the kernels
+from attngraph.api.build import step_runner_of
 from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
 from attngraph.api.records import entries_of, programs_of
-from attngraph.api.rewritten import Rewritten, captured_again, owner_of, place_of_logits, rewritten
-from attngraph.api.runners import require_whole_parameters, step_on_ranks
+from attngraph.api.rewritten import (
+    Found,
+    Rewritten,
+    capture_call,
+    capturing_again,
+    compare_calls,
+    owner_of,
+    place_of_logits,
+    rewritten,
+)
 from attngraph.capture.assumed import Assumed
 from attngraph.capture.captured import Captured
-from attngraph.capture.structure import Spread, flatten
+from attngraph.capture.sides import Sides
+from attngraph.capture.structure import Spread
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
@@ -34,105 +43,103 @@ from attngraph.passes.shard_heads.account import account_cache
 from attngraph.pipeline import Pass, Result, split_at
 from attngraph.pipeline import run as run_passes
 from attngraph.report.cache_entry import CacheEntry, Drift
+from attngraph.report.ranks import CacheRanksEntry
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
-from attngraph.runtime.parallel.parameters import stand_ins
-from attngraph.runtime.proof import Proved, of_few, prove, prove_alone, prove_longer, varied
-from attngraph.runtime.proof_of_storage import prove_storage
+from attngraph.runtime.examples import Example
+from attngraph.runtime.proof import Proved, of_few, prove, prove_alone, prove_longer, prove_storage, varied
 from attngraph.runtime.step import Step
+from attngraph.runtime.step_sizes import StepSizes
 
 
 @LOCK.trace()
 def derive_decoder(
-    target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any],
-    distinct: int = 0, multiples: frozenset[int] = frozenset(), examples: Sequence[dict[str, Any]] = (),
-    alone: bool = False, single: bool = False,
-) -> Step:  # fmt: skip
-    """Capture `target(**arguments)` and derive a decoder for its argument `name`.
-
-    Args:
-        distinct: the number of tokens, if it is a size of nothing else: the trace may then be one for this
-            number alone.
-        multiples: of the number of tokens, with which operations computed in a trace for another one.
-        examples: arguments of other sizes, where the graph is found by comparing traces (`compared.py`).
-        alone: whether the model is called with one sequence at a time (`capture/assumed.py`).
-        single: whether the graph is for calls of one sequence alone (`capture/assumed.py`).
+    target: Callable[..., Any], options: Options, config: CacheConfig, example: Example
+) -> Step:
+    """Capture the example's call of `target`, and derive a decoder for its tokens.
 
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
     """
-    start, mesh, owner = time.perf_counter(), options.mesh, owner_of(target)
-    shared = mesh is not None and not mesh.is_simulated
+    start, owner, assumed = time.perf_counter(), owner_of(target), example.assumed
     first, (_, *later) = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
     rounding = [step for step in later if step.name == QuantiseCache.name]
     divide = dividing(later, config)
     later = [step for step in later if step.name not in (QuantiseCache.name, DivideCache.name)]
-    names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
-    place = names.index(name)
-    tokens, none = frozenset({(place, 1)}), frozenset[tuple[int, int]]()
-    assumed = Assumed(
-        fixed=tokens if distinct else none, symbolic=none if distinct else tokens, tokens=distinct,
-        multiples=multiples, rows_alone=alone, one_row=(place, 0) if single else None,
-    )  # fmt: skip
-    with example_size(distinct), stand_ins(owner) if shared else contextlib.nullcontext():
-        made = rewritten(
-            target, (), arguments, options, first, True, True, assumed=assumed,
-            check=functools.partial(_require_no_others, assumed=assumed),
-            examples=examples, tokens=place,
-        )  # fmt: skip
+    with example_size(assumed.tokens), options.devices.tracing(owner):
+        capture = functools.partial(_captured, target, example)
+        made = rewritten(capture, options, first, assumed, keep=True, only_logits=True)
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
-        inserted = _with_cache(
-            made, (InsertKVCache(place, 0, distinct, bool(examples), config.assume_causal), *divide), options
-        )
-        captured, result, graph = made.captured, made.result, made.captured.graph
-        sides = captured.sides
-        if not examples:
-            again = functools.partial(captured_again, target, assumed=made.assumed, tables=True)
-            logits = [place_of_logits(captured.structure)]
-            assert made.before is not None
-            ones = [str(captured.shapes[place][0])] if single else ()
-            sides = compare_sides(
-                captured, made.before, owner, (), arguments, again, logits, ones, not shared
-            )
+        insert = InsertKVCache(example.place, 0, assumed.tokens, example.is_compared, config.assume_causal)
+        inserted = _with_cache(made, (insert, *divide), options)
+        sides = _sides(target, made, example, options)
+        graph = made.captured.graph
         kept = None if graph.ranks is None else account_cache(graph, config.floating)
         rest = run_passes(graph, later, made.dump, options.progress)
-    spread = frozenset(n for n, v in arguments.items() if isinstance(v, Spread))
-    arguments = {n: v.tensor if isinstance(v, Spread) else v for n, v in arguments.items()}
-
-    def step_of(graph: ProgramGraph) -> Step:
-        run, ranks = step_on_ranks(graph, owner, options)
-        return Step(
-            graph, owner, name, names, CompileReport(), run, captured.shapes, sides, captured.scope,
-            spread, single, ranks,
-        )  # fmt: skip
-
-    step = step_of(graph.copy() if rounding else graph)
-    proved, drift = None, None
-    if alone:
-        prove_alone(target, examples, name, place_of_logits(captured.structure))
-    if config.proof and made.before is not None:
-        arguments[name] = varied(made.before, arguments[name], place)
-        proved = _proved(target, made.before, divided, step, arguments, captured, options, bool(examples))
+    step = _step(graph.copy() if rounding else graph, owner, made.captured, sides, example, options)
+    proved = _proved(target, made, divided, step, example, options, config)
+    drift = None
     if rounding:
         wide, more = step, run_passes(graph, rounding, made.dump, options.progress)
         rest.records += more.records
-        step = step_of(graph)
+        step = _step(graph, owner, made.captured, sides, example, options)
         if proved is not None:
-            drift = prove_storage(wide, step, arguments, name, proved.logits)
-    report = CompileReport(
-        tuple(entries_of(graph)), tuple(result.missed), (*result.records, *inserted.records, *rest.records),
-        captured=result.captured, code=result.code, programs=programs_of(graph), numbers=made.numbers,
-        capture=made.seconds, ranks=None if graph.ranks is None else graph.ranks.entry,
+            drift = prove_storage(wide, step, proved)
+    cache = _cache_entry(step, config, made.captured, None if proved is None else proved.error, drift, kept)
+    records = *made.result.records, *inserted.records, *rest.records
+    step.report = CompileReport(
+        tuple(entries_of(graph)), tuple(made.result.missed), records, captured=made.result.captured,
+        code=made.result.code, programs=programs_of(graph), numbers=made.numbers, capture=made.seconds,
+        cache=cache, seconds=time.perf_counter() - start, **options.devices.reported(graph),
     )  # fmt: skip
-    cache = _cache_entry(step, config, captured, None if proved is None else proved.error, drift)
-    if kept is not None:
-        sizes = {label: size for label, size, _ in cache.stores}
-        alike = tuple((label, sizes.get(label, size), per, why) for label, size, per, why in kept.alike)
-        cache = dataclasses.replace(cache, ranks=dataclasses.replace(kept, alike=alike))
-    step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
     if made.dump is not None:
         made.dump.finish(step.report)
     return step
+
+
+def _captured(target: Callable[..., Any], example: Example, assumed: Assumed) -> Found:
+    """The graph of an example.
+
+    Raises: NoDecoderError: it is for one number of tokens, and computes with multiples of it that may be
+        something else: others than in a trace for another number."""
+    if example.is_compared:
+        return compare_calls(target, example.calls, example.place, assumed)
+    found = capture_call(target, (), example.arguments, assumed, tables=True)
+    unclear = {
+        n
+        for n in computed_with(found[0].graph, assumed.tokens)
+        if n // assumed.tokens not in assumed.multiples
+    }
+    if unclear:
+        raise NoDecoderError(
+            f"it computes with {min(unclear)}, which may be a number of tokens or not.", True, unclear
+        )
+    return found
+
+
+def _sides(target: Callable[..., Any], made: Rewritten, example: Example, options: Options) -> Sides:
+    """What the trace decided about sizes, and for which sizes of 1 that makes no difference."""
+    captured = made.captured
+    if example.is_compared:
+        return captured.sides
+    assert made.before is not None
+    ones = [str(captured.shapes[example.place][0])] if example.single else ()
+    return compare_sides(
+        captured, made.before, owner_of(target), (), example.arguments,
+        capturing_again(target, made.assumed, tables=True), [place_of_logits(captured.structure)], ones,
+        options.devices.has_weights,
+    )  # fmt: skip
+
+
+def _step(
+    graph: ProgramGraph, owner: nn.Module, captured: Captured, sides: Sides, example: Example,
+    options: Options,
+) -> Step:  # fmt: skip
+    spread = [n for n, v in example.arguments.items() if isinstance(v, Spread)]
+    sizes = StepSizes(graph, example.names, captured.shapes, example.name, spread, sides, example.single)
+    plain = step_runner_of(options, records=graph.ranks is None)
+    run, ranks = options.devices.steps(graph, owner, plain)
+    return Step(graph, owner, run, sizes, captured.scope, ranks)
 
 
 def dividing(steps: Sequence[Pass], config: CacheConfig) -> list[Pass]:
@@ -146,21 +153,27 @@ def dividing(steps: Sequence[Pass], config: CacheConfig) -> list[Pass]:
 
 
 def _proved(
-    target: Callable[..., Any], before: ProgramGraph, divided: ProgramGraph | None, step: Step,
-    arguments: Mapping[str, Any], captured: Captured, options: Options, few: bool,
-) -> Proved:  # fmt: skip
-    """Compare a decoder that rounds nothing with the model, or with the graph that is divided among ranks.
-    `few`: it follows from traces of few sizes.
+    target: Callable[..., Any], made: Rewritten, divided: ProgramGraph | None, step: Step, example: Example,
+    options: Options, config: CacheConfig,
+) -> Proved | None:  # fmt: skip
+    """Compare a decoder that rounds nothing with the model, or with the graph that is divided among ranks;
+    None where that is not wanted.
 
     Raises:
         NoDecoderError: they differ.
     """
-    logits = place_of_logits(captured.structure)
+    logits = place_of_logits(made.captured.structure)
+    if example.assumed.rows_alone:
+        prove_alone(target, example.calls, example.name, logits)
+    if not config.proof or made.before is None:
+        return None
+    arguments = {n: v.tensor if isinstance(v, Spread) else v for n, v in example.arguments.items()}
+    arguments[step.name] = varied(made.before, arguments[step.name], example.place)
     if options.progress is not None:
         options.progress("proof")
-    few = few or step.traced_few()
+    few = example.is_compared or step.traced_few()
     try:
-        found = prove(divided or before, step, arguments, step.name, 0 if divided else logits)
+        found = prove(divided or made.before, step, arguments, 0 if divided else logits)
     except NoDecoderError:
         raise
     except (RuntimeError, IndexError) as problem:
@@ -168,20 +181,9 @@ def _proved(
         told = f"what was derived fails where the model does not: {what}. Please report it."
         raise NoDecoderError(of_few(problem) if few else told) from problem
     if few:
-        require_whole_parameters(options.mesh)
-        prove_longer(target, step, arguments, step.name, logits)
+        options.devices.require_whole_parameters()
+        prove_longer(target, step, arguments, logits)
     return found
-
-
-def _require_no_others(graph: ProgramGraph, assumed: Assumed) -> None:
-    """Raise if a captured graph for one number of tokens computes with multiples of it that may be something
-    else: others than in a trace for another number."""
-    number = assumed.tokens
-    unclear = {n for n in computed_with(graph, number) if n // number not in assumed.multiples}
-    if unclear:
-        raise NoDecoderError(
-            f"it computes with {min(unclear)}, which may be a number of tokens or not.", True, unclear
-        )
 
 
 def _with_cache(made: Rewritten, passes: Sequence[Pass], options: Options) -> Result:
@@ -216,8 +218,9 @@ def _with_cache(made: Rewritten, passes: Sequence[Pass], options: Options) -> Re
 
 
 def _cache_entry(
-    step: Step, config: CacheConfig, captured: Captured, error: float | None, drift: Drift | None
-) -> CacheEntry:
+    step: Step, config: CacheConfig, captured: Captured, error: float | None, drift: Drift | None,
+    ranks: CacheRanksEntry | None,
+) -> CacheEntry:  # fmt: skip
     plan = step.graph.state
     assert plan is not None
     scales = {s.scales_of: s.bytes_per_token for s in plan.stores if s.scales_of}
@@ -226,6 +229,10 @@ def _cache_entry(
         for s in plan.stores
         if not s.scales_of
     )
+    if ranks is not None:
+        sizes = {label: size for label, size, _ in stores}
+        alike = tuple((label, sizes.get(label, size), per, why) for label, size, per, why in ranks.alike)
+        ranks = dataclasses.replace(ranks, alike=alike)
     return CacheEntry(
         sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),
         step.limit, error, config.rollback, config.page if config.layout == "paged" else 1,
@@ -234,7 +241,7 @@ def _cache_entry(
         tuple((value.label, value.bytes_per_row) for value in plan.carried), plan.anew,
         config.rounded if scales else "", drift if scales else None,
         tuple(s.label for s in plan.stores if config.rounded and not s.scales_of and s.name not in scales),
-        assumed=plan.assumed,
+        assumed=plan.assumed, ranks=ranks,
     )  # fmt: skip
 
 

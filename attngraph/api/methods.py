@@ -25,12 +25,9 @@ from attngraph.api import saving
 from attngraph.api.derive import derive_decoder
 from attngraph.api.options import Options
 from attngraph.api.progress_line import progress_line
-from attngraph.errors import DisagreementError, SavedError
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.decoder import Decoder
-from attngraph.runtime.parallel.agree import agree
-from attngraph.runtime.parallel.in_step import InStep
-from attngraph.runtime.parallel.mesh import RankMesh
+from attngraph.runtime.examples import Example
 from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper, own_names
 
@@ -70,39 +67,21 @@ def decoder_of(
     derive = functools.partial(_step_for, model, options, config, saved)
 
     def save(path: str | Path, steps: Sequence[Step], weights: bool) -> Path:
-        if options.mesh is not None:
-            raise SavedError("the decoder is divided among ranks; a graph of several ranks is not saved yet.")
+        options.devices.require_savable("decoder")
         return saving.save(path, model, steps, options, config, weights)
 
-    return Decoder(model, config, compiled, derive, save, InStep(options.mesh))
+    return Decoder(model, config, compiled, derive, save, options.devices)
 
 
 def _step_for(
     model: Callable[..., Any], options: Options, config: CacheConfig, saved: saving.Folder | None,
-    *rest: Any, fits: Callable[[Step], bool], **named: Any,
+    example: Example, fits: Callable[[Step], bool],
 ) -> Step:  # fmt: skip
     with progress_line(options) as told:
-        if options.mesh is None:
-            return saving.step_for(model, told, config, saved, fits, *rest, **named)
-        return _step_on_ranks(options.mesh, lambda: derive_decoder(model, told, config, *rest, **named))
-
-
-def _step_on_ranks(mesh: RankMesh, derive: Callable[[], Step]) -> Step:
-    """A step derived by all ranks. Where a rank has none, no rank has one."""
-    try:
-        found = derive()
-    except DisagreementError:
-        raise
-    except Exception as problem:
-        _agree_on_step(mesh, f"none: {type(problem).__name__}: {problem}")
-        raise
-    _agree_on_step(mesh, "derived")
-    return found
-
-
-def _agree_on_step(mesh: RankMesh, text: str) -> None:
-    if not mesh.is_simulated:
-        agree(mesh, "the decoder", text)
+        if options.devices.is_one:
+            return saving.step_for(model, told, config, saved, example, fits)
+        step: Step = options.devices.derived(lambda: derive_decoder(model, told, config, example))
+        return step
 
 
 def is_generated_by_transformers(model: Any) -> bool:

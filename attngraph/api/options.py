@@ -6,21 +6,22 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from attngraph.errors import meant
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import RESULTS
-from attngraph.ir.graph.ranks import Axis
 from attngraph.passes import PASSES, order, pass_named, waiting_at_most
 from attngraph.passes.absorb_mla.absorb import WAYS as ABSORB
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.pipeline import Pass, without
-from attngraph.runtime.parallel.mesh import RankMesh, ShardConfig, rank_mesh
+from attngraph.runtime.devices import ONE, OneDevice
+from attngraph.runtime.parallel.mesh import ShardConfig
+from attngraph.runtime.parallel.several import devices_of
 
 BACKENDS = ("auto", "cpu", "triton", "reference")
-__all__ = ["ABSORB", "BACKENDS", "Options", "make_options"]
+__all__ = ["ABSORB", "BACKENDS", "Asked", "Options", "make_options"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +38,14 @@ class Options:
     absorb: str = "auto"
     disable: tuple[str, ...] = ()
     min_scores: int | None = None
-    mesh: RankMesh | None = None
+    devices: OneDevice = ONE
     later: tuple[str, ...] = RESULTS
 
     @property
     def fused_from(self) -> int:
         """The fewest scores per attention with which a call runs the graph and not the model itself. Ranks
         have only a part of the model."""
-        if self.mesh is not None:
+        if not self.devices.is_one:
             return 0
         if self.min_scores is not None:
             return self.min_scores
@@ -67,14 +68,8 @@ class Options:
         """The passes for a model without a cache."""
         steps = self.passes
         if steps is None:
-            steps = order(self.backend, self.absorb, **self._ranks)
+            steps = order(self.backend, self.absorb, **self.devices.passes())
         return without(waiting_at_most(steps, self.later), self.disable)
-
-    @property
-    def _ranks(self) -> dict[str, Any]:
-        axes = {} if self.mesh is None else {"heads": self.mesh.tensor, "tokens": self.mesh.context}
-        found: dict[str, Any] = {w: Axis(a.count, a.group) for w, a in axes.items() if a is not None}
-        return found if self.mesh is None else {**found, "parameters": self.mesh.config.parameters}
 
     def decoder_pipeline(self, rounded: str = "") -> tuple[Pass, ...]:
         """The passes for a decoder; the argument and the result of `InsertKVCache` are filled in later.
@@ -87,19 +82,8 @@ class Options:
             raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
         if InsertKVCache.name in self.disable:
             raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
-        if self.mesh is not None and self.mesh.context is not None and self.mesh.context.count > 1:
-            raise ValueError(
-                "cache and an axis of the mesh that divides tokens do not go together: a decoder is divided "
-                "by heads. Name that axis in ShardConfig(tensor=...)."
-            )
-        cache = "auto" if self.mesh is None else self.mesh.config.cache
-        if rounded and cache == "tokens":
-            raise ValueError(
-                f'a cache of {rounded} whose tokens are divided (ShardConfig(cache="tokens")) is not there '
-                "yet: leave one of both out."
-            )
-        cache = "heads" if rounded else cache
-        steps = order(self.backend, self.absorb, decoder=True, rounded=rounded, cache=cache, **self._ranks)
+        divided = self.devices.passes(decoder=True, rounded=rounded)
+        steps = order(self.backend, self.absorb, decoder=True, rounded=rounded, **divided)
         return without(steps, self.disable)
 
 
@@ -114,19 +98,35 @@ def _as_pass(step: Any) -> Pass:
     return found
 
 
-def make_options(
-    backend: str = "auto", inductor: bool = False, strict: bool = False, dump: str | Path | None = None,
-    passes: Sequence[Pass | str] | None = None, progress: Callable[[str], None] | None = None,
-    absorb: str = "auto", disable: Sequence[str] = (), min_scores: int | None = None, mesh: Any = None,
-    shard: ShardConfig | None = None,
-) -> Options:  # fmt: skip
+class Asked(TypedDict, total=False):
+    """The options of `attngraph.compile`, which describes them."""
+
+    backend: str
+    inductor: bool
+    strict: bool
+    dump: str | Path | None
+    passes: Sequence[Pass | str] | None
+    absorb: str
+    disable: Sequence[str]
+    min_scores: int | None
+    mesh: Any
+    shard: ShardConfig | None
+
+
+def make_options(progress: Callable[[str], None] | None = None, /, **asked: Unpack[Asked]) -> Options:
     """Options from the arguments of `attngraph.compile`.
 
     Raises:
         ValueError: an unknown backend, pass or value of `absorb`, or a mesh without the axis.
-        TypeError: an option of another type.
+        TypeError: there is no such option, or it is of another type.
     """
-    folder = dump or os.environ.get("ATTNGRAPH_DUMP") or None
+    for name in asked:
+        if name not in Asked.__annotations__:
+            raise TypeError(f"compile() got an unexpected keyword argument {name!r}")
+    given: dict[str, Any] = {"progress": progress, **asked}
+    mesh, shard = given.pop("mesh", None), given.pop("shard", None)
+    folder = given.get("dump") or os.environ.get("ATTNGRAPH_DUMP")
+    passes, disable = given.get("passes"), given.get("disable", ())
     if isinstance(passes, str):
         raise ValueError(f"passes takes a sequence, as in passes=({passes!r},).")
     if not isinstance(passes, Iterable | None):
@@ -138,10 +138,8 @@ def make_options(
         raise TypeError(f"disable takes names of passes, as in disable=('merge-heads',), found {disable!r}.")
     if mesh is None and shard is not None:
         raise ValueError("shard says what is divided along the axes of a mesh; give the mesh too.")
-    ranks = None if mesh is None else rank_mesh(mesh, shard or ShardConfig())
-    if ranks is not None and chosen is not None:
+    devices = ONE if mesh is None else devices_of(mesh, shard)
+    if not devices.is_one and chosen is not None:
         raise ValueError("passes and mesh do not go together: what ranks divide is decided by a pass.")
-    return Options(
-        backend, inductor, strict, Path(folder) if folder else None, chosen, progress, absorb, tuple(disable),
-        min_scores, ranks,
-    )  # fmt: skip
+    dump = Path(folder) if folder else None
+    return Options(**given | {"dump": dump, "passes": chosen, "disable": tuple(disable), "devices": devices})

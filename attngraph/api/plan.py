@@ -3,7 +3,7 @@
 The model is captured once for whole sequences, and once more for its decoder. On copies of these graphs the
 passes that divide them run for each number of ranks, with their proofs, as they do in `attngraph.compile`;
 what a rank holds, sends and computes is counted on what they make. No rank is run and no weight is read, so
-weights without contents will do (`empty_weights.py`). What is too large for a proof here, and groups of many
+weights without contents will do (`plan_memory.py`). What is too large for a proof here, and groups of many
 ranks, are derived by the rules alone. Groups larger than asked for are not derived. The plan says both.
 """
 
@@ -23,7 +23,7 @@ from attngraph.api.arguments import require_fit, require_model, require_sequence
 from attngraph.api.derive import dividing
 from attngraph.api.options import Options
 from attngraph.api.plan_memory import bytes_of, fetched_at_once, kept_for_backward, without_memory
-from attngraph.api.rewritten import rewritten
+from attngraph.api.rewritten import capture_call, rewritten
 from attngraph.capture.assumed import Assumed
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, NoDecoderError, PassError
@@ -101,7 +101,9 @@ class Planner:
         self.by_heads: dict[int, ProgramGraph] = {}
         steps, _ = split_at(waiting_at_most(order()), SelectKernels.name)
         progress("capture")
-        self.graph = rewritten(model, inputs, {}, Options(), steps).captured.graph
+        self.graph = rewritten(
+            functools.partial(capture_call, model, inputs, {}), Options(), steps
+        ).captured.graph
         self.remarks: list[str] = []
         attentions = [view for node in self.graph.graph.nodes if (view := nodes.view(node)) is not None]
         if not attentions:
@@ -121,7 +123,8 @@ class Planner:
         steps, _ = split_at(order(decoder=True), InsertKVCache.name)
         try:
             tokens = Assumed(symbolic=frozenset({(0, 1)}))
-            made = rewritten(model, (ids,), {}, Options(), steps, only_logits=True, assumed=tokens)
+            capture = functools.partial(capture_call, model, (ids,), {}, tables=True)
+            made = rewritten(capture, Options(), steps, tokens, only_logits=True)
             found = made.captured.graph
             run_passes(found.copy(), (InsertKVCache(),))
         except (CaptureError, NoDecoderError) as problem:
@@ -178,18 +181,10 @@ class Planner:
         if unknown:
             self.remarks.append(f"what a backward pass keeps of {', '.join(sorted(unknown))} is not counted")
         return Share(
-            _held(graph, "parameter", "shard"),
-            _held(graph, "buffer"),
-            cache,
-            sequence,
-            (sums + sent) / self.call,
-            (sums + received) / self.call,
-            sent_new,
-            (products + attending) / self.call,
-            "; ".join(words),
-            fetched_at_once(graph),
-            kept,
-        )
+            _held(graph, "parameter", "shard"), _held(graph, "buffer"), cache, sequence,
+            (sums + sent) / self.call, (sums + received) / self.call, sent_new,
+            (products + attending) / self.call, "; ".join(words), fetched_at_once(graph), kept,
+        )  # fmt: skip
 
     def _busiest_attending(self, entry: ContextEntry, whole: float) -> float:
         """Operations of attention of the rank with most pairs, of ranks that divide tokens; all together have

@@ -1,15 +1,20 @@
-"""The report's records of a graph's attentions and token programs, with the source of their kernels."""
+"""The report's records of a graph: attentions, token programs, results that wait until somebody looks."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import attngraph.codegen  # noqa: F401  registers the kernels
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.api.plan_memory import bytes_of
+from attngraph.capture.captured import Captured
+from attngraph.ir.graph.program_graph import ProgramGraph, Rate, part_of
 from attngraph.ir.graph.source import module_of
 from attngraph.ir.language.step_program import parse as step_program
 from attngraph.ir.language.token_program import parse
@@ -18,11 +23,8 @@ from attngraph.ir.ops.cached_attention import source_for_short_queries
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.latent_attention import absorbed_operands
 from attngraph.ir.ops.loop import loop
-from attngraph.report.entries import (
-    AttentionEntry,
-    KernelEntry,
-    TokenProgramEntry,
-)
+from attngraph.meaning.check.region import shape_at
+from attngraph.report.entries import AttentionEntry, KernelEntry, LaterEntry, TokenProgramEntry
 
 
 def entries_of(graph: ProgramGraph) -> Iterator[AttentionEntry]:
@@ -70,3 +72,36 @@ def _kernel(node: fx.Node) -> KernelEntry:
             chosen = source_for_short_queries(found.program, *operands, found.reads, found.family)
     name, source = chosen
     return KernelEntry(f"{name} for few new tokens" if name else "chosen by the number of new tokens", source)
+
+
+def later_of(captured: Captured) -> tuple[LaterEntry, ...]:
+    """An entry for each look that a call may be followed by."""
+    stage = captured.graph.stages.get(Rate.LOOK)
+    if stage is None:
+        return ()
+    results: Any = stage.graph.output_node().args[0]
+    names = captured.names()
+    looks: dict[int | None, dict[str, fx.Node]] = {}
+    for node, output in zip(results, stage.outputs, strict=True):
+        if output.place is not None:
+            looks.setdefault(output.look, {})[names[output.place]] = node
+    return tuple(_entry(part_of(stage, values), tuple(values)) for values in looks.values())
+
+
+_WHAT = "weights", "scores"
+
+
+def _entry(part: ProgramGraph, names: tuple[str, ...]) -> LaterEntry:
+    marked = {what: [n for n in part.graph.nodes if n.meta.get("of_attention") == what] for what in _WHAT}
+    what = next((what for what in _WHAT if marked[what]), "")
+    size = sum(bytes_of(node, part) for node in marked.get(what, ()))
+    return LaterEntry(names, what, size, _multiplications(part))
+
+
+def _multiplications(part: ProgramGraph) -> int:
+    """Those of its products, as torch counts them, at the sizes of the first call."""
+    values = [node.meta["val"] for node in part.placeholders()]
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, FlopCounterMode(display=False) as counter, torch.no_grad():
+        part.module(*(torch.empty(shape_at(v, part.hints), dtype=v.dtype, device=v.device) for v in values))
+    return int(counter.get_total_flops()) // 2

@@ -21,7 +21,6 @@ from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.compared import compared
 from attngraph.capture.first_call import answers_alike, fills_a_table, run_first, writes_to_tensors
 from attngraph.capture.flat import closed_over_modules
-from attngraph.capture.program.layouts import let_go
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError, NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
@@ -29,9 +28,12 @@ from attngraph.passes.insert_kv_cache.insert import only_result
 from attngraph.pipeline import Pass, Result
 from attngraph.pipeline import run as run_passes
 from attngraph.report.dump import Dump
-from attngraph.report.entries import (
-    Break,
-)
+from attngraph.report.entries import Break
+
+Found = tuple[Captured, tuple[Break, ...]]
+"""A captured call, and why sizes are numbers that torch could not follow as symbols."""
+Again = Callable[[tuple[Any, ...], dict[str, Any]], Captured]
+"""Captures another call of the model."""
 
 
 @dataclasses.dataclass
@@ -50,31 +52,24 @@ class Rewritten:
 
 
 def rewritten(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
-    passes: Sequence[Pass], keep: bool = False, only_logits: bool = False,
-    assumed: Assumed = NOTHING,
-    check: Callable[[ProgramGraph], None] = lambda graph: None, examples: Sequence[dict[str, Any]] = (),
-    tokens: int = 0,
+    capture: Callable[[Assumed], Found], options: Options, passes: Sequence[Pass], assumed: Assumed = NOTHING,
+    keep: bool = False, only_logits: bool = False,
 ) -> Rewritten:  # fmt: skip
-    """Capture one call and run the passes. If a symbolic
-    size was an obstacle to a pass, or to torch, do both again with that size as a number. `only_logits`: the
-    model's other results are dropped before. `check`: of the captured graph, raises where it will not do.
-    `examples`: the same call at the sizes of `compared.SIZES`, to be compared; `tokens` is the number of the
-    tokens among its tensors."""
+    """Capture a call and run the passes. If a symbolic size was an obstacle to a pass, or to torch, do both
+    again with that size as a number.
+
+    Args:
+        capture: captures it, given what to take for granted.
+        keep: whether the captured graph is asked for. only_logits: drop the model's other results before.
+    """
     tell = options.progress or (lambda stage: None)
 
     def attempt(assumed: Assumed) -> Rewritten:
         tell("capture")
         start = time.perf_counter()
-        captured, numbers = (
-            _compared(target, examples, tokens, assumed, only_logits)
-            if examples
-            else _captured(target, args, kwargs, assumed, only_logits)
-        )
+        captured, numbers = capture(assumed)
         seconds = time.perf_counter() - start
-        if options.mesh is not None:
-            let_go(captured.graph)
-        check(captured.graph)
+        options.devices.captured(captured.graph)
         before = captured.graph.copy() if keep else None
         if only_logits:
             only_result(captured.graph, place_of_logits(captured.structure))
@@ -93,33 +88,28 @@ def rewritten(
     return dataclasses.replace(kept, seconds=first.seconds + second.seconds)
 
 
-def captured_again(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], assumed: Assumed, tables: bool
-) -> Captured:
-    """Another call of a model that was captured, with numbers for the same dimensions."""
+def capturing_again(target: Callable[..., Any], assumed: Assumed, tables: bool) -> Again:
+    """Captures other calls of a model that was captured, with numbers for the same dimensions."""
     assumed = dataclasses.replace(assumed, symbolic=frozenset())
-    return _captured(target, args, kwargs, assumed, tables)[0]
+    return lambda args, kwargs: capture_call(target, args, kwargs, assumed, tables)[0]
 
 
-def _compared(
-    target: Callable[..., Any], examples: Sequence[dict[str, Any]], tokens: int, assumed: Assumed,
-    tables: bool,
-) -> tuple[Captured, tuple[Break, ...]]:  # fmt: skip
-    """A graph for any number of sequences and tokens, from calls with numbers for all sizes."""
-    tensors = [leaf for leaf in flatten(examples[0])[0] if isinstance(leaf, Tensor)]
+def compare_calls(
+    target: Callable[..., Any], calls: Sequence[dict[str, Any]], tokens: int, assumed: Assumed
+) -> Found:
+    """A graph for any number of sequences and tokens, from calls of the sizes `compared.SIZES` with numbers
+    for all sizes. `tokens`: the number of the tokens among their tensors."""
+    tensors = [leaf for leaf in flatten(calls[0])[0] if isinstance(leaf, Tensor)]
     fixed = frozenset((n, dim) for n, tensor in enumerate(tensors) for dim in range(tensor.ndim))
     assumed = dataclasses.replace(assumed, fixed=fixed, symbolic=frozenset())
-    found = [_captured(target, (), call, assumed, tables) for call in examples]
-    return compared([captured for captured, _ in found], tokens), ()
+    found = [capture_call(target, (), call, assumed, tables=True)[0] for call in calls]
+    return compared(found, tokens), ()
 
 
-def _captured(
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    assumed: Assumed,
-    tables: bool,
-) -> tuple[Captured, tuple[Break, ...]]:
+def capture_call(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], assumed: Assumed = NOTHING,
+    tables: bool = False,
+) -> Found:  # fmt: skip
     """One call, with numbers for the sizes that torch cannot follow as symbols, and why. Attributes that the
     call sets are taken as results where that is possible; with `tables` also those that a first call fills
     for later ones, if what it fills them with follows from sizes and weights; where a first call sets other

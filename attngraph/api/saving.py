@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from attngraph.api import build, derive, runners
+from attngraph.api import build, derive
 from attngraph.api.options import Options
 from attngraph.api.rewritten import owner_of
 from attngraph.capture.state.content import Content
@@ -34,6 +34,7 @@ from attngraph.ir import cache_folder
 from attngraph.ir.garbage import without_collections
 from attngraph.ir.records import made, plain
 from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.examples import Example
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.step import Step
 from attngraph.saved import artifact, guards
@@ -90,13 +91,23 @@ def _own_sources() -> str:
     return found.hexdigest()[:16]
 
 
+@dataclasses.dataclass(frozen=True)
+class SavedOptions:
+    """The options that decide what a graph becomes; passes in words."""
+
+    backend: str
+    inductor: bool
+    strict: bool
+    absorb: str
+    disable: tuple[str, ...]
+    passes: tuple[str, ...]
+
+
 def options_key(options: Options) -> dict[str, Any]:
-    """The options that decide what a graph becomes."""
-    return {
-        "backend": options.backend, "inductor": options.inductor, "strict": options.strict,
-        "absorb": options.absorb, "disable": sorted(options.disable),
-        "passes": [repr(step) for step in options.passes or ()],
-    }  # fmt: skip
+    """`SavedOptions` as plain values."""
+    found = {field.name: getattr(options, field.name) for field in dataclasses.fields(SavedOptions)}
+    passes = [repr(step) for step in options.passes or ()]
+    return {**found, "disable": sorted(options.disable), "passes": passes}
 
 
 class Call:
@@ -149,18 +160,6 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedOptions:
-    """What `options_key` gives."""
-
-    backend: str
-    inductor: bool
-    strict: bool
-    absorb: str
-    disable: tuple[str, ...]
-    passes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class About:
     """What the manifest of a saved model says, besides `weights.About`."""
 
@@ -184,12 +183,11 @@ class Folder:
         self.about = read_manifest(path)
         self.said = self._said()
         files = {name: read_file(path, self.about, name) for name in self.about["files"]}
-        self.graphs: list[dict[str, bytes]] = []
-        for number in range(self.said.graphs):
-            prefix = f"graph-{number}/"
-            self.graphs.append(
-                {name.removeprefix(prefix): data for name, data in files.items() if name.startswith(prefix)}
-            )
+        prefixes = [f"graph-{number}/" for number in range(self.said.graphs)]
+        self.graphs = [
+            {name.removeprefix(prefix): data for name, data in files.items() if name.startswith(prefix)}
+            for prefix in prefixes
+        ]
         self.unlike = [
             f"{name} was {was}, and is {versions().get(name, 'none')}"
             for name, was in self.said.versions.items()
@@ -222,8 +220,7 @@ class Folder:
                 f"{self.path} was compiled with other passes; compile it with them: attngraph.compile."
             )
         try:
-            kept = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.name != "passes"}
-            return Options(**kept)
+            return Options(**{**dataclasses.asdict(given), "passes": None})
         except ValueError as problem:
             raise SavedError(
                 f"{self.path} was compiled with options that are not there: {problem}"
@@ -308,7 +305,7 @@ def executable_for(
     call = Call({"kind": "module"}, target, (args, kwargs), options, not isinstance(target, Skeleton))
     return _taken_or_made(
         call, saved, options,
-        lambda files: executable_from(files, call.known(files), runners.runner_of(options)),
+        lambda files: executable_from(files, call.known(files), build.runner_of(options)),
         lambda found: found.accepts(call.tensors),
         lambda: build.compile_graph(target, args, kwargs, options),
     )  # fmt: skip
@@ -316,25 +313,24 @@ def executable_for(
 
 def step_for(
     target: Callable[..., Any], options: Options, config: CacheConfig, saved: Folder | None,
-    fits: Callable[[Step], bool], name: str, arguments: dict[str, Any], distinct: int = 0,
-    multiples: frozenset[int] = frozenset(), examples: Sequence[dict[str, Any]] = (), alone: bool = False,
-    single: bool = False,
+    example: Example, fits: Callable[[Step], bool],
 ) -> Step:  # fmt: skip
     """A decoder's step, from what was compiled before and `fits`, or derived now.
 
     Raises:
         as `derive.derive_decoder`. SavedError: as `executable_for`.
     """
-    kind = {"kind": "decoder", "tokens": name, "number of tokens": distinct, "config": plain(config)}
-    kind |= {"compared": bool(examples), "alone": alone} if examples or alone else {}
-    kind |= {"single": True} if single else {}
-    rest = distinct, multiples, examples, alone, single
-    call = Call(kind, target, arguments, options, not isinstance(target, Skeleton))
+    assumed, compared = example.assumed, example.is_compared
+    kind = {"kind": "decoder", "tokens": example.name, "number of tokens": assumed.tokens}
+    kind |= {"config": plain(config)}
+    kind |= {"compared": compared, "alone": assumed.rows_alone} if compared else {}
+    kind |= {"single": True} if example.single else {}
+    call = Call(kind, target, example.arguments, options, not isinstance(target, Skeleton))
     return _taken_or_made(
         call, saved, options,
-        lambda files: step_from(files, call.known(files), runners.step_runner_of(options)),
+        lambda files: step_from(files, call.known(files), build.step_runner_of(options)),
         lambda found: found.is_valid() and fits(found),
-        lambda: derive.derive_decoder(target, options, config, name, arguments, *rest),
+        lambda: derive.derive_decoder(target, options, config, example),
     )  # fmt: skip
 
 

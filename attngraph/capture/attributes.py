@@ -9,6 +9,7 @@ attributes are, where they were registered before. Used by `trace.py` and `side_
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.state.parts import Place
+from attngraph.capture.instead import replaced
+from attngraph.capture.state.kinds import Place
 from attngraph.capture.structure import TreeSpec, attributes_of, flatten, is_value
 
 _UNSET = object()
@@ -101,50 +103,39 @@ class Watch:
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Watch:
-        by_class: dict[tuple[type, str], dict[int, Place]] = {}
-        tables: dict[int, dict[str, Place]] = {}
+        by_class = collections.defaultdict[tuple[type, str], dict[int, Place]](dict)
+        tables = collections.defaultdict[int, dict[str, Place]](dict)
         for place in self.places:
             if holder_of(*place) is not vars(place.owner):
-                tables.setdefault(id(vars(place.owner)), {})[place.name] = place
-                continue
-            # Stand-ins that torch.export makes of modules share the dictionary of the original.
-            watched = by_class.setdefault((type(place.owner), place.name), {})
-            watched[id(vars(place.owner))] = place
+                tables[id(vars(place.owner))][place.name] = place
+            else:  # stand-ins that torch.export makes of modules share the dictionary of the original
+                by_class[type(place.owner), place.name][id(vars(place.owner))] = place
         for (kind, name), watched in by_class.items():
-            self._open.enter_context(in_class(kind, name, _Watched(name, kind, watched, self)))
+            watching = _Watched(name, kind, watched, self)
+            self._open.enter_context(replaced(kind, name, watching, adds=True))
         for named in tables.values():
             owner = next(iter(named.values())).owner
             self._open.enter_context(_in_module(owner, _Buffers(owner._buffers, named, self)))
         return self
 
-    def look(self, place: Place) -> None:
-        """Note that an attribute is read.
+    def value(self, place: Place, before: Any) -> Any:
+        """What an attribute is that is read now; `before`: what it was before the call.
 
         Raises:
             ReadFirst: it has not been set, and may not be read before.
         """
-        if place not in self.found:
-            self.read.add(place)
-            if not self.reads:
-                self.refuse(place)
-                raise ReadFirst(place.name)
+        if place in self.found:
+            return self.found[place]
+        self.read.add(place)
+        return before if self.reads else self.refused(place)
+
+    def refused(self, place: Place) -> Any:
+        """Refuse an attribute that is read first, or deleted; raises ReadFirst."""
+        self.refuse(place)
+        raise ReadFirst(place.name)
 
     def __exit__(self, *problem: object) -> None:
         self._open.close()
-
-
-@contextlib.contextmanager
-def in_class(kind: type, name: str, descriptor: Any) -> Iterator[None]:
-    """Put a descriptor into a class while the context is active."""
-    before = vars(kind).get(name, _UNSET)
-    setattr(kind, name, descriptor)
-    try:
-        yield
-    finally:
-        if before is _UNSET:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, before)
 
 
 @contextlib.contextmanager
@@ -174,10 +165,8 @@ class _Watched:
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         place = None if owner is None else self.watched.get(id(vars(owner)))
-        if place is not None:
-            self.watch.look(place)
         before = self.of_class if owner is None else vars(owner).get(self.name, self.of_class)
-        found = before if place is None else self.watch.found.get(place, before)
+        found = before if place is None else self.watch.value(place, before)
         if found is _UNSET:
             raise AttributeError(self.name)
         return found
@@ -192,8 +181,7 @@ class _Watched:
     def __delete__(self, owner: Any) -> None:
         place = self.watched.get(id(vars(owner)))
         if place is not None:
-            self.watch.refuse(place)
-            raise ReadFirst(self.name)
+            self.watch.refused(place)
         if vars(owner).pop(self.name, _UNSET) is _UNSET:
             raise AttributeError(self.name)
 
@@ -208,10 +196,7 @@ class _Buffers(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         place = self.watched.get(name)
-        if place is None:
-            return self.held[name]
-        self.watch.look(place)
-        return self.watch.found.get(place, self.held[name])
+        return self.held[name] if place is None else self.watch.value(place, self.held[name])
 
     def __setitem__(self, name: str, value: Any) -> None:
         place = self.watched.get(name)
@@ -222,9 +207,7 @@ class _Buffers(dict[str, Any]):
             self.watch.found[place] = value
 
     def __delitem__(self, name: str) -> None:
-        place = next(iter(self.watched.values()))
-        self.watch.refuse(place)
-        raise ReadFirst(place.name)
+        self.watch.refused(next(iter(self.watched.values())))
 
     def values(self) -> Any:
         return (self[name] for name in self.held)

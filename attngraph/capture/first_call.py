@@ -1,10 +1,15 @@
-"""Models whose first call differs from later ones: they fill a table that later calls read.
+"""What is found out about a model by running it before a trace, mostly on tensors without data.
 
-A graph of such a call would not fill the table. Whether a change is of this kind is found by running the
-model twice on tensors without data. Then its first call is run as it is, and the model is captured after it.
-A decoder is captured before it, so that tables are computed for any number of tokens, and leaves them
-unfilled. Where the first call writes to tensors that are there (it rescales weights, say), it is run for a
-decoder as well: nothing could take such a write back.
+Some models' first call differs from later ones: they fill a table that later calls read. A graph of such a
+call would not fill it. Whether a change is of this kind is found by running the model twice on tensors
+without data. Then its first call is run as it is, and the model is captured after it. A decoder is captured
+before it, so that tables are computed for any number of tokens, and leaves them unfilled. Where the first
+call writes to tensors that are there (it rescales weights, say), it is run for a decoder as well: nothing
+could take such a write back.
+
+Others run a loop over tokens. A trace with symbolic sizes stops where it comes to such a loop, maybe long
+after it began: the steps before the loop compute with quotients of the number of tokens, which torch
+compares for seconds. So the call is run for few tokens and for many, and its operations are counted.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +35,10 @@ from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError
 
 T = TypeVar("T")
+MANY = 4099
+"""More tokens than a chunk or a block has; a prime number, so that chunks do not divide it."""
+TIMES = 2
+"""A loop over tokens is taken to run where so many tokens take more than so many times the operations."""
 
 
 def once_settled(
@@ -157,3 +166,70 @@ def _tensors(target: Callable[..., Any]) -> list[Tensor]:
 
 def _weights(target: Callable[..., Any]) -> list[int]:
     return [id(t) for t in _tensors(target)]
+
+
+# --- loops over tokens ---
+
+
+class _TooMany(Exception):
+    """More operations than were asked for."""
+
+
+class _Counted(TorchDispatchMode):
+    """Counts operations up to a limit (0: none), and notes the extents of what they give."""
+
+    def __init__(self, limit: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count, self.limit, self.extents = 0, limit, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.limit and self.count > self.limit:
+            raise _TooMany
+        result = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(result):
+            self.extents.update(value.shape if isinstance(value, Tensor) else ())
+        return result
+
+
+def extents_of_loop(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+    tokens: Collection[tuple[int, int]],
+) -> frozenset[int] | None:  # fmt: skip
+    """The extents of what the operations of a call give, if there are many more operations for many tokens;
+    None if there are not, or if that cannot be told. Operations after one that needs data do not count.
+
+    Args:
+        tokens: the dimensions, (tensor argument, dimension), that count the tokens.
+    """
+    few = _operations(target, args, kwargs)
+    more = _operations(target, *_with_many(args, kwargs, tokens), limit=TIMES * few.count)
+    return frozenset(few.extents) if more.count > more.limit > 0 else None
+
+
+def _operations(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], limit: int = 0
+) -> _Counted:
+    counted = _Counted(limit)
+    try:
+        with without_data(target, args, kwargs) as run, torch.no_grad(), counted:
+            run()
+    except Exception:  # it may need data, or take no so many tokens
+        pass
+    return counted
+
+
+def _with_many(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Collection[tuple[int, int]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for many tokens: extents that are equal to the number of tokens count them too."""
+    leaves, spec = flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    counts = {tensors[place].shape[dim] for place, dim in tokens}
+
+    def longer(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or counts.isdisjoint(leaf.shape):
+            return leaf
+        return leaf.new_zeros([MANY if n in counts else n for n in leaf.shape])
+
+    return unflatten([longer(leaf) for leaf in leaves], spec)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""The callable that is traced: the user's over a flat list of tensors, which notes what a graph cannot.
+"""The callable that is traced: the user's over a flat list of tensors; and the record of its trace.
 
-Torch only sees tensors in and tensors out. The structure of the results, the attributes that are set and the
-side effects are noted while the trace runs. Used by `trace.py`.
+Torch only sees tensors in and tensors out. All else that a trace finds while the callable runs is in one
+record, `Trace`: what ran, what was asked and decided, what is set and changed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify
 
-from attngraph.capture.asked import Asked, lend_attributes
-from attngraph.capture.assumed import Assumed
+from attngraph.capture.asked import Answered, Asked, Numbers, lend_attributes
+from attngraph.capture.assumed import Assumed, Dimension
 from attngraph.capture.attributes import Described, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
-from attngraph.capture.checks import Checks
-from attngraph.capture.decided import Decisions
 from attngraph.capture.guards import aliases, things
-from attngraph.capture.products import products_cast
-from attngraph.capture.side_effects import SideEffects, label_of
-from attngraph.capture.state.parts import Place
+from attngraph.capture.instead import products_cast
+from attngraph.capture.lines import label_of
+from attngraph.capture.side_effects import SideEffects
 from attngraph.capture.state.ran import Executed, recorded
 from attngraph.capture.state.snapshot import Snapshot
 from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
@@ -55,20 +53,22 @@ Repeats = Callable[[Callable[[], Any]], contextlib.AbstractContextManager[None]]
 
 @dataclasses.dataclass
 class Trace:
-    """What a trace is of, and what it recorded: the structure of the results, attributes that are set, and
-    side effects. `assumed`: what it takes for granted."""
+    """What a trace is of, what it takes for granted, and what it recorded."""
 
     target: Callable[..., Any]
     originals: list[Tensor | None]
     """The parameters and buffers, in whose places a trace has others."""
     assumed: Assumed
+    repeats: Repeats
+    """What repeats equal calls of torch's functions while the target runs."""
     structure: Structure | None = None
     attributes: tuple[Attribute, ...] = ()
     kinds: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     """The kinds and names of tensors that are not the call's own results, by number."""
-    checks: Checks = dataclasses.field(default_factory=Checks)
-    decisions: Decisions = dataclasses.field(default_factory=Decisions)
-    effects: SideEffects = dataclasses.field(default_factory=SideEffects)
+    answered: Answered = dataclasses.field(default_factory=Answered)
+    """Whether sizes and values were said to be true."""
+    asked: Asked | None = None
+    """What was asked of arguments."""
     written: dict[int, int] = dataclasses.field(default_factory=dict)
     """From the identity of each argument that is written to, to its number."""
     memory: tuple[int, ...] = ()
@@ -76,24 +76,16 @@ class Trace:
     shapes: tuple[torch.Size, ...] = ()
     extents: set[int] = dataclasses.field(default_factory=set)
     """The extents of values that are numbers."""
-    asked: dict[tuple[int, int], tuple[str, str, int]] = dataclasses.field(default_factory=dict)
-    """Dimensions for whose number the code asks: the size's name, the file and the line that ask first."""
-    questions: Asked | None = None
-    """What was asked of arguments."""
     written_out: set[str] = dataclasses.field(default_factory=set)
     """The operations that run functions, and stand in plain operations."""
     executed: Executed = dataclasses.field(default_factory=Executed)
     """The code that ran."""
-    repeats: Repeats = lambda noted: contextlib.nullcontext()
-    """What repeats equal calls of torch's functions while the target runs."""
 
-    def noted(self, printed: io.StringIO) -> tuple[Any, ...]:
-        """What it has noted so far besides operations."""
-        return len(self.checks.found), self.effects.what, printed.tell()
+    def __post_init__(self) -> None:
+        self.effects, self.numbers = SideEffects(self.target), Numbers(self.of)
 
-    def of(self, symbols: frozenset[str] | None) -> frozenset[tuple[int, int]]:
-        """The dimensions of the arguments, (argument, dimension), whose extents involve these symbols; all
-        symbolic ones for None."""
+    def of(self, symbols: frozenset[str] | None) -> frozenset[Dimension]:
+        """The dimensions of the arguments whose extents involve these symbols; all symbolic ones for None."""
         return frozenset(
             (place, d)
             for place, shape in enumerate(self.shapes)
@@ -102,13 +94,20 @@ class Trace:
             and (symbols is None or symbols & {str(s) for s in extent.node.expr.free_symbols})
         )
 
+    @property
+    def one(self) -> Any:
+        """The size that is 1 in every call, as it is taken for granted."""
+        place = self.assumed.one_row
+        return None if place is None else self.shapes[place[0]][place[1]]
+
 
 class Flat(nn.Module):
     """The user's callable over a flat list of tensors."""
 
     def __init__(
-        self, target: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, assumed: Assumed
-    ) -> None:
+        self, target: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, assumed: Assumed,
+        repeats: Repeats,
+    ) -> None:  # fmt: skip
         super().__init__()
         if isinstance(target, nn.Module):
             self.model = target
@@ -116,57 +115,68 @@ class Flat(nn.Module):
             self.function = target
             for place, module in enumerate(closed_over_modules(target)):
                 self.add_module(f"closure_{place}", module)
+        self.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
         self.leaves, self.spec = list(leaves), spec
         # Export restores attributes that forward() sets here, and hands out stand-ins of weights and modules:
         # what must survive, or be the original, is in an object of its own.
-        self.trace = Trace(target, self._weights(), assumed)
+        self.trace = Trace(target, self._weights(), assumed, repeats)
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        self.trace.shapes = tuple(t.shape for t in arguments)
-        assumed = self.trace.assumed
-        self.trace.decisions.begin(self.trace.shapes, assumed.one_row)
+        trace = self.trace
+        trace.shapes = tuple(t.shape for t in arguments)
         given = iter(arguments)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
         before, _ = flatten((args, kwargs))
         target = self.model if hasattr(self, "model") else self.function
-        printed, versions = io.StringIO(), list(map(version_of, arguments))
-        effects = self.trace.effects
+        versions = list(map(version_of, arguments))
         originals = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        asked = self.trace.questions = Asked(arguments, originals, effects.note)
+        trace.asked = Asked(arguments, originals, trace.effects.note)
         self._lend_attributes(arguments, originals)
-        watch = Watch(list(assumed.settings), self._refuse, assumed.reads)
-        with (
-            functions_run() as self.trace.written_out,
-            contextlib.redirect_stdout(printed),
-            effects.watch(self.trace.target, things(leaves), self._originals),
-            watch,
-            self.trace.decisions.watch(),
-            self.trace.checks.watch(),
-            _sizes_recorded_when_needed(),
-            self.trace.repeats(lambda: self.trace.noted(printed)),
-            recorded(self.trace.executed, effects.begins),
-            asked,
-            products_cast(),
-        ):
-            result = _of_rows(target, args, kwargs) if assumed.rows_alone else target(*args, **kwargs)
-        if printed.getvalue():
-            effects.note("forward() prints")
+        watch = Watch(list(trace.assumed.settings), trace.effects.note_change, trace.assumed.reads)
+        with self._recorded(watch, things(leaves)):
+            run = _of_rows if trace.assumed.rows_alone else _called
+            result = run(target, args, kwargs)
         after, _ = flatten((args, kwargs))
         if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
-            effects.note("forward() changes the containers among its arguments", of_arguments=True)
+            trace.effects.note("forward() changes the containers among its arguments", of_arguments=True)
         tensors: list[Tensor] = []
         changed = [n for n, t in enumerate(arguments) if version_of(t) != versions[n]]
-        self.trace.written = {id(arguments[n]): n for n in changed}
-        self.trace.structure = _structure(result, tensors, self.trace.written)
+        trace.written = {id(arguments[n]): n for n in changed}
+        trace.structure = _structure(result, tensors, trace.written)
         if watch.found:
             self._record(watch, result, {*containers((args, kwargs))}, tensors)
-        for condition, line in self.trace.checks.found:
-            self.trace.kinds[len(tensors)] = "check", line
+        for condition, line in trace.answered.checks:
+            trace.kinds[len(tensors)] = "check", line
             tensors.append(condition)
         own = (weight for weight in self._weights() if weight is not None)
-        self.trace.memory = aliases([*arguments, *own, *tensors])
+        trace.memory = aliases([*arguments, *own, *tensors])
         return tuple(tensors)
+
+    @contextlib.contextmanager
+    def _recorded(self, watch: Watch, others: Sequence[Any]) -> Iterator[None]:
+        """Write into the record what the body does and asks. `others`: arguments that are no tensors."""
+        trace, printed = self.trace, io.StringIO()
+        assert trace.asked is not None
+
+        def noted() -> Any:
+            return len(trace.answered.checks), trace.effects.what, printed.tell()
+
+        with (
+            functions_run() as trace.written_out,
+            contextlib.redirect_stdout(printed),
+            trace.effects.watch(others, self._originals),
+            watch,
+            trace.answered.listening(trace.one),
+            _sizes_recorded_when_needed(),
+            trace.repeats(noted),
+            recorded(trace.executed, trace.effects.begins),
+            trace.asked,
+            products_cast(),
+        ):
+            yield
+        if printed.getvalue():
+            trace.effects.note("forward() prints")
 
     def _lend_attributes(self, arguments: Sequence[Tensor], originals: Sequence[Tensor]) -> None:
         """Let the stand-ins of arguments and weights have what users put on these."""
@@ -176,9 +186,6 @@ class Flat(nn.Module):
         if not all([*map(lend_attributes, arguments, originals)]):
             self.trace.effects.note("a tensor is an attribute of an argument", of_arguments=True)
 
-    def _refuse(self, place: Place) -> None:
-        self.trace.effects.note_change(place, self.trace.target)
-
     def _weights(self) -> list[Tensor | None]:
         return [t for m in self.modules() for t in (*m._parameters.values(), *m._buffers.values())]
 
@@ -186,33 +193,36 @@ class Flat(nn.Module):
         """From the identity of each parameter and buffer now to that of the one it stands for."""
         return dict(zip(map(id, self._weights()), map(id, self.trace.originals), strict=False))
 
-    def _record(
-        self, watch: Watch, result: Any, others: set[int], tensors: list[Tensor]
-    ) -> None:  # fmt: skip
+    def _record(self, watch: Watch, result: Any, others: set[int], tensors: list[Tensor]) -> None:
         """Record what attributes were set to, and add the tensors in it.
 
         Args:
             others: the identities of containers; a value that shares one with the caller, with the model or
                 with another value would be a copy of it, so it is no result.
         """
-        others |= {*containers(result)} | Snapshot([self.trace.target]).containers()
+        trace = self.trace
+        others |= {*containers(result)} | Snapshot([trace.target]).containers()
         attributes: list[Attribute] = []
         for place, value in watch.found.items():
             own = set(containers(value))
             try:
                 if value is not result and not own.isdisjoint(others):
                     raise TypeError("a container that is also elsewhere")
-                if not self.trace.assumed.settings[place].agrees(Described.of(value)):
+                if not trace.assumed.settings[place].agrees(Described.of(value)):
                     raise TypeError("not what an earlier trace found")
-                label, first = label_of(place, self.trace.target), len(tensors)
-                structure = None if value is result else _structure(value, tensors, self.trace.written)
+                label, first = label_of(place, trace.target), len(tensors)
+                structure = None if value is result else _structure(value, tensors, trace.written)
             except TypeError:
-                self._refuse(place)
+                trace.effects.note_change(place)
                 continue
             others |= own
-            self.trace.kinds |= dict.fromkeys(range(first, len(tensors)), ("attribute", label))
+            trace.kinds |= dict.fromkeys(range(first, len(tensors)), ("attribute", label))
             attributes.append(Attribute(place.owner, place.name, label, structure, place in watch.read))
-        self.trace.attributes = tuple(attributes)
+        trace.attributes = tuple(attributes)
+
+
+def _called(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return target(*args, **kwargs)
 
 
 def _of_rows(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,23 +1,157 @@
-"""Temporarily replaces private attributes of torch, if the installed version has them.
+"""What stands in the way of torch's and Python's functions during a trace.
 
-The replacements only make a trace faster or its reports more detailed. So a torch version that has renamed
-one of them is no reason to fail.
+`instead` puts other things in the places of attributes of classes and modules. Many of them are private to
+torch: a version of torch that has none of that name is left as it is. `python_followed` lets a trace follow
+what torch.export cannot: numpy's functions of sizes, flags that follow from sizes, `tensor.data`, and more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+Row = tuple[Any, str, Callable[[Any], Any]]
+"""A class or a module (or the name of one), the name of an attribute, and what makes of this what is to stand
+in its place."""
+_MISSING = object()
 
 
-def replaced(owner: Any, name: str, value: Any) -> contextlib.AbstractContextManager[Any]:
-    """Set an attribute of a class or a module (or of the module of that name) while the context is active; do
-    nothing if it has no such attribute."""
-    if isinstance(owner, str):
-        try:
-            owner = importlib.import_module(owner)
-        except ImportError:
-            return contextlib.nullcontext()
-    return mock.patch.object(owner, name, value) if hasattr(owner, name) else contextlib.nullcontext()
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any, adds: bool = False) -> Iterator[None]:
+    """Set an attribute of a class or a module (or of the module of that name) while the context is active. If
+    there is no such attribute, do nothing, or with `adds` add it."""
+    owner = _found(owner)
+    if not adds and not hasattr(owner, name):
+        yield
+        return
+    before, found = vars(owner).get(name, _MISSING), getattr(owner, name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is not _MISSING:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+            if found is not _MISSING and not hasattr(owner, name):  # it had it by no other means
+                setattr(owner, name, found)
+
+
+@contextlib.contextmanager
+def instead(*rows: Row) -> Iterator[None]:
+    """While it is active, these attributes are what the rows make of them."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, make in rows:
+            owner = _found(owner)
+            if hasattr(owner, name):
+                stack.enter_context(replaced(owner, name, make(getattr(owner, name))))
+        yield
+
+
+def _found(owner: Any) -> Any:
+    """The class or the module; None if there is no module of this name."""
+    try:
+        return importlib.import_module(owner) if isinstance(owner, str) else owner
+    except ImportError:
+        return None
+
+
+def _of_number(size: Any, name: str) -> float:
+    value: float = getattr(math, name)(size)
+    return value
+
+
+_FIXING = ["log", "log2", "log10", "sin", "cos", "tan", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"]
+"""Functions that torch.export has no symbolic form of: the size becomes a number."""
+_OF_NUMPY: dict[str, Any] = {
+    "sqrt": torch.sym_sqrt,
+    "exp": lambda x: math.e**x,
+    "floor": lambda x: torch.sym_float(math.floor(x)),
+    "ceil": lambda x: torch.sym_float(math.ceil(x)),
+    **{name: functools.partialmethod(_of_number, name.replace("arc", "a")) for name in _FIXING},
+}
+"""numpy applies a function to an object that it does not know by calling the object's method of that name."""
+
+
+def _with_plain_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which takes symbolic comparisons as flags (`is_causal=tokens > 1`). Each is decided for
+    the sizes of the example; that it holds becomes a condition of the graph."""
+
+    def plain(value: Any) -> Any:
+        return bool(value) if isinstance(value, torch.SymBool) else value
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+
+    return run
+
+
+def _batch_first(leave: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.vmap leaves a level with the batch as the first dimension and moves it then (`out_dims`):
+    torch.export cannot record the other way."""
+    return lambda value, level, size, dim: leave(value, level, size, 0).movedim(0, dim)
+
+
+def _without_stand_ins(begin: Callable[..., None]) -> Callable[..., None]:
+    """Torch hands out modules that are registered twice themselves, and no stand-in for each name: a model
+    may ask whether two are the same. (A stand-in would say by which name its operations were reached.)"""
+
+    def begins(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.enable_attr_proxy = False
+
+    return begins
+
+
+def _as_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return bool(is_causal)
+
+
+_FOLLOWED: tuple[Row, ...] = (
+    (torch.nn.functional, "scaled_dot_product_attention", _with_plain_flags),
+    (torch._C._nn, "scaled_dot_product_attention", _with_plain_flags),
+    # torch.export takes `tensor.data` for a constant: it is `tensor.detach()`.
+    (Tensor, "data", lambda own: property(Tensor.detach, torch._C.TensorBase.data.__set__)),  # type: ignore[attr-defined]
+    ("torch._functorch.vmap", "_remove_batch_dim", _batch_first),
+    # torch.nn's transformer layers look whether a mask's values are causal, to pass a hint with the mask.
+    (torch.nn.modules.transformer, "_detect_is_causal_mask", lambda _: _as_told),
+    (fx.experimental.proxy_tensor._ModuleStackTracer, "__init__", _without_stand_ins),
+)
+
+
+@contextlib.contextmanager
+def python_followed() -> Iterator[None]:
+    """Let a trace follow what torch.export cannot follow by itself."""
+    with contextlib.ExitStack() as stack:
+        for kind in (torch.SymInt, torch.SymFloat):
+            for name, function in _OF_NUMPY.items():
+                stack.enter_context(replaced(kind, name, function, adds=True))
+        stack.enter_context(instead(*_FOLLOWED))
+        yield
+
+
+_PRODUCTS: dict[Any, str] = {torch.einsum: "einsum", torch.tensordot: "tensordot"}
+
+
+def products_cast() -> contextlib.AbstractContextManager[Any]:
+    """While it is active, products under autocast that torch writes out as other products are recorded as
+    these, whose operands autocast casts. (torch.export records them before.)"""
+    return _WrittenOut() if torch._C._is_any_autocast_enabled() else contextlib.nullcontext()
+
+
+class _WrittenOut(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        name = _PRODUCTS[func]
+        with replaced(torch._VF, name, getattr(torch.ops.aten, name).default.decompose):
+            return func(*args, **(kwargs or {}))

@@ -1,55 +1,66 @@
 """What a forward does besides returning values, which a graph of it would lose: found, named, and refused.
 
-Changes of the model's attributes, of variables around it and of arguments are found, and prints, hooks on
-tensors, and functions with gradients of their own. A changed attribute is named as the user writes it, with
-the line that changes it.
+Changes of the model's attributes, of variables around it and of arguments are found, prints, hooks on
+tensors, functions with gradients of their own, and what is done to the process: random numbers of Python or
+numpy, seeds and defaults of torch, gradients that are computed. A changed attribute is named as the user
+writes it, with the line that changes it.
+
+A trace runs the forward once, so a number that Python or numpy draws would be a constant of the graph. That
+is right only for one that can have no other value (`random.randrange(1)`). torch's own random numbers are
+operations of the graph.
 """
 
 from __future__ import annotations
 
-import ast
-import collections
 import contextlib
-import inspect
-import textwrap
+import functools
+import random
+import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from attngraph.capture.attributes import Described, Settings, can_be_watched, holder_of
-from attngraph.capture.process_state import process_state_kept
+from attngraph.capture.instead import Row, instead
+from attngraph.capture.lines import line_at, line_of, line_using, name_of, outside, refused, room_of
 from attngraph.capture.state.fingerprint import fingerprint
-from attngraph.capture.state.parts import Place
-from attngraph.capture.state.scope import Space
+from attngraph.capture.state.kinds import Place
 from attngraph.capture.state.snapshot import Snapshot
 from attngraph.errors import CaptureError
-from attngraph.ir.graph.source import short_path
 
-_CHANGING = {
-    name
-    for kind in (list, dict, set, collections.deque)
-    for name in dir(kind)
-    if not name.startswith("_") and name not in ("copy", "count", "get", "index", "items", "keys", "values")
-}
-"""Methods that may change a container."""
-
-_HOOKS = "forward() registers hooks on tensors"
+RETURN = "return what changes"
+_OUTSIDE, _BY_TORCH = "do that outside of the model", "let torch draw them (torch.rand)"
 _ASKS_FOR_GRADIENTS = {
-    "register_hook": _HOOKS,
-    "register_post_accumulate_grad_hook": _HOOKS,
+    "register_hook": "forward() registers hooks on tensors",
+    "register_post_accumulate_grad_hook": "forward() registers hooks on tensors",
     "retain_grad": "forward() asks for the gradient of a tensor (retain_grad)",
 }
 """Methods of a tensor by which a forward has its gradient, which is no tensor of a graph."""
+_OF_A_RANGE = "randrange", "randint", "uniform", "choice"
+"""Functions of Python's random that may have one possible value."""
+_SEEDS = 24
+_BACKWARD = "_engine_run_backward"
+"""What every function of torch.autograd that computes gradients calls."""
+_DECORATORS = "torch.utils._contextlib"
+"""Where torch's modes are entered that decorate a function of the user's."""
+_DEFAULTS = {"dtype": torch.get_default_dtype, "device": torch.get_default_device}
+
+
+def lost(
+    what: str, line: str = "", advice: str = RETURN, lasting: bool = True, **facts: Any
+) -> CaptureError:  # fmt: skip
+    """The refusal of a graph that would lose a side effect."""
+    lead = "a graph of the model would lose a side effect: "
+    return refused(what, line, advice, lead=lead, lasting=lasting, **facts)
 
 
 class SideEffects:
-    """The side effect that one trace found; empty if there is none."""
+    """The side effect that one trace of a target found; empty if there is none."""
 
     what: str = ""
     line: str = ""
@@ -60,248 +71,194 @@ class SideEffects:
     """Whether nothing but attributes of the model or values around it are changed."""
     splits: bool = True
     """Whether torch.compile notices it; else the model runs as it is."""
-    settings: Settings
-    """The attributes that are changed, and to what."""
 
-    def __init__(self) -> None:
-        self.settings = {}
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self.target = target
+        self.settings: Settings = {}
+        """The attributes that are changed, and to what."""
         self.kept: Snapshot | None = None
 
     def note(
-        self, what: str, line: str = "", advice: str = "return what changes", *,
-        of_arguments: bool = False, of_state: bool = False, splits: bool = True,
+        self, what: str, line: str = "", advice: str = RETURN, *, of_arguments: bool = False,
+        of_state: bool = False, splits: bool = True,
     ) -> None:  # fmt: skip
         self.splits = self.splits and splits
         self.of_arguments = of_arguments and (self.of_arguments or not self.what)
         self.of_state = of_state and not self.what
         self.what, self.line, self.advice = what, line, advice
 
+    def note_change(self, place: Place | None) -> None:
+        """Note that the target changes its state; `place` is where, if it is known."""
+        what = "attributes of the model, or values around it"
+        line = ""
+        if place is not None:
+            what, line = name_of(place, self.target), line_of(place, self.target)
+        self.note(f"forward() changes {what}", line, of_state=True)
+
     @contextlib.contextmanager
-    def watch(
-        self, target: Callable[..., Any], arguments: Sequence[Any], weights: Callable[[], dict[int, int]]
-    ) -> Iterator[None]:
+    def watch(self, arguments: Sequence[Any], weights: Callable[[], dict[int, int]]) -> Iterator[None]:
         """Note what the body changes in the target's state or the arguments', and undo it.
 
         Args:
             weights: from the identity of each current parameter and buffer to that of the model's own.
         """
-        kept = self.kept = Snapshot([target])
+        kept = self.kept = Snapshot([self.target])
         theirs = Snapshot(arguments)
         given, held = fingerprint(arguments), weights()
         try:
             with (
-                self._own_gradients(),
-                process_state_kept(self._note_of_process, lambda name: line_using(name, target)),
-                kept.iterators_refused(lambda place: self._note_iterator(place, target)),
-                theirs.iterators_refused(lambda place: self._note_iterator(place, target)),
-            ):
+                instead(*self._of_gradients(), *self._of_process()), self._process_kept(),
+                kept.iterators_refused(self._note_iterator), theirs.iterators_refused(self._note_iterator),
+            ):  # fmt: skip
                 yield
         except BaseException:
-            self._restore(kept, theirs)
+            kept.restore()
+            theirs.restore()
             raise
         if given != fingerprint(arguments):
-            self.note(
-                f"forward() changes an argument's attributes{_named(theirs, target)}", of_arguments=True
-            )
+            place = theirs.first_change()
+            named = "" if place is None else f": {name_of(place, self.target)}"
+            self.note(f"forward() changes an argument's attributes{named}", of_arguments=True)
         changed = kept.first_change(weights())
         is_refused = self.what and not self.of_arguments
         if not is_refused and (changed is not None or held != weights()):
-            self.settings = _settings(kept.changed_attributes())
+            places = list(kept.changed_attributes())
+            if all(map(can_be_watched, places)):
+                self.settings = {p: Described.of(holder_of(*p).get(p.name)) for p in places}
             # torch.compile loses which of two equal objects an attribute is, and repeats what was drawn.
             self.splits &= not kept.swapped and (changed is None or not kept.is_generator(changed))
-            self.note_change(changed, target)
+            self.note_change(changed)
         if self.what:
-            self._restore(kept, theirs)
-
-    @staticmethod
-    def _restore(*kept: Snapshot) -> None:
-        for each in kept:
-            each.restore()
+            kept.restore()
+            theirs.restore()
 
     def begins(self, frame: types.FrameType) -> None:
         """Watch also what the code can read that is about to run."""
         if self.kept is not None:
             self.kept.add(frame)
 
-    def note_change(self, place: Place | None, target: Callable[..., Any]) -> None:
-        """Note that the target changes its state; `place` is where, if it is known."""
-        if place is None:
-            self.note("forward() changes attributes of the model, or values around it", of_state=True)
-        else:
-            line = line_of(place, target)
-            self.note(f"forward() changes {name_of(place, target)}", line, of_state=True)
+    def error(self) -> CaptureError:
+        return lost(
+            self.what, self.line, self.advice, lasting=not self.of_arguments, changes_state=self.of_state,
+            settings=self.settings if self.of_state else {}, splits=self.splits,
+        )  # fmt: skip
 
-    def _note_of_process(self, what: str, line: str, advice: str) -> None:
-        """Note what the target does to the process. torch.compile repeats what it drew of Python's
-        numbers."""
-        draws = "random" in what or "seed" in what
-        self.note(what, line, advice, splits=not draws)
-
-    def _note_iterator(self, place: Place, target: Callable[..., Any]) -> None:
+    def _note_iterator(self, place: Place) -> None:
         """Note that the target advances an iterator, which torch.compile does not notice either."""
-        line = line_using(place.name, target)
-        self.note(f"forward() advances an iterator, {name_of(place, target)}", line, splits=False)
+        what = f"forward() advances an iterator, {name_of(place, self.target)}"
+        self.note(what, line_using(place.name, self.target), splits=False)
 
-    @contextlib.contextmanager
-    def _own_gradients(self) -> Iterator[None]:
-        """Note where the model defines gradients itself, which a graph of its forward would lose."""
+    # --- gradients of its own ---
+
+    def _of_gradients(self) -> Iterator[Row]:
+        """What notes where the model defines gradients itself, which a graph of its forward would lose."""
         if not torch.is_grad_enabled():
-            yield
             return
-        apply = CheckpointFunction.apply
+        checkpoint: Any = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
 
-        def applied(cls: Any, run: Callable[..., Any], preserve: Any, *given: Any) -> Any:
-            if any(isinstance(a, Tensor) and a.requires_grad for a in given):
-                return run(*given)  # a graph for training keeps no scores, and computes them again itself
-            return apply(run, preserve, *given)
+        def applying(apply: Callable[..., Any]) -> Any:
+            def applied(cls: Any, run: Callable[..., Any], preserve: Any, *given: Any) -> Any:
+                if any(isinstance(a, Tensor) and a.requires_grad for a in given):
+                    return run(*given)  # a graph for training keeps no scores, and computes them again itself
+                return apply(run, preserve, *given)
+
+            return classmethod(applied)
 
         def made(node: Any) -> None:
             """Is called by every `apply`, wherever the user keeps it."""
             if not node._forward_cls.__module__.startswith("torch.") or isinstance(node, checkpoint):
                 self.note(f"{node._forward_cls.__name__} has a backward of its own")
 
-        checkpoint: Any = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+        yield CheckpointFunction, "apply", applying
+        yield BackwardCFunction, "__init__", lambda _: made
+        for name, what in _ASKS_FOR_GRADIENTS.items():
+            yield Tensor, name, functools.partial(self._noting, what=what)
 
-        def noting(what: str) -> Callable[..., None]:
-            return lambda tensor, *args, **kwargs: self.note(what)
+    def _noting(self, _: Any, what: str) -> Callable[..., None]:
+        return lambda tensor, *args, **kwargs: self.note(what)
 
-        with contextlib.ExitStack() as patched:
-            patched.enter_context(mock.patch.object(CheckpointFunction, "apply", classmethod(applied)))
-            patched.enter_context(mock.patch.object(BackwardCFunction, "__init__", made))
-            for name, what in _ASKS_FOR_GRADIENTS.items():
-                patched.enter_context(mock.patch.object(Tensor, name, noting(what)))
-            yield
+    # --- the process ---
 
-    def error(self) -> CaptureError:
-        found = refusal(
-            self.what,
-            self.line,
-            lasting=not self.of_arguments,
-            changes_state=self.of_state,
-            advice=self.advice,
-        )
-        found.settings = self.settings if self.of_state else {}
-        found.splits = self.splits
-        return found
+    def _of_process(self) -> Iterator[Row]:
+        """What notes seeds that are set, gradients that are computed, and inference mode. Python's functions
+        that have one possible value draw nothing."""
+        for owner in (torch, torch.random):
+            for name in ("manual_seed", "seed", "set_rng_state"):
+                splits = "seed" not in name  # torch.compile repeats what was drawn
+                yield owner, name, self._telling(f"forward() calls torch.{name}", splits)
+        yield torch.autograd, _BACKWARD, self._telling("forward() computes gradients")
+        yield torch.inference_mode, "__enter__", self._entering
+        for name in _OF_A_RANGE:
+            yield random, name, _of_one_value
 
+    def _telling(self, what: str, splits: bool = True) -> Callable[[Any], Any]:
+        def told(function: Any) -> Any:
+            @functools.wraps(function)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                caller = sys._getframe(1)
+                by_torch = room_of(caller) == "torch" and function.__name__ != _BACKWARD
+                frame = outside(caller, lambda f: room_of(f) in ("torch", "attngraph"))
+                if frame is not None and not by_torch:  # else an operation of torch's own puts it back
+                    self.note(what, line_at(frame), _OUTSIDE, splits=splits)
+                return function(*args, **kwargs)
 
-def refusal(
-    what: str, line: str = "", lasting: bool = True, changes_state: bool = False,
-    advice: str = "return what changes",
-) -> CaptureError:  # fmt: skip
-    return CaptureError(
-        f"a graph of the model would lose a side effect: {what}{f' at {line}' if line else ''}.\n"
-        f"What to do: {advice}, or compile without strict=True.",
-        what,
-        line,
-        lasting=lasting,
-        changes_state=changes_state,
-    )
+            return run
 
+        return told
 
-def name_of(place: Place, target: Callable[..., Any]) -> str:
-    """The attribute or variable as a user would name it: `h.0.attn.count` of a module, `Cache.used` of
-    another object, `COUNT` of a file."""
-    owner, name = place
-    if isinstance(owner, nn.Module):
-        path = next((p for p, m in _modules(target) if m is owner), type(owner).__name__)
-        return f"the attribute {f'{path}.' if path else ''}{name} of the model"
-    if isinstance(owner, types.FunctionType) and not name:
-        return f"what the function {owner.__name__} has around it"
-    if isinstance(owner, (Space, types.FunctionType)):
-        return f"the {'global' if isinstance(owner, Space) else 'local'} variable {name}"
-    if isinstance(owner, type):
-        return f"the attribute {name} of the class {owner.__name__}"
-    if isinstance(owner, types.ModuleType):
-        return f"the variable {name} of {owner.__name__}"
-    return f"the attribute {name} of a {type(owner).__name__}" if name else f"a {type(owner).__name__}"
+    def _entering(self, enter: Callable[[Any], None]) -> Callable[[Any], None]:
+        def entered(mode: torch.inference_mode) -> None:
+            before = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+            enter(mode)
+            frame = sys._getframe(1)
+            of_torch = room_of(frame) == "torch" and frame.f_globals["__name__"] != _DECORATORS
+            if not of_torch and before != (torch.is_inference_mode_enabled(), torch.is_grad_enabled()):
+                line = line_using("inference_mode", self.target)
+                self.note("forward() enters torch.inference_mode", line, _OUTSIDE, splits=False)
 
+        return entered
 
-def label_of(place: Place, target: Callable[..., Any]) -> str:
-    """The attribute as a graph's text names it, with the prefix of capture's wrapper: `model.h.0.attn`."""
-    path = next((p for p, m in _modules(target) if m is place.owner), type(place.owner).__name__)
-    return ".".join(part for part in ("model", path, place.name) if part)
-
-
-def line_of(place: Place, target: Callable[..., Any]) -> str:
-    """The line, "file:line", where the code of the model changes this place; empty if none is found. The
-    owner's own methods are searched first, then those of the model's modules."""
-    owner, name = place
-    kinds = [owner if isinstance(owner, type) else type(owner), *(type(m) for _, m in _modules(target))]
-    functions = [owner, target] if isinstance(owner, types.FunctionType) else [target]
-    if isinstance(owner, Space):
-        functions += [value for value in owner.held.values() if isinstance(value, types.FunctionType)]
-        kinds += [value for value in owner.held.values() if isinstance(value, type)]
-    return _first_line((*functions, *_methods(kinds)), lambda node: _changes(node, name))
-
-
-def line_using(name: str, target: Callable[..., Any]) -> str:
-    """The first line, "file:line", where the code of the model uses this name; empty if none is found."""
-    kinds = [type(m) for _, m in _modules(target)]
-
-    def uses(node: ast.AST) -> bool:
-        return name in (getattr(node, "id", None), getattr(node, "attr", None))
-
-    return _first_line((target, *_methods(kinds)), uses)
+    @contextlib.contextmanager
+    def _process_kept(self) -> Iterator[None]:
+        """Note what the body changes of the process's state, and undo what it draws."""
+        numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+        draws, draws_of_numpy = random.getstate(), None if numpy is None else numpy.get_state()
+        defaults, gradients = {name: get() for name, get in _DEFAULTS.items()}, torch.is_grad_enabled()
+        yield
+        found: list[tuple[str, str, str]] = [
+            (f"changes torch's default {name}", f"set_default_{name}", _OUTSIDE)
+            for name, get in _DEFAULTS.items()
+            if get() != defaults[name]
+        ]
+        if torch.is_grad_enabled() != gradients:
+            torch.set_grad_enabled(gradients)
+            found.append(("switches gradients on or off for its caller", "set_grad_enabled", _OUTSIDE))
+        if random.getstate() != draws:
+            random.setstate(draws)
+            found.append(("draws random numbers from Python's random", "random", _BY_TORCH))
+        if numpy is not None and _as_values(numpy.get_state()) != _as_values(draws_of_numpy):
+            numpy.set_state(draws_of_numpy)
+            found.append(("draws random numbers from numpy", "random", _BY_TORCH))
+        for what, name, advice in found:
+            self.note(f"forward() {what}", line_using(name, self.target), advice, splits=name != "random")
 
 
-def _first_line(functions: Iterable[Callable[..., Any]], is_meant: Callable[[ast.AST], bool]) -> str:
-    """The first line with a piece of syntax that is meant, in the first of these functions that has one."""
-    for function in functions:
-        code = inspect.unwrap(getattr(function, "__func__", function))
-        if not isinstance(code, types.FunctionType):
-            continue
-        try:
-            lines, first = inspect.getsourcelines(code)
-            tree = ast.parse(textwrap.dedent("".join(lines)))
-        except (OSError, SyntaxError, TypeError):
-            continue  # made at run time, without a file
-        places = (n.lineno for n in ast.walk(tree) if is_meant(n))  # type: ignore[attr-defined]
-        found = min(places, default=None)
-        if found is not None:
-            return f"{short_path(inspect.getfile(code))}:{first + found - 1}"
-    return ""
+def _of_one_value(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which draws nothing where all draws are equal."""
+
+    @functools.wraps(draw)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, found = random.getstate(), []
+        for seed in range(_SEEDS):
+            random.seed(seed)
+            found.append(draw(*args, **kwargs))
+        random.setstate(before)
+        first = found[0]
+        return first if all(each is first or each == first for each in found) else draw(*args, **kwargs)
+
+    return run
 
 
-def _settings(places: Iterable[Place]) -> Settings:
-    """What these attributes are now; none if one of them cannot be watched."""
-    found = list(places)
-    if not all(can_be_watched(place) for place in found):
-        return {}
-    return {place: Described.of(holder_of(*place).get(place.name)) for place in found}
-
-
-def _named(kept: Snapshot, target: Callable[..., Any]) -> str:
-    place = kept.first_change()
-    return "" if place is None else f": {name_of(place, target)}"
-
-
-def _modules(target: Callable[..., Any]) -> Iterable[tuple[str, nn.Module]]:
-    return target.named_modules() if isinstance(target, nn.Module) else ()
-
-
-def _methods(kinds: Iterable[type]) -> Iterator[types.FunctionType]:
-    """The methods of these classes and their bases, but for torch's and `__init__`."""
-    for kind in dict.fromkeys(base for owner in kinds for base in owner.__mro__):
-        if kind is not object and not kind.__module__.startswith("torch."):
-            for name, method in vars(kind).items():
-                if isinstance(method, types.FunctionType) and name != "__init__":
-                    yield method
-
-
-def _changes(node: ast.AST, name: str) -> bool:
-    """Whether a piece of syntax assigns to `name` or an entry of it, or calls a method of it."""
-    match node:
-        case ast.Attribute(attr=found, ctx=ast.Store() | ast.Del()):
-            return found == name
-        case ast.Name(id=found, ctx=ast.Store() | ast.Del()):
-            return found == name
-        case ast.Subscript(value=value, ctx=ast.Store() | ast.Del()):
-            return _is(value, name)
-        case ast.Call(func=ast.Attribute(value=value, attr=method)):
-            return _is(value, name) and method in _CHANGING
-    return False
-
-
-def _is(node: ast.AST, name: str) -> bool:
-    return getattr(node, "attr", None) == name or getattr(node, "id", None) == name
+def _as_values(state: Any) -> tuple[Any, ...]:
+    """numpy's state, of which a part is an array."""
+    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)

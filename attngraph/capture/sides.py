@@ -1,19 +1,31 @@
-"""Which sizes a graph is for: the side that its trace took of every branch on sizes.
+"""Sizes in a trace: the side that it took of every branch on them, and where it stops because of them.
 
 A trace follows one side of `if n > 6`, and torch takes for granted that a symbolic size is at least 2, so
 that it never asks `n > 1` again. A graph is right for a call whose sizes are on the trace's side of all that
 was decided. Where a size is 1, the model may do the same though it asks: such sides are compared with the
-model when the graph is made (`api/compare_sides.py`), and are `same` then."""
+model when the graph is made (`api/compare_sides.py`), and are `same` then.
+
+Window partitions, strides and paddings of an image's sides give formulas of nested quotients and remainders.
+torch compares them at every operation, which takes seconds for each; with numbers in place of these sizes,
+the same trace takes milliseconds. (Sums and products are cheap however long they are.) A trace that must
+hold for any number of tokens also stops where it is about to hold for some alone, and once where it may come
+to that: where it has looked at many quotients of that number (chunks, paddings).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import sympy
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from attngraph.capture.instead import instead
+from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds, python_text
 
 _ORDERS = sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt
@@ -132,3 +144,55 @@ def bound_above(relation: Any) -> int | None:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(relation, {str(symbol): middle}) else (low, middle)
     return low
+
+
+class SizeProblem(Exception):
+    """Sizes are better numbers. `symbols`: their names. `may_hold`: it may yet come to a graph for any."""
+
+    def __init__(self, reason: str, symbols: frozenset[str], may_hold: bool = False) -> None:
+        super().__init__(reason)
+        self.symbols, self.may_hold = symbols, may_hold
+
+
+FIXED = "how often a loop runs, or another plain number, follows from how many tokens there are"
+_LONG = "formulas of its sizes become too long"
+_QUOTIENTS = "it looks at many quotients of how many tokens there are"
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _names(formula: sympy.Expr) -> frozenset[str]:
+    return frozenset(map(str, formula.free_symbols))
+
+
+def short_formulas(
+    kept: Callable[[frozenset[str]], object], any_number: bool
+) -> contextlib.AbstractContextManager[None]:
+    """Raise SizeProblem where torch is about to evaluate a formula whose quotients or remainders exceed the
+    budget (with the sizes in the innermost of these), and where it is about to make a number of a formula of
+    sizes of which `kept` is true. Without `any_number`, also at many quotients of such sizes."""
+    short: set[Any] = set()
+    quotients: set[Any] = set()
+
+    def look(formula: Any) -> None:
+        if isinstance(formula, sympy.Expr) and kept(names := _names(formula)):
+            raise SizeProblem(FIXED, names)
+        if not isinstance(formula, sympy.Basic) or formula in short:
+            return
+        parts = formula.atoms(sympy.Function)
+        if any(part.count_ops() > budgets.SIZE_OPS for part in parts):
+            innermost = [p for p in parts if not any(arg.has(sympy.Function) for arg in p.args)]
+            raise SizeProblem(_LONG, frozenset(str(s) for part in innermost for s in part.free_symbols))
+        short.add(formula)
+        if not any_number and parts and kept(names := _names(formula)):
+            quotients.add(formula)
+            if len(quotients) > budgets.QUOTIENTS_OF_TOKENS:
+                raise SizeProblem(_QUOTIENTS, names, may_hold=True)
+
+    def looking(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def evaluated(env: ShapeEnv, formula: Any, *args: Any, **kwargs: Any) -> Any:
+            look(formula)
+            return evaluate(env, formula, *args, **kwargs)
+
+        return evaluated
+
+    return instead((ShapeEnv, "evaluate_expr", looking))

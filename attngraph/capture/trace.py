@@ -16,6 +16,7 @@ import linecache
 import logging
 import os
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,29 +27,20 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 
-from attngraph.capture.asked_sizes import asked_sizes, told
+from attngraph.capture import faster
 from attngraph.capture.assumed import NOTHING, Assumed
 from attngraph.capture.captured import Captured, Structure
-from attngraph.capture.faster.calls import equal_calls_inferred_once
-from attngraph.capture.faster.formulas import equal_formulas_computed_once
-from attngraph.capture.faster.functions import equal_functions_traced_twice
-from attngraph.capture.faster.steps import steps_shortened
-from attngraph.capture.faster.unwritten import code_written_when_called
-from attngraph.capture.flags import flags_of_sizes
+from attngraph.capture.first_call import extents_of_loop
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.guards import aliases, things
-from attngraph.capture.instead import replaced
-from attngraph.capture.many_tokens import extents_of_loop
-from attngraph.capture.numpy_sizes import numpy_of_sizes
-from attngraph.capture.program import exported
+from attngraph.capture.instead import instead, python_followed
+from attngraph.capture.lines import line_using, name_of, refused, whole_stack_traces
+from attngraph.capture.program import exported, regions
 from attngraph.capture.program.functional import functional, views_taken_apart
-from attngraph.capture.program.hidden_writes import data_of_tensors, hidden_write
 from attngraph.capture.program.layouts import hold_layouts
-from attngraph.capture.side_effects import line_using, name_of, refusal
-from attngraph.capture.sides import Sides
-from attngraph.capture.size_formulas import FixedSize, ManyQuotients, SizeProblem, short_formulas
-from attngraph.capture.stack_traces import whole_stack_traces
-from attngraph.capture.state.parts import hooks_not_traced
+from attngraph.capture.side_effects import lost
+from attngraph.capture.sides import FIXED, Sides, SizeProblem, short_formulas
+from attngraph.capture.state.kinds import hooks_not_traced
 from attngraph.capture.state.snapshot import Snapshot
 from attngraph.capture.state.walk import Walk
 from attngraph.capture.structure import classes_in, flatten
@@ -66,17 +58,12 @@ _CHATTY = (
     "torch.export._trace",
     "torch._subclasses.fake_tensor",
 )
-
-
 _PLANE, _VOLUME = (nn.Conv2d, nn.ConvTranspose2d), (nn.Conv3d, nn.ConvTranspose3d)
 
 
 def capture(
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    assumed: Assumed = NOTHING,
-) -> Captured:
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], assumed: Assumed = NOTHING
+) -> Captured:  # fmt: skip
     """Trace one call of `target` on these inputs.
 
     Raises:
@@ -84,12 +71,11 @@ def capture(
     """
     try:
         return _capture(target, args, kwargs, assumed, any_number=not assumed.symbolic)
-    except ManyQuotients as problem:
+    except SizeProblem as problem:
         with quiet():
             extents = extents_of_loop(target, args, kwargs, assumed.symbolic)
         if extents is not None:
-            fixes = str(FixedSize(problem.symbols))
-            raise CaptureError(fixes, fixes, extents=extents) from problem
+            raise CaptureError(FIXED, FIXED, extents=extents) from problem
     return _capture(target, args, kwargs, assumed, any_number=True)
 
 
@@ -97,7 +83,7 @@ def _capture(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], assumed: Assumed,
     any_number: bool,
 ) -> Captured:  # fmt: skip
-    """As `capture`; may raise ManyQuotients, unless a graph for `any_number` of tokens is wanted."""
+    """As `capture`; may raise a SizeProblem, unless a graph for `any_number` of tokens is wanted."""
     leaves, spec = flatten((args, kwargs))
     if any(isinstance(leaf, nn.Module) for leaf in leaves):
         raise CaptureError(
@@ -105,55 +91,64 @@ def _capture(
             "What to do: make it a submodule, or compile without strict=True.",
             "a module among the arguments",
         )
-    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     _refuse_what_a_graph_would_lose(target)
-    flat = Flat(target, leaves, spec, assumed)
-    flat.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
-    flat.trace.repeats = equal_functions_traced_twice
-    # torch.export replaces a module's lists and dicts by copies.
-    kept = Snapshot([target, *things(leaves)])
-    try:
-        with warnings.catch_warnings(), code_written_when_called():
-            warnings.simplefilter("ignore")
-            program = _export(flat, tensors, any_number)
-            exported.complete_users(program.graph_module)
-            hidden = hidden_write(program, tensors) or exported.switches_gradients_on(program.graph_module)
-            exported.inline_grad_regions(program.graph_module)
-            exported.inline_vmap(program.graph_module)
-            # The executable checks sizes itself; torch's guard code fails on unused inputs.
-            program._guards_code = []
-            program = functional(program)
-            for node in program.graph.nodes:
-                if (refused := function_refusal(node, traced=True)) is not None:
-                    raise refused
-    except ManyQuotients:
-        raise
-    except SizeProblem as problem:
-        dimensions = flat.trace.of(problem.symbols)
-        fixes = None if assumed.symbolic.isdisjoint(dimensions) else flat.trace.extents
-        raise CaptureError(str(problem), str(problem), dimensions=dimensions, extents=fixes) from problem
-    except Exception as problem:  # torch raises many types; all mean that the capture failed
-        if isinstance(problem, CaptureError):
-            raise
-        if flat.trace.effects.what:
-            raise flat.trace.effects.error() from problem
-        helps = not isinstance(problem, GuardOnDataDependentSymNode)
-        raise _capture_error(problem, flat.trace.of(None) if helps else frozenset()) from problem
-    finally:
-        kept.restore()
-    if flat.trace.effects.what:
-        raise flat.trace.effects.error()
-    if hidden is not None:
-        raise hidden
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    flat = Flat(target, leaves, spec, assumed, faster.forward)
+    program = _program(flat, tensors, things(leaves), any_number)
     graph = exported.program_graph(program, flat)
     accept(graph.graph)
     exported.write_epsilons(graph.graph)
     exported.write_dtypes(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
-        raise refusal("forward() writes to an argument that shares its memory with another")
+        raise lost("forward() writes to an argument that shares its memory with another")
     found = _with_sizes(graph, program, flat.trace)
     hold_layouts(found.graph, flat.trace.memory)
     return _watched(found, flat.trace, [target, *things(leaves)], frozenset(classes_in(spec)))
+
+
+def _program(
+    flat: Flat, tensors: tuple[Tensor, ...], others: Sequence[Any], any_number: bool
+) -> ExportedProgram:  # fmt: skip
+    """The trace as a pure function of plain operations. `others`: arguments that are no tensors.
+
+    Raises:
+        CaptureError: there is none, or it would lose what the call does.
+    """
+    trace = flat.trace
+    kept = Snapshot([trace.target, *others])  # torch.export replaces a module's lists and dicts by copies
+    try:
+        with warnings.catch_warnings(), faster.whole_capture():
+            warnings.simplefilter("ignore")
+            program = _export(flat, tensors, any_number)
+            regions.complete_users(program.graph_module)
+            hidden = regions.hidden_from_gradients(program, tensors)
+            regions.inline_grad_regions(program.graph_module)
+            regions.inline_vmap(program.graph_module)
+            # The executable checks sizes itself; torch's guard code fails on unused inputs.
+            program._guards_code = []
+            program = faster.functional(program) or functional(program)
+            for node in program.graph.nodes:
+                if (refusal := function_refusal(node, traced=True)) is not None:
+                    raise refusal
+    except CaptureError:
+        raise
+    except SizeProblem as problem:
+        if problem.may_hold:
+            raise
+        dimensions = trace.of(problem.symbols)
+        fixes = None if trace.assumed.symbolic.isdisjoint(dimensions) else trace.extents
+        raise CaptureError(str(problem), str(problem), dimensions=dimensions, extents=fixes) from problem
+    except Exception as problem:  # torch raises many types; all mean that the capture failed
+        if trace.effects.what:
+            raise trace.effects.error() from problem
+        raise _capture_error(problem, trace) from problem
+    finally:
+        kept.restore()
+    if trace.effects.what:
+        raise trace.effects.error()
+    if hidden is not None:
+        raise hidden
+    return program
 
 
 def _watched(
@@ -171,56 +166,53 @@ def _watched(
         place, value, why = unseen
         what = f"{name_of(place, targets[0])}, a {type(value).__name__}: {why}"
         line = line_using(place.name, targets[0])
-    if not what:
-        others = classes | found.functions_not_met(trace.executed.codes.values())
-        around = dataclasses.replace(captured.around, others=others)
-        return dataclasses.replace(captured, around=around)
-    raise CaptureError(
-        f"a graph of the model would keep what forward() reads in this call: {what}{line and f' at {line}'}."
-        "\nWhat to do: read it outside of the model and give it as an argument, or compile without "
-        "strict=True.",
-        f"forward() reads {what}",
-        line,
-    )
+    if what:
+        lead = "a graph of the model would keep what forward() reads in this call: "
+        advice = "read it outside of the model and give it as an argument"
+        problem = refused(what, line, advice, lead=lead)
+        problem.reason = f"forward() reads {what}"
+        raise problem
+    others = classes | found.functions_not_met(trace.executed.codes.values())
+    return dataclasses.replace(captured, around=dataclasses.replace(captured.around, others=others))
 
 
 def _export(flat: Flat, tensors: tuple[Tensor, ...], any_number: bool) -> ExportedProgram:
     """torch.export's trace of the call, with what it cannot follow by itself replaced."""
-    target, assumed = flat.trace.target, flat.trace.assumed
+    trace, assumed = flat.trace, flat.trace.assumed
     symbolic = assumed.symbolic - assumed.fixed
     shapes = tuple(
-        {d: Dim.AUTO for d in _dynamic_dimensions(t, target) if (place, d) not in assumed.fixed}
+        {d: Dim.AUTO for d in _dynamic_dimensions(t, trace.target) if (place, d) not in assumed.fixed}
         for place, t in enumerate(tensors)
     )
 
     def kept(symbols: frozenset[str]) -> bool:
-        return not symbolic.isdisjoint(flat.trace.of(symbols)) if symbolic and symbols else False
+        return not symbolic.isdisjoint(trace.of(symbols)) if symbolic and symbols else False
 
+    def noting(_: Any) -> Callable[[Tensor], None]:
+        """Each value's layout, which its fake tensor has anyway, is not recorded; its extents are noted."""
+        return lambda value: trace.extents.update(n for n in value.shape if isinstance(n, int))
+
+    weights = (*flat.parameters(), *flat.buffers())
+    inference = not torch.is_grad_enabled() and any(w.is_inference() for w in weights)
     with (
         without_collections(),
         whole_stack_traces(),
         quiet(),
-        _without_looking_at_masks(),
-        _without_notes(flat.trace.extents),
-        numpy_of_sizes(),
-        flags_of_sizes(),
-        data_of_tensors(),
-        exported.batches_left_first(),
-        asked_sizes(flat.trace),
-        equal_calls_inferred_once(),
-        equal_formulas_computed_once(),
+        instead((fx.experimental.proxy_tensor, "_extract_tensor_metadata", noting)),
+        python_followed(),
+        trace.numbers.listening(),
+        faster.export(),
         short_formulas(kept, any_number),
         views_taken_apart(),
-        steps_shortened(),
-        _mode_of_weights(flat),
-        _modules_as_they_are(),
+        # torch's stand-ins for weights that were made in inference mode are made in no other.
+        torch.inference_mode() if inference else contextlib.nullcontext(),
     ):
         return torch.export.export(flat, tensors, dynamic_shapes=(shapes,) if tensors else None, strict=False)
 
 
 def _with_sizes(graph: ProgramGraph, program: ExportedProgram, trace: Trace) -> Captured:
     """What was captured, with the conditions and the example numbers of the graph's symbolic sizes."""
-    assert trace.structure is not None
+    assert trace.structure is not None and trace.asked is not None
     arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
     sizes = tuple(tuple(exported.size_of(s) for s in n.meta["val"].shape) for n in arguments)
     graph.conditions = tuple(exported.conditions(program, arguments))
@@ -239,14 +231,11 @@ def _with_sizes(graph: ProgramGraph, program: ExportedProgram, trace: Trace) -> 
         for a in trace.attributes
     ]
     _name_outputs(graph, trace.kinds)
-    checks = tuple(line for _, line in trace.checks.found)
-    sizes_asked = told(trace, sizes, graph.conditions)
-    sides = Sides(trace.decisions.found(env))
-    asked = trace.questions
-    found = frozenset() if asked is None else frozenset(asked.found)
-    around = trace.executed.ran.scope(asked=found, layouts=asked is not None and asked.layouts)
     return Captured(
-        graph, simplified(trace.structure), sizes, tuple(attributes), checks, sizes_asked, sides, around,
+        graph, simplified(trace.structure), sizes, tuple(attributes),
+        checks=tuple(line for _, line in trace.answered.checks),
+        asked=trace.numbers.told(sizes, graph.conditions), sides=Sides(trace.answered.decisions(env)),
+        around=trace.executed.ran.scope(asked=frozenset(trace.asked.found), layouts=trace.asked.layouts),
         serves_small="flex_attention" in trace.written_out,
     )  # fmt: skip
 
@@ -272,7 +261,7 @@ def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
         where = f"the module {path}" if path else "the model"
         moves = kind == "hook"  # those of torch.distributed, as `fully_shard` registers them
         advice = "call fully_shard once, on the compiled module" if moves else "remove the hook"
-        raise refusal(f"the {kind} {function} of {where} would not run", advice=advice)
+        raise lost(f"the {kind} {function} of {where} would not run", advice=advice)
     if any(is_lazy(p) for module in modules for p in module.parameters()):
         raise CaptureError("the model has lazy modules that are not initialised yet", "lazy modules")
 
@@ -287,57 +276,6 @@ def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> list[int]
             spatial = sides if any(isinstance(m, kinds) for m in target.modules()) else spatial
     static = getattr(tensor, "_dynamo_static_indices", ())
     return [d for d in range(tensor.ndim - spatial) if d not in static]
-
-
-@contextlib.contextmanager
-def _modules_as_they_are() -> Iterator[None]:
-    """Let torch hand out modules that are registered twice themselves, and no stand-in for each name: a model
-    may ask whether two are the same. (A stand-in would say by which name its operations were reached.)"""
-    tracer: Any = fx.experimental.proxy_tensor._ModuleStackTracer
-    begin = tracer.__init__
-
-    def begins(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        self.enable_attr_proxy = False
-
-    with replaced(tracer, "__init__", begins):
-        yield
-
-
-def _mode_of_weights(flat: Flat) -> contextlib.AbstractContextManager[Any]:
-    """Inference mode for weights that were made in it: torch's stand-ins for them are made in no other."""
-    weights = (*flat.parameters(), *flat.buffers())
-    if torch.is_grad_enabled() or not any(w.is_inference() for w in weights):
-        return contextlib.nullcontext()
-    return torch.inference_mode()
-
-
-@contextlib.contextmanager
-def _without_looking_at_masks() -> Iterator[None]:
-    """Skip the check in torch.nn's transformer layers whether a mask's values are causal, which they do to
-    pass a hint with the mask. A trace has no values, and the mask itself is sufficient."""
-
-    def hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        return bool(is_causal)
-
-    with replaced(nn.modules.transformer, "_detect_is_causal_mask", hint):
-        yield
-
-
-@contextlib.contextmanager
-def _without_notes(extents: set[int]) -> Iterator[None]:
-    """Disable two steps of tracing that are slow with symbolic sizes: the cache of fake-tensor results, which
-    takes longer than recomputing them, and recording each value's memory layout, which its fake tensor has
-    anyway (its extents that are numbers are noted)."""
-
-    def note(value: Tensor) -> None:
-        extents.update(n for n in value.shape if isinstance(n, int))
-
-    with (
-        replaced(torch._dynamo.config, "fake_tensor_cache_enabled", False),
-        replaced(fx.experimental.proxy_tensor, "_extract_tensor_metadata", note),
-    ):
-        yield
 
 
 @contextlib.contextmanager
@@ -356,37 +294,45 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _capture_error(problem: Exception, dimensions: frozenset[tuple[int, int]]) -> CaptureError:
+_IN_OUR_WORDS = (
+    ("non-nested SymInt", "a size is a key of a dict or of a cache of results, which takes its number alone"),
+    (
+        "fake tensor in the exported program",
+        "torch.export takes a value that the model computes for a constant",
+    ),
+    (
+        r"Constant (?:model\.)?(\S+) is mutated",
+        r"forward() changes the tensor \1 in place, which is no buffer of the model",
+    ),
+    ("unbacked symbols", "the size of a tensor depends on the values of another"),
+)
+"""What torch's reasons mean."""
+
+
+def _capture_error(problem: Exception, trace: Trace) -> CaptureError:
     """Torch's message, shortened, with the line of the user's code if it is known."""
+    of_values = isinstance(problem, GuardOnDataDependentSymNode)  # numbers for sizes would not help
     text = str(problem).strip()
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(problem).__name__)
     frames = re.findall(r'File "([^"]+)", line (\d+)', text)
     ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
     frames = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith(("<", ours))]
     if not frames:
-        trace = problem.__traceback__
-        while trace is not None:
-            path = trace.tb_frame.f_code.co_filename
-            if "/torch/" not in path and "attngraph/" not in path and not path.startswith("<"):
-                frames.append((path, str(trace.tb_lineno)))
-            trace = trace.tb_next
+        called = [(f.f_code.co_filename, str(line)) for f, line in traceback.walk_tb(problem.__traceback__)]
+        own = (c for c in called if "/torch/" not in c[0] and "attngraph/" not in c[0] and c[0][0] != "<")
+        frames = list(own)
     source = f"{short_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""
-    if "non-nested SymInt" in reason:
-        reason = "a size is a key of a dict or of a cache of results, which takes its number alone"
-    if "fake tensor in the exported program" in reason:
-        reason = "torch.export takes a value that the model computes for a constant"
-    if mutated := re.search(r"Constant (?:model\.)?(\S+) is mutated", reason):
-        reason = f"forward() changes the tensor {mutated[1]} in place, which is no buffer of the model"
-    if "unbacked symbols" in reason:
-        reason = "the size of a tensor depends on the values of another"
-    if isinstance(problem, GuardOnDataDependentSymNode):
+    for pattern, told in _IN_OUR_WORDS:
+        if found := re.search(pattern, reason):
+            reason = found.expand(told)
+    if of_values:
         line = linecache.getline(frames[-1][0], int(frames[-1][1])).strip() if frames else ""
         reason = f"what Python does depends on the values of a tensor{f': {line}' if line else ''}"
     return CaptureError(
-        f"torch.export cannot capture the model{' at ' + source if source else ''}: {reason}\n"
+        f"torch.export cannot capture the model{f' at {source}' if source else ''}: {reason}\n"
         "What to do: make the control flow at that line independent of tensor values (torch.where, a "
         "fixed bound), or compile without strict=True, which lets torch.compile capture the model in pieces.",
         reason,
         source,
-        dimensions=dimensions,
+        dimensions=frozenset() if of_values else trace.of(None),
     )

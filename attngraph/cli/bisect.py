@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> int:
     model, inputs = load_target(options.target, batch=options.batch, tokens=options.tokens)
     with torch.no_grad():
         run_as_given(model, model, inputs, options.target)
-    found = bisect(model, *inputs, options=make_options(options.backend), progress=tell)
+    found = bisect(model, *inputs, options=make_options(backend=options.backend), progress=tell)
     tell.done()
     if options.json:
         steps = [{**asdict(step), "holds": step.holds} for step in found.steps]

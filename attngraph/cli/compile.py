@@ -41,8 +41,8 @@ def compile_target(
     tell = Progress()
     try:
         made = make_options(
-            options.backend, options.inductor, options.strict, options.dump, None, tell, options.absorb,
-            options.disable, min_scores=0,
+            tell, backend=options.backend, inductor=options.inductor, strict=options.strict,
+            dump=options.dump, absorb=options.absorb, disable=options.disable, min_scores=0,
         )  # fmt: skip
     except ValueError as problem:
         raise TargetError(str(problem)) from problem
@@ -97,7 +97,7 @@ def _candidates(
     reference = torch.compile(model)
     candidates["torch.compile"] = lambda: reference(*inputs)
     if not options.inductor:
-        both = CompiledModule(model, make_options(options.backend, inductor=True))
+        both = CompiledModule(model, make_options(backend=options.backend, inductor=True))
         candidates["with inductor"] = lambda: both(*inputs)
     return candidates
 

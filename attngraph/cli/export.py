@@ -14,8 +14,8 @@ from attngraph.cli.problems import TargetError
 from attngraph.cli.progress import Progress
 from attngraph.cli.target import load_target, run_as_given
 from attngraph.errors import ExportError
-from attngraph.exporter.export import export
-from attngraph.exporter.formats import require_onnx, require_place
+from attngraph.exporter.export import FORMATS, export
+from attngraph.exporter.formats import require_place
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,8 +55,9 @@ def _check(options: argparse.Namespace) -> None:
         TargetError: says why not.
     """
     try:
-        if (options.format or options.out.suffix.removeprefix(".")) == "onnx":
-            require_onnx()
+        format = FORMATS.get(options.format or options.out.suffix.removeprefix("."))
+        if format is not None:
+            format.require()
         require_place(options.out)
     except ExportError as problem:
         raise TargetError(str(problem)) from problem

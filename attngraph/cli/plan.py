@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from attngraph.api.empty_weights import WithoutMemory, fill
 from attngraph.api.plan import plan
+from attngraph.api.plan_memory import WithoutMemory, fill
 from attngraph.cli.problems import TargetError
 from attngraph.cli.progress import Progress
 from attngraph.cli.target import load_target, run_as_given

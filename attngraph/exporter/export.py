@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 
 from attngraph.api.arguments import require_fit, require_sequence
 from attngraph.api.build import compile_graph
@@ -27,21 +26,24 @@ from attngraph.capture.structure import flatten
 from attngraph.errors import ExportError
 from attngraph.exporter import formats
 from attngraph.exporter.check import Run, check_decoder, check_whole
-from attngraph.exporter.experts import REMARK
-from attngraph.exporter.limits import Limits
+from attngraph.exporter.formats import Format
 from attngraph.exporter.lower import OPERATION, PLAIN, SDPA, Lowering
+from attngraph.exporter.onnx import Onnx
+from attngraph.exporter.pt2 import PT2
 from attngraph.exporter.report import ExportReport, empty_cache
 from attngraph.exporter.step import StepModule
-from attngraph.exporter.tracing import traced, varies
-from attngraph.exporter.whole import Whole
+from attngraph.exporter.tracing import became_numbers, traced, varies
+from attngraph.exporter.whole import REMARK, Whole
+from attngraph.ir.ops.cached_attention import Store
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 from attngraph.passes.reassociate_linear import ReassociateLinear
 from attngraph.passes.tidy import Tidy
-from attngraph.report.report import CompileReport
+from attngraph.report.entries import Missed
 from attngraph.runtime.decoder import Decoder
 
-FORMATS, FALLBACKS = ("pt2", "onnx"), ("sdpa", "eager")
+FORMATS: dict[str, Format] = {format.name: format for format in (PT2(), Onnx())}
+FALLBACKS = ("sdpa", "eager")
 EXAMPLE = (2, 3, 4)
 """Rows, new tokens and cached tokens of the call that a decoder is traced with: torch.export takes sizes that
 are equal for one size, and sizes of 1 for fixed."""
@@ -83,22 +85,22 @@ def export(
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, found {format!r}.")
     if fallback not in FALLBACKS:
         raise ValueError(f"fallback must be one of {', '.join(FALLBACKS)}, found {fallback!r}.")
-    if format == "onnx":
-        formats.require_onnx()
+    chosen = FORMATS[format]
+    chosen.require()
     formats.require_place(path)
-    way = PLAIN if fallback == "eager" else OPERATION if format == "onnx" else SDPA
-    lowering = Lowering(way, format == "onnx")
+    way = PLAIN if fallback == "eager" else OPERATION if chosen.has_attention else SDPA
+    file = _File(path, chosen, Lowering(way, chosen), check)
     if not flatten((tuple(args), kwargs))[0]:
         raise ExportError("export needs an example call: export(compiled, path, args, kwargs).")
     whole = compiled.whole if type(compiled) is Decoder else compiled
-    if type(whole) is CompiledModule and whole._options.mesh is not None:
+    if type(whole) is CompiledModule and not whole._options.devices.is_one:
         raise ExportError("the model is divided among ranks; compile it without a mesh to export it.")
     if type(compiled) is Decoder:
-        return _decoder(compiled, path, tuple(args), kwargs, format, lowering, check, padding)
+        return _decoder(file, compiled, tuple(args), kwargs, padding)
     if type(compiled) is not CompiledModule:
         raise TypeError(f"export takes what attngraph.compile returns, found {type(compiled).__name__}.")
     require_fit(compiled, args, kwargs)
-    return _whole(compiled, path, tuple(args), kwargs, format, lowering, check)
+    return _whole(file, compiled, tuple(args), kwargs)
 
 
 def plain_options(options: Options, *more: str) -> Options:
@@ -110,32 +112,55 @@ def plain_options(options: Options, *more: str) -> Options:
     )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """What is to be written, and how."""
+
+    path: Path
+    format: Format
+    lowering: Lowering
+    check: bool
+
+    def write(
+        self, module: Whole | StepModule, call: tuple[tuple[Any, ...], dict[str, Any]],
+        dynamic: Sequence[Sequence[int]], missed: Sequence[Missed], check: Callable[[Run], str],
+        stores: tuple[Store, ...] = (),
+    ) -> ExportReport:  # fmt: skip
+        """Trace the module with this call, write the program and check it."""
+        program = traced(module, *call, dynamic)
+        remarks = [f"not recognised, so left as it is: {m.name or m.source}: {m.reason}" for m in missed]
+        remarks += [f"only for sizes with {words}" for words in module.limits.words()]
+        remarks += [REMARK] if self.lowering.by_expert else []
+        remarks += became_numbers(program, module.inputs, dynamic)
+        sizes = module.size_names(stores) if isinstance(module, StepModule) else ()
+        names = formats.Names(tuple(module.inputs), tuple(module.outputs), sizes)
+        told = formats.write(program, self.path, self.format, names, check if self.check else None)
+        return ExportReport(
+            self.path, self.format.name, tuple(self.lowering.found), names.inputs, names.outputs, told,
+            tuple(remarks), stores,
+        )  # fmt: skip
+
+
 def _whole(
-    compiled: CompiledModule, path: Path, args: tuple[Any, ...], kwargs: dict[str, Any], format: str,
-    lowering: Lowering, check: bool,
-) -> ExportReport:  # fmt: skip
+    file: _File, compiled: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ExportReport:
     model = compiled._model
     with torch.no_grad():
         found = compile_graph(model, args, kwargs, plain_options(compiled._options), sides=True)
     named = {name: value for name, value in kwargs.items() if _tensors(value)}
     captured = found.captured
-    module = Whole(captured, owner_of(model), lowering, _names(model, args, named), list(named))
+    module = Whole(captured, owner_of(model), file.lowering, _names(model, args, named), list(named))
     dynamic = [[d for d, n in enumerate(shape) if varies(n)] for shape in captured.shapes]
-    program = traced(module, args, named, dynamic)
-    remarks = _remarks(found.report, program, module.inputs, dynamic, module.limits, lowering)
-    names = (tuple(module.inputs), tuple(module.outputs))
 
     def checked(run: Run) -> str:
         return check_whole(run, captured, model, args, kwargs, list(named))
 
-    told = formats.write(program, path, format, names, checked if check else None)
-    return ExportReport(path, format, tuple(lowering.found), *names, told, tuple(remarks))
+    return file.write(module, (args, named), dynamic, found.report.missed, checked)
 
 
 def _decoder(
-    decoder: Decoder, path: Path, args: tuple[Any, ...], kwargs: dict[str, Any], format: str,
-    lowering: Lowering, check: bool, padding: bool,
-) -> ExportReport:  # fmt: skip
+    file: _File, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any], padding: bool
+) -> ExportReport:
     model, whole = decoder._model, cast(CompiledModule, decoder.whole)
     options = plain_options(whole._options, Tidy.name, FuseTokenWise.name)
     plain = decoder_of(whole, options, decoder.config_of_cache)
@@ -144,18 +169,18 @@ def _decoder(
         raise ExportError("a decoder is exported with prompts as one tensor, [B, T].")
     with torch.no_grad():
         step = plain._derived.of_call(plain.pack(ids, None), kwargs)
-    module = StepModule(step, lowering, padding)
+    module = StepModule(step, file.lowering, padding)
     rows, tokens, kept = EXAMPLE
+    stores = step.plan.stores
     example_ids = ids[:1, :1].expand(rows, tokens, *ids.shape[2:]).contiguous()
     lengths = torch.tensor([tokens + kept, tokens + kept - 1]) if padding else None
-    example = (example_ids, lengths, empty_cache(step.plan.stores, rows, kept))
-    dynamic = [[0, 1], *([[0]] if padding else []), *([s.row_dim, s.token_dim] for s in step.plan.stores)]
-    program = traced(module, example, {}, dynamic)
-    remarks = _remarks(step.report, program, module.inputs, dynamic, module.limits, lowering)
-    names = (tuple(module.inputs), tuple(module.outputs))
+    example = (example_ids, lengths, empty_cache(stores, rows, kept))
+    dynamic = [[0, 1], *([[0]] if padding else []), *([s.row_dim, s.token_dim] for s in stores)]
 
     def checked(run: Run) -> str:
-        given = {"use_cache": False, **kwargs} if "use_cache" in plain._signature.parameters else kwargs
+        given = (
+            {"use_cache": False, **kwargs} if "use_cache" in plain._derived.signature.parameters else kwargs
+        )
         try:
             return check_decoder(run, step, model, ids, given, padding)
         except RuntimeError as problem:
@@ -167,20 +192,7 @@ def _decoder(
                 "What to do: give prompts that do, or export with check=False."
             ) from problem
 
-    told = formats.write(
-        program, path, format, names, checked if check else None, module.size_names(step.plan.stores)
-    )
-    return ExportReport(path, format, tuple(lowering.found), *names, told, tuple(remarks), step.plan.stores)
-
-
-def _remarks(
-    report: CompileReport, program: ExportedProgram, inputs: Sequence[str], dynamic: Sequence[Sequence[int]],
-    limits: Limits, lowering: Lowering,
-) -> list[str]:  # fmt: skip
-    missed = [f"not recognised, so left as it is: {m.name or m.source}: {m.reason}" for m in report.missed]
-    missed += [f"only for sizes with {words}" for words in limits.words()]
-    missed += [REMARK] if lowering.by_expert else []
-    return missed + formats.became_numbers(program, inputs, dynamic)
+    return file.write(module, (example, {}), dynamic, step.report.missed, checked, stores)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attngraph.exporter import masks
+from attngraph.exporter.formats import NO_FILE, Format
 from attngraph.exporter.masks import Places
 from attngraph.exporter.report import ExportedAttention
 from attngraph.exporter.standard import NotStandard, Standard, standard_form
@@ -59,14 +60,13 @@ class Result:
 
 
 class Lowering:
-    """How attentions are written. `way`: OPERATION, SDPA or PLAIN, where it can say the program. `in_onnx`:
-    whether the program is written as ONNX."""
+    """How attentions are written. `way`: OPERATION, SDPA or PLAIN, where it can say the program."""
 
-    def __init__(self, way: str, in_onnx: bool = False) -> None:
-        self.way, self.in_onnx = way, in_onnx
+    def __init__(self, way: str, format: Format = NO_FILE) -> None:
+        self.way, self.format = way, format
         self.found: list[ExportedAttention] = []
         self.by_expert = False
-        """Whether there are products by expert (`experts.py`)."""
+        """Whether there are products by expert ."""
         self._masks: dict[Any, tuple[Any, Tensor | None]] = {}
 
     def begin(self) -> None:

@@ -17,7 +17,7 @@ from attngraph.exporter.standard import LOWEST, Standard
 from attngraph.ir.language import evaluate
 from attngraph.ir.language.evaluate import Environment, Tile
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import Keep, Score, Statement
+from attngraph.ir.language.score import Keep, Statement
 from attngraph.ir.ops.kernels import accumulation_dtype
 
 
@@ -96,15 +96,8 @@ def _seen(mask: Sequence[Statement], env: Environment, places: Places) -> Tensor
 
 def _added(mask: Sequence[Statement], env: Environment, places: Places) -> Tensor:
     """What is added to scores: the statements applied to scores of zero."""
-    added = torch.zeros((1, 1, 1, 1), dtype=env.dtype, device=env.device)
-    for statement in mask:
-        names: dict[str, Any] = {"s": added}
-        if isinstance(statement, Score):
-            added = evaluate.tensor(evaluate.evaluate(statement.value, env, names), env)
-        elif isinstance(statement, Keep):
-            kept = evaluate.as_bool(evaluate.evaluate(statement.predicate, env, names), env)
-            fill = evaluate.tensor(evaluate.evaluate(statement.fill, env, names), env)
-            added = torch.where(kept, added, fill)
+    zero = torch.zeros((1, 1, 1, 1), dtype=env.dtype, device=env.device)
+    added = evaluate.applied(mask, zero, env)
     if places.real is not None:
         assert places.own is not None
         added = added.masked_fill(~places.real, -torch.inf).masked_fill(places.own, 0.0)

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from attngraph.errors import ExportError
-from attngraph.exporter.limits import Limits
 from attngraph.exporter.lower import Lowering, Operands
 from attngraph.exporter.masks import Places
-from attngraph.exporter.weights import Weights
-from attngraph.exporter.whole import Rewritten
+from attngraph.exporter.tracing import Limits
+from attngraph.exporter.whole import Rewritten, Weights
 from attngraph.ir.graph.program_graph import Rate
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Store
@@ -65,7 +64,7 @@ class StepModule(nn.Module):
         sizes = self._step.sizes
         longest = kept + new if lengths is None else lengths
         holds = self.limits.hold({sizes.length: longest, sizes.rows: batch}, tokens.device)
-        tokens = self.limits.checked(tokens, holds, self._lowering.in_onnx)
+        tokens = self.limits.checked(tokens, holds, self._lowering.format)
         slots = Slots(tokens, lengths, batch, new, kept)
         stores = {about.name: value for about, value in zip(plan.stores, past, strict=True)}
         given: list[Any] = []

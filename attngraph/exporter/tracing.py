@@ -1,20 +1,31 @@
-"""torch.export's trace of a rewritten module, with the sizes that were symbolic still symbolic."""
+"""torch.export's trace of a rewritten module, with the sizes that were symbolic still symbolic, and the sizes
+that the program is valid for.
+
+A trace takes one branch where a model asks for a size. A compiled model traces again for other sizes; a file
+must refuse them, one row or one token among them where the model asks for that and does something else. In
+pt2 it is an assertion with a message. ONNX has none: there an index is out of range unless the conditions
+hold, so that the runtime fails instead of computing something else."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from attngraph.capture.sides import UNASKED, Sides, assumed, in_words
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import ExportError
+from attngraph.exporter.formats import Format
+from attngraph.ir.graph.conditions import test_of
 from attngraph.ir.modes import without_autocast
 
 
@@ -58,3 +69,58 @@ def varies(size: Any) -> bool:
     """Whether a size, as a number, a symbol of torch or a formula, is no fixed number."""
     formula = size.node.expr if isinstance(size, torch.SymInt) else size
     return bool(getattr(formula, "free_symbols", ()))
+
+
+def became_numbers(
+    program: ExportedProgram, names: Sequence[str], dynamic: Sequence[Sequence[int]]
+) -> list[str]:  # fmt: skip
+    """Remarks on dimensions that were to vary and do not."""
+    nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
+    inputs = [nodes[str(given)] for given in program.graph_signature.user_inputs if str(given) in nodes]
+    tensors = [n.meta["val"] for n in inputs if isinstance(n.meta.get("val"), Tensor)]
+    return [
+        f"dimension {d} of {name} is always {value.shape[d]}"
+        for name, value, dims in zip(names, tensors, dynamic, strict=True)
+        for d in dims
+        if not varies(value.shape[d])
+    ]
+
+
+class Limits:
+    """Conditions on sizes, and what a trace decided about them; `names` has the name of each size that they
+    mention, for people."""
+
+    def __init__(self, conditions: Sequence[Any], names: Mapping[str, str], sides: Sides = UNASKED) -> None:
+        every = [*assumed(conditions), *sides.strictly()]
+        self.conditions = [c for c in dict.fromkeys(every) if {str(s) for s in c.free_symbols} <= set(names)]
+        self._names = names
+
+    def words(self) -> list[str]:
+        """The conditions as users may read them: `x.shape[1] <= 64`."""
+        return [in_words(c, self._names) for c in self.conditions]
+
+    def hold(self, sizes: Mapping[str, Any], device: torch.device) -> Tensor | None:
+        """Whether all hold, as a tensor that a trace follows; None where there are none. A size that is a
+        tensor is one of each row."""
+        found: Tensor | None = None
+        known = {
+            n: s if isinstance(s, Tensor) else torch.scalar_tensor(s, dtype=torch.int64, device=device)
+            for n, s in sizes.items()
+        }
+        for condition in self.conditions:
+            one = _holds(condition, known).all()
+            found = one if found is None else found & one
+        return found
+
+    def checked(self, tensor: Tensor, holds: Tensor | None, format: Format) -> Tensor:
+        """The tensor, unless the conditions do not hold."""
+        return tensor if holds is None else format.guarded(tensor, holds, " and ".join(self.words()))
+
+
+def _holds(condition: Any, sizes: Mapping[str, Tensor]) -> Tensor:
+    if isinstance(condition, (sympy.And, sympy.Or)):
+        join = torch.logical_and if isinstance(condition, sympy.And) else torch.logical_or
+        return functools.reduce(join, (_holds(part, sizes) for part in condition.args))
+    names, test = test_of(condition)
+    device = next(iter(sizes.values())).device
+    return torch.as_tensor(test(*(sizes[name] for name in names)), device=device)

@@ -1,6 +1,11 @@
 """A model on whole sequences as a module that torch.export can trace again: attngraph's operations replaced.
 
 The module is called as the model was in the example call, without the arguments that hold no tensor.
+
+Where tokens are sorted by their expert (mixtures of experts), how many each gets is known when the program
+runs only. ONNX has no product for that, and the operation of a library such as transformers is not there
+where the library is not. So every expert multiplies all tokens, and a token takes the product of its own: as
+exact, and as many times the work as there are experts.
 """
 
 from __future__ import annotations
@@ -8,18 +13,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from attngraph.capture.captured import Captured
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import ExportError
-from attngraph.exporter.experts import by_expert
-from attngraph.exporter.limits import Limits
 from attngraph.exporter.lower import Lowering, Operands
-from attngraph.exporter.weights import Weights
-from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, is_assertion, is_random
+from attngraph.exporter.tracing import Limits
+from attngraph.ir.graph.program_graph import RESULTS, Input, ProgramGraph, Rate, is_assertion, is_random
 from attngraph.ir.ops import nodes
 from attngraph.meaning.placement.elements import grouped
+from attngraph.runtime.inputs import own_tensor
+
+REMARK = "products of tokens with the weights of their expert: every expert multiplies all tokens"
 
 
 class Rewritten(fx.Interpreter):
@@ -104,7 +111,7 @@ class Whole(nn.Module):
             return tensors
         sizes = {name: tensors[n].shape[dim] for name, (n, dim) in self._places.items()}
         holds = self.limits.hold(sizes, tensors[0].device)
-        return [self.limits.checked(tensors[0], holds, self._lowering.in_onnx), *tensors[1:]]
+        return [self.limits.checked(tensors[0], holds, self._lowering.format), *tensors[1:]]
 
 
 def _places_of_sizes(captured: Captured) -> dict[str, tuple[int, int]]:
@@ -143,3 +150,69 @@ def _results(captured: Captured) -> tuple[list[int], list[str]]:
 class _Mark:
     def __init__(self, place: int) -> None:
         self.place = place
+
+
+class Weights(nn.Module):
+    """Parameters, buffers and constants of a graph, looked up by its inputs."""
+
+    def __init__(self, graph: ProgramGraph, owner: nn.Module) -> None:
+        super().__init__()
+        self._paths: dict[Input, tuple[str, str]] = {}
+        known: dict[int, nn.Parameter] = {}
+        for given in graph.inputs:
+            if given.kind in ("parameter", "buffer", "constant"):
+                value = own_tensor(given, owner, graph.constants)(None)
+                tensor = value.detach()
+                if given.kind == "parameter":
+                    tensor = known.setdefault(id(value), nn.Parameter(tensor, requires_grad=False))
+                self._keep(given, tensor)
+        stage = graph.stages.get(Rate.WEIGHTS)
+        if stage is not None:
+            inputs = [own_tensor(given, owner, stage.constants)(None) for given in stage.inputs]
+            with torch.no_grad():
+                made = stage.module(*inputs)
+            for output, value in zip(stage.outputs, made, strict=True):
+                self._keep(Input(Rate.WEIGHTS.value, output.name), value.detach())
+
+    def _keep(self, given: Input, tensor: Tensor) -> None:
+        """Register a tensor below modules with the names that the user knows."""
+        kind = "" if given.kind in ("parameter", "buffer") else f"{given.kind}."
+        *path, name = (_free(step) for step in f"{kind}{given.label}".split("."))
+        module: nn.Module = self
+        for step in path:
+            if step not in module._modules:
+                module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(name, tensor)
+        else:
+            module.register_buffer(name, tensor)
+        self._paths[given] = (".".join(path), name)
+
+    def __getitem__(self, given: Input) -> Tensor:
+        path, name = self._paths[given]
+        found: Tensor = getattr(self.get_submodule(path), name)
+        return found
+
+    def __contains__(self, given: object) -> bool:
+        return given in self._paths
+
+
+def _free(name: str) -> str:
+    """The name, or one like it if every module has an attribute of that name (`training`, say)."""
+    return f"{name}_" if hasattr(nn.Module, name) or name == "training" else name
+
+
+def by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`x[t] @ weight[expert of t]`; zero for tokens behind those of the last expert.
+
+    Args:
+        x: `[tokens, D]`, sorted by expert. weight: `[experts, D, H]`. ends: `[experts]`, where each expert's
+            tokens end.
+    """
+    place = torch.arange(x.shape[0], device=x.device)
+    expert = (place[:, None] >= ends).sum(-1, keepdim=True)
+    found = torch.zeros(x.shape[0], weight.shape[2], dtype=x.dtype, device=x.device)
+    for number in range(weight.shape[0]):
+        found = torch.where(expert == number, x @ weight[number], found)
+    return found

@@ -7,6 +7,7 @@ decoder computes both. No transformers cache is used.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from typing import Any
 
@@ -16,11 +17,15 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, Pr
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attngraph.errors import AttnGraphError, DisagreementError
-from attngraph.hf.cache_name import CACHE, CACHE_NAMES
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.kv_cache import KVCache
 
 log = logging.getLogger(__name__)
+CACHE_NAMES = ("cache", "past_key_values")
+"""What transformers has called the cache among arguments and results of a model, the newest (from 5.24 on)
+first."""
+CACHE = next(n for n in CACHE_NAMES if n in {f.name for f in dataclasses.fields(CausalLMOutputWithPast)})
+"""What the installed one calls it."""
 
 
 def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -> GenerationModel:

@@ -7,8 +7,9 @@ user put around a call, and a graph cannot honour, is named, so that the model i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.nn.modules import module as _modules
@@ -16,6 +17,8 @@ from torch.utils import flop_counter
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _GLOBAL_HOOKS = tuple(
     held for name, held in vars(_modules).items() if name.startswith("_global_") and name.endswith("hooks")
 )
@@ -53,6 +56,19 @@ def own_modes() -> Iterator[None]:
     finally:
         for mode in reversed(taken):
             torch._C._push_on_torch_function_stack(mode)
+
+
+def serving(function: Callable[P, R]) -> Callable[P, R]:
+    """The function in the mode in which decoders serve: no gradients, and no inference mode either. A
+    state outlives the call that makes it, and a tensor of `torch.inference_mode()` cannot be written outside
+    of that mode. So whatever a decoder keeps is an ordinary tensor."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(False), torch.no_grad():  # in this order: the first enables gradients
+            return function(*args, **kwargs)
+
+    return run
 
 
 def hooks_of_all_modules() -> str:

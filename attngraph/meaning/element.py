@@ -301,7 +301,7 @@ class Meaning:
             if current.op in E.BINDERS and not into_sums:
                 return current
             args = tuple(resolve(a) for a in current.args)
-            result = M.construct(current, args) if args != current.args else current
+            result = M.construct(current, args)
             if result.op == "read" and isinstance(result.value, fx.Node) and through(result):
                 looked_through += 1
                 try:

@@ -39,7 +39,7 @@ def _with_bounds(value: Expr) -> Expr:
             node.value.meta["val"].dtype if node.op == "read" and isinstance(node.value, fx.Node) else None
         )
         if dtype not in NARROW:
-            return node if node.op == "var" else M.construct(node, args)
+            return M.construct(node, args)
         limits = torch.iinfo(dtype)
         element = E.var(f"element {node.serial}", E.const(limits.max - limits.min + 1))
         return M.add(element, E.const(limits.min))

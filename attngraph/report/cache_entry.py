@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections.abc import Iterable, Iterator
 
 from attngraph.ir.ops.cached_attention import in_ring
 from attngraph.report.ranks import CacheRanksEntry
-from attngraph.report.units import binary
+from attngraph.report.words import Part, alike, binary, from_to
 
 EXAMPLE_BATCH, EXAMPLE_LENGTH = 32, 4096
 """The sizes of the example in a report's text."""
@@ -98,67 +98,59 @@ class CacheEntry:
         kept = sum(size * room(window) for _, size, window in self.stores)
         return batch * (kept + sum(size for _, size in self.carried))
 
-    def _where(self) -> str:
-        return "" if self.ranks is None else f" on each of {self.ranks.count} ranks"
+    def account(self) -> Part:
+        """What is kept, what that needs, and how it was checked."""
+        on_each = "" if self.ranks is None else f" on each of {self.ranks.count} ranks"
+        head = f"{self.bytes_per_token:,} bytes per token{on_each}"
+        if self.attentions:
+            head += f", {self.bytes_per_token / self.attentions:,.0f} per attention"
+        if self.bytes_per_row:
+            head += f", {self.bytes_per_row:,} bytes per sequence whatever its length"
+        return Part("cache   ", head, [*self._kept(), *self._limits()])
 
-    def lines(self) -> list[str]:
-        layers = f", {self.bytes_per_token / self.attentions:,.0f} per attention" if self.attentions else ""
-        found = [
-            "",
-            f"  cache   {self.bytes_per_token:,} bytes per token{self._where()}{layers}"
-            + (
-                f", {self.bytes_per_row:,} bytes per sequence whatever its length"
-                if self.bytes_per_row
-                else ""
-            ),
-        ]
+    def _kept(self) -> Iterator[str]:
         if self.expanded:
-            found.append(f"      keys and values of every query head would be {self.expanded:,}")
-        for (size, window), group in itertools.groupby(self.stores, key=lambda s: s[1:]):
-            members = [s[0] for s in group]
-            kept = "all tokens" if window is None else f"the last {window}"
-            names = members[0] if len(members) == 1 else f"{members[0]} .. {members[-1]}"
-            found.append(f"      {len(members)} value(s) of {size:,} bytes per token, {kept}   {names}")
+            yield f"keys and values of every query head would be {self.expanded:,}"
+        for (size, window), stores in alike(self.stores, lambda s: s[1:]):
+            kept, names = "all tokens" if window is None else f"the last {window}", [s[0] for s in stores]
+            yield f"{len(names)} value(s) of {size:,} bytes per token, {kept}   {from_to(names)}"
         if self.carried:
             size = sum(size for _, size in self.carried)
-            found.append(
-                f"      {len(self.carried)} value(s) of {size:,} bytes in all, one for each sequence"
-            )
+            yield f"{len(self.carried)} value(s) of {size:,} bytes in all, one for each sequence"
         length = min(self.most_tokens or EXAMPLE_LENGTH, EXAMPLE_LENGTH)
         one, many = (binary(self.bytes(batch, length)) for batch in (1, EXAMPLE_BATCH))
-        found.append(f"      {length:,} tokens: {one} for one sequence, {many} for {EXAMPLE_BATCH}")
+        yield f"{length:,} tokens: {one} for one sequence, {many} for {EXAMPLE_BATCH}"
         if self.fixed:
-            found.append(f"      {self.fixed} value(s) computed once for a prompt")
+            yield f"{self.fixed} value(s) computed once for a prompt"
         if self.anew:
-            lines = ", ".join(dict.fromkeys(self.anew))
-            found.append(
-                f"      {len(self.anew)} value(s) computed anew from all tokens at every step: {lines}"
-            )
+            yield f"{len(self.anew)} value(s) computed anew from all tokens at every step: {_once(self.anew)}"
+
+    def _limits(self) -> Iterator[str]:
         if self.assumed:
-            found.append(
-                "      not shown to look at earlier tokens alone, but taken to (assume_causal): "
-                + ", ".join(dict.fromkeys(self.assumed))
+            yield (
+                "not shown to look at earlier tokens alone, but taken to (assume_causal): "
+                + _once(self.assumed)
             )
         if self.most_tokens is not None:
-            found.append(f"      at most {self.most_tokens:,} tokens in a sequence")
-        found += () if self.ranks is None else self.ranks.lines()
-        if self.unset:
-            found.append(f"      not set, unlike by the model's own forward(): {', '.join(self.unset)}")
-        if self.unchecked:
-            found.append(
-                f"      not checked, unlike by the model's own forward(): {', '.join(self.unchecked)}"
-            )
+            yield f"at most {self.most_tokens:,} tokens in a sequence"
+        yield from () if self.ranks is None else self.ranks.facts()
+        for what, names in (("set", self.unset), ("checked", self.unchecked)):
+            if names:
+                yield f"not {what}, unlike by the model's own forward(): {', '.join(names)}"
         if self.rounded:
-            found.append(
-                f"      approximate: kept as {self.rounded} with a scale for each token and head; "
-                f"{self.drift or 'what that changes was not measured'}"
-            )
+            drift = self.drift or "what that changes was not measured"
+            yield f"approximate: kept as {self.rounded} with a scale for each token and head; {drift}"
         if self.unrounded:
-            found.append(
-                f"      {len(self.unrounded)} value(s) kept as computed, not in 8 bits "
-                f"(the pass quantise-cache says why): {', '.join(dict.fromkeys(self.unrounded))}"
+            yield (
+                f"{len(self.unrounded)} value(s) kept as computed, not in 8 bits "
+                f"(the pass quantise-cache says why): {_once(self.unrounded)}"
             )
-        shown = "not compared with whole sequences" if self.error is None else (
-            f"equal to whole sequences in float64 (error {self.error:.0e})"
-            + ", before rounding" * bool(self.rounded))  # fmt: skip
-        return [*found, f"      {shown}"]
+        if self.error is None:
+            yield "not compared with whole sequences"
+        else:
+            rounding = ", before rounding" * bool(self.rounded)
+            yield f"equal to whole sequences in float64 (error {self.error:.0e}){rounding}"
+
+
+def _once(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))

@@ -14,14 +14,17 @@ Every graph has a folder of its own. Existing files are never overwritten.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from attngraph.errors import DumpError
 from attngraph.ir.graph.printer import input_name
@@ -47,10 +50,7 @@ class Dump:
     """
 
     def __init__(self, root: Path) -> None:
-        number = 0
-        while (root / f"graph-{number}").exists():
-            number += 1
-        self.folder = root / f"graph-{number}"
+        self.folder = _free(root, "graph-{}")
         self.count = 0
         try:
             self.folder.mkdir(parents=True)
@@ -120,81 +120,75 @@ def read_dump(root: Path) -> tuple[CompileReport, ...]:
 
 def write_breaks(root: Path, breaks: Sequence[Break]) -> None:
     """Write where capture of the whole model stopped, if it was captured in pieces."""
-    number = 0
-    while (root / f"breaks-{number}.json").exists():
-        number += 1
     text = json.dumps([dataclasses.asdict(b) for b in breaks], indent=2) + "\n"
-    (root / f"breaks-{number}.json").write_text(text, encoding="utf-8")
+    _free(root, "breaks-{}.json").write_text(text, encoding="utf-8")
+
+
+def _free(root: Path, name: str) -> Path:
+    """The first path of names with numbers that is not there."""
+    return next(path for n in itertools.count() if not (path := root / name.format(n)).exists())
 
 
 def _read_breaks(root: Path) -> tuple[Break, ...]:
-    found: list[Break] = []
-    for path in sorted(root.glob("breaks-*.json")):
-        try:
-            found += made(tuple[Break, ...], json.loads(_text_of(path)), path.name)
-        except (OSError, ValueError, RecursionError) as problem:
-            raise DumpError(f"{path} is cut off or of another version ({problem}).") from problem
-    return tuple(dict.fromkeys(found))
+    paths = sorted(root.glob("breaks-*.json"))
+    return tuple(dict.fromkeys(b for path in paths for b in _records(path, tuple[Break, ...])))
+
+
+def _records(path: Path, kind: Any) -> Any:
+    """The records of a file."""
+    with _whole(path):
+        return made(kind, json.loads(_text_of(path)), path.name)
+
+
+@contextlib.contextmanager
+def _whole(path: Path, more: str = "") -> Iterator[None]:
+    """Tells of a file that is not as it was written."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise DumpError(f"{path} is cut off or of another version ({problem}).{more}") from problem
 
 
 def _read_graph(folder: Path) -> CompileReport:
     path = folder / "report.json"
-    try:
-        data = json.loads(_text_of(path))
-        files = [str(entry["kernel"].pop("file", "")) for entry in data["attention"]]
-        more = [str(entry["kernel"].pop("file", "")) for entry in data.get("programs", ())]
+    text = _text_or(path, "It is written when compiling ends; compile again.")
+    with _whole(path, " Write the dump again."):
+        data = json.loads(text)
+        told = [*data["attention"], *data.get("programs", ())]
+        files = [str(entry["kernel"].pop("file", "")) for entry in told]
         report = CompileReport.from_json(json.dumps(data))
-    except OSError as problem:
-        raise DumpError(
-            f"cannot read {path}: {problem.strerror or problem}. "
-            "It is written when compiling ends; compile again."
-        ) from problem
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise DumpError(
-            f"{path} is cut off or of another version of attngraph ({problem}). Write the dump again."
-        ) from problem
     texts = {p.stem.split("-", 1)[1]: _graph_text(p) for p in sorted(folder.glob("[0-9][0-9]-*.txt"))}
     lost = [name for name in (CAPTURE, *(r.name for r in report.passes if r.changed)) if name not in texts]
     if lost:
         raise DumpError(f"{folder} lacks the graph after {', '.join(lost)}. Write the dump again.")
-    passes = tuple(dataclasses.replace(r, text=texts[r.name] if r.changed else "") for r in report.passes)
+    sources = (_kernel_text(folder, file) for file in files)
 
-    def with_source(kernel: KernelEntry, file: str) -> KernelEntry:
-        return dataclasses.replace(kernel, source=_kernel_text(folder, file))
+    def with_source(entry: Any) -> Any:
+        return dataclasses.replace(entry, kernel=dataclasses.replace(entry.kernel, source=next(sources)))
 
-    attention = tuple(
-        dataclasses.replace(a, kernel=with_source(a.kernel, file))
-        for a, file in zip(report.attention, files, strict=True)
-    )
-    programs = tuple(
-        dataclasses.replace(p, kernel=with_source(p.kernel, file))
-        for p, file in zip(report.programs, more, strict=True)
-    )
-    code = _code(folder / CODE)
     return dataclasses.replace(
-        report, passes=passes, attention=attention, programs=programs, captured=texts[CAPTURE], code=code
+        report,
+        attention=tuple(map(with_source, report.attention)),
+        programs=tuple(map(with_source, report.programs)),
+        passes=tuple(dataclasses.replace(r, text=texts[r.name] if r.changed else "") for r in report.passes),
+        captured=texts[CAPTURE],
+        code=_records(folder / CODE, UserCode) if (folder / CODE).exists() else UserCode(),
     )
-
-
-def _code(path: Path) -> UserCode:
-    """The user's lines; none in a dump of an earlier version."""
-    if not path.exists():
-        return UserCode()
-    try:
-        found: UserCode = made(UserCode, json.loads(_text_of(path)), path.name)
-        return found
-    except (OSError, ValueError, RecursionError) as problem:
-        raise DumpError(f"{path} is cut off or of another version ({problem}).") from problem
 
 
 def _graph_text(path: Path) -> str:
     """A graph's text, without the notes and the head before it."""
-    try:
-        lines = _text_of(path).splitlines()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise DumpError(f"cannot read {path}: {problem}. Write the dump again.") from problem
+    lines = _text_or(path, "Write the dump again.").splitlines()
     begins = next((n for n, line in enumerate(lines) if line.endswith("(")), len(lines))
     return "\n".join(lines[begins:])
+
+
+def _text_or(path: Path, advice: str) -> str:
+    try:
+        return _text_of(path)
+    except (OSError, UnicodeDecodeError) as problem:
+        why = (problem.strerror if isinstance(problem, OSError) else None) or problem
+        raise DumpError(f"cannot read {path}: {why}. {advice}") from problem
 
 
 def _kernel_text(folder: Path, name: str) -> str:
@@ -243,24 +237,23 @@ def read_graph_file(path: Path, libraries: Collection[str] = ()) -> ProgramGraph
         DumpError: a file cannot be read. TextError: the text is truncated or wrong; names the line.
     """
     try:
-        graph = read_graph(_text_of(path.resolve()), path.name, None, libraries)
+        text = _text_of(path.resolve())
     except (OSError, UnicodeDecodeError) as problem:
         why = (problem.strerror if isinstance(problem, OSError) else None) or "it is no text"
         raise DumpError(
             f"cannot read {path}: {why}. Name a file of a dump, {_files_near(path)}."
         ) from problem
-    beside = path.with_name(VALUES)
-    if beside.exists():
-        try:
-            known = {name: decode(value) for name, value in json.loads(_text_of(beside)).items()}
-        except (OSError, ValueError, AttributeError, RecursionError) as problem:
-            raise DumpError(f"{beside} is cut off or of another version ({problem}).") from problem
-        for node, given in zip(graph.placeholders(), graph.inputs, strict=True):
-            if input_name(given) in known:
-                found, wanted = known[input_name(given)], node.meta["val"]
-                if found.dtype != wanted.dtype or found.ndim != wanted.ndim:
-                    raise DumpError(f"{beside} and {path} do not go together: {input_name(given)}.")
-                graph.values[node.name] = found
+    graph, beside = read_graph(text, path.name, None, libraries), path.with_name(VALUES)
+    if not beside.exists():
+        return graph
+    with _whole(beside):
+        known = {name: decode(value) for name, value in json.loads(_text_of(beside)).items()}
+    for node, given in zip(graph.placeholders(), graph.inputs, strict=True):
+        if input_name(given) in known:
+            found, wanted = known[input_name(given)], node.meta["val"]
+            if found.dtype != wanted.dtype or found.ndim != wanted.ndim:
+                raise DumpError(f"{beside} and {path} do not go together: {input_name(given)}.")
+            graph.values[node.name] = found
     return graph
 
 

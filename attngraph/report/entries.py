@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from attngraph.ir.records import dtype_of
 from attngraph.report.cache_entry import CacheEntry
 from attngraph.report.ranks import ContextEntry, RanksEntry
-from attngraph.report.units import binary
 from attngraph.report.user_code import UserCode
+from attngraph.report.words import binary
 
 
 @dataclasses.dataclass(frozen=True)

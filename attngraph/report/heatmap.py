@@ -2,7 +2,7 @@
 
 A square stands for some queries and keys, and is as dark as the largest weight among them, on a scale that
 all heads share. Weights that are not a number (a query that sees no key) are crossed. The SVG is
-self-contained, as those of `picture.py` are.
+self-contained (`svg.py`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import textwrap
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from attngraph.report.picture import clean, document, label
+from attngraph.report.svg import CELL, Sheet, clean
 
 SIDE = 48
 """Most squares along a side of a picture."""
@@ -25,7 +24,6 @@ HEADS = 8
 LEVELS = 12
 """Shades, blank not counted."""
 _SHADES = " .:-=+*#%@"
-_CELL, _GAP, _MARGIN, _LINE, _ACROSS = 240, 28, 12, 17, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,57 +79,40 @@ def heatmap(weights: Tensor, side: int = SIDE) -> Heatmap:
 def to_svg(weights: Tensor, title: str = "") -> str:
     """The heatmap as one self-contained SVG element. `title`: whose weights, such as "h.0.attn"."""
     drawn = heatmap(weights)
-    title = clean(title or "Attention weights")
-    count = len(drawn.values)
-    inner = min(max(count, 2), _ACROSS) * (_CELL + _GAP) - _GAP
-    per_line = inner // 7
-    body, top = [label(_MARGIN, _MARGIN + _LINE, title, "bold")], float(_MARGIN + 2 * _LINE)
-    height = max(min(_CELL * drawn.queries / drawn.keys, 2.0 * _CELL), _CELL / 12)
-    for start in range(0, count, _ACROSS):
-        top += _LINE
-        for place, head in enumerate(range(start, min(start + _ACROSS, count))):
-            left = _MARGIN + place * (_CELL + _GAP)
-            body.append(label(left, top - 6, f"head {head}"))
-            body += _panel(drawn, head, left, top, height)
-        top += height + _GAP
-    for line in (part for note in drawn.notes() for part in textwrap.wrap(note, per_line)):
-        body.append(label(_MARGIN, top, line))
-        top += _LINE
+    title, count = clean(title or "Attention weights"), len(drawn.values)
+    sheet = Sheet(max(count, 2), drawn.queries, drawn.keys, 0)
+    sheet.write(title, "bold")
+    sheet.panels(
+        [f"head {head}" for head in range(count)],
+        lambda head, left, top: _panel(drawn, head, left, top, sheet.height),
+    )
+    for note in drawn.notes():
+        sheet.write(note)
     words = f"Attention weights of {drawn.heads} heads. {'. '.join(drawn.notes())}."
-    return document(words, title, inner + 2 * _MARGIN, top, body)
+    return sheet.document(words, title)
 
 
 def _panel(drawn: Heatmap, head: int, left: float, top: float, height: float) -> Iterator[str]:
     """One path for each shade; neighbours of a shade in a row are one rectangle."""
     values = drawn.values[head]
-    wide, tall = _CELL / values.shape[1], height / values.shape[0]
-    shades = _shades(values, drawn.largest, LEVELS)
+    wide, tall = CELL / values.shape[1], height / values.shape[0]
     paths: dict[int, list[str]] = {}
-    for i, row in enumerate(shades):
+    for i, row in enumerate(_shades(values, drawn.largest, LEVELS)):
         x = 0
         for shade, same in itertools.groupby(row):
             length = len(list(same))
             at = f"M{left + x * wide:.5g} {top + i * tall:.5g}"
             if shade < 0:
                 cross = f"l{wide:.4g} {tall:.4g}m0 {-tall:.4g}l{-wide:.4g} {tall:.4g}"
-                moved = f"m{wide:.4g} {-tall:.4g}"
-                paths.setdefault(shade, []).append(at + moved.join([cross] * length))
+                paths.setdefault(shade, []).append(at + f"m{wide:.4g} {-tall:.4g}".join([cross] * length))
             elif shade:
-                paths.setdefault(shade, []).append(
-                    f"{at}h{length * wide:.5g}v{tall:.4g}h{-length * wide:.5g}z"
-                )
+                box = f"{at}h{length * wide:.5g}v{tall:.4g}h{-length * wide:.5g}z"
+                paths.setdefault(shade, []).append(box)
             x += length
     for shade, parts in sorted(paths.items()):
-        ink = (
-            'fill="none" stroke="currentColor" stroke-width=".5" stroke-opacity=".6"'
-            if shade < 0
-            else f'style="fill:var(--attngraph-accent,#3b7dd8)" fill-opacity="{shade / LEVELS:.3g}"'
-        )
-        yield f'<path {ink} d="{"".join(parts)}"/>'
-    yield (
-        f'<rect x="{left:g}" y="{top:g}" width="{_CELL}" height="{height:.6g}" fill="none" '
-        'stroke="currentColor" stroke-opacity=".5"/>'
-    )
+        ink = f'style="fill:var(--attngraph-accent,#3b7dd8)" fill-opacity="{shade / LEVELS:.3g}"'
+        cross = 'fill="none" stroke="currentColor" stroke-width=".5" stroke-opacity=".6"'
+        yield f'<path {cross if shade < 0 else ink} d="{"".join(parts)}"/>'
 
 
 def _shades(values: Tensor, largest: float, levels: int) -> list[list[int]]:

@@ -1,22 +1,18 @@
 """Masks drawn: a `TileMap` (`report/tile_map.py`) as text for a terminal, or as SVG for a page.
 
 In both each kind of tile has a shape or a shade of its own, so that no colour is needed to tell them apart,
-and there is a legend. The SVG is self-contained: no script, no font, no style of a page. It has a title and a
-description for screen readers, and follows light and dark mode. A page that contains it may set
-`--attngraph-ink` and `--attngraph-accent`.
+and there is a legend.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
-from html import escape
 
+from attngraph.report.svg import CELL, Sheet, clean
 from attngraph.report.tile_map import STATES, Panel, Rows, State, TileMap, mask_map, tile_map
 
 __all__ = ["STATES", "Panel", "State", "TileMap", "marks", "mask_map", "tile_map", "to_svg", "to_text"]
@@ -106,12 +102,8 @@ def _notes(shown: TileMap, mark: str) -> list[str]:
     return notes
 
 
-_CELL, _GAP, _MARGIN, _LINE = 240, 28, 12, 17
-"""The side of a panel and the distances between things, in units of the SVG."""
 _NARROW = 336
-"""The least width: what a phone shows without scaling text down."""
-_ROW = 3
-"""Panels in one row."""
+"""The least width of an SVG: what a phone shows without scaling text down."""
 
 
 def to_svg(drawn: TileMap, title: str = "") -> str:
@@ -123,32 +115,17 @@ def to_svg(drawn: TileMap, title: str = "") -> str:
     shown = _fitting(drawn, _SIDE)
     title = clean(title or f"Mask: {shown.mask}")
     panels = shown.panels[:_PANELS]
-    across = min(len(panels), _ROW)
-    inner = max(across * (_CELL + _GAP) - _GAP, _NARROW)
-    body: list[str] = []
-    top: float = _MARGIN + _LINE
-    per_line = inner // 7
-    for line in textwrap.wrap(title, per_line) or [""]:
-        body.append(label(_MARGIN, top, line, "bold"))
-        top += _LINE
-    for start in range(0, len(panels), _ROW):
-        if len(panels) > 1:
-            top += _LINE
-        for place, panel in enumerate(panels[start : start + _ROW]):
-            left = _MARGIN + place * (_CELL + _GAP)
-            if len(panels) > 1:
-                body.append(label(left, top - 6, _heading(panel)))
-            body += _panel(panel.rows, left, top, shown)
-        top += _height(shown) + _GAP
-    for line in (part for note in _notes(shown, "square") for part in textwrap.wrap(note, per_line)):
-        body.append(label(_MARGIN, top, line))
-        top += _LINE
+    sheet = Sheet(len(panels), shown.queries, shown.keys, _NARROW)
+    sheet.write(title, "bold")
+    sheet.panels(
+        [_heading(panel) if len(panels) > 1 else "" for panel in panels],
+        lambda number, left, top: _panel(panels[number].rows, left, top, sheet.height),
+    )
+    for note in _notes(shown, "square"):
+        sheet.write(note)
     for state in shown.states():
-        body += _mark(state, [(_MARGIN, top - 10)], 11, 11)
-        for line in textwrap.wrap(clean(shown.meaning(state)), per_line - 3):
-            body.append(label(_MARGIN + 20, top, line))
-            top += _LINE
-    return document(_described(shown), title, inner + 2 * _MARGIN, top, body)
+        sheet.write(clean(shown.meaning(state)), mark=_mark(state, [sheet.mark_at()], 11, 11))
+    return sheet.document(_described(shown), title)
 
 
 def _described(shown: TileMap) -> str:
@@ -160,46 +137,17 @@ def _described(shown: TileMap) -> str:
     )
 
 
-def document(words: str, title: str, width: float, height: float, body: list[str]) -> str:
-    """An SVG element with this body. `words` describe it for those who do not see it."""
-    name = "attngraph-" + hashlib.sha256("\0".join([title, *body]).encode()).hexdigest()[:10]
-    style = (
-        f"#{name}{{color:var(--attngraph-ink,#24292f)}}"
-        f"@media (prefers-color-scheme:dark){{#{name}{{color:var(--attngraph-ink,#e6edf3)}}}}"
-    )
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" role="img" viewBox="0 0 {width:g} {height:g}" '
-        f'width="{width:g}" style="max-width:100%;height:auto" '
-        f'aria-labelledby="{name}-title {name}-desc" font-family="system-ui,sans-serif" font-size="12">',
-        f'<title id="{name}-title">{escape(title)}</title>',
-        f'<desc id="{name}-desc">{escape(clean(words))}</desc>',
-        f"<style>{style}</style>",
-        *body,
-        "</svg>",
-        "",
-    ])  # fmt: skip
-
-
-def _height(shown: TileMap) -> float:
-    """The height of a panel of width `_CELL`, to scale; at most twice that, and never too thin to see."""
-    return max(min(_CELL * shown.queries / shown.keys, 2 * _CELL), _CELL / 12)
-
-
-def _panel(rows: Rows, left: float, top: float, shown: TileMap) -> Iterator[str]:
-    width, height = _CELL / len(rows[0]), _height(shown) / len(rows)
+def _panel(rows: Rows, left: float, top: float, height: float) -> Iterator[str]:
+    width, tall = CELL / len(rows[0]), height / len(rows)
     for state in STATES:
         places = [
-            (left + j * width, top + i * height)
+            (left + j * width, top + i * tall)
             for i, row in enumerate(rows)
             for j, found in enumerate(row)
             if found == state
         ]
         if places:
-            yield from _mark(state, places, width, height)
-    yield (
-        f'<rect x="{left:g}" y="{top:g}" width="{_CELL}" height="{_height(shown):.6g}" fill="none" '
-        'stroke="currentColor" stroke-opacity=".5"/>'
-    )
+            yield from _mark(state, places, width, tall)
 
 
 def _mark(state: State, places: list[tuple[float, float]], width: float, height: float) -> Iterator[str]:
@@ -226,14 +174,3 @@ def _mark(state: State, places: list[tuple[float, float]], width: float, height:
     }
     path = "".join(f"M{x:.5g} {y:.5g}{shapes[state]}" for x, y in places)
     yield f'<path class="{state}" {ink[state]} d="{path}"/>'
-
-
-def label(x: float, y: float, text: str, weight: str = "normal") -> str:
-    return f'<text x="{x:g}" y="{y:g}" fill="currentColor" font-weight="{weight}">{escape(text)}</text>'
-
-
-def clean(text: str) -> str:
-    """The text without characters that XML does not allow."""
-    return re.sub(
-        r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "\N{REPLACEMENT CHARACTER}", text
-    )

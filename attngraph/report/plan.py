@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from attngraph.report.words import alike, seconds, size
 
 OPTIMISER = 2
 """Values that AdamW keeps for each weight, in the weight's dtype."""
-_OF_ANSWERS = (
-    "way", "ranks x groups", "weights", "cache/token", "sent/token", "received/token", "sent/new token",
-    "a token", "a new token", "memory", "fits",
-)  # fmt: skip
-_OF_STEPS = (
-    "way", "ranks x groups", "weights", "gradients", "optimiser", "activations", "sent/token",
-    "received/token", "a token", "memory", "fits",
-)  # fmt: skip
 _OF_ALL = (
     "bytes are those of the target's own dtypes; the rate of operations is the same for all dtypes",
     "no time is counted for starting collectives, and none is hidden behind computing",
@@ -215,40 +208,24 @@ class Plan:
         return json.dumps(found, indent=2)
 
     def __str__(self) -> str:
-        head = _OF_STEPS if self.training else _OF_ANSWERS
-        rows = [head, *(self._row(way) for way in self.ways if way.share is not None)]
-        widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
+        columns = [column for column in _COLUMNS if column.training in (None, self.training)]
+        rows = [[column.head for column in columns]]
+        for way in (w for w in self.ways if w.share is not None):
+            share, estimate = way.share, self.estimate(way)
+            assert share is not None and estimate is not None
+            rows.append([column.text(way, share, estimate) for column in columns])
+        widths = [max(map(len, texts)) for texts in zip(*rows, strict=True)]
         lines = [f"  {_line(row, widths)}" for row in rows]
         divided = {w.share.divided: w for w in reversed(self.ways) if w.share is not None}
         told = [f"  {way.name}: {text}" for text, way in reversed(divided.items()) if text]
-        for (axis, reason), group in itertools.groupby(
-            (w for w in self.ways if w.share is None), key=lambda w: (w.axis, w.reason)
-        ):
-            members = list(group)
+        missing = [w for w in self.ways if w.share is None]
+        for (axis, reason), members in alike(missing, lambda w: (w.axis, w.reason)):
             counts = ", ".join(w.name if axis == "both" else f"{w.ranks:,}" for w in members)
             told.append(f"  {'' if axis == 'both' else f'{axis} '}{counts}: not derived: {reason}")
         return "\n".join([
             *lines, "", *told, "", f"chosen: {self.why}", "", "assumed:",
             *(f"  {line}" for line in self.assumptions()),
         ])  # fmt: skip
-
-    def _row(self, way: Way) -> tuple[str, ...]:
-        estimate, share = self.estimate(way), way.share
-        assert estimate is not None and share is not None
-        if self.training:
-            return (
-                way.name, f"{way.ranks:,} x {way.groups:,}", size(share.weights), size(share.weights),
-                size(OPTIMISER * share.weights), size(share.kept), size(share.sent), size(share.received),
-                seconds(estimate.token), size(estimate.memory), "yes" if estimate.fits else "no",
-            )  # fmt: skip
-        return (
-            way.name, f"{way.ranks:,} x {way.groups:,}", size(share.weights),
-            "-" if share.cache is None else size(share.cache),
-            size(share.sent), size(share.received),
-            "-" if share.cache is None else size(share.sent_new), seconds(estimate.token),
-            "-" if estimate.new_token is None else seconds(estimate.new_token),
-            size(estimate.memory), "yes" if estimate.fits else "no",
-        )  # fmt: skip
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
@@ -259,19 +236,35 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([first, *others])
 
 
-def size(count: float) -> str:
-    """A number of bytes in words, in powers of 1000 as devices are sold."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """A column of the table. `training`: of which plans; None: of all."""
+
+    head: str
+    text: Callable[[Way, Share, Estimate], str]
+    training: bool | None = None
 
 
-def seconds(count: float) -> str:
-    """A time in words."""
-    for unit in ("s", "ms", "us", "ns"):
-        if count >= 1 or unit == "ns":
-            break
-        count *= 1000
-    return f"{count:.3g} {unit}"
+_COLUMNS = (
+    _Column("way", lambda way, share, cost: way.name),
+    _Column("ranks x groups", lambda way, share, cost: f"{way.ranks:,} x {way.groups:,}"),
+    _Column("weights", lambda way, share, cost: size(share.weights)),
+    _Column("gradients", lambda way, share, cost: size(share.weights), True),
+    _Column("optimiser", lambda way, share, cost: size(OPTIMISER * share.weights), True),
+    _Column("activations", lambda way, share, cost: size(share.kept), True),
+    _Column("cache/token", lambda way, share, cost: _or_none(size, share.cache), False),
+    _Column("sent/token", lambda way, share, cost: size(share.sent)),
+    _Column("received/token", lambda way, share, cost: size(share.received)),
+    _Column(
+        "sent/new token",
+        lambda way, share, cost: _or_none(size, None if share.cache is None else share.sent_new), False,
+    ),
+    _Column("a token", lambda way, share, cost: seconds(cost.token)),
+    _Column("a new token", lambda way, share, cost: _or_none(seconds, cost.new_token), False),
+    _Column("memory", lambda way, share, cost: size(cost.memory)),
+    _Column("fits", lambda way, share, cost: "yes" if cost.fits else "no"),
+)  # fmt: skip
+
+
+def _or_none(words: Callable[[float], str], number: float | None) -> str:
+    return "-" if number is None else words(number)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+
+from attngraph.report.words import Part, alike, from_to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,26 +54,24 @@ class RanksEntry:
         """Bytes that a rank sends for one token of a forward pass."""
         return sum(s.sent_per_token for s in self.sent if not s.fixed)
 
-    def lines(self) -> list[str]:
-        """Lines of text: what is divided, what is sent, what is not divided and why."""
+    def account(self) -> Part:
+        """What is divided, what is sent, what is not divided and why."""
         everything, held = self.parameters
-        found = ["", f"  ranks   {self.count}, a rank holds {held:,} of {everything:,} parameters"]
-        for (what, count), group in itertools.groupby(self.divided, key=lambda e: (e.what, e.count)):
-            members = list(group)
-            names = members[0].name or "the model"
-            more = f" .. {members[-1].name}" if len(members) > 1 else ""
-            where = f"   {members[0].source}" if members[0].source else ""
-            found.append(f"      {len(members)} x {count:,} {what}   {names}{more}{where}")
-        for (what, size), sent in itertools.groupby(self.sent, key=lambda s: (s.what, s.bytes_per_token)):
-            each = list(sent)
-            unit = "a call" if each[0].fixed else "a token"
-            found.append(f"      {len(each)} x {what} of {size:,} bytes {unit}   {each[0].source}")
-        found.append(f"      sent by each rank: {self.sent_per_token:,} bytes a token, forward")
+        head = f"{self.count}, a rank holds {held:,} of {everything:,} parameters"
+        return Part("ranks   ", head, list(self._facts()))
+
+    def _facts(self) -> Iterator[str]:
+        for (what, count), divided in alike(self.divided, lambda e: (e.what, e.count)):
+            names = from_to([divided[0].name or "the model", *(e.name for e in divided[1:])])
+            yield f"{len(divided)} x {count:,} {what}   {names}{_at(divided[0])}"
+        for (what, size), sent in alike(self.sent, lambda s: (s.what, s.bytes_per_token)):
+            unit = "a call" if sent[0].fixed else "a token"
+            yield f"{len(sent)} x {what} of {size:,} bytes {unit}   {sent[0].source}"
+        yield f"sent by each rank: {self.sent_per_token:,} bytes a token, forward"
         for name, size, reason in self.whole:
-            found.append(f"      whole on every rank: {name} ({size:,} values): {reason}")
+            yield f"whole on every rank: {name} ({size:,} values): {reason}"
         if self.vectors:
-            found.append(f"      whole on every rank: {self.vectors} norm(s), bias(es) and other vectors")
-        return found
+            yield f"whole on every rank: {self.vectors} norm(s), bias(es) and other vectors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,32 +126,28 @@ class ContextEntry:
         """Bytes that each rank receives in the forward pass of the example's call."""
         return tuple(sum(f.bytes[rank] for f in self.fetched) for rank in range(self.count))
 
-    def lines(self) -> list[str]:
-        """Lines of text: which tokens ranks have, what they fetch, what they compute whole and why."""
-        found = ["", f"  tokens  divided among {self.count} ranks"]
+    def account(self) -> Part:
+        """Which tokens ranks have, what they fetch, what they compute whole and why."""
+        return Part("tokens  ", f"divided among {self.count} ranks", list(self._facts()))
+
+    def _facts(self) -> Iterator[str]:
         for axis in self.axes:
             runs = "one run" if axis.chunks == 1 else f"{axis.chunks} runs"
             most = max(axis.pairs) * len(axis.pairs) / (sum(axis.pairs) or 1) - 1
-            found.append(
-                f"      {axis.tokens // self.count} of {axis.tokens} tokens each, in {runs}: "
+            yield (
+                f"{axis.tokens // self.count} of {axis.tokens} tokens each, in {runs}: "
                 f"{axis.attentions} attention(s), the busiest rank has {most:.0%} more than the mean"
             )
-        for (what, mask, size, at_most), group in itertools.groupby(
-            self.fetched, key=lambda f: (f.what, f.mask, f.bytes, f.at_most)
+        for (what, mask, size, at_most), each in alike(
+            self.fetched, lambda f: (f.what, f.mask, f.bytes, f.at_most)
         ):
-            each = list(group)
-            sizes = " ".join(f"{n:,}" for n in size)
-            seen = f" ({mask})" if mask else ""
-            limit = "at most " if at_most else ""
-            found.append(f"      {len(each)} x {what}{seen}: {limit}{sizes} bytes   {each[0].source}")
-        sizes = " ".join(f"{n:,}" for n in self.received)
-        found.append(f"      received by each rank: {sizes} bytes in this call, forward")
+            seen, limit = f" ({mask})" if mask else "", "at most " if at_most else ""
+            yield f"{len(each)} x {what}{seen}: {limit}{_each(size)} bytes   {each[0].source}"
+        yield f"received by each rank: {_each(self.received)} bytes in this call, forward"
         if self.sums[0]:
-            found.append(f"      added up backward: {self.sums[0]} gradient(s) of {self.sums[1]:,} bytes")
+            yield f"added up backward: {self.sums[0]} gradient(s) of {self.sums[1]:,} bytes"
         for entry in dict.fromkeys(self.whole):
-            where = f"   {entry.source}" if entry.source else ""
-            found.append(f"      all tokens on every rank: {entry.reason}{where}")
-        return found
+            yield f"all tokens on every rank: {entry.reason}{_at(entry)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,24 +166,24 @@ class CacheRanksEntry:
     alike: tuple[tuple[str, int, str, str], ...] = ()
     tokens: tuple[tuple[str, int, int], ...] = ()
 
-    def lines(self) -> list[str]:
-        """Lines of text, below those of the whole cache."""
-        found = []
-        for (kept, of, reason), group in itertools.groupby(self.heads):
+    def facts(self) -> Iterator[str]:
+        """What is told below the whole cache."""
+        for (kept, of, reason), equal in alike(self.heads, lambda h: h):
             shared = kept * self.count // of
             more = f"; {shared} ranks keep the same" if shared > 1 else ""
             more += f": {reason}" if reason else ""
-            found.append(f"      {len(list(group))} x a rank keeps {kept} of {of} key/value heads{more}")
-        for (size, team), divided in itertools.groupby(self.tokens, key=lambda t: t[1:]):
-            names = [name for name, *_ in divided]
-            what = f"{len(names)} value(s) of {size:,} bytes a token in the mean   {_from_to(names)}"
-            found.append(f"      a rank keeps 1 of {team} tokens: {what}")
-        for (size, per, reason), same in itertools.groupby(self.alike, key=lambda a: a[1:]):
-            names = [name for name, *_ in same]
-            what = f"{len(names)} value(s) of {size:,} bytes a {per}   {_from_to(names)}"
-            found.append(f"      kept by every rank: {what}: {reason}")
-        return found
+            yield f"{len(equal)} x a rank keeps {kept} of {of} key/value heads{more}"
+        for (size, team), divided in alike(self.tokens, lambda t: t[1:]):
+            what = f"{len(divided)} value(s) of {size:,} bytes a token in the mean"
+            yield f"a rank keeps 1 of {team} tokens: {what}   {from_to([t[0] for t in divided])}"
+        for (size, per, reason), same in alike(self.alike, lambda a: a[1:]):
+            what = f"{len(same)} value(s) of {size:,} bytes a {per}   {from_to([a[0] for a in same])}"
+            yield f"kept by every rank: {what}: {reason}"
 
 
-def _from_to(names: Sequence[str]) -> str:
-    return f"{names[0]} .. {names[-1]}" if len(names) > 1 else names[0]
+def _at(entry: DividedEntry | WholeEntry) -> str:
+    return f"   {entry.source}" if entry.source else ""
+
+
+def _each(sizes: Iterable[int]) -> str:
+    return " ".join(f"{n:,}" for n in sizes)

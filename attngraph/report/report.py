@@ -6,29 +6,21 @@ import dataclasses
 import html
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops.kernels import KERNELS
+from attngraph.ir.ops.token_program import RUNNERS
 from attngraph.ir.records import made
-from attngraph.meaning.masks.words import remarks
 from attngraph.report import page
-from attngraph.report.entries import (
-    AttentionEntry,
-    Entries,
-    LatentEntry,
-    LaterEntry,
-    Missed,
-    PassRecord,
-    TokenProgramEntry,
-    folded,
-)
+from attngraph.report.account import account
+from attngraph.report.entries import Entries, PassRecord
 from attngraph.report.times import Times
-from attngraph.report.units import binary
-
-_MASK_WORDS = 160
-"""Characters of a mask that are shown in one line."""
+from attngraph.report.words import binary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +34,9 @@ class CompileReport(Entries):
         found = dataclasses.asdict(dataclasses.replace(self, parts=()))
         for left_out in ("captured", "code", "parts"):
             del found[left_out]
-        for entry in found["passes"]:
-            del entry["text"]
-        for entry in found["attention"]:
-            del entry["kernel"]["source"]
-        for entry in found["programs"]:
+        for record in found["passes"]:
+            del record["text"]
+        for entry in (*found["attention"], *found["programs"]):
             del entry["kernel"]["source"]
         return json.dumps(found, indent=2)
 
@@ -81,27 +71,8 @@ class CompileReport(Entries):
             lines.append(f"  taken from {self.taken_from}; times and bytes are of the call that was compiled")
         if self.graphs == 0:
             lines = ["attngraph: nothing traced yet; call the compiled model once"]
-        for entries in folded(self.attention):
-            lines += _attention_lines(entries)
-        for (reason, source, _), group in itertools.groupby(
-            self.missed, key=lambda m: (m.reason, m.source, m.caller)
-        ):
-            members = list(group)
-            times = f" x {len(members)}" if len(members) > 1 else ""
-            lines += ["", f"  not fused{times}   {source}", *_caller_lines(members[0]), f"      {reason}"]
-        if self.cache is not None:
-            lines += self.cache.lines()
-        lines += _program_lines(self.programs)
-        if self.ranks is not None:
-            lines += self.ranks.lines()
-        if self.context is not None:
-            lines += self.context.lines()
-        for stop in self.breaks:
-            lines += ["", f"  captured in pieces   {stop.source}", f"      {stop.reason}"]
-        for stop in self.numbers:
-            lines += ["", f"  compiled again for other sizes   {stop.source}", f"      {stop.reason}"]
-        if self.later:
-            lines += ["", "  computed when somebody looks at it", *_later_lines(self.later)]
+        for part in account(self):
+            lines += part.lines()
         if self.retraces:
             lines += ["", *(f"  traced again x {count}   because of {what}" for what, count in self.retraces)]
         if self.small_calls:
@@ -154,103 +125,48 @@ def _timed(name: str, what: str, seconds: float) -> str:
     return f"  {name:<18} {what:<18} {seconds * 1000:8.1f} ms"
 
 
-def _shown(line: str) -> str:
-    """A line of a score program, with a word for the number that a dtype's `finfo.min` is."""
-    remark = "; ".join(remarks(line))
-    return f"{line}   ({remark})" if remark else line
+def with_remarks(report: CompileReport) -> CompileReport:
+    """The report, with what kernels say of how they ran since the model was compiled."""
+    runners = {runner.name: runner for runner in RUNNERS}
 
+    def told(entry: Any, by: Any, read: Callable[[str], Any]) -> Any:
+        remarks = () if by is None else by.remarks(read(entry.program))
+        return dataclasses.replace(entry, kernel=dataclasses.replace(entry.kernel, remarks=remarks))
 
-def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
-    first = entries[0]
-    times = f" x {len(entries)}" if len(entries) > 1 else ""
-    names = first.name or "attention"
-    if len(entries) > 1:
-        names = f"{first.name} .. {entries[-1].name}"
-    error = max(e.error for e in entries)
-    return [
-        "",
-        f"  attention{times}   {first.source}   {names}",
-        *_caller_lines(first),
-        f"      {first.heads_in_words()}, mask: {_in_short(first.mask)}",
-        *(f"      | {_shown(line)}" for line in first.program.splitlines()),
-        *([f"      look: {first.warning}"] if first.warning else []),
-        *([f"      {first.again}"] if first.again else []),
-        *_latent_lines(first.latent),
-        f"      kernel {first.kernel}, {first.numerics}, checked in float64 (error {error:.0e})",
-        *(f"        {remark}" for remark in first.kernel.remarks),
-    ]
-
-
-def _in_short(mask: str) -> str:
-    """A mask in words; where that is too long to be read, the lines of the program say it."""
-    return mask if len(mask) <= _MASK_WORDS else "the conditions below"
-
-
-def _caller_lines(entry: AttentionEntry | Missed) -> list[str]:
-    return [f"      called at {entry.caller}   {entry.code}".rstrip()] if entry.caller else []
-
-
-def _later_lines(entries: Sequence[LaterEntry]) -> Iterator[str]:
-    """The names of results that wait, and what a look at them costs; those of equal costs together."""
-    costs: dict[str, list[LaterEntry]] = {}
-    for entry in entries:
-        costs.setdefault(entry.cost, []).append(entry)
-    for cost, alike in costs.items():
-        names = [name for entry in alike for name in entry.names]
-        yield f"      {', '.join(names) if len(names) <= _NAMES else f'{names[0]} .. {names[-1]}'}"
-        yield f"        {cost}{' each' if len(alike) > 1 else ''}, in a call like the first"
-    yield "      a look computes the scores once more: if you always look, twice in every call"
-
-
-_NAMES = 4
-"""Most names of results in a line."""
-
-
-def _program_lines(programs: Sequence[TokenProgramEntry]) -> list[str]:
-    """What kernels say of how they computed token programs; nothing where they say nothing."""
-    remarks = dict.fromkeys(remark for entry in programs for remark in entry.kernel.remarks)
-    return ["", "  each token by itself", *(f"      {remark}" for remark in remarks)] if remarks else []
-
-
-def _latent_lines(latent: LatentEntry | None) -> list[str]:
-    lines = [] if latent is None else latent.lines()
-    return [f"      {'latent: ' if place == 0 else '        '}{line}" for place, line in enumerate(lines)]
+    return dataclasses.replace(
+        report,
+        attention=tuple(told(e, KERNELS.get(e.kernel.name), parse) for e in report.attention),
+        programs=tuple(told(e, runners.get(e.kernel.name), str) for e in report.programs),
+    )
 
 
 def merge(reports: Sequence[CompileReport]) -> CompileReport:
     """One report for a model that was captured in pieces."""
     if len(reports) == 1:
         return reports[0]
-    parts = [part for r in reports for part in r.parts or (r,)]
-    return CompileReport(
-        tuple(a for r in reports for a in r.attention),
-        tuple(m for r in reports for m in r.missed),
-        _merged_passes([p for r in reports for p in r.passes]),
-        tuple(dict.fromkeys(b for r in reports for b in r.breaks)),
-        sum(r.seconds for r in reports),
-        sum(r.graphs for r in reports),
-        ranks=next((r.ranks for r in reports if r.ranks is not None), None),
-        context=next((r.context for r in reports if r.context is not None), None),
-        numbers=tuple(dict.fromkeys(b for r in reports for b in r.numbers)),
-        capture=sum(r.capture for r in reports),
-        small_calls=sum(r.small_calls for r in reports),
-        programs=tuple(p for r in reports for p in r.programs),
-        later=tuple(dict.fromkeys(entry for r in reports for entry in r.later)),
-        parts=tuple(parts),
-    )
+
+    def of(name: str) -> list[Any]:
+        return [getattr(r, name) for r in reports]
+
+    def every(name: str) -> tuple[Any, ...]:
+        return tuple(itertools.chain.from_iterable(of(name)))
+
+    joined: dict[str, Any] = {name: every(name) for name in ("attention", "missed", "programs")}
+    joined |= {name: tuple(dict.fromkeys(every(name))) for name in ("breaks", "numbers", "later")}
+    joined |= {name: sum(of(name)) for name in ("seconds", "graphs", "capture", "small_calls")}
+    joined |= {name: next(filter(None, of(name)), None) for name in ("ranks", "context")}
+    parts = tuple(part for r in reports for part in r.parts or (r,))
+    return CompileReport(**joined, passes=_merged_passes(every("passes")), parts=parts)
 
 
 def _merged_passes(records: Sequence[PassRecord]) -> tuple[PassRecord, ...]:
     """One record per pass, which sums up its runs on several graphs."""
     found: dict[str, PassRecord] = {}
-    for record in records:
-        known = found.get(record.name)
-        if known is None:
-            found[record.name] = record
-            continue
-        found[record.name] = PassRecord(
-            record.name, known.changed or record.changed, known.seconds + record.seconds,
-            known.before + record.before, known.after + record.after, known.notes + record.notes,
-            record.options,
-        )  # fmt: skip
+    for new in records:
+        old = found.setdefault(new.name, new)
+        if old is not new:
+            found[new.name] = PassRecord(
+                new.name, old.changed or new.changed, old.seconds + new.seconds, old.before + new.before,
+                old.after + new.after, old.notes + new.notes, new.options,
+            )  # fmt: skip
     return tuple(found.values())

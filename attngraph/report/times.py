@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from attngraph.report.entries import AttentionEntry
 from attngraph.report.user_code import like
+from attngraph.report.words import milliseconds
 
 _MOST, _LEAST_SHARE = 12, 0.005
 """Most groups of operations that are told of, and the least share of one."""
@@ -82,7 +83,3 @@ class Times:
             share, where = f"{100 * group.seconds / whole:4.0f} %", f"{group.source}   {group.name}"
             lines.append(f"  {milliseconds(group.seconds):>11}  {share}  {group.what:<24} {where}".rstrip())
         return "\n".join(lines)
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:,.2f} ms"

@@ -7,7 +7,6 @@ position. So prompts of unequal length, padded on either side, get the same resu
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.errors import CacheError
+from attngraph.ir.modes import serving
 from attngraph.report.cache_entry import Drift
-from attngraph.report.remarks import with_remarks
-from attngraph.report.report import CompileReport
-from attngraph.runtime import beams
+from attngraph.report.report import CompileReport, with_remarks
 from attngraph.runtime.cache_config import CacheConfig
-from attngraph.runtime.crossing import crossing
 from attngraph.runtime.derived import MASK, DerivedSteps
-from attngraph.runtime.drift import drift_between
-from attngraph.runtime.generate import generate
+from attngraph.runtime.devices import ONE, OneDevice
+from attngraph.runtime.generate import crossing, generate, rolling, search
 from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_of, read_options, tokens_of
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Ids, Packed, as_given, pack, unpacked
-from attngraph.runtime.parallel.in_step import InStep
-from attngraph.runtime.rolling import rolling
-from attngraph.runtime.serving_mode import serving
+from attngraph.runtime.proof import drift_between
 from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper
 
@@ -48,21 +43,19 @@ class Decoder(ModelWrapper):
     config_of_cache: CacheConfig
     _derived: DerivedSteps
     _save: Callable[[str | Path, Sequence[Step], bool], Path]
-    _signature: inspect.Signature
-    in_step: InStep
+    devices: OneDevice
 
     def __init__(
         self, model: Callable[..., Any], config: CacheConfig, whole: nn.Module,
         derive: Callable[..., Step], save: Callable[[str | Path, Sequence[Step], bool], Path],
-        in_step: InStep | None = None,
+        devices: OneDevice = ONE,
     ) -> None:  # fmt: skip
         super().__init__(model)
         object.__setattr__(self, "whole", whole)  # no submodule: its weights are the model's
         self.config_of_cache = config
         self._derived = DerivedSteps(model, derive, config.tokens)
         self._save = save
-        self.in_step = in_step or InStep()
-        self._signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+        self.devices = devices
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.whole(*args, **kwargs)
@@ -107,8 +100,8 @@ class Decoder(ModelWrapper):
         Raises:
             NoDecoderError: no decoder can be derived; says why and where. CacheError: the prompts do not fit.
         """
-        self.in_step.agree("prefill", ids, attention_mask, inputs)
-        ids = tokens_of(self._signature, self.config_of_cache.tokens, inputs) if ids is None else ids
+        self.devices.agree("prefill", ids, attention_mask, inputs)
+        ids = tokens_of(self._derived.signature, self.config_of_cache.tokens, inputs) if ids is None else ids
         packed = self.pack(ids, self._mask(attention_mask, inputs))
         step = self._derived.of_call(packed, inputs)
         state = self._begin(step, packed, inputs)
@@ -134,8 +127,8 @@ class Decoder(ModelWrapper):
             CacheError: the tokens do not fit, or a buffer that the decoder relies on has changed since the
                 prompt; the state is unchanged.
         """
-        whose = self.in_step.whose(state.rank)
-        self.in_step.agree("decode", next_ids, attention_mask, inputs, state.lengths, whose)
+        whose = self.devices.whose(state.rank)
+        self.devices.agree("decode", next_ids, attention_mask, inputs, state.lengths, whose)
         if isinstance(next_ids, Tensor) and next_ids.ndim == 1 and not next_ids.is_floating_point():
             next_ids = next_ids.unsqueeze(1)
         packed = self.pack(next_ids, attention_mask)
@@ -199,10 +192,10 @@ class Decoder(ModelWrapper):
             "length_penalty": length_penalty, "min_p": min_p, "min_new_tokens": min_new_tokens,
             "early_stopping": early_stopping, "on_token": on_token,
         }  # fmt: skip
-        self.in_step.agree("generate", ids, attention_mask, context, inputs, given)
+        self.devices.agree("generate", ids, attention_mask, context, inputs, given)
         ids = prompts_of(self._model, self._derived.argument({}), inputs) if ids is None else ids
         packed = self.pack(ids, self._mask(attention_mask, inputs))
-        options = read_options(packed.shape[1], given, inputs, self._signature.parameters)
+        options = read_options(packed.shape[1], given, inputs, self._derived.signature.parameters)
         if min(packed.counts, default=1) == 0:
             raise ValueError("a prompt has no tokens; give each at least one to begin with.")
         if packed.ids.is_floating_point():
@@ -234,7 +227,7 @@ class Decoder(ModelWrapper):
             return step.advance(state, counts, self._arguments(step, one, {}))[0]
 
         if options.num_beams > 1:
-            return beams.search(first, advance, state, options, self.in_step.lead)
+            return search(first, advance, state, options, self.devices.lead)
 
         def anew(rows: list[Tensor]) -> Tensor:
             nonlocal step, state
@@ -248,13 +241,13 @@ class Decoder(ModelWrapper):
 
         if limit is None:
             run = crossing(advance, is_right, anew, packed.rows()) if step.sizes.depends else advance
-            return generate(first, run, prompts, options, self.in_step.lead)
+            return generate(first, run, prompts, options, self.devices.lead)
 
         def restart(rows: list[Tensor]) -> Tensor:
             return self._first(step, self.pack(rows, None), {})[0]
 
         rolled = rolling(advance, restart, state, packed.rows(), limit)
-        return generate(first, rolled, prompts, options, self.in_step.lead)
+        return generate(first, rolled, prompts, options, self.devices.lead)
 
     @serving
     def drift(self, ids: Tensor) -> Drift:

@@ -20,9 +20,9 @@ from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import AttnGraphError, CacheError, DisagreementError, NoDecoderError, SavedError
 from attngraph.ir import budgets
-from attngraph.runtime.examples import ROWS, TOKENS, Examples, Size
-from attngraph.runtime.fingerprints import Fingerprints
+from attngraph.runtime.examples import ROWS, TOKENS, Derive, Examples, Size
 from attngraph.runtime.generation_options import DECODER_IDS
+from attngraph.runtime.graphs import Fingerprints
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Packed
 from attngraph.runtime.step import Step
@@ -53,14 +53,14 @@ class DerivedSteps:
     """The derived graphs of one decoder.
 
     Args:
-        derive: derives a graph, given the name of the tokens' argument and arguments to trace with.
+        derive: derives a graph from an example.
         tokens: the model's argument that takes the tokens, if the user has named it.
     """
 
-    def __init__(self, model: Callable[..., Any], derive: Callable[..., Step], tokens: str | None) -> None:
+    def __init__(self, model: Callable[..., Any], derive: Derive, tokens: str | None) -> None:
         self._model, self._tokens = model, tokens
-        self._signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
-        self._examples = Examples(model, derive, self._signature)
+        self.signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+        self._derive = derive
         self._fingerprints = Fingerprints(model)
         self._kept: list[tuple[Any, Step]] = []
 
@@ -118,20 +118,19 @@ class DerivedSteps:
     def _origin_of_loaded(self, state: KVCache) -> Origin:
         """The graph for a state that was loaded from a file: one that keeps the same."""
         known = [s for s in self.all() if s.plan == state.plan]
-        if known and known[-1].ranks.rank != state.rank:
-            raise CacheError(_of_another_rank(state.rank, known[-1].ranks.rank))
         if not known:
             raise CacheError(
                 "this state was loaded, and the decoder has not been derived for it yet: call prefill "
                 "with a prompt of the same kind once."
             )
+        known[-1].ranks.require_own(state.rank)
         # Graphs for other sizes may keep the same: the one that was right for what is kept.
         kept = Call(1 if state.alone else state.rows, frozenset(n for n in state.lengths if n), state.sizes)
         return self.origin(next((s for s in reversed(known) if not s.sizes.fault(kept)), known[-1]))
 
     def argument(self, inputs: Mapping[str, Any]) -> str:
         """The model's argument that takes the tokens."""
-        names = list(self._signature.parameters)
+        names = list(self.signature.parameters)
         asked = self._tokens
         if asked is not None:
             if asked not in names:
@@ -155,8 +154,8 @@ class DerivedSteps:
         if around := run_past():
             raise NoDecoderError(f"{around} is around this call, and a decoder would run past it.")
         name = self.argument(inputs)
-        unknown = set(inputs) - set(self._signature.parameters)
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
+        unknown = set(inputs) - set(self.signature.parameters)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values())
         if unknown and not takes_any:
             raise TypeError(f"the model's forward takes no {', '.join(sorted(unknown))}.")
         self._require_arguments({name, *inputs})
@@ -184,7 +183,7 @@ class DerivedSteps:
     def _require_arguments(self, given: Collection[str]) -> None:
         """Raise TypeError if the model's forward needs arguments that are not given."""
         needed = [
-            n for n, p in self._signature.parameters.items() if p.default is p.empty and p.kind in _NAMED
+            n for n, p in self.signature.parameters.items() if p.default is p.empty and p.kind in _NAMED
         ]
         missing = [n for n in needed if n not in given]
         if MASK in missing:
@@ -219,6 +218,7 @@ class DerivedSteps:
             CacheError: the call's rows are on different sides of a branch, or no graph is for its sizes.
             NoDecoderError, CaptureError: none can be derived.
         """
+        examples = Examples(self._model, self._derive, self.signature, call.name, call.packed, call.inputs)
         made, seen, problems = list[Step](), list(known), list[AttnGraphError]()
         waiting = call.towards(known[0], Size()) if known else [Size()]
         tried = set[Size]()
@@ -231,13 +231,13 @@ class DerivedSteps:
                 continue
             tried.add(size)
             try:
-                step = self._examples.derived(*call.given, size, lambda step: not call.fault(step))
+                step = examples.derived(size, lambda step: not call.fault(step))
             except (DisagreementError, SavedError):
                 raise
             except AttnGraphError as other:
                 problems.append(other)
                 if len(problems) == 1 and not seen:
-                    waiting += [*self._examples.others(*call.given), *call.own_size(other)]
+                    waiting += [*examples.others(), *call.own_size(other)]
                 elif isinstance(other, NoDecoderError) and not seen:
                     break  # another number of tokens would not change that
                 continue
@@ -263,10 +263,6 @@ class _Call:
     packed: Packed
     inputs: Mapping[str, Any]
     rows: int
-
-    @property
-    def given(self) -> tuple[str, Packed, Mapping[str, Any]]:
-        return self.name, self.packed, self.inputs
 
     @property
     def longest(self) -> int:
@@ -311,11 +307,3 @@ class _Call:
         advice = "give rows of other lengths in calls of their own" if many else "call the model itself"
         why = f": {getattr(problems[-1], 'reason', problems[-1])}" if problems else "."
         return f"{self.fault(step)}. No decoder can be derived for that{why}\nWhat to do: {advice}."
-
-
-def _of_another_rank(saved: tuple[int, int], own: tuple[int, int]) -> str:
-    (rank, ranks), (mine, of) = saved, own
-    return (
-        f"this state was saved by rank {rank} of {ranks}, and this is rank {mine} of {of}. What to do: give "
-        "each rank a file of its own."
-    )

@@ -1,12 +1,9 @@
 """In-flight batching: requests start and end while others run.
 
-Every step computes one packed sequence: the next token of each running request, and a chunk of the prompts
-that are not processed yet, so that a long prompt does not delay the other requests. When a request ends, its
-place and its pages are free for the next one at once. Nothing is padded, so requests of similar length need
-not be grouped: they run in order of arrival.
-
-How many tokens of a request were processed is what the state says, and only that, so a step that is
-interrupted leaves nothing that does not go together: the next one begins with what is there (`_tidy`).
+Every step computes one packed batch: the next token of each running request, and a chunk of the prompts that
+are not processed yet, so that a long prompt does not delay the others. Requests run in order of arrival; the
+place and the pages of one that ends are free at once. How many tokens of a request were processed is what the
+state says, and only that: after a step that is interrupted the next begins with what is there (`_tidy`).
 """
 
 from __future__ import annotations
@@ -20,13 +17,13 @@ import torch
 from torch import Tensor
 
 from attngraph.errors import CacheError
+from attngraph.ir.modes import serving
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.generation_options import Options, as_tokens
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Packed, as_ids
-from attngraph.runtime.parallel.in_step import digest
-from attngraph.runtime.sampling import sample
-from attngraph.runtime.serving_mode import serving
+from attngraph.runtime.parallel.agree import digest
+from attngraph.runtime.sampling import choose, generator_of
 from attngraph.runtime.step_sizes import Call
 
 DRAWN = 16
@@ -45,12 +42,7 @@ class Request:
         self.tokens: list[int] = []
         self.finished = False
         self.error: Exception | None = None
-        generator = torch.Generator()
-        if options.seed is not None:
-            generator.manual_seed(options.seed)
-        else:
-            generator.seed()
-        self._drawn = list[float](), generator
+        self._drawn = list[float](), generator_of(options)
         """Random numbers, one for each token and more, and what draws the next ones."""
 
     @functools.cached_property
@@ -213,11 +205,11 @@ class Engine:
 
     def _agree(self) -> None:
         """Check that all ranks run and wait with the same requests."""
-        if self.decoder.in_step.mesh is None:
+        if not self.decoder.devices.has_peers:
             return
         requests = [*self.places, *self.waiting]
         done = [] if self.state is None else self.state.lengths
-        self.decoder.in_step.agree("a step of an engine", [r and r.described() for r in requests], done)
+        self.decoder.devices.agree("a step of an engine", [r and r.described() for r in requests], done)
 
     def _tidy(self) -> None:
         """Free the places of requests that have ended. What an interrupted step computed, and nobody has
@@ -346,30 +338,15 @@ class Engine:
         """Choose the next token of every place whose prompt is fully processed."""
         assert self.state is not None
         active = [n for n, part in enumerate(parts) if len(part)]
-        chosen = self.decoder.in_step.lead(torch.tensor(self._choose(active, logits)))
+        requests = [request for n in active if (request := self.places[n]) is not None]
+        options = [r.options for r in requests]
+        chosen = self.decoder.devices.lead(choose(logits, options, [r.draw() for r in requests]).cpu())
         for place, token in zip(active, chosen.tolist(), strict=True):
             request = self.places[place]
             assert request is not None
             if self.state.lengths[place] >= len(request.prompt):
                 request.tokens.append(token)
         self._tidy()
-
-    def _choose(self, active: Sequence[int], logits: Tensor) -> list[int]:
-        """One token for each active place, chosen with its request's options."""
-        requests = [request for n in active if (request := self.places[n]) is not None]
-        options = [r.options for r in requests]
-        if all(o.temperature == 0 for o in options):
-            found: list[int] = logits.argmax(-1).tolist()
-            return found
-        uniform = torch.tensor([r.draw() for r in requests], dtype=torch.float64)
-        device = logits.device
-        return sample(
-            logits,
-            torch.tensor([o.temperature for o in options], device=device),
-            torch.tensor([o.top_k or 0 for o in options], device=device),
-            torch.tensor([1.0 if o.top_p is None else o.top_p for o in options], device=device),
-            uniform.to(device),
-        ).tolist()  # type: ignore[no-any-return]
 
     def _fail(self, request: Request, problem: Exception) -> None:
         request.error = problem

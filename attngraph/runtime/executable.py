@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy
 from torch import Tensor, nn
 
 from attngraph.capture.attributes import holder_of
@@ -18,7 +19,6 @@ from attngraph.ir.ops.layout import laid_out
 from attngraph.report.report import CompileReport
 from attngraph.runtime.looks import Looks
 from attngraph.runtime.machine import Machine, Run, change
-from attngraph.runtime.small_calls import scores_per_attention
 
 
 class Executable:
@@ -32,7 +32,7 @@ class Executable:
 
     Attributes:
         report: what was done to the graph; set once it is known.
-        scores: the mean number of scores of an attention in a call (`small_calls.py`); None if not counted.
+        scores: the mean number of scores of an attention in a call; None if not counted.
         asserts: whether a call may fail because of a condition on values that the model asserts.
         traced: what its trace depended on, for saving it.
     """
@@ -115,3 +115,36 @@ class Executable:
             else:
                 leaves.append(value)
         return unflatten(leaves, structure.tree)
+
+
+def scores_per_attention(
+    graph: ProgramGraph, sizes: ShapeGuard
+) -> Callable[[Sequence[Tensor]], float] | None:
+    """The function that gives, for a call's tensors, the mean number of scores (queries times keys, of all
+    heads and rows) of the graph's attentions; 0 without any. None for graphs that are not on the CPU, where
+    this was not measured."""
+    inputs = (node.meta.get("val") for node in graph.placeholders())
+    if any(isinstance(t, Tensor) and t.device.type != "cpu" for t in inputs):
+        return None
+    counts, attentions = [], 0
+    for node in graph.graph.nodes:
+        if getattr(node.target, "namespace", "") != "attngraph" or len(node.args) < 2:
+            continue
+        q, k = (getattr(a, "meta", {}).get("val") for a in node.args[:2])
+        if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.ndim != 4 or k.ndim != 4:
+            continue
+        attentions += 1
+        counts.append(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
+    formulas = [getattr(getattr(c, "node", None), "expr", sympy.Integer(0)) for c in counts]
+    fixed = sum(c for c in counts if isinstance(c, int))
+    total = sympy.Add(*formulas) + fixed
+    known: dict[tuple[int, ...], float] = {}
+
+    def scores(tensors: Sequence[Tensor]) -> float:
+        bound = sizes.bind(tuple(t.shape for t in tensors)) or {}
+        key = tuple(bound.values())
+        if key not in known:
+            known[key] = size_value(total, bound) / max(attentions, 1)
+        return known[key]
+
+    return scores

@@ -1,4 +1,4 @@
-"""The graphs that a compiled model keeps, by what they are valid for; the least recently used are dropped.
+"""Which graph serves a call of a compiled model: fingerprints, the graphs kept, calls too small for any.
 
 Where there are graphs and none serves a call, it is told why.
 """
@@ -12,10 +12,55 @@ from typing import Any
 
 from torch import Tensor
 
-from attngraph.capture.changes import change_between, change_of_sizes
+from attngraph.capture.guards import change_between, change_of_sizes
+from attngraph.capture.state.fingerprint import Fingerprint, Taken, fingerprint
 from attngraph.capture.state.scope import Scope
+from attngraph.capture.state.unchanged import Reads, RecordingWalk
 from attngraph.ir import budgets
 from attngraph.runtime.executable import Executable
+
+_LONGEST_PAUSE = 64
+_KEPT = 2 * budgets.GRAPHS_KEPT
+
+
+class Fingerprints:
+    """The fingerprints of one target, a module or a function.
+
+    Every walk but the first records what it reads, and serves until something of that changes. Where records
+    keep turning out stale, as for a model that sets an attribute to a new object in every call, more and more
+    walks without a record come between.
+    """
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self._target = target
+        self._known: dict[Scope, tuple[Taken, Reads | None]] = {}
+        self._earlier: dict[Taken, Taken] = {}
+        """Equal ones are one object, so that keys with them are compared at once."""
+        self._pause = self._wait = 0
+
+    def __call__(self, things: Sequence[Any], scope: Scope) -> Taken:
+        """`capture.state.fingerprint.fingerprint` of the target and of these things, in a scope."""
+        if things:
+            return fingerprint([self._target, *things], scope)
+        found, reads = self._known.get(scope, (None, None))
+        if found is not None and reads is not None and reads.hold():
+            self._pause //= 2
+            return found
+        if reads is not None:
+            self._pause = self._wait = min(2 * self._pause + 1, _LONGEST_PAUSE)
+        records = found is not None and self._wait == 0
+        self._wait = max(self._wait - 1, 0)
+        walk = RecordingWalk(scope) if records else Fingerprint(scope)
+        walk.everything([self._target])
+        taken = Taken(walk.found)
+        taken = self._earlier.setdefault(taken, taken)
+        self._known.pop(scope, None)
+        self._known[scope] = taken, getattr(walk, "reads", None)
+        for kept in (self._earlier, self._known):
+            while len(kept) > _KEPT:
+                kept.pop(next(iter(kept)))  # type: ignore[call-overload]
+        return taken
+
 
 log = logging.getLogger(__name__)
 KeyOf = Callable[[Scope], Any]
@@ -89,3 +134,20 @@ class Graphs:
                 "%d graphs are kept. What to do: give what changes as a tensor, or keep it constant.",
                 count, found, budgets.GRAPHS_KEPT,
             )  # fmt: skip
+
+
+class SmallCalls:
+    """The shapes of calls that run the model itself, and how many there were."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._shapes: set[Any] = set()
+
+    def __contains__(self, shapes: Any) -> bool:
+        return shapes in self._shapes
+
+    def add(self, shapes: Any) -> None:
+        self.count += 1
+        if len(self._shapes) >= budgets.SMALL_CALLS_KEPT:
+            self._shapes.clear()
+        self._shapes.add(shapes)

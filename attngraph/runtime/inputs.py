@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
-from attngraph.runtime.fully_sharded import collected
+from attngraph.runtime.parallel.fully_sharded import collected
 
 Fetch = Callable[[Any], Tensor]
 

@@ -1,10 +1,9 @@
 """The state of a decoder: the cached values of every row, and the rows' lengths.
 
-`pages` decides where values are stored. Nothing is written before everything is known to fit, and what a call
-changes, it changes by one assignment, of `Contents`. So a call that fails or is interrupted anywhere leaves a
-state as it was. Memory that present contents need is written over in few places (a ring buffer, rows that
-change places in the contiguous layout); what fails there is an error whenever the state is used again.
-"""
+Nothing is written before everything is known to fit, and what a call changes, it changes by one assignment,
+of `Contents`. So a call that fails or is interrupted anywhere leaves a state as it was. Memory that present
+contents need is written over in few places (a ring buffer, rows that change places in the contiguous layout);
+what fails there is an error whenever the state is used again."""
 
 from __future__ import annotations
 
@@ -20,15 +19,14 @@ import torch
 from torch import Tensor
 
 from attngraph.errors import CacheError
-from attngraph.ir.ops.cached_attention import CachePlan, Fixed, Store, tell
+from attngraph.ir.modes import serving
+from attngraph.ir.ops.cached_attention import CachePlan, tell
 from attngraph.report.files import replacing
 from attngraph.runtime import saved_cache
 from attngraph.runtime.cache_config import CacheConfig
-from attngraph.runtime.carried import CarriedValues
-from attngraph.runtime.divided_pages import make_pages
-from attngraph.runtime.pages import Pages, sent
+from attngraph.runtime.pages import Pages, all_pages, sent
+from attngraph.runtime.parts import CarriedValues, FixedValues, Part
 from attngraph.runtime.saved_cache import require
-from attngraph.runtime.serving_mode import serving
 from attngraph.runtime.step_sizes import Call
 
 SAVED = "attngraph cache 4"
@@ -40,19 +38,18 @@ class Contents(NamedTuple):
     Attributes:
         lengths: tokens of each row so far.
         lost: for each row: positions before this one have been overwritten in ring buffers.
-        groups: by the name of their page table, and where ranks divide the tokens, which of them this is.
+        parts: what it keeps (`parts.py`), by name: pages by that of their page table, and where ranks divide
+            the tokens, by which of them this is.
         unfinished: the call that began to write over what is here, and has not ended.
     """
 
     lengths: list[int]
     lost: list[int]
-    groups: dict[str, Pages]
-    carried: CarriedValues
-    fixed: dict[str, Tensor]
+    parts: dict[str, Part]
     unfinished: str = ""
 
 
-_NOTHING = Contents([], [], {}, CarriedValues((), 0, CacheConfig(), torch.device("cpu")), {})
+_NOTHING = Contents([], [], {})
 
 
 class KVCache:
@@ -76,13 +73,10 @@ class KVCache:
         self.rank = (0, 1)
         """Whose part of the values this is: which rank, of how many."""
         self._ones: tuple[Tensor, Tensor] | None = None
-        groups: dict[str, Pages] = {}
-        for name in dict.fromkeys(map(_table, plan.stores)):
-            stores = [s for s in plan.stores if _table(s) == name]
-            groups[name] = make_pages(stores, config, device)
-            groups[name].rows = [[] for _ in range(rows)]
-        carried = CarriedValues(plan.carried, rows, config, device)
-        self._now = Contents([0] * rows, [0] * rows, groups, carried, {})
+        parts: list[Part] = [*all_pages(plan.stores, rows, config, device)]
+        parts += [CarriedValues(plan.carried, rows, config, device), FixedValues(plan.fixed, device, {})]
+        self._now = Contents([0] * rows, [0] * rows, {part.name: part for part in parts})
+        self._has_rings = any(store.window is not None for store in plan.stores)
         self._back = _NOTHING
 
     @property
@@ -114,15 +108,14 @@ class KVCache:
 
     @property
     def groups(self) -> dict[str, Pages]:
-        return self.now.groups
+        """The pages among its parts."""
+        return {name: part for name, part in self.now.parts.items() if isinstance(part, Pages)}
 
     @property
     def carried(self) -> CarriedValues:
-        return self.now.carried
-
-    @property
-    def fixed(self) -> dict[str, Tensor]:
-        return self.now.fixed
+        found = self.now.parts[CarriedValues.name]
+        assert isinstance(found, CarriedValues)
+        return found
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -138,7 +131,9 @@ class KVCache:
 
     def begin(self, fixed: Mapping[str, Tensor]) -> None:
         """Have these values of the prompt."""
-        self._now = self.now._replace(fixed=dict(fixed))
+        now = self.now
+        part = FixedValues(self.plan.fixed, self.device, fixed)
+        self._now = now._replace(parts=now.parts | {part.name: part})
 
     @property
     def rows(self) -> int:
@@ -147,8 +142,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes allocated for cached values."""
-        arenas = [arena for group in self.groups.values() for _, arena in group.arenas.values()]
-        return sum(t.nbytes for t in (*arenas, *self.fixed.values())) + self.carried.nbytes
+        return sum(part.nbytes for part in self.now.parts.values())
 
     @property
     def bytes_per_token(self) -> int:
@@ -157,11 +151,14 @@ class KVCache:
 
     def stores(self) -> dict[str, Tensor]:
         """The pages of every cached value, by name."""
-        return {name: pages for group in self.groups.values() for name, pages in group.views().items()}
+        return {name: pages for group in self.groups.values() for name, pages in group.reads().items()}
 
     def kept(self) -> dict[str, Tensor]:
         """All that a step reads: pages, what the rows carry, values of the prompt."""
-        return {**self.stores(), **self._now.carried.values, **self._now.fixed}
+        found: dict[str, Tensor] = {}
+        for part in self.now.parts.values():
+            found |= part.reads()
+        return found
 
     # --- a step ---
 
@@ -195,24 +192,11 @@ class KVCache:
         Raises:
             CacheError: they do not fit; nothing is written.
         """
-        longest, now = self.longest(counts), self.now
-        groups = {
-            name: group.with_room(now.lengths, counts, self._page(group, longest))
-            for name, group in now.groups.items()
-        }
-        if groups != now.groups:
-            self._now = now._replace(groups=groups)
-
-    def _page(self, group: Pages, longest: int) -> int:
-        """For how many tokens a page is to have room in the contiguous layout; 0 where there is enough."""
-        most = group.own(longest)
-        if most <= group.page:
-            return 0
-        if self.config.max_length is not None:
-            return group.own(self.config.max_length)
-        if self.limit is None:
-            return max(most, 2 * group.page, 64)
-        return max(most, min(2 * group.page, group.own(self.limit)))
+        self.longest(counts)
+        now, groups = self.now, self.groups
+        roomy = {name: group.with_room(now.lengths, counts, self.limit) for name, group in groups.items()}
+        if roomy != groups:
+            self._now = now._replace(parts=now.parts | roomy)
 
     def inputs(self, counts: Sequence[int]) -> dict[str, Tensor]:
         """The "rows" inputs of a step, by name: which token belongs to which row, and the page tables."""
@@ -238,10 +222,12 @@ class KVCache:
     def write(self, news: Mapping[str, Any], given: Mapping[str, Tensor], counts: Sequence[int]) -> None:
         """Write what a step computed for its new tokens; `reserve` has made room for it. `news`: values by
         name, or for all stores a function that writes them."""
-        now = self.now
+        now, groups = self.now, self.groups
         after = [n + c for n, c in zip(now.lengths, counts, strict=True)]
-        then = Contents(after, now.lost, now.groups, now.carried.after(news, now.lengths), now.fixed)
-        if reach := self._reach:
+        parts = {name: part.after(news, now.lengths) for name, part in now.parts.items()}
+        then = Contents(after, now.lost, parts)
+        if self._has_rings:
+            reach = self._reach
             lost = [max(a, b - reach) for a, b in zip(now.lost, after, strict=True)]
             spoils = any(self._lacks(n, a) for n, a in zip(now.lengths, lost, strict=True))
             then = then._replace(lost=lost)
@@ -252,20 +238,20 @@ class KVCache:
         if callable(write):
             write()
         else:
-            for group in now.groups.values():
+            for group in groups.values():
                 group.write(news, given["row"], given["positions"], now.lengths, counts)
         self._now = then
 
     @property
     def _reach(self) -> int:
         """That of the smallest ring buffer; 0 if there is none."""
-        return min((group.reach for group in self._now.groups.values() if group.ring), default=0)
+        return min((group.reach for group in self.groups.values() if group.ring), default=0)
 
     def _lacks(self, length: int, lost: int) -> int:
         """The window of which a row of this length lacks a token; 0 if it lacks none. `lost`: as in
         `Contents`, for the smallest ring buffer; larger ones have lost fewer."""
         latest = lost and lost + self._reach
-        for group in self._now.groups.values():
+        for group in self.groups.values():
             if group.ring and latest - group.reach > max(0, length - (group.window or 0) + 1):
                 return group.window or 0
         return 0
@@ -288,7 +274,8 @@ class KVCache:
         if min(after, default=0) < 0:
             raise CacheError(f"a row cannot have {min(after)} tokens.")
         for row, (old, new) in enumerate(zip(now.lengths, after, strict=True)):
-            now.carried.check_crop(row, old, new)
+            for part in now.parts.values():
+                part.check_crop(row, old, new)
             window = self._lacks(new, now.lost[row]) if 0 < new < old else 0
             if window:
                 raise CacheError(
@@ -296,9 +283,8 @@ class KVCache:
                     "overwritten what it needs. CacheConfig(rollback=...) keeps more."
                 )
         lost = [n and before for n, before in zip(after, now.lost, strict=True)]
-        groups = {name: group.cropped(after) for name, group in now.groups.items()}
-        carried = now.carried.cropped(now.lengths, after)
-        self._now = Contents(after, lost, groups, carried, now.fixed)
+        parts = {name: part.cropped(now.lengths, after) for name, part in now.parts.items()}
+        self._now = Contents(after, lost, parts)
 
     def reset(self, row: int | None = None) -> None:
         """Remove all tokens, of one row or of all rows."""
@@ -311,19 +297,16 @@ class KVCache:
         if any(not 0 <= r < self.rows for r in picked):
             raise CacheError(f"rows {picked} of a state of {self.rows} row(s).")
         now = self.now
-        groups = {name: group.reordered(picked) for name, group in now.groups.items()}
-        fixed = dict(now.fixed)
-        for about in self.plan.fixed:
-            if about.row_dim is not None and about.name in fixed:
-                fixed[about.name] = select_rows(fixed[about.name], about, picked)
+        parts = {name: part.reordered(picked) for name, part in now.parts.items()}
         then = Contents(
             [now.lengths[r] for r in picked], [now.lost[r] for r in picked],
-            {name: group for name, (group, _) in groups.items()}, now.carried.reordered(picked), fixed,
+            {name: part for name, (part, _) in parts.items()},
         )  # fmt: skip
-        if any(pairs for _, pairs in groups.values()):
+        copies = [(part, pairs) for part, pairs in parts.values() if isinstance(part, Pages) and pairs]
+        if copies:
             self._now = self._back = now._replace(unfinished="reorder")
-            for group, pairs in groups.values():
-                group.copy_pages(pairs)
+            for part, pairs in copies:
+                part.copy_pages(pairs)
         self._now = then
 
     def _one_each(self, rows: int) -> tuple[Tensor, Tensor]:
@@ -347,19 +330,12 @@ class KVCache:
             torch.save({"format": SAVED, "state": state, "digest": saved_cache.digest(state)}, file)
 
     def __getstate__(self) -> dict[str, Any]:
-        now = self.now
-        groups = {
-            name: {
-                "arenas": [a for _, a in group.arenas.values()], "page": group.page, "rows": group.rows,
-                "users": group.users, "free": group.free,
-            }
-            for name, group in now.groups.items()
-        }  # fmt: skip
+        now, saved = self.now, {name: part.saved() for name, part in self.now.parts.items()}
         return {
             "plan": dataclasses.asdict(self.plan), "config": dataclasses.asdict(self.config),
-            "limit": self.limit, "lengths": list(now.lengths), "lost": list(now.lost), "fixed": now.fixed,
-            "groups": groups, "device": str(self.device), "carried": now.carried.saved(),
-            "rank": self.rank, "sizes": dict(self.sizes), "alone": self.alone,
+            "limit": self.limit, "lengths": list(now.lengths), "lost": list(now.lost),
+            "fixed": saved.pop(FixedValues.name), "carried": saved.pop(CarriedValues.name), "groups": saved,
+            "device": str(self.device), "rank": self.rank, "sizes": dict(self.sizes), "alone": self.alone,
         }  # fmt: skip
 
     def __setstate__(self, state: Any) -> None:
@@ -368,27 +344,24 @@ class KVCache:
         require(not lacking, f"it lacks {', '.join(sorted(lacking))}")
         plan, config = saved_cache.plan_of(state)
         limit = None if state["limit"] is None else saved_cache.number(state["limit"], "limit")
-        lengths = saved_cache.numbers(
-            state["lengths"], "lengths", 0, saved_cache.MOST if limit is None else limit
-        )
+        most = saved_cache.MOST if limit is None else limit
+        lengths = saved_cache.numbers(state["lengths"], "lengths", 0, most)
         lost = saved_cache.numbers(state["lost"], "lost")
         fits = len(lost) == len(lengths) and all(a <= b for a, b in zip(lost, lengths, strict=True))
         require(fits, "lost has other rows than lengths, or says more")
         device = saved_cache.device_of(state["device"])
-        fixed = saved_cache.fixed_values(plan, state["fixed"], len(lengths), device)
-        carried = saved_cache.carried_values(plan, config, state["carried"], len(lengths), device)
-        self.__init__(plan, len(lengths), config, device, limit)  # type: ignore[misc]
-        empty = self._now
-        rank = saved_cache.numbers(state.get("rank", self.rank), "rank")
+        rank = saved_cache.numbers(state.get("rank", (0, 1)), "rank")
         require(len(rank) == 2 and rank[0] < rank[1], f"it is of no rank: {rank!r:.40}")
+        self.__init__(plan, 0, config, device, limit)  # type: ignore[misc]
         self.rank = rank[0], rank[1]
         self.sizes, self.alone = saved_cache.sizes_of(state.get("sizes", {})), bool(state.get("alone", False))
         kept = state["groups"]
-        same = isinstance(kept, dict) and kept.keys() == empty.groups.keys()
-        require(same, "it has other pages than its plan")
-        for name, group in empty.groups.items():
-            saved_cache.fill_pages(group, kept[name], name, lengths)
-        self._now = Contents(lengths, lost, empty.groups, empty.carried.restored(carried), fixed)
+        require(
+            isinstance(kept, dict) and kept.keys() == self.groups.keys(), "it has other pages than its plan"
+        )
+        kept = {**kept, FixedValues.name: state["fixed"], CarriedValues.name: state["carried"]}
+        parts = {name: part.restored(kept[name], lengths) for name, part in self._now.parts.items()}
+        self._now = Contents(lengths, lost, parts)
 
     @classmethod
     @serving
@@ -406,21 +379,3 @@ class KVCache:
         state.__setstate__(found.get("state"))
         require(found.get("digest") == saved_cache.digest(state.__getstate__()), f"{path} has changed")
         return state
-
-
-def _table(store: Store) -> str:
-    return store.table if store.team == 1 else f"{store.table}@{store.member}"
-
-
-def select_rows(value: Tensor, about: Fixed, rows: Sequence[int]) -> Tensor:
-    """The entries of these rows in a fixed value."""
-    assert about.row_dim is not None
-    count = value.shape[about.row_dim] // about.own
-    if list(rows) == list(range(count)):
-        return value
-    shape = (count, about.own) if about.together else (about.own, count)
-    place = about.row_dim + (0 if about.together else 1)
-    index = torch.tensor(list(rows), device=value.device)
-    split = value.reshape(*value.shape[: about.row_dim], *shape, *value.shape[about.row_dim + 1 :])
-    picked: Tensor = torch.flatten(split.index_select(place, index), about.row_dim, about.row_dim + 1)
-    return picked

@@ -22,8 +22,8 @@ from attngraph.ir.graph.program_graph import Output, ProgramGraph, Rate
 from attngraph.ir.modes import without_autocast
 from attngraph.ir.ops.sharing import one_run
 from attngraph.ir.versions import version_of
-from attngraph.runtime.fully_sharded import is_fully_sharded
 from attngraph.runtime.inputs import Inputs, own_tensor
+from attngraph.runtime.parallel.fully_sharded import is_fully_sharded
 
 Run = Callable[..., Sequence[Any]]
 Interpret = Callable[[fx.GraphModule], fx.Interpreter]

@@ -4,9 +4,6 @@ Values of equal shape are stored in one tensor (an arena), so that a step writes
 contiguous layout each row has one page, which grows; in the paged layout pages of equal size come from a
 pool, and rows may share a page until one of them writes to it (copy on write). Where attention only sees a
 window, a row's pages form a ring buffer.
-
-Which row has which page changes only in a copy (`with_room`, `cropped`, `reordered`), for which all memory is
-had first: whoever asks puts it in the place of what it was, or has what it was.
 """
 
 from __future__ import annotations
@@ -22,7 +19,10 @@ from torch import Tensor
 
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.cached_attention import Store, in_ring, tell, told
+from attngraph.ir.ops.divided_attention import own_count
+from attngraph.runtime import saved_cache
 from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.parts import Part
 
 FEW = 16
 """Up to this many new tokens are copied one by one; up to this many runs of consecutive ones, run by run."""
@@ -38,17 +38,16 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return found if numbers is None else tell(found, numbers)
 
 
-class Pages:
+class Pages(Part):
     """The pages of all stores with the same window, and which row has which page."""
 
-    def __init__(
-        self, window: int | None, stores: Sequence[Store], config: CacheConfig, device: torch.device
-    ):
-        self.window, self.config, self.device = window, config, device
+    def __init__(self, stores: Sequence[Store], rows: int, config: CacheConfig, device: torch.device) -> None:
+        self.name, self.window, self.config, self.device = stores[0].table, stores[0].window, config, device
+        window = self.window
         self.ring = 0 if window is None else self.most_own(in_ring(window, config.rollback))
         self.paged = config.layout == "paged"
         self.page = config.page if self.paged else self.ring or 1
-        self.rows: list[list[int]] = []
+        self.rows: list[list[int]] = [[] for _ in range(rows)]
         self.users: list[int] = []
         self.free: list[int] = []
         self.arenas: dict[tuple[Any, ...], tuple[list[Store], Tensor]] = {}
@@ -68,7 +67,7 @@ class Pages:
         dtype = floating if floating and first.dtype.is_floating_point else first.dtype
         return memory.empty((len(members), *shape), dtype, self.device)
 
-    def views(self) -> dict[str, Tensor]:
+    def reads(self) -> dict[str, Tensor]:
         """The pages of every store, by name: the same tensors while they are where they were."""
         arenas = [arena for _, arena in self.arenas.values()]
         made, views = self._views
@@ -80,6 +79,10 @@ class Pages:
             }
             self._views = arenas, views
         return views
+
+    @property
+    def nbytes(self) -> int:
+        return sum(arena.nbytes for _, arena in self.arenas.values())
 
     def _copy(self) -> Pages:
         """The same pages, of which other rows may have others."""
@@ -95,6 +98,10 @@ class Pages:
     def most_own(self, count: int) -> int:
         """The most of so many neighbouring tokens that are kept here."""
         return count
+
+    def _own_of(self, firsts: Sequence[int], counts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """The same first tokens and numbers of tokens, of those that are kept here."""
+        return firsts, counts
 
     @property
     def columns(self) -> int:
@@ -133,10 +140,24 @@ class Pages:
             return range(start, end + 1)
         return range(first // self.page, (last - 1) // self.page + 1)
 
-    def with_room(self, firsts: Sequence[int], counts: Sequence[int], length: int = 0) -> Pages:
+    def _page_for(self, longest: int, limit: int | None) -> int:
+        """For how many tokens a page is to have room in the contiguous layout where the longest row has so
+        many; 0 where there is enough."""
+        most = self.own(longest)
+        if most <= self.page or self.paged or self.ring:
+            return 0
+        if self.config.max_length is not None:
+            return self.own(self.config.max_length)
+        return (
+            max(most, 2 * self.page, 64) if limit is None else max(most, min(2 * self.page, self.own(limit)))
+        )
+
+    def with_room(self, firsts: Sequence[int], counts: Sequence[int], limit: int | None) -> Pages:
         """Pages with the same contents, of which every row has unshared ones for its positions first .. first
-        + count - 1; in the contiguous layout one for `length` tokens. These, if they are so."""
-        longer = length > self.page and not self.paged and not self.ring
+        + count - 1; in the contiguous layout one for more tokens, at most `limit`. These, if they are so."""
+        length = self._page_for(max(map(sum, zip(firsts, counts, strict=True)), default=0), limit)
+        firsts, counts = self._own_of(firsts, counts)
+        longer = length > 0
         found = self._stretched(length) if longer else self
         needed = [found.pages_of(n, n + count) for n, count in zip(firsts, counts, strict=True)]
         missing = 0
@@ -202,11 +223,10 @@ class Pages:
             other.arenas[kind] = members, larger
         return other
 
-    def cropped(self, lengths: Sequence[int]) -> Pages:
-        """These pages without those that rows of these lengths do not need. (Kept tokens can be on any page
-        of a ring buffer.)"""
+    def cropped(self, before: Sequence[int], lengths: Sequence[int]) -> Pages:
+        """Without the pages that rows do not need. (Kept tokens can be on any page of a ring buffer.)"""
         needed = [
-            len(pages) if self.ring and length else min(len(pages), -(-length // self.page))
+            len(pages) if self.ring and length else min(len(pages), -(-self.own(length) // self.page))
             for pages, length in zip(self.rows, lengths, strict=True)
         ]
         if needed == [*map(len, self.rows)]:
@@ -295,8 +315,8 @@ class Pages:
         ]
 
     def reordered(self, rows: Sequence[int]) -> tuple[Pages, list[tuple[int, int]]]:
-        """Pages of which row n has those of row rows[n], shared where possible; and which have yet to be
-        copied, and where to. What is there is needed as long as rows have the pages that they had."""
+        """Pages are shared where possible. What is there is needed as long as rows have the pages that they
+        had."""
         other = self._copy()
         other.rows = [list(self.rows[r]) for r in rows]
         counts = collections.Counter(p for pages in other.rows for p in pages)
@@ -308,3 +328,68 @@ class Pages:
         other._make_room(sum(max(0, count - 1) for count in other.users))
         shared = ((pages, place) for pages in other.rows for place in range(len(pages)))
         return other, [other._own(*at) for at in shared if other.users[at[0][at[1]]] > 1]
+
+    def saved(self) -> dict[str, Any]:
+        arenas = [arena for _, arena in self.arenas.values()]
+        return {
+            "arenas": arenas, "page": self.page, "rows": self.rows, "users": self.users, "free": self.free,
+        }  # fmt: skip
+
+    def restored(self, saved: Any, lengths: Sequence[int]) -> Pages:
+        saved_cache.fill_pages(self, saved, self.name, lengths)
+        return self
+
+
+def all_pages(
+    stores: Sequence[Store], rows: int, config: CacheConfig, device: torch.device
+) -> Iterator[Pages]:
+    """The pages of all stores: those that have one page table together."""
+    tables: dict[tuple[str, int], list[Store]] = {}
+    for store in stores:
+        tables.setdefault((store.table, store.member), []).append(store)
+    for members in tables.values():
+        yield (Pages if members[0].team == 1 else DividedPages)(members, rows, config, device)
+
+
+class DividedPages(Pages):
+    """The pages of one member of a team of ranks that divide a cache's tokens.
+
+    Of every row a member keeps each team-th token (`ir/ops/divided_attention.py`), in the pages of a row that
+    is so much shorter; of a window, in a ring so much smaller. Rows are told in numbers of all tokens, as
+    they are to any other pages."""
+
+    def __init__(self, stores: Sequence[Store], rows: int, config: CacheConfig, device: torch.device) -> None:
+        self.team, self.member = stores[0].team, stores[0].member
+        super().__init__(stores, rows, config, device)
+        self.name = f"{stores[0].table}@{self.member}"
+
+    def own(self, length: int) -> int:
+        return own_count(length, self.team, self.member)
+
+    def most_own(self, count: int) -> int:
+        return own_count(count, self.team, 0)
+
+    @property
+    def reach(self) -> int:
+        return self.capacity * self.team
+
+    def _own_of(self, firsts: Sequence[int], counts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        before = [self.own(n) for n in firsts]
+        after = [self.own(n + count) for n, count in zip(firsts, counts, strict=True)]
+        return before, [b - a for a, b in zip(before, after, strict=True)]
+
+    def write(
+        self, news: Mapping[str, Tensor], row: Tensor, positions: Tensor, firsts: Sequence[int],
+        counts: Sequence[int],
+    ) -> None:  # fmt: skip
+        begin, own = 0, list[int]()
+        for first, count in zip(firsts, counts, strict=True):
+            own += range(begin + (self.member - first) % self.team, begin + count, self.team)
+            begin += count
+        places = sent(torch.tensor(own, dtype=torch.int64), self.device)
+        if not len(places):
+            return
+        members = (store for stores, _ in self.arenas.values() for store in stores)
+        picked = {store.name: news[store.name].index_select(store.token_dim, places) for store in members}
+        before, many = self._own_of(firsts, counts)
+        super().write(picked, row[places], positions[places] // self.team, before, many)

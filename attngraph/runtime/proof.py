@@ -3,12 +3,19 @@
 Prompts of unequal length are prefilled, then tokens follow one at a time and several at once; at every
 position the logits must equal those of the whole sequence. Before each call the cache memory that holds no
 token (new pages, the rest of a page, freed slots) is filled with NaN.
+
+A decoder that was derived from traces of few sizes is compared with the model itself too, in its own dtype,
+on longer sequences. One whose cache rounds what it keeps is derived and proved without rounding first. Then
+both run
+side by side: after every call the wide cache is given what is read of the rounded one; so both must give the
+same logits, and what the wide one has just computed must be as near to what is read of the rounded one as
+`quantised.largest_error` says. How far the logits are from those without rounding is measured, not judged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +24,9 @@ from torch import Tensor, fx
 from attngraph.capture.structure import flatten
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.ops.quantised import largest_error, widened
 from attngraph.meaning.check.comparison import Rule, compare
+from attngraph.report.cache_entry import Drift
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.machine import Machine
@@ -53,29 +62,31 @@ _SAME_IDS = (
 
 
 class Proved(NamedTuple):
-    """The largest difference found, relative to the largest logit, and the logits of the decoder, `[rows,
-    tokens, V]`."""
+    """The largest difference found, relative to the largest logit; the logits of the decoder, `[rows,
+    tokens, V]`; and the arguments that they were computed with."""
 
     error: float
     logits: Tensor
+    arguments: Mapping[str, Any]
 
 
-def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: str, result: int) -> Proved:
+def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], result: int) -> Proved:
     """Compare a decoder with the whole model.
 
     Args:
         whole: the captured model; divided among ranks as the decoder is, if it is. step: the decoder
             derived from it.
-        arguments: the arguments that it was captured with; `name` is the one with the tokens.
+        arguments: the arguments that it was captured with.
         result: the index of the logits among the whole graph's results.
 
     Raises:
         NoDecoderError: they differ.
     """
     with torch.no_grad():
-        rows = arguments[name].shape[0]
-        full, steps = sample(step, arguments, name)
-        logits = found = _by_steps(step, full, full[name].device, steps)
+        rows = arguments[step.name].shape[0]
+        full, steps = _sample(step, arguments)
+        state = _empty_state(step, full, steps)
+        logits = found = torch.stack(_by_row((c, _advanced(step, state, full, c)) for c in steps))
         machine = Machine(whole, step.owner, names=step.names)
 
         def of_whole(given: Mapping[str, Any]) -> Tensor:
@@ -93,11 +104,15 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
         difference = compare(found, wanted, Rule(max(TOLERANCE, ENTRIES * step.plan.rounding)))
     if not difference.holds:
         much = "" if difference.problem else f"; that is {difference.relative:.1e} of the largest logit"
-        raise NoDecoderError(
-            f"prefill and decode do not give what the whole sequence gives ({difference}{much}; places are "
-            "[row, token, logit]). Please report it."
-        )
-    return Proved(difference.relative, logits)
+        differs = f"what the whole sequence gives ({difference}{much}; places are [row, token, logit])"
+        if step.plan.assumed:
+            raise NoDecoderError(
+                "with assume_causal it is taken that no token sees a later one, and one does: without later "
+                f"tokens the model does not give {differs}. It was not shown of "
+                f"{'; '.join(step.plan.assumed)}."
+            )
+        raise NoDecoderError(f"prefill and decode do not give {differs}. Please report it.")
+    return Proved(difference.relative, logits, arguments)
 
 
 def varied(whole: ProgramGraph, tokens: Tensor, place: int) -> Tensor:
@@ -125,11 +140,9 @@ def _tables_of(ids: fx.Node) -> Iterator[int]:
             yield from _tables_of(user)
 
 
-def sample(
-    step: Step, arguments: Mapping[str, Any], name: str
-) -> tuple[dict[str, Any], tuple[tuple[int, ...], ...]]:
+def _sample(step: Step, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, ...], ...]]:
     """Arguments as long as the calls to compare together, made of the given tokens, and these calls."""
-    rows, given = arguments[name].shape[:2]
+    rows, given = arguments[step.name].shape[:2]
     steps = tuple((first, *[second] * (rows - 1)) for first, second in _steps(step, given, rows))
     places = torch.arange(sum(counts[0] for counts in steps)) % given
     generator = torch.Generator().manual_seed(0)
@@ -153,32 +166,41 @@ def _steps(step: Step, given: int, rows: int) -> tuple[tuple[int, int], ...]:
     return tuple(c for c in ((half, 1), (1, 0), (given - half - 1, given - 1)) if any(c))
 
 
-def prove_longer(
-    model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], name: str, result: int
-) -> None:
+def prove_longer(model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], result: int) -> None:
     """Compare with the model itself on sequences that are longer than those it was traced for.
 
     Raises:
         NoDecoderError: they differ, or the model takes other tensors, which cannot be made up.
     """
-    others = [n for n, value in arguments.items() if n != name and isinstance(value, Tensor)]
+    others = [n for n, value in arguments.items() if n != step.name and isinstance(value, Tensor)]
     if others:
         raise NoDecoderError(
             f"the model was traced for few numbers of tokens, and others cannot be tried, because it takes "
             f"{', '.join(others)} as well."
         )
-    given = arguments[name]
-    generator = torch.Generator().manual_seed(0)
+    given = arguments[step.name]
     longer = LONGER
     if step.limit is not None:
         most = max(1, step.limit - sum(counts[0] for counts in LONGER[1:]))
         longer = ((min(LONGER[0][0], most), min(LONGER[0][1], most)), *LONGER[1:])
     total = max(sum(counts) for counts in zip(*longer, strict=True))
+    generator = torch.Generator().manual_seed(0)
     places = torch.randint(0, given.shape[1], (len(LONGER[0]), total), generator=generator)
-    state = KVCache(step.plan, len(LONGER[0]), CacheConfig(), given.device)
     ids = torch.stack([row[picked] for row, picked in zip(given, places, strict=True)])
+    state = KVCache(step.plan, len(ids), CacheConfig(), given.device)
+
+    def results() -> Iterator[tuple[Sequence[int], Tensor]]:
+        for counts in longer:
+            parts = [row[at : at + n] for row, at, n in zip(ids, state.lengths, counts, strict=True)]
+            new = {n: torch.cat(parts)[None] for n in step.arguments}
+            yield counts, step.advance(state, counts, new, unfinished=range(len(ids)))[0]
+
     try:
-        _compare_longer(model, step, arguments, name, result, ids, state, longer)
+        with torch.no_grad():
+            for row, found in zip(ids, _by_row(results()), strict=True):
+                for length in (*range(1, min(BEGINNINGS, len(found))), len(found)):
+                    call = {**arguments, step.name: row[None, :length]}
+                    _require_as_model(model, step, call, found[:length], result)
     except NoDecoderError:
         raise
     except Exception as problem:
@@ -215,26 +237,6 @@ def of_few(problem: Exception) -> str:
     return f"the model was traced for few numbers of tokens, and others fail: {what}."
 
 
-def _compare_longer(
-    model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], name: str, result: int, ids: Tensor,
-    state: KVCache, longer: Sequence[tuple[int, int]],
-) -> None:  # fmt: skip
-    rows: list[list[Tensor]] = [[] for _ in ids]
-    with torch.no_grad():
-        for counts in longer:
-            parts = [row[at : at + n] for row, at, n in zip(ids, state.lengths, counts, strict=True)]
-            given = {n: torch.cat(parts)[None] for n in step.arguments}
-            logits = step.advance(state, counts, given, unfinished=range(len(rows)))[0]
-            for row, part in zip(rows, torch.split(logits, list(counts)), strict=True):
-                row.append(part)
-        for row, parts in zip(ids, rows, strict=True):
-            found = torch.cat(parts)
-            for length in (*range(1, min(BEGINNINGS, len(found))), len(found)):
-                _require_as_model(
-                    model, step, {**arguments, name: row[None, :length]}, found[:length], result
-                )
-
-
 def _require_as_model(
     model: Callable[..., Any], step: Step, arguments: dict[str, Any], found: Tensor, result: int
 ) -> None:
@@ -259,41 +261,31 @@ def _require_as_model(
         )
 
 
-def _by_steps(
-    step: Step, full: Mapping[str, Any], device: torch.device, steps: Sequence[Sequence[int]]
-) -> Tensor:
-    """The results of all tokens, `[rows, tokens, ...]`, computed a few at a time."""
-    state = empty_state(step, full, device, steps)
-    found: list[list[Tensor]] = [[] for _ in steps[0]]
-    for counts in steps:
-        state.reserve(counts)
-        poison(state)
-        parts = tokens_of(step, full, state.lengths, counts)
-        logits = step.advance(state, counts, parts, run=step.ranks.exact)[0]
-        for row, part in enumerate(torch.split(logits, list(counts))):
-            found[row].append(part)
-    return torch.stack([torch.cat(pieces) for pieces in found])
+def _by_row(results: Iterable[tuple[Sequence[int], Tensor]]) -> list[Tensor]:
+    """The results of each row, `[tokens, ...]`, from calls that had so many tokens of each."""
+    parts = [torch.split(found, list(counts)) for counts, found in results]
+    return [torch.cat(row) for row in zip(*parts, strict=True)]
 
 
-def empty_state(
-    step: Step, full: Mapping[str, Any], device: torch.device, steps: Sequence[Sequence[int]]
-) -> KVCache:
+def _empty_state(step: Step, full: Mapping[str, Any], steps: Sequence[Sequence[int]]) -> KVCache:
     """A state for the calls to compare, that keeps floating values in float64."""
     config = CacheConfig(dtype=torch.float64, layout="paged", page=3)
-    state = KVCache(step.plan, len(steps[0]), config, device)
+    state = KVCache(step.plan, len(steps[0]), config, full[step.name].device)
     step.begin(state, {n: full[n] for n in step.prompt_arguments}, step.ranks.exact)
     return state
 
 
-def tokens_of(
-    step: Step, full: Mapping[str, Any], lengths: Sequence[int], counts: Sequence[int]
-) -> dict[str, Tensor]:
-    """The arguments of the next call, packed: of each row so many tokens after those that it has."""
-    return {
-        n: torch.cat([full[n][row, at : at + count] for row, (at, count) in
-                      enumerate(zip(lengths, counts, strict=True))]).unsqueeze(0)
+def _advanced(step: Step, state: KVCache, full: Mapping[str, Any], counts: Sequence[int]) -> Tensor:
+    """The results of the next tokens, so many of each row, in float64."""
+    state.reserve(counts)
+    poison(state)
+    places = list(zip(state.lengths, counts, strict=True))
+    given = {
+        n: torch.cat([full[n][row, at : at + count] for row, (at, count) in enumerate(places)]).unsqueeze(0)
         for n in step.arguments
-    }  # fmt: skip
+    }
+    found: Tensor = step.advance(state, counts, given, run=step.ranks.exact)[0]
+    return found
 
 
 def poison(state: KVCache) -> None:
@@ -316,3 +308,58 @@ def poison(state: KVCache) -> None:
                 written = slots[places]
                 slots.fill_(math.nan)
                 slots[places] = written
+
+
+def prove_storage(wide: Step, step: Step, proved: Proved) -> Drift:
+    """Compare `step`, which rounds, with `wide`, which does not and is proved; returns how far its logits are
+    from those.
+
+    Raises:
+        NoDecoderError: they differ, or a rounded value is not near to what was computed.
+    """
+    full, steps = _sample(wide, proved.arguments)
+    rounded, other = (_empty_state(one, full, steps) for one in (step, wide))
+
+    def results() -> Iterator[tuple[Sequence[int], Tensor]]:
+        for counts in steps:
+            found = _advanced(step, rounded, full, counts)
+            difference = compare(found, _advanced(wide, other, full, counts), Rule(TOLERANCE))
+            if not difference.holds:
+                raise NoDecoderError(
+                    "a cache of 8 bits is not read as it is written: the logits are not those of the same "
+                    f"values without scales ({difference}; places are [token, logit]). Please report it."
+                )
+            _read_rounded(step, rounded, other)
+            yield counts, found
+
+    with torch.no_grad():
+        return drift_between(torch.stack(_by_row(results())), proved.logits)
+
+
+def _read_rounded(step: Step, rounded: KVCache, wide: KVCache) -> None:
+    """Give the wide state what is read of the rounded one, if that is near enough to what it had.
+
+    Raises:
+        NoDecoderError: it is not.
+    """
+    small, large = rounded.stores(), wide.stores()
+    for scales in (s for s in step.plan.stores if s.scales_of):
+        (about,) = (s for s in step.plan.stores if s.name == scales.scales_of)
+        by, exact = small[scales.name], large[about.name]
+        read = widened(small[about.name], by, exact.dtype)
+        near = (read - exact).abs() <= largest_error(exact, by, about.dtype)
+        is_known = ~by.isnan().unsqueeze(-1)
+        if not bool((near | ~is_known).all()):
+            raise NoDecoderError(
+                f"{about.label}: what is kept as {about.dtype} is further from what was computed than "
+                "rounding explains. Please report it."
+            )
+        exact.copy_(torch.where(is_known, read, exact))
+
+
+def drift_between(found: Tensor, wanted: Tensor) -> Drift:
+    """How far logits, `[..., V]`, are from those wanted, as distributions over the vocabulary."""
+    ours, theirs = (t.detach().flatten(0, -2).double().log_softmax(-1) for t in (found, wanted))
+    divergence = (theirs.exp() * (theirs - ours)).nansum(-1).clamp(min=0)  # 0 * (inf - inf) is 0
+    same = int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+    return Drift(len(ours), float(divergence.mean()), float(divergence.max()), same)

@@ -1,15 +1,46 @@
-"""Samples the next token of every row at once: greedy, temperature, top-k, top-p, min-p.
+"""Chooses the next token of every row at once: greedy, temperature, top-k, top-p, min-p.
 
-Each row may have its own parameters, so rows of different requests are sampled together. The order is that of
+Each row may have its own options, so rows of different requests are sampled together. The order is that of
 transformers: temperature first, then top-k, then top-p among the remaining tokens, then min-p.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from attngraph.runtime.generation_options import Options
+
+
+def choose(logits: Tensor, options: Sequence[Options], drawn: Sequence[float]) -> Tensor:
+    """One token for each row of the logits `[R, V]`, int64 `[R]`, by the row's options and a random number in
+    [0, 1)."""
+    if all(o.temperature == 0 for o in options):
+        return logits.argmax(-1)
+
+    def each(values: Sequence[Any], unlimited: Any) -> Tensor | None:
+        limited = any(v is not None for v in values)
+        given = [unlimited if v is None else v for v in values]
+        return torch.tensor(given, device=logits.device) if limited else None
+
+    temperature = torch.tensor([o.temperature for o in options], device=logits.device)
+    top_k, top_p = each([o.top_k for o in options], 0), each([o.top_p for o in options], 1.0)
+    uniform = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
+    return sample(logits, temperature, top_k, top_p, uniform, options[0].min_p)
+
+
+def generator_of(options: Options) -> torch.Generator:
+    """Draws the random numbers of a row, or of rows that have them together."""
+    generator = torch.Generator()
+    if options.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(options.seed)
+    return generator
 
 
 def sample(

@@ -1,10 +1,9 @@
 """A decoder's state from a file, which may be damaged or anybody's: everything is checked before it is used.
 
-Kernels read and write pages by the numbers in page tables, without looking at them again. So of a state that
-is put together every number is in range, every page belongs to one row unless rows of the paged layout share
-it, rows have the pages that their lengths need, and tensors have the shapes and dtypes that the plan says.
-What a file holds in bytes bounds what is allocated. A digest finds damage that leaves a state possible, such
-as another length; it does not say who wrote a file.
+Kernels read and write pages by the numbers in page tables, without looking at them again. So every number is
+in range, every page belongs to one row unless rows of the paged layout share it, rows have the pages that
+their lengths need, and tensors are what the plan says. What a file holds in bytes bounds what is allocated. A
+digest finds damage that leaves a state possible, such as another length; it does not say who wrote a file.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import hashlib
+import math
 import os
 import stat
 import zipfile
@@ -133,15 +133,15 @@ def plan_of(state: Any) -> tuple[CachePlan, CacheConfig]:
         raise CacheError(f"a saved cache cannot be used: {problem!s:.300}.") from problem
     names = [value.name for value in (*plan.stores, *plan.fixed, *plan.carried)]
     require(len(set(names)) == len(names), "two of its values have one name")
+    for value in (*plan.stores, *plan.carried):
+        elements = math.prod(n or 1 for n in numbers(value.shape, f"the shape of {value.name}"))
+        require(elements <= MOST, f"{value.name} has {_shown([elements])} elements")
     for store in plan.stores:
-        numbers(store.shape, f"the shape of {store.name}")
         dims = store.row_dim, store.token_dim
         within = all(0 <= dim < len(store.shape) for dim in dims) and dims[0] != dims[1]
         require(within and not any(store.shape[dim] for dim in dims), f"{store.name} has no rows or tokens")
         require(store.window is None or store.window >= 1, f"{store.name} has a window of {store.window}")
         require(store.team >= 1 and 0 <= store.member < store.team, f"{store.name} is of no member of a team")
-    for value in plan.carried:
-        numbers(value.shape, f"the shape of {value.name}")
     number(config.page, "page", 1)
     number(config.rollback, "rollback")
     return plan, config
@@ -228,40 +228,3 @@ def _check_rows(
     free = numbers(kept["free"], f"{name}.free", 0, len(users) - 1)
     unused = [n for n, count in enumerate(users) if not count]
     require(sorted(free) == unused, f"{name}.free is not the pages that no row uses")
-
-
-def fixed_values(plan: CachePlan, saved: Any, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """The values of the prompt that a state has."""
-    about = {value.name: value for value in plan.fixed}
-    known = isinstance(saved, dict) and saved.keys() in (set(), about.keys())
-    require(known, "its values of the prompt are others than its plan names")
-    for name, value in saved.items():
-        tensor(value, name, None, None, device)
-        dim, own = about[name].row_dim, about[name].own
-        fits = dim is None or (0 <= dim < value.ndim and own >= 1 and value.shape[dim] == rows * own)
-        require(fits, f"{name} is {tuple(value.shape)}, which is not of {rows} row(s)")
-    return dict(saved)
-
-
-def carried_values(
-    plan: CachePlan, config: CacheConfig, saved: Any, rows: int, device: torch.device
-) -> list[tuple[list[int], dict[str, Tensor]]]:  # fmt: skip
-    """What the rows carry, with no lengths, after what they carried before."""
-    require(isinstance(saved, dict) and saved.keys() == {"values", "earlier"}, "what it carries is no record")
-    earlier = saved["earlier"]
-    require(
-        type(earlier) is list and len(earlier) <= config.snapshots, "it has other snapshots than its plan"
-    )
-    found: list[tuple[list[int], dict[str, Tensor]]] = []
-    for entry in (*earlier, ([], saved["values"])):
-        require(type(entry) in (list, tuple) and len(entry) == 2, "a snapshot of it is no pair")
-        lengths, values = numbers(entry[0], "a snapshot", -1), entry[1]
-        require(isinstance(values, dict), "what its rows carry is no record")
-        require(values.keys() == {about.name for about in plan.carried}, "its rows carry other values")
-        require(entry[1] is saved["values"] or len(lengths) == rows, "a snapshot has other rows")
-        for about in plan.carried:
-            wide = config.dtype == torch.float64 and about.dtype.is_floating_point
-            dtype = torch.float64 if wide else about.dtype
-            tensor(values[about.name], about.name, (rows, *about.shape), dtype, device)
-        found.append((lengths, dict(values)))
-    return found

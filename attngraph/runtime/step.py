@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.sides import UNASKED, Sides
 from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.errors import CacheError
 from attngraph.ir.graph.conditions import are_few
@@ -17,9 +16,9 @@ from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.token_program import prepare
 from attngraph.ir.versions import version_of
 from attngraph.report.report import CompileReport
+from attngraph.runtime.devices import OneRank
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.machine import Interpret, Machine, Run
-from attngraph.runtime.parallel.states import OneRank
 from attngraph.runtime.step_sizes import StepSizes
 
 
@@ -29,37 +28,32 @@ class Step:
     Args:
         graph: lowered, with a cache plan.
         owner: the module whose parameters and buffers the graph's inputs name.
-        name: the model's argument that takes the tokens. names: the names of all its arguments, in order.
         run: makes the function that computes a graph's results.
+        sizes: the arguments of its calls, and for which of them it is right.
         scope: what of the state around a call the decoder depends on.
-        spread: arguments that calls may give with dimensions of size 1 between rows and tokens.
-        shapes: of the tensors that the graph was captured with, in order. sides: what its trace decided
-            about sizes. single: whether the graph is for calls of one sequence alone.
         ranks: what this process computes of a graph for several ranks (None: all of it).
+
+    Attributes:
+        name: the model's argument that takes the tokens. names: the argument of each tensor of a call.
+        report: what was done; set once it is known.
     """
 
     def __init__(
-        self, graph: ProgramGraph, owner: nn.Module, name: str, names: Sequence[str], report: CompileReport,
-        run: Callable[[ProgramGraph], Run], shapes: Sequence[Sequence[Any]], sides: Sides = UNASKED,
-        scope: Scope = EVERYTHING, spread: frozenset[str] = frozenset(), single: bool = False,
-        ranks: OneRank | None = None,
+        self, graph: ProgramGraph, owner: nn.Module, run: Callable[[ProgramGraph], Run], sizes: StepSizes,
+        scope: Scope = EVERYTHING, ranks: OneRank | None = None,
     ) -> None:  # fmt: skip
         assert graph.state is not None
         self.ranks = OneRank(graph.state) if ranks is None else ranks
-        self.graph, self.plan, self.report = graph, self.ranks.plan, report
-        self.name, self.names, self.owner, self.scope = name, list(names), owner, scope
-        self.spread = spread
-        self.sizes = StepSizes(
-            names, shapes, name, spread, graph.conditions, sides, self.plan.most_tokens, single
-        )
+        self.graph, self.plan, self.report = graph, self.ranks.plan, CompileReport()
+        self.sizes, self.owner, self.scope = sizes, owner, scope
+        self.name, self.names, self.spread, self.limit = sizes.tokens, sizes.names, sizes.spread, sizes.limit
         self.traced: Any = None
         """What its trace depended on, for saving it."""
-        self._step = Machine(graph, owner, run, names)
+        self._step = Machine(graph, owner, run, self.names)
         prompt = graph.stages.get(Rate.PROMPT)
-        self._prompt = None if prompt is None else Machine(prompt, owner, run, names)
+        self._prompt = None if prompt is None else Machine(prompt, owner, run, self.names)
         for each in (graph, *graph.stages.values()):
             _prepare(each)
-        self.limit = self.sizes.limit
 
     @property
     def _keeps(self) -> CachePlan:

@@ -1,10 +1,9 @@
 """For which calls a decoder's graph is right: how many sequences, how many tokens in each, and other sizes.
 
-A decoder gives what the model gives for whole sequences. So what a trace decided about the number of tokens
-is asked of a row's length after each call, tokens that were cached before included: a row that crosses to the
-other side of a branch cannot go on with what was kept, because the model computes all of its tokens in
-another way there. The number of sequences is that of the call's rows; an engine's requests are each alone.
-"""
+What a trace decided about the number of tokens is asked of a row's whole length after each call: a row that
+crosses to the other side of a branch cannot go on with what was kept, because the model computes all of its
+tokens in another way there. The number of sequences is that of the call's rows; an engine's requests are
+alone."""
 
 from __future__ import annotations
 
@@ -19,6 +18,7 @@ from attngraph.capture.guards import size_value
 from attngraph.capture.sides import Sides, assumed, bound_above, in_words
 from attngraph.capture.structure import flatten
 from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.program_graph import ProgramGraph
 
 ROWS, TOKENS = "sequences", "tokens"
 
@@ -36,19 +36,21 @@ class StepSizes:
     """The sizes that a decoder's graph is for.
 
     Args:
-        names, shapes: of the tensors that it was captured with, in order. tokens: the name of the one that
-            has the tokens. skipped: names of those whose shape is not the call's.
-        conditions: of the graph. sides: what its trace decided.
-        tables: the longest sequence that position tables cover.
-        single: whether it is for calls of one sequence alone.
+        graph: of the step.
+        names, shapes: the argument that each tensor belongs to which it was captured with, and their shapes.
+        tokens: the argument that has the tokens. spread: those that calls may give with dimensions of size 1
+            between rows and tokens, so that their shape is not the call's.
+        sides: what its trace decided about sizes. single: whether it is for calls of one sequence alone.
     """
 
     def __init__(
-        self, names: Sequence[str], shapes: Sequence[Sequence[Any]], tokens: str, skipped: Collection[str],
-        conditions: Sequence[Any], sides: Sides, tables: int | None, single: bool,
+        self, graph: ProgramGraph, names: Sequence[str], shapes: Sequence[Sequence[Any]], tokens: str,
+        spread: Collection[str], sides: Sides, single: bool,
     ) -> None:  # fmt: skip
+        assert graph.state is not None
+        conditions, tables = graph.conditions, graph.state.most_tokens
         self.names, self.shapes, self.sides, self.single = list(names), shapes, sides, single
-        self._tokens, self._skipped = tokens, frozenset(skipped)
+        self.tokens, self.spread = tokens, frozenset(spread)
         self.rows, self.length = (str(n) for n in shapes[self.names.index(tokens)][:2])
         self._conditions = [*assumed(conditions)]
         self._told = {self.rows: ROWS, self.length: TOKENS}
@@ -111,7 +113,7 @@ class StepSizes:
         given = {n: [x for x in flatten(value)[0] if isinstance(x, Tensor)] for n, value in inputs.items()}
         sizes, formulas = {self.rows: rows, self.length: width}, list[tuple[Any, int]]()
         for name, shape in zip(self.names, self.shapes, strict=True):
-            if name == self._tokens or name in self._skipped or name not in given:
+            if name == self.tokens or name in self.spread or name not in given:
                 continue
             tensor = given[name].pop(0)
             if tensor.ndim != len(shape):

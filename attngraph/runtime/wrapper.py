@@ -1,10 +1,9 @@
-"""A module that stands for a model: it has its own forward, and everything else is the model's.
+"""A module that stands for a model: it has its own forward and what its class declares, and all else is the
+model's.
 
-Weights, submodules, their names, the training flag and attributes are those of the model, for reading and
-for writing, so that an optimiser, a state dict or an outer module sees no difference. torch.nn.Module keeps
-weights and submodules in three dictionaries; a wrapper shares its model's. What a wrapper has of its own is
-what its class declares.
-"""
+Weights, submodules, the training flag and attributes are read and written in the model, so that an optimiser,
+a state dict or an outer module sees no difference. torch.nn.Module keeps weights and submodules in three
+dictionaries; a wrapper shares its model's."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from attngraph.ir.modes import hooks_of_all_modules
-from attngraph.runtime.fully_sharded import require_whole_again
+from attngraph.runtime.parallel.fully_sharded import require_whole_again
 
 OWN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _SHARED = ("_parameters", "_buffers", "_modules")

@@ -34,6 +34,7 @@ from attngraph.runtime.executable import Executable
 from attngraph.runtime.inputs import own_tensor, require_own
 from attngraph.runtime.machine import Run
 from attngraph.runtime.step import Step
+from attngraph.runtime.step_sizes import StepSizes
 from attngraph.saved import graphs
 from attngraph.saved.folder import as_bytes
 from attngraph.saved.guards import Names, Traced
@@ -270,11 +271,13 @@ def _step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -
     split = (path.rpartition(".") for path in json.loads(files["guards.json"])["left_out"])
     left_out = frozenset((id(known.objects[path]), name) for path, _, name in split if path in known.objects)
     shapes = tuple(tuple(_extent(n, names) for n in shape) for shape in beside["shapes"])
-    return Step(
-        graph, known.owner, beside["name"], beside["names"], report, run, shapes,
-        _sides_from(beside["sides"], names), dataclasses.replace(known.scope, left_out=left_out),
-        frozenset(beside["spread"]), beside["single"],
+    sizes = StepSizes(
+        graph, beside["names"], shapes, beside["name"], beside["spread"], _sides_from(beside["sides"], names),
+        beside["single"],
     )  # fmt: skip
+    step = Step(graph, known.owner, run, sizes, dataclasses.replace(known.scope, left_out=left_out))
+    step.report = report
+    return step
 
 
 def _graph(

@@ -18,7 +18,7 @@ from torch import Tensor
 from attngraph.capture.asked import answers
 from attngraph.capture.guards import aliases, repeats, things
 from attngraph.capture.state.content import Content, names_of, ran_of
-from attngraph.capture.state.parts import own_attributes
+from attngraph.capture.state.kinds import own_attributes
 from attngraph.capture.state.ran import Executed
 from attngraph.capture.state.scope import Scope
 from attngraph.capture.structure import is_value

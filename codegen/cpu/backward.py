@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import team
-from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Run, Three
-from attngraph.codegen.cpu.source import MOST_READS
+from attngraph.codegen.cpu import native
+from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Run
+from attngraph.codegen.cpu.native import numbers, struct
 from attngraph.codegen.cpu.source_backward import BackwardPlan
 from attngraph.codegen.scalar.read_gradients import (
     COLUMNS,
@@ -29,24 +30,10 @@ from attngraph.codegen.scalar.read_gradients import (
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Operands
 
-OF_Q, OF_K, OF_V = 1, 2, 4
-_TURNED = 66
+Gradients = struct("base.h", "Gradients")
+_WANTED = tuple(numbers("backward.h")[f"OF_{name}"] for name in "QKV")
+_TURNED = -(-BLOCK_K // numbers("tile.h")["STEP_Q"]) * numbers("tile.h")["STEP_Q"]
 """BLOCK_K rounded up to rows of a register block, as in c/backward.h."""
-
-
-class Gradients(ctypes.Structure):
-    """`struct Gradients` of c/base.h, field by field."""
-
-    _fields_ = (
-        ("grad", ctypes.c_void_p), ("grad_lse", ctypes.c_void_p), ("grad_stride", Three),
-        ("wanted", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in (
-            "grad_q", "grad_k", "grad_v", "q_packed", "grad_packed", "rows", "choice", "added", "counters")),
-        ("sums", ctypes.c_void_p * MOST_READS), ("pairs", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in (
-            "owner_stride", "row_stride", "first", "count", "batch", "owners", "number", "each_batch",
-            "each_head")),
-    )  # fmt: skip
 
 
 def plan_gradients(program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> BackwardPlan:
@@ -78,8 +65,8 @@ def differentiate(
     lengths = {ROWS: Sq, COLUMNS: Sk}
     sums = [torch.empty((B, H, lengths[s.kind])) if s.kind in lengths else None for s in summed]
     items, width = B * H * -(-Sq // BLOCK_Q), run.padded(D)
-    g.grad, g.grad_lse, g.grad_stride = grad.data_ptr(), grad_lse.data_ptr(), Three(*grad.stride()[:3])
-    g.wanted = sum(bit for bit, is_wanted in zip((OF_Q, OF_K, OF_V), each, strict=True) if is_wanted)
+    g.grad, g.grad_lse, g.grad_stride = grad.data_ptr(), grad_lse.data_ptr(), grad.stride()[:3]
+    g.wanted = sum(bit for bit, is_wanted in zip(_WANTED, each, strict=True) if is_wanted)
     g.grad_q, g.grad_k, g.grad_v = (t.data_ptr() for t in found)
     g.q_packed, g.grad_packed = (run.floats(items * BLOCK_Q * wide) for wide in (width, call.wide))
     rows = torch.empty((B, H, -(-Sq // BLOCK_Q), 3, BLOCK_Q), dtype=torch.float32)
@@ -92,7 +79,7 @@ def differentiate(
     call.scratch_size = (2 * BLOCK_Q + BLOCK_K + _TURNED) * width + BLOCK_K * (D + Dv) + _TURNED * call.wide
     call.scratch = run.floats(members * call.scratch_size)
     call.gradients = ctypes.cast(ctypes.byref(g), ctypes.c_void_p)
-    team.run(run.made.code.attngraph_differentiate, call, members)
+    native.run(run.made.code.attngraph_differentiate, call, members)
     totals = Totals(plan.wanted, run.reads, run.sizes, (B, H, Sq, Sk))
     for number, one in enumerate(summed):
         total = sums[number]
@@ -123,7 +110,7 @@ def _exactly(rows: Tensor, lse: Tensor) -> Tensor:
 
 
 def _sum_pairs(
-    run: Run, g: Gradients, members: int, number: int, owned: tuple[bool, bool], here: Tensor, batch: int,
+    run: Run, g: Any, members: int, number: int, owned: tuple[bool, bool], here: Tensor, batch: int,
     row: int,
 ) -> None:  # fmt: skip
     """Write a read's sums `[batches or 1, H or 1, rows, Sk]`, starting at `batch` and `row`."""
@@ -133,4 +120,4 @@ def _sum_pairs(
     g.each_batch, g.each_head = owned
     g.counters = run.zeros(4)
     run.call.slot = 0
-    team.run(run.made.code.attngraph_sum_pairs, run.call, members)
+    native.run(run.made.code.attngraph_sum_pairs, run.call, members)

@@ -1,18 +1,23 @@
-"""The arguments of a compiled library: `Call` of c/base.h, and how it is filled from tensors."""
+"""From a plan to a loaded library, once a process, and the arguments of a call, filled from tensors."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import logging
 import math
+import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import soft
-from attngraph.codegen.cpu.library import Library
-from attngraph.codegen.cpu.source import MOST_NUMBERS, MOST_READS
+from attngraph.codegen.cpu import soft, source, source_backward, toolchain
+from attngraph.codegen.cpu.native import numbers, struct
+from attngraph.codegen.cpu.source import Plan, Source
+from attngraph.codegen.cpu.source_backward import BackwardPlan
 from attngraph.codegen.scalar.form import SMALL
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import evaluate
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Operands
@@ -20,41 +25,48 @@ from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.score_bounds import hidden_below
 from attngraph.meaning.masks.tiles import Cut, Grid
 
-Three = ctypes.c_int64 * 3
-BLOCK_Q, BLOCK_K = 48, 64
-"""Queries and keys of a tile, as in c/base.h."""
+Call, BLOCK_Q, BLOCK_K = struct("base.h", "Call"), numbers("base.h")["BLOCK_Q"], numbers("base.h")["BLOCK_K"]
+"""The arguments of a call; queries and keys of a tile."""
+_log = logging.getLogger("attngraph.codegen.cpu")
 
 
-class _Read(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 6), ("size", ctypes.c_int64 * 6))
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """A compiled plan: its functions, the source (which lists the arguments it needs), and the seconds spent
+    compiling it (0 where it came from the cache)."""
+
+    code: ctypes.CDLL
+    source: Source
+    lanes: int
+    seconds: float
 
 
-class Call(ctypes.Structure):
-    """`Call` of c/base.h, field by field."""
+_libraries: dict[Plan, Library | str] = {}
+"""The library of each plan, or the reason why there is none."""
+_lock = threading.Lock()
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
-        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("q", "k", "v", "out")),
-        *((name, ctypes.c_int64) for name in ("B", "H", "Hkv", "Sq", "Sk", "D", "Dv", "wide")),
-        ("map", ctypes.c_void_p * 2), ("map_stride", (ctypes.c_int64 * 3) * 2),
-        ("known", ctypes.c_void_p * 2), ("known_stride", Three * 2), ("lines", (ctypes.c_int64 * 2) * 2),
-        ("next_line", ctypes.c_int64), ("made", ctypes.c_int64),
-        ("hidden", ctypes.c_double), ("scale", ctypes.c_float),
-        ("together", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in ("k_packed", "v_packed", "scratch")),
-        ("scratch_size", ctypes.c_int64), ("rounds", ctypes.c_void_p),
-        ("slot", ctypes.c_int64), ("bad", ctypes.c_int64),
-        ("whole", ctypes.c_int64 * MOST_NUMBERS), ("real", ctypes.c_float * MOST_NUMBERS),
-        ("read", _Read * MOST_READS),
-        *((name, ctypes.c_void_p) for name in ("table", "starts", "first", "held")),
-        *((name, ctypes.c_int64) for name in ("columns", "page", "window")),
-        ("k_new", ctypes.c_void_p), ("v_new", ctypes.c_void_p),
-        ("k_new_stride", ctypes.c_int64 * 2), ("v_new_stride", ctypes.c_int64 * 2),
-        *((name, ctypes.c_int64) for name in ("step", "member", "parts", "most")),
-        ("partial", ctypes.c_void_p), ("arrived", ctypes.c_void_p), ("gradients", ctypes.c_void_p),
-        ("k_scale", ctypes.c_void_p), ("v_scale", ctypes.c_void_p),
-        ("k_scale_stride", Three), ("v_scale_stride", Three),
-    )  # fmt: skip
+
+def library(plan: Plan) -> Library | str:
+    """The library of a plan, compiled if there is none yet, or why there is none (logged once)."""
+    with _lock:
+        found = _libraries.get(plan)
+        if found is None:
+            try:
+                text = source_backward.write(plan) if isinstance(plan, BackwardPlan) else source.write(plan)
+                code, seconds = toolchain.build(text.text)
+                lanes = ctypes.c_int.in_dll(code, "attngraph_lanes").value
+                found = Library(code, text, lanes, seconds)
+            except (UnsupportedError, toolchain.CompilerError) as error:
+                found = str(error)
+                _log.warning("not compiled, PyTorch's operations instead: %s\n%s", error, plan.program)
+            _libraries[plan] = found
+    return found
+
+
+def compile_seconds(program: ScoreProgram) -> float:
+    """Seconds spent in the C compiler for a program so far in this process."""
+    plans = {p: made for p, made in _libraries.items() if p.program == program.without_scale}
+    return sum(made.seconds for made in plans.values() if isinstance(made, Library))
 
 
 class Run:
@@ -90,7 +102,7 @@ class Run:
         call = self.call
         for name, tensor in (("q", self.q), ("k", self.k), ("v", self.v), ("out", out)):
             setattr(call, name, tensor.data_ptr())
-            setattr(call, f"{name}_stride", Three(*tensor.stride()[:3]))
+            setattr(call, f"{name}_stride", tensor.stride()[:3])
         call.lse = lse.data_ptr()
         call.B, call.H, call.Sq, call.D = self.q.shape
         call.Hkv, call.Sk, call.Dv = self.k.shape[1], self.k.shape[2], self.v.shape[3]
@@ -162,7 +174,7 @@ class Run:
         call.map[place], call.map_stride[place] = self.hold(found), _steps(found)
 
 
-def _steps(found: Tensor) -> ctypes.Array[ctypes.c_int64]:
+def _steps(found: Tensor) -> tuple[int, ...]:
     """Strides of a map; 0 where all batches or heads share one line."""
     strides = found.stride()
-    return Three(*(0 if axis < 2 and found.shape[axis] == 1 else strides[axis] for axis in range(3)))
+    return tuple(0 if axis < 2 and found.shape[axis] == 1 else strides[axis] for axis in range(3))

@@ -4,48 +4,21 @@ are left to PyTorch."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import team, toolchain
+from attngraph.codegen.cpu import native
+from attngraph.codegen.cpu.native import Link, numbers, struct
 from attngraph.codegen.cpu.operands import rows_fit, table_range
-from attngraph.codegen.cpu.record.chain import Link
-from attngraph.codegen.cpu.source import header
 from attngraph.ir.ops.cached_attention import numbers_of
 
-_log = logging.getLogger("attngraph.codegen.cpu")
-INNER, MOST_VECTORS = 4, 8
-"""Dimensions of a token, and vectors of a delta rule, as in c/carried.h."""
-_Strides = ctypes.c_int64 * INNER
+INNER, MOST_VECTORS = numbers("carried.h")["INNER"], numbers("carried.h")["MOST_VECTORS"]
+"""Dimensions of a token, and vectors of a delta rule."""
 _STATES = {torch.float32: "float", torch.float64: "double"}
-_Three, _Four = ctypes.c_int64 * 3, ctypes.c_int64 * 4
-
-
-class _LastTokens(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("pages", "fresh", "out", "table", "starts", "first")),
-        *((name, ctypes.c_int64) for name in
-          ("rows", "columns", "page", "back", "page_stride", "slot_stride", "token_stride")),
-        *((name, _Strides) for name in ("size", "page_strides", "fresh_strides")),
-        ("item", ctypes.c_int64),
-    )  # fmt: skip
-
-
-class _Sums(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in
-          ("q", "k", "v", "decay", "left", "right", "state", "out", "after", "starts")),
-        *((name, ctypes.c_int64) for name in
-          ("rows", "heads", "depth", "width", "vectors", "inclusive", "less_one")),
-        *((f"{name}_stride", _Three) for name in ("q", "k", "v", "decay")),
-        ("left_stride", _Four), ("right_stride", _Four), ("item", ctypes.c_int64),
-    )  # fmt: skip
+_LastTokens, _Sums = struct("carried.h", "LastTokens"), struct("carried.h", "Sums")
 
 
 class LastTokens:
@@ -56,10 +29,7 @@ class LastTokens:
         dim: int, back: int,
     ) -> Tensor | None:  # fmt: skip
         made = self.link(pages, new, table, starts, first, row_dim, dim, back)
-        if made is None:
-            return None
-        team.run(made.function, made.argument, torch.get_num_threads())
-        return made.results[0]
+        return None if made is None else made.run()[0]
 
     def link(
         self, pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, row_dim: int,
@@ -81,18 +51,18 @@ class LastTokens:
             token_stride=value.stride(0),
         )  # fmt: skip
         missing = INNER - len(inner)
-        call.size = _Strides(*(1,) * missing, *inner)
-        call.fresh_strides = _Strides(*(0,) * missing, *value.stride()[1:])
+        call.size = (*(1,) * missing, *inner)
+        call.fresh_strides = (*(0,) * missing, *value.stride()[1:])
 
         def move(pages: Tensor) -> None:
             store = pages.movedim((row_dim, dim), (0, 1))
             assert store.shape[2:] == inner and store.dtype is torch.float32
             call.pages, call.page = store.data_ptr(), store.shape[1]
             call.page_stride, call.slot_stride = store.stride()[:2]
-            call.page_strides = _Strides(*(0,) * missing, *store.stride()[2:])
+            call.page_strides = (*(0,) * missing, *store.stride()[2:])
 
         move(pages)
-        counters = [(ctypes.addressof(call) + _LastTokens.item.offset, 8)]
+        counters = native.counters(call, "item")
         return Link(code.attngraph_last_tokens, call, counters, [out], [value, *rows], move_pages=move)
 
     @staticmethod
@@ -118,8 +88,7 @@ class RunningSum:
         made = self.link(q, k, v, decay, state, starts, inclusive, left, right, less_one)
         if made is None:
             return None
-        team.run(made.function, made.argument, torch.get_num_threads())
-        out, after = made.results
+        out, after = made.run()
         return out, after
 
     def link(
@@ -150,15 +119,15 @@ class RunningSum:
         for name, tensor in given.items():
             if tensor is not None:
                 setattr(call, name, tensor.data_ptr())
-                strides = [0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
-                setattr(call, f"{name}_stride", (_Three if len(strides) == 3 else _Four)(*strides))
+                strides = zip(tensor.shape, tensor.stride(), strict=True)
+                setattr(call, f"{name}_stride", tuple(0 if n == 1 else s for n, s in strides))
 
         def carry(before: Tensor) -> Tensor:
             following = torch.empty_like(before)
             call.state, call.after = before.data_ptr(), following.data_ptr()
             return following
 
-        counters = [(ctypes.addressof(call) + _Sums.item.offset, 8)]
+        counters = native.counters(call, "item")
         held = [*present, state, starts]
         return Link(code.attngraph_sums, call, counters, [out, after], held, carry=carry)
 
@@ -180,17 +149,10 @@ class RunningSum:
         )
 
 
-@functools.cache
 def _code(state: str = "float") -> Any:
     """The compiled functions, for sums of this type; None where there is no compiler, or no such type."""
-    if not state:
-        return None
-    defined = f"#define FLOAT32\n#define STATE {state}"
-    try:
-        return toolchain.build("\n".join([defined, header("functions.h"), header("carried.h")]))[0]
-    except toolchain.CompilerError as error:
-        _log.warning("running sums and windows of tokens are computed by PyTorch: %s", error)
-        return None
+    otherwise = "running sums and windows of tokens are computed by PyTorch"
+    return native.functions("carried.h", f"STATE {state}", otherwise=otherwise) if state else None
 
 
 def _are_floats(*tensors: Tensor) -> bool:

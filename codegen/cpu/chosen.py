@@ -27,13 +27,14 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from attngraph.codegen.cpu import toolchain
+from attngraph.codegen.cpu import native, toolchain
+from attngraph.codegen.remarks import Remarks
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Operands
 
@@ -105,6 +106,16 @@ def measure(kind: str, ways: Mapping[str, Callable[[], _Result]]) -> _Result:
     return results[best(_keep(kind, times))]
 
 
+def fastest(
+    kind: str, ways: Mapping[str, Callable[[], _Result]], remarks: Remarks, program: Hashable
+) -> _Result:
+    """The result of the way that takes least time, which is measured first if not known, and remarked."""
+    times = known(kind)
+    result = measure(kind, ways) if times is None else ways[best(times)]()
+    remarks.add(program, said(kind, times or known(kind) or {}))
+    return result
+
+
 def said(kind: str, times: Times) -> str:
     """What the report says of a choice."""
     name, other = sorted(times, key=lambda name: times[name])[:2]
@@ -133,7 +144,7 @@ def _path() -> Path:
 @functools.cache
 def _version() -> str:
     """A digest of the C that is written by hand: other C takes other times."""
-    texts = [path.read_bytes() for path in sorted((Path(__file__).parent / "c").glob("*.h"))]
+    texts = [path.read_bytes() for path in sorted(native.FOLDER.glob("*.h"))]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:8]
 
 

@@ -1,7 +1,7 @@
 """Attention compiled from its score program: one pass over keys and values, as flash attention does.
 
 On the first call that is large enough, the program is emitted as C (`source.py`), compiled and loaded
-(`library.py`); the backward pass likewise (`backward.py`). Smaller calls run PyTorch's operations, because
+(`call.py`); the backward pass likewise (`backward.py`). Smaller calls run PyTorch's operations, because
 compiling would cost more than it saves. Scores are float32. Calls that the C does not support (sizes beyond
 28 bits, reads of other dtypes, an index out of range) go to the other CPU kernels. Failed compilations are
 logged once. Where ATen's kernel serves numbers of 16 bits, the one that takes less time here is used
@@ -10,6 +10,7 @@ logged once. Where ATen's kernel serves numbers of 16 bits, the one that takes l
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -17,10 +18,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import backward, chosen, source, team, toolchain
-from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Run
+from attngraph.codegen.cpu import backward, chosen, native, source, toolchain
+from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Library, Run, compile_seconds, library
 from attngraph.codegen.cpu.flash import Flash
-from attngraph.codegen.cpu.library import Library, compile_seconds, library
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.remarks import Remarks
@@ -71,12 +71,8 @@ class Compiled(Kernel):
     def forward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        def flash() -> tuple[Tensor, Tensor]:
-            return self._flash.forward(program, operands, reads, sizes)
-
-        def ours() -> tuple[Tensor, Tensor]:
-            return self._forward(program, operands, reads, sizes)
-
+        given = program, operands, reads, sizes
+        flash, ours = (functools.partial(way, *given) for way in (self._flash.forward, self._forward))
         return self._faster("forward", program, operands, flash, ours)
 
     def _faster(
@@ -88,13 +84,7 @@ class Compiled(Kernel):
         if not (short and is_worth_compiling(operands) and self._flash.refuse(program, operands) is None):
             return ours()
         kind = chosen.kind_of(step, program, operands)
-        times = chosen.known(kind)
-        if times is None:
-            found = chosen.measure(kind, {self._flash.name: flash, self.name: ours})
-            _remarks.add(program, chosen.said(kind, chosen.known(kind) or {}))
-            return found
-        _remarks.add(program, chosen.said(kind, times))
-        return flash() if chosen.best(times) == self._flash.name else ours()
+        return chosen.fastest(kind, {self._flash.name: flash, self.name: ours}, _remarks, program)
 
     def _forward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
@@ -113,12 +103,8 @@ class Compiled(Kernel):
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip
-        def flash() -> list[Tensor | None]:
-            return self._flash.backward(program, operands, reads, sizes, results, grads)
-
-        def ours() -> list[Tensor | None]:
-            return self._backward(program, operands, reads, sizes, results, grads)
-
+        given = program, operands, reads, sizes, results, grads
+        flash, ours = (functools.partial(way, *given) for way in (self._flash.backward, self._backward))
         return self._faster("backward", program, operands, flash, ours)
 
     def _backward(
@@ -176,5 +162,5 @@ def attend(run: Run) -> tuple[Tensor, Tensor] | None:
     call.rounds = run.zeros(-(-pairs // together) * 4)
     call.scratch_size = BLOCK_Q * (d + call.wide) + 64
     call.scratch = run.floats(members * call.scratch_size)
-    team.run(run.made.code.attngraph_attend, call, members)
+    native.run(run.made.code.attngraph_attend, call, members)
     return None if call.bad else (out, lse)

@@ -9,19 +9,17 @@ computed once (`_Prepared`).
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import source, team
-from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Run, Three
-from attngraph.codegen.cpu.library import Library, library
+from attngraph.codegen.cpu import native, source
+from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Library, Run, library
+from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.operands import attention_fits, most_tokens, rows_fit, table_range
-from attngraph.codegen.cpu.record.chain import Link
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.unsupported import UnsupportedError
@@ -37,9 +35,8 @@ measured at 12 heads, where they are 0.95 as fast at 12 million scores, 1.6 time
 BATCHED = 128
 """New tokens of a row above which they do, where one call serves all rows: equally long, nothing kept."""
 WIDEST = 1024
-LEAST_KEYS = 256
-"""The fewest keys that a thread should get, as in c/decode.h."""
-_Two = ctypes.c_int64 * 2
+LEAST_KEYS = native.numbers("decode.h")["LEAST_KEYS"]
+"""The fewest keys that a thread should get."""
 
 
 class Decode:
@@ -93,7 +90,7 @@ class Decode:
         made = _prepare(program, q, pages, reads)
         if made is None:
             return None
-        return made.link(q, new, pages, reads, tuple(sizes), about, scales, _threads())
+        return made.link(q, new, pages, reads, tuple(sizes), about, scales, torch.get_num_threads())
 
     @staticmethod
     def most_kept(program: ScoreProgram, q: Tensor, reads: Sequence[Tensor]) -> int:
@@ -153,7 +150,8 @@ class _Prepared:
         call = made.argument
         if lse is not None:
             call.lse = lse.data_ptr()
-        team.run(self.function, call, min(_threads(), self.items(q, pages[0], rows) * call.parts))
+        items = self.items(q, pages[0], rows) * call.parts
+        native.run(self.function, call, min(torch.get_num_threads(), items))
         return None if call.bad else made.results[0]
 
     @staticmethod
@@ -184,7 +182,8 @@ class _Prepared:
             if not (run.set_numbers() and run.set_reads()):
                 return None
             call, held = run.call, [*held, *run.held]
-        if at_once and (rows.copies or not _in_place((q, k, v, *(t for t in new if t.shape[2])))):
+        in_place = all(t.stride(3) == 1 for t in (q, k, v, *(t for t in new if t.shape[2])))
+        if at_once and (rows.copies or not in_place):
             return None  # copies would keep the values of this call
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
         _, h, _, d = q.shape
@@ -192,45 +191,39 @@ class _Prepared:
         out = _empty(q, dv)
         _move_pages(call, k, v, *scales)
         call.q, call.out = q.data_ptr(), out.data_ptr()
-        call.q_stride = Three(*q.stride()[:3])
-        call.out_stride = Three(*out.stride()[:3])
+        call.q_stride = q.stride()[:3]
+        call.out_stride = out.stride()[:3]
         call.B, call.H, call.Hkv, call.Sq, call.D, call.Dv = rows.count, h, k.shape[1], q.shape[2], d, dv
         call.wide, call.scale = -(-dv // self.made.lanes) * self.made.lanes, self.scale
         if new[0].shape[2] > 0:
             k_new, v_new = (t if t.stride(3) == 1 else t.contiguous() for t in new)
             held += [k_new, v_new]
             call.k_new, call.v_new = k_new.data_ptr(), v_new.data_ptr()
-            call.k_new_stride = _Two(*k_new.stride()[1:3])
-            call.v_new_stride = _Two(*v_new.stride()[1:3])
+            call.k_new_stride = k_new.stride()[1:3]
+            call.v_new_stride = v_new.stride()[1:3]
         call.table, call.starts, call.first, call.held = rows.places
         call.columns, call.window = rows.columns, self.window
         counters = self._share(call, q, k, rows, at_once, held)
-        if not at_once:
-            held += [
-                k,
-                v,
-                *(by for by in scales if by is not None),
-            ]  # a link that stays is told where they are
+        if not at_once:  # a link that stays is told where they are
+            held += [k, v, *(by for by in scales if by is not None)]
         return Link(
             self.function, call, counters, [out], [q, *held, *rows.held],
-            ctypes.addressof(call) + Call.bad.offset, lambda *pages: _move_pages(call, *pages),
+            native.counters(call, "bad")[0][0], lambda *pages: _move_pages(call, *pages),
         )  # fmt: skip
 
     def _share(
-        self, call: Call, q: Tensor, k: Tensor, rows: _Rows, at_once: int | None, held: list[Tensor]
+        self, call: Any, q: Tensor, k: Tensor, rows: _Rows, at_once: int | None, held: list[Tensor]
     ) -> list[tuple[int, int]]:
         """Set how threads share the work, with memory for them, which `held` keeps alive. Returns the
         counters."""
-        threads = _threads()
+        threads = torch.get_num_threads()
         call.step = _queries_of_item(call.H // call.Hkv)
         items = self.items(q, k, rows, bool(at_once))
         most = -(-threads // items)
         call.parts = min(most, max(1, rows.longest // LEAST_KEYS))
         call.most = most if at_once and most > 1 else 0
         allocated = call.most or call.parts
-        counters = [
-            (ctypes.addressof(call) + getattr(Call, name).offset, 8) for name in ("slot", "bad", "member")
-        ]
+        counters = native.counters(call, "slot", "bad", "member")
         if allocated > 1:
             partial = torch.empty(items * allocated * BLOCK_Q * (call.wide + 2), dtype=torch.float32)
             arrived = torch.zeros(items, dtype=torch.int64)
@@ -244,30 +237,19 @@ class _Prepared:
         return counters
 
 
-def _in_place(tensors: Sequence[Tensor]) -> bool:
-    """Whether the C can read all of them where they lie."""
-    return all(t.stride(3) == 1 for t in tensors)
-
-
 def _move_pages(
-    call: Call, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None
+    call: Any, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None
 ) -> None:
     """Read other pages."""
     call.k, call.v, call.page = k.data_ptr(), v.data_ptr(), k.shape[2]
-    call.k_stride, call.v_stride = Three(*k.stride()[:3]), Three(*v.stride()[:3])
+    call.k_stride, call.v_stride = k.stride()[:3], v.stride()[:3]
     if k_scales is not None and v_scales is not None:
         call.k_scale, call.v_scale = k_scales.data_ptr(), v_scales.data_ptr()
-        call.k_scale_stride, call.v_scale_stride = Three(*k_scales.stride()), Three(*v_scales.stride())
+        call.k_scale_stride, call.v_scale_stride = k_scales.stride(), v_scales.stride()
 
 
 def _queries_of_item(group: int) -> int:
     return max(1, BLOCK_Q // min(group, BLOCK_Q))
-
-
-@functools.lru_cache(maxsize=256)
-def _prepared(program: ScoreProgram, plan: Plan) -> _Prepared | None:
-    found = library(plan)
-    return _Prepared(found, program) if isinstance(found, Library) else None
 
 
 _known: dict[tuple[object, ...], _Prepared | None] = {}
@@ -282,7 +264,8 @@ def _prepare(
     key = (program.text, q.dtype, dtypes, k.dtype, v.dtype, q.shape[3], v.shape[3])
     if key not in _known:
         serves = _serves(program, q, pages)
-        _known[key] = _prepared(program, _plan(program, q.dtype, dtypes, k.dtype)) if serves else None
+        found = library(_plan(program, q.dtype, dtypes, k.dtype)) if serves else None
+        _known[key] = _Prepared(found, program) if isinstance(found, Library) else None
     return _known[key]
 
 
@@ -341,7 +324,3 @@ def _about(rows: Rows) -> _Rows:
     if found is None or any(a is not b for a, b in zip(found.rows, rows, strict=True)):
         found = _last.rows = _Rows(rows)
     return found
-
-
-def _threads() -> int:
-    return torch.get_num_threads()

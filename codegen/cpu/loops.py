@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import logging
 import operator
 from collections.abc import Sequence
 from typing import Any, cast
@@ -18,46 +17,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from attngraph.codegen.cpu import team, toolchain
+from attngraph.codegen.cpu import native
+from attngraph.codegen.cpu.native import Link, struct
 from attngraph.codegen.cpu.operands import rows_fit
-from attngraph.codegen.cpu.record.chain import Link
-from attngraph.codegen.cpu.source import header
 from attngraph.codegen.cpu.tokens.run import FEW, TOKENS, Prepared
+from attngraph.codegen.cpu.tokens.source import PLACES
 from attngraph.ir.language.step_program import parse
 from attngraph.ir.language.token_program import parse as parse_tokens
 from attngraph.ir.ops.token_program import floating, memory_of_results
 
-_log = logging.getLogger("attngraph.codegen.cpu")
-
-
-class _Stream(ctypes.Structure):
-    _fields_ = (
-        ("even", ctypes.c_void_p), ("odd", ctypes.c_void_p), ("bytes", ctypes.c_int64),
-        ("moves", ctypes.c_int64),
-    )  # fmt: skip
-
-
-class _Slot(ctypes.Structure):
-    _fields_ = (("at", ctypes.c_int64), ("stream", ctypes.c_int64))
-
-
-class _Copied(ctypes.Structure):
-    _fields_ = (("from_", ctypes.c_int64), ("to", ctypes.c_int64))
-
-
-class _Loop(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("run", "call", "stream", "slot", "copied", "rows")),
-        *((name, ctypes.c_int64) for name in
-          ("steps", "slots", "copies", "first_counter", "counters", "members", "member", "arrived")),
-    )  # fmt: skip
-
-
-class _One(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("run", "call", "starts", "first")),
-        ("rows", ctypes.c_int64), ("bad", ctypes.c_int64),
-    )  # fmt: skip
+_Stream, _Slot, _Copied, _Loop, _One = (
+    struct("steps.h", name) for name in ("Stream", "Slot", "Copied", "Loop", "One")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,18 +114,18 @@ class Loops:
         if not _are_alike(results[1:], carried):
             return None
         call = _One(
-            ctypes.cast(step.function, ctypes.c_void_p), ctypes.addressof(step.argument), starts.data_ptr(),
+            native.address(step.function), ctypes.addressof(step.argument), starts.data_ptr(),
             first.data_ptr(), rows,
         )  # fmt: skip
-        bad = ctypes.addressof(call) + _One.bad.offset
+        bad = native.counters(call, "bad")
 
         def renew(number: int) -> Tensor | None:
             kind, place = source = whole.results[number]
             alone = kind == "r" and whole.results.count(source) == 1
             return step.renew(place) if alone and step.renew is not None else None
 
-        counters, held = [*step.counters, (bad, 8)], [step, *tokens, *shared, *carried, starts, first]
-        return Link(code.attngraph_one_step, call, counters, results, held, bad, renew=renew)
+        counters, held = [*step.counters, *bad], [step, *tokens, *shared, *carried, starts, first]
+        return Link(code.attngraph_one_step, call, counters, results, held, bad[0][0], renew=renew)
 
 
 def _are_alike(news: Sequence[Tensor], carried: Sequence[Tensor]) -> bool:
@@ -178,7 +149,7 @@ class _Call:
         self.tokens = [t[self.order] for t in tokens]
         self.before = [c[self.rows] for c in carried]
         self.after = [torch.empty_like(c) for c in self.before]
-        self.streams: list[_Stream] = []
+        self.streams: list[Any] = []
         self._of: dict[tuple[str, int], int] = {}
         for kind, pairs in (("t", zip(self.tokens, self.tokens, strict=True)),
                             ("c", zip(self.before, self.after, strict=True)),
@@ -210,14 +181,14 @@ class _Call:
         self._hand_on()
         return out
 
-    def _slots(self, prepared: Prepared) -> tuple[list[_Slot], list[_Copied]]:
+    def _slots(self, prepared: Prepared) -> tuple[list[Any], list[Any]]:
         """What a step is told anew, and what is copied after it: results that are not computed, and those
         whose memory another one has."""
         slots = [
             _Slot(prepared.layout.given_at + place, self._of[source])
             for place, source in enumerate(self.whole.given) if source[0] != "s"
         ]  # fmt: skip
-        copies: list[_Copied] = []
+        copies: list[Any] = []
         written: dict[int, int] = {}
         for place, source in enumerate(self.whole.results):
             to = self._of["next", place - 1] if place else self._of["out", 0]
@@ -230,19 +201,19 @@ class _Call:
         return slots, copies
 
     def _steps(
-        self, code: Any, link: Link, slots: list[_Slot], copies: list[_Copied], members: int, counters: int
+        self, code: Any, link: Link, slots: list[Any], copies: list[Any], members: int, counters: int
     ) -> None:
-        link.argument[_MEMBERS] = members
+        link.argument[PLACES["MEMBERS"]] = members
         tables: list[ctypes.Array[Any]] = [
             (_Stream * len(self.streams))(*self.streams), (_Slot * len(slots))(*slots),
             (_Copied * len(copies))(*copies),
         ]  # fmt: skip
         call = _Loop(
-            ctypes.cast(link.function, ctypes.c_void_p), ctypes.addressof(link.argument),
+            native.address(link.function), ctypes.addressof(link.argument),
             *map(ctypes.addressof, tables), ctypes.addressof(self.taking), len(self.taking), len(slots),
-            len(copies), _FIRST_COUNTER, counters - _FIRST_COUNTER, members,
+            len(copies), PLACES["PHASE"], counters - PLACES["PHASE"], members,
         )  # fmt: skip
-        team.run(code.attngraph_loop, call, members)
+        native.run(code.attngraph_loop, call, members)
 
     def _hand_on(self) -> None:
         """Write what each row hands on after its last step."""
@@ -252,16 +223,9 @@ class _Call:
             own[self.rows] = torch.where(chosen, after, before)
 
 
-@functools.cache
 def _code() -> Any:
-    """The compiled function; None where there is no compiler."""
-    try:
-        return toolchain.build("\n".join(["#define FLOAT32", header("functions.h"), header("steps.h")]))[0]
-    except toolchain.CompilerError as error:
-        _log.warning("loops over tokens are run by PyTorch: %s", error)
-        return None
+    """The compiled functions; None where there is no compiler."""
+    return native.functions("steps.h", otherwise="loops over tokens are run by PyTorch")
 
 
-_MEMBERS, _FIRST_COUNTER = 1, 4
-"""Places in the call of a token program, as in c/tokens.h."""
 LOOPS = Loops()

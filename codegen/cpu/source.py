@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from attngraph.codegen.cpu.expression import Writer
+from attngraph.codegen.cpu.native import header, numbers
 from attngraph.codegen.cpu.soft import UNDERFLOW
 from attngraph.codegen.scalar.form import Place
 from attngraph.codegen.scalar.weights import is_multiple, refuse_dots
@@ -24,12 +24,10 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Weight
-from attngraph.ir.ops.kernels import SHARED, SHARED_END
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.fold import any_fill, seen
 
-MOST_READS = MOST_NUMBERS = 16
-_FOLDER = Path(__file__).parent / "c"
+MOST_READS, MOST_NUMBERS = (numbers("base.h")[f"MOST_{name}"] for name in ("READS", "NUMBERS"))
 TILE_ARGUMENTS = "int b, int h, int q0, int rows, int k0, int keys"
 
 
@@ -107,13 +105,6 @@ class Draft:
         return Source(text, tuple(self.numbers.items()), frozenset(self.divisors), self.masks)
 
 
-@functools.cache
-def header(name: str) -> str:
-    """The text of a file of `c/`, between comments that say so."""
-    text = (_FOLDER / name).read_text(encoding="utf-8")
-    return f"// {name}{SHARED}\n{text}// {SHARED_END}{name}\n"
-
-
 @functools.lru_cache(maxsize=256)
 def write(plan: Plan) -> Source:
     """The source of a plan's forward pass.
@@ -187,7 +178,7 @@ def function(
     pragma = f"#pragma omp simd reduction(| : bad) {reductions}".rstrip()
     inner = ["for (int j = 0; j < BLOCK_K; ++j) {", "const int k = k0 + j;"]
     tile = writer.lines[Place.TILE]
-    return _indented([
+    return indented([
         head, "int bad = 0;", *writer.lines[Place.GROUP],
         *(["#pragma omp simd reduction(| : bad)", *inner, *tile, "}"] if tile else []),
         "for (int i = 0; i < rows; ++i) {", "const int q = q0 + i;", "float *row = S + i * BLOCK_K;",
@@ -200,10 +191,10 @@ def _sink(value: Expr, writer: Writer) -> str:
     result = writer.real(value)
     lines = ["int bad = 0;", *writer.lines[Place.GROUP], *writer.lines[Place.ROW], "if (bad) c->bad = 1;"]
     head = "static float sink(Call *c, int b, int h, int q) {"
-    return _indented([head, *lines, f"return {result};", "}"])
+    return indented([head, *lines, f"return {result};", "}"])
 
 
-def _indented(lines: Sequence[str]) -> str:
+def indented(lines: Iterable[str]) -> str:
     """The lines of a function, indented by the braces that they open."""
     text, level = "", 0
     for line in lines:

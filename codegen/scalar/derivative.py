@@ -36,10 +36,7 @@ def slopes(statement: Statement, *, is_first: bool) -> tuple[Expr, Expr]:
     if not is_first:
         return derivative(formula, SCORE), derivative(formula, DOT)
 
-    def join(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        return DOT if node is SCORE else E.make(node.op, args, node.value, node.kind) if args else node
-
-    return derivative(E.rebuild(formula, join), DOT), ZERO
+    return derivative(E.replaced(formula, {SCORE: DOT}), DOT), ZERO
 
 
 @functools.lru_cache(maxsize=4096)

@@ -67,7 +67,7 @@ def is_multiple(node: Expr) -> bool:
     def of_numbers(n: Expr, args: tuple[Expr, ...]) -> Expr:
         if n.op == "where" and n.args[0].op == "isnan" and WEIGHT in E.walk(n.args[0]):
             return args[2]
-        return E.make(n.op, args, n.value, n.kind) if args else n
+        return E.with_args(n, args)
 
     try:
         return _part(E.rebuild(node, of_numbers), Multiple()) is not None

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import operator
 from typing import Any
 
@@ -35,24 +34,22 @@ from attngraph.ir.ops.nodes import Attention, AttentionOp, LatentAttention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.attention.latent import Latent, Latents, Obstacle, Stretch
-from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.fold import low_fill
 from attngraph.passes.absorb_mla.fold_weights import (
     Folded,
-    NotFolded,
     fold_query,
     fold_result,
     projection_of,
 )
 from attngraph.passes.absorb_mla.join_heads import join_heads
-from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.build import Builder, Refused
+from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import LatentEntry
 
-log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 
@@ -79,28 +76,13 @@ class AbsorbMLA:
         if self.absorb == "never" or graph.gradients:
             return outcome
         absorption = _Absorption(graph, self)
-        for node in graph.attentions():
-            try:
-                note = absorption.try_on(node)
-            except Exception as problem:  # a bug in this pass leaves the attention unchanged
-                log.exception("could not absorb %s at %s", node, source_of(node))
-                note = f"left expanded at {source_of(node)}: an error of the compiler: {problem}"
-            if note:
-                outcome.notes.append(note)
+        outcome.notes += [note for node in graph.attentions() if (note := absorption.try_on(node))]
         graph.clean()
         needed = [value for value in absorption.products if value.users]  # a bias of keys may cancel
         if needed:
             products = {f"folded{number}": value for number, value in enumerate(needed)}
             move_to_stage(graph, Rate.WEIGHTS, products)
         return outcome
-
-
-class _Refused(Exception):
-    """Why an attention is left unchanged. `tell`: report it, because a user would expect absorption."""
-
-    def __init__(self, reason: str, tell: bool = True) -> None:
-        super().__init__(reason)
-        self.reason, self.tell = reason, tell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,88 +131,79 @@ class _Absorption:
     def try_on(self, node: fx.Node) -> str:
         """Absorb one attention; returns what was done, or why not ("" where no user would expect it)."""
         source = source_of(node)
-        joined = None
-        try:
+        with Proposal(self.graph, node, self.checks, survives=True) as proposal:
             self._require_own(node)
-            joined = join_heads(self.graph, self.meaning, node)
-            entry = self._absorb(node, self._examine(node))
-            self.products += joined.weights if joined is not None else ()
-        except (_Refused, NoSize) as problem:
-            if joined is not None:
-                joined.undo()
-            if isinstance(problem, _Refused) and not problem.tell:
-                return ""
-            about = LatentEntry(reason=str(problem))
-            node.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=about)
-            return f"left expanded at {source}: {problem}"
-        return f"latent attention at {source}: {entry.describe()}"
+            weights = join_heads(proposal, self.meaning, node)
+            change = self._absorb(proposal, node, self._examine(node))
+        if proposal.done:
+            self.products += (*change.products, *weights)
+            for dead in (*node.users, node):
+                if not dead.users:
+                    self.graph.graph.erase_node(dead)
+            return f"latent attention at {source}: {change.entry.describe()}"
+        if not proposal.tell:
+            return ""
+        about = LatentEntry(reason=proposal.problem)
+        node.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=about)
+        return f"left expanded at {source}: {proposal.problem}"
 
     def _require_own(self, node: fx.Node) -> None:
         """Refuse attentions that the model itself calls.
 
         Raises:
-            _Refused: the attention is one of these.
+            Refused: the attention is one of these.
         """
         view = AttentionOp.of(node)
         if not isinstance(view, Attention) or view.kernel or any(user.args[1] != 0 for user in node.users):
-            raise _Refused("the model itself says how it is computed", tell=False)
+            raise Refused("the model itself says how it is computed", tell=False)
 
     def _examine(self, node: fx.Node) -> Latent:
         """The latent of an attention whose program allows another order of multiplication.
 
         Raises:
-            _Refused: there is no latent, its biases do not cancel, or nothing would be saved.
+            Refused: there is no latent, its biases do not cancel, or nothing would be saved.
         """
         view = Attention.of(node)
         found = self.latents.examine(view.k, view.v)
         if isinstance(found, Obstacle):
-            raise _Refused(found.reason, tell=found.is_near)
+            raise Refused(found.reason, tell=found.is_near)
         expanded = _width(view)
         if found.width >= expanded:
-            raise _Refused(f"a latent of {found.width} values saves nothing", tell=False)
+            raise Refused(f"a latent of {found.width} values saves nothing", tell=False)
         if not found.values.up and found.projected is None and self._is_shared_already(found):
-            raise _Refused("its values are a part of its keys already", tell=False)
+            raise Refused("its values are a part of its keys already", tell=False)
         if found.projected and found.projected.bias and not _ignores_shift(view.program):
-            raise _Refused("a bias of its keys does not cancel: the scores are not only shifted by it")
+            raise Refused("a bias of its keys does not cancel: the scores are not only shifted by it")
         if found.values.bias and (view.program.sink is not None or view.program.changes_weights):
-            raise _Refused("a bias of its values is weighed by weights that do not add up to one")
+            raise Refused("a bias of its values is weighed by weights that do not add up to one")
         if any(v.base.meta["val"].dtype != view.q.meta["val"].dtype for s in (*found.keys, found.values)
                for v in (s.source, s.up, s.bias) if v is not None):  # fmt: skip
-            raise _Refused("its latent and its queries differ in dtype")
+            raise Refused("its latent and its queries differ in dtype")
         return found
 
     def _is_shared_already(self, found: Latent) -> bool:
         (first, *more) = found.keys
         return not more and first.source.base is found.values.source.base
 
-    def _absorb(self, node: fx.Node, found: Latent) -> LatentEntry:
-        """Replace the attention.
+    def _absorb(self, proposal: Proposal, node: fx.Node, found: Latent) -> _Change:
+        """Propose to replace the attention.
 
         Raises:
-            _Refused: it would be slower, or the result differs. The graph is then unchanged.
+            Refused: it would be slower, or the result differs.
         """
-        builder = Builder(self.graph, node)
-        try:
-            given = self._operands(builder, node, found)
-            if given.key_up is None and given.value_up is None:
-                change = self._shared(builder, node, given)
-            elif self.options.absorb == "fold":
-                change = self._folded(builder, node, given, found)
-            else:
-                change = self._latent(builder, node, given, found)
-            verdict = self._check(change, found, node)
-        except Exception:
-            builder.discard()
-            raise
-        if verdict.problem:
-            builder.discard()
-            raise _Refused(f"an absorbed node would not compute the same: {verdict.problem}")
-        change.old.replace_all_uses_with(change.new)
-        self.products += change.products
-        for dead in (change.old, *node.users, node):
-            if dead in self.graph.graph.nodes and not dead.users:
-                self.graph.graph.erase_node(dead)
-        return change.entry
+        given = self._operands(proposal, node, found)
+        if given.key_up is None and given.value_up is None:
+            change = self._shared(proposal, node, given)
+        elif self.options.absorb == "fold":
+            change = self._folded(proposal, node, given, found)
+        else:
+            change = self._latent(proposal, node, given, found)
+        # As functions of the tensors that both are computed from.
+        views = [v for s in (*found.keys, found.values) for v in (s.source, s.up, s.bias) if v is not None]
+        leaves = [*change.sources, *(v.base for v in views), *Attention.of(node).reads]
+        proposal.check(change.old, change.new, leaves, "an absorbed node would not compute the same: ")
+        proposal.replace(change.old, change.new)
+        return change
 
     def _operands(self, builder: Builder, node: fx.Node, found: Latent) -> _Operands:
         """The latents side by side, the projections, and the query with its parts in the keys' order."""
@@ -245,16 +218,15 @@ class _Absorption:
                 offsets[stretch.of], at = at, at + int(part.meta["val"].shape[3])
                 parts.append(part)
         shared = parts[0] if len(parts) == 1 else builder.call(aten.cat.default, parts, -1)
-        key_up, value_up = (self._up(builder, s) for s in (found.projected, found.values))
+        key_up, value_up = (
+            None if s is None or s.up is None else builder.scaled(s.up)
+            for s in (found.projected, found.values)
+        )
         count = found.values.width if value_up is None else int(value_up.meta["val"].shape[2])
         direct = sum(s.width for s in keys if s.up is None)
         rank = 0 if key_up is None else int(key_up.meta["val"].shape[2])
         if any(a.start + a.width != b.start for a, b in itertools.pairwise(keys)):
-            q = builder.call(
-                aten.cat.default,
-                [builder.call(aten.narrow.default, q, 3, s.start, s.width) for s in keys],
-                -1,
-            )
+            q = builder.call(aten.cat.default, [_part(builder, q, s.start, s.width) for s in keys], -1)
         values = (offsets[found.values.of], count)
         return _Operands(q, shared, key_up, value_up, rank + direct, values)
 
@@ -282,40 +254,41 @@ class _Absorption:
         new.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
         return _Change(old, self._with_bias(builder, new, found.values), entry, (), (view.q,))
 
-    def _folded(self, builder: Builder, node: fx.Node, given: _Operands, found: Latent) -> _Change:
+    def _folded(self, proposal: Proposal, node: fx.Node, given: _Operands, found: Latent) -> _Change:
         """Absorbed in plain operations, with products of weights computed in advance where possible."""
         view = Attention.of(node)
         (old,) = node.users
         sizes = given.sizes()
-        query, done, apart, sources, wasted = given.q, [], [], [view.q], 0
+        query, sources, wasted = given.q, [view.q], 0
+        done: list[Folded] = []
+        apart: list[str] = []
         if given.key_up is not None:
-            try:
-                done.append(self._of_weights(fold_query(builder, self.latents, given.q, given.key_up)))
+            with proposal.attempt() as attempt:
+                done.append(self._of_weights(fold_query(attempt, self.latents, given.q, given.key_up)))
                 query, sources = done[-1].value, []
                 # The model's own projection of the query remains, for the part that is not folded.
                 wasted = 2 * sizes.heads * sizes.nope * done[-1].width if sizes.shared else 0
-            except NotFolded as problem:
-                apart.append(str(problem))
-                query = _each_head(builder, _part(builder, given.q, 0, sizes.nope), given.key_up)
+            if attempt.problem:
+                apart.append(attempt.problem)
+                query = _each_head(proposal, _part(proposal, given.q, 0, sizes.nope), given.key_up)
             if sizes.shared:
-                rest = _part(builder, given.q, sizes.nope, sizes.shared)
-                query = builder.call(aten.cat.default, [query, rest], -1)
-        k, v = given.views(builder)
-        whole = builder.attention(view.replace(q=query, k=k, v=v))
-        mixed = builder.call(operator.getitem, whole, 0)
-        result = mixed
+                rest = _part(proposal, given.q, sizes.nope, sizes.shared)
+                query = proposal.call(aten.cat.default, [query, rest], -1)
+        k, v = given.views(proposal)
+        whole = proposal.attention(view.replace(q=query, k=k, v=v))
+        mixed = result = proposal.call(operator.getitem, whole, 0)
         if given.value_up is not None:
-            try:
+            with proposal.attempt() as attempt:
                 if found.values.bias is not None:
-                    raise NotFolded("a bias of its values is added before they are projected")
+                    raise Refused("a bias of its values is added before they are projected")
                 to = projection_of(self.meaning, old)
-                builder.anchor = to.node
-                done.append(self._of_weights(fold_result(builder, mixed, given.value_up, to)))
+                proposal.anchor = attempt.anchor = to.node
+                done.append(self._of_weights(fold_result(attempt, mixed, given.value_up, to)))
                 old, result = to.node, done[-1].value
-            except NotFolded as problem:
-                apart.append(str(problem))
-                turned = builder.call(aten.transpose.int, given.value_up, 1, 2)
-                result = self._with_bias(builder, _each_head(builder, mixed, turned), found.values)
+            if attempt.problem:
+                apart.append(attempt.problem)
+                turned = proposal.call(aten.transpose.int, given.value_up, 1, 2)
+                result = self._with_bias(proposal, _each_head(proposal, mixed, turned), found.values)
         before, after = (sum(f.before for f in done), sum(f.after for f in done))
         entry = LatentEntry(
             sizes.width, sizes.expanded_width, "fold", None, 0.0, sizes.pair_absorbed, sizes.pair_expanded,
@@ -330,19 +303,13 @@ class _Absorption:
         """`folded`, if its products depend on weights alone.
 
         Raises:
-            NotFolded: they depend on an input.
+            Refused: they depend on an input.
         """
-        known = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
+        known = self.graph.given()
         for node in region(folded.products, []):
             if node in known and known[node].kind == "argument":
-                raise NotFolded("its projections follow an input of the model")
+                raise Refused("its projections follow an input of the model")
         return folded
-
-    def _up(self, builder: Builder, stretch: Stretch | None) -> fx.Node | None:
-        if stretch is None or stretch.up is None:
-            return None
-        node = builder.view(stretch.up.base, stretch.up.steps)
-        return node if stretch.up.factor == 1 else builder.call(aten.mul.Tensor, node, stretch.up.factor)
 
     def _with_bias(self, builder: Builder, new: fx.Node, values: Stretch) -> fx.Node:
         if values.bias is None:
@@ -357,7 +324,7 @@ class _Absorption:
         """The costs of both orders of multiplication, for the report.
 
         Raises:
-            _Refused: absorbing would be slower.
+            Refused: absorbing would be slower.
         """
         fake, latent = given.q.meta["val"], given.shared.meta["val"]
         device, itemsize, few = fake.device.type, fake.dtype.itemsize, None
@@ -371,31 +338,24 @@ class _Absorption:
 
     def _require_gain(self, sizes: LatentSizes, device: str, itemsize: int, queries: Any, keys: Any) -> None:
         if sizes.width >= sizes.kv_heads * (sizes.nope + sizes.shared):
-            raise _Refused(
+            raise Refused(
                 f"a latent of {sizes.width} values is no narrower than the keys: plain heads", tell=False
             )
         if self.options.keeps:
             if not cost.keeping_pays(sizes, device, itemsize):
-                raise _Refused(
+                raise Refused(
                     f"{sizes.width} values per token could be kept for {sizes.expanded_width}, at "
                     f"{sizes.pair_absorbed / sizes.pair_expanded:.1f} times the operations: too slow here",
                     tell=sizes.width * 2 < sizes.expanded_width,
                 )
         elif self._size(queries) is self._size(keys):
-            raise _Refused(
+            raise Refused(
                 f"there are as many queries as keys, so absorbing would take "
                 f"{sizes.pair_absorbed / sizes.pair_expanded:.1f} times the operations for nothing"
             )
 
     def _size(self, extent: Any) -> E.Expr:
         return self.meaning.renamed(size_expression(extent))
-
-    def _check(self, change: _Change, found: Latent, node: fx.Node) -> Verdict:
-        """Compare the new nodes with the old, as functions of the tensors that both are computed from."""
-        view = Attention.of(node)
-        views = [v for s in (*found.keys, found.values) for v in (s.source, s.up, s.bias) if v is not None]
-        leaves = [*change.sources, *(v.base for v in views), *view.reads]
-        return self.checks.same_value(change.old, change.new, leaves)
 
 
 def _part(builder: Builder, node: fx.Node, start: int, width: int) -> fx.Node:
@@ -426,6 +386,6 @@ def _ignores_shift(program: ScoreProgram) -> bool:
             value = M.substitute(M.canonical(statement.value), {SCORE: value})
         elif isinstance(statement, Keep) and not (statement.is_hard or low_fill(statement.fill)):
             return False
-    terms = value.args if value.op == "add" else (value,)
+    terms = E.parts(value, "add")
     own = [t for t in terms if any(n is DOT for n in E.walk(t))]
     return len(own) == 1 and M.coefficient(own[0])[1] is DOT

@@ -9,8 +9,10 @@ The products are larger than their factors where the inner width is small; the r
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from attngraph.ir.graph.source import source_of
@@ -22,13 +24,9 @@ from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.latent import Latents, Obstacle
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
-from attngraph.passes.build import Builder
+from attngraph.passes.build import Builder, Refused
 
 aten = torch.ops.aten
-
-
-class NotFolded(Exception):
-    """Why two matrices are not multiplied."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,40 +48,39 @@ def fold_query(builder: Builder, latents: Latents, q: fx.Node, key_up: fx.Node) 
     the input of q's projection.
 
     Raises:
-        NotFolded: they are not the result of a projection.
+        Refused: they are not the result of a projection.
     """
     groups, nope, rank = (int(n) for n in key_up.meta["val"].shape)
     heads = int(q.meta["val"].shape[1])
     part = builder.call(aten.narrow.default, q, 3, 0, nope)
     found = latents.projection(part, "queries")
     if isinstance(found, Obstacle):
-        raise NotFolded(found.reason)
+        raise Refused(found.reason)
     assert found.up is not None
-    x = builder.view(found.source.base, found.source.steps)  # [B, 1, S, n]
-    up = builder.view(found.up.base, found.up.steps)  # [H, P, n]
-    if found.up.factor != 1:
-        up = builder.call(aten.mul.Tensor, up, found.up.factor)
+    x, up = builder.view(found.source.base, found.source.steps), builder.scaled(found.up)
     width = int(up.meta["val"].shape[2])
-    every = key_up if groups == heads else builder.call(
-        aten.repeat_interleave.self_int, key_up, heads // groups, 0)  # fmt: skip
-    turned = builder.call(aten.transpose.int, every, 1, 2)  # [H, L, P]
-    product = builder.call(
-        aten.reshape.default, builder.call(aten.bmm.default, turned, up), [heads * rank, width]
-    )
-    rows = builder.call(aten.squeeze.dim, x, 1)
-    products, bias = [product], None
-    if found.bias is not None:
-        added = builder.view(found.bias.base, found.bias.steps)  # [1, H, 1, P]
-        column = builder.call(aten.reshape.default, added, [heads, nope, 1])
-        bias = builder.call(
-            aten.reshape.default, builder.call(aten.bmm.default, turned, column), [heads * rank]
-        )
-        products.append(bias)
-    flat = builder.call(aten.linear.default, rows, product, bias)
-    value = builder.call(aten.transpose.int, builder.call(aten.unflatten.int, flat, 2, [heads, rank]), 1, 2)
+
+    def folded(x: Any, up: Any, key_up: Any, bias: Any) -> Any:  # x [B, 1, S, n], up [H, P, n]
+        turned = _of_each_head(key_up, heads).transpose(1, 2)  # [H, L, P]
+        product = turned.bmm(up).reshape(heads * rank, width)
+        rows = x.squeeze(1)
+        if bias is not None:
+            added = builder.traced(builder.view(bias.base, bias.steps))  # [1, H, 1, P]
+            bias = turned.bmm(added.reshape(heads, nope, 1)).reshape([heads * rank])
+        flat: Any = F.linear(rows, product, bias)
+        return flat.unflatten(2, [heads, rank]).transpose(1, 2), product, bias
+
+    value, *products = builder.trace(folded, x, up, key_up, found.bias)
     sources = [v.base for v in (found.source, found.up, found.bias) if v is not None]
     before = heads * nope * width + groups * nope * rank
-    return Folded(value, tuple(products), before, heads * rank * width, tuple(sources), width)
+    made = tuple(p for p in products if p is not None)
+    return Folded(value, made, before, heads * rank * width, tuple(sources), width)
+
+
+def _of_each_head(weight: Any, heads: int) -> Any:
+    """`[H, m, n]` for `[G, m, n]`."""
+    groups = int(weight.shape[0])
+    return weight if groups == heads else aten.repeat_interleave.self_int(weight, heads // groups, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,33 +97,33 @@ def projection_of(meaning: Meaning, result: fx.Node) -> Projection:
     """The projection of an attention's result, with only views in between.
 
     Raises:
-        NotFolded: the result has other uses, or does not enter as `[B, S, H * V]`.
+        Refused: the result has other uses, or does not enter as `[B, S, H * V]`.
     """
     node = result
     while True:
         if len(node.users) != 1:
-            raise NotFolded(f"its result is used in {len(node.users)} places ({source_of(node)})")
+            raise Refused(f"its result is used in {len(node.users)} places ({source_of(node)})")
         (user,) = node.users
         category = meaning.category(user)
         if category is Category.CONTRACTION:
             break
         if category is not Category.MOVEMENT:
-            raise NotFolded(f"its result is not projected at once ({source_of(user)})")
+            raise Refused(f"its result is not projected at once ({source_of(user)})")
         node = user
     shape = meaning.shape(user)
     if len(shape) != 3:
-        raise NotFolded(f"its result is not projected as [batch, tokens, width] ({source_of(user)})")
+        raise Refused(f"its result is not projected as [batch, tokens, width] ({source_of(user)})")
     b, s, n = (E.var(name, extent) for name, extent in zip("bsn", shape, strict=True))
     try:
         element = meaning.element(user, (b, s, n))
     except Unliftable as problem:
-        raise NotFolded(str(problem)) from problem
-    terms = element.args if element.op == "add" else (element,)
+        raise Refused(str(problem)) from problem
+    terms = E.parts(element, "add")
     sums = [t for t in terms if t.op == "sum"]
     rest = [t for t in terms if t.op != "sum"]
     is_bias = all(t.op == "read" and t.args == (n,) for t in rest)
     if len(sums) != 1 or len(rest) > 1 or not is_bias or sums[0].args[1].op != "mul":
-        raise NotFolded(f"its result is not projected by a plain product ({source_of(user)})")
+        raise Refused(f"its result is not projected by a plain product ({source_of(user)})")
     inner, body = sums[0].args
     weight = _weight(meaning, result, body, inner, (b, s, n))
     return Projection(user, weight, rest[0].value if rest else None)
@@ -143,19 +140,19 @@ def _weight(
     own = next((f for f in lifted if f.op == "read" and f.value is result), None)
     weights = [f for f in body.args if not f.free & {b, s}]
     if own is None or len(weights) != 1 or weights[0].op != "read" or len(body.args) != 2:
-        raise NotFolded("its result is not projected by a plain product")
+        raise Refused("its result is not projected by a plain product")
     digits = split_digits([inner], own.args) or {}
     cut = digits.get(inner, (inner,))
     index = tuple(M.substitute(i, {inner: recombined(cut)}) for i in own.args)
     places = zip(meaning.shape(result), (b, cut[0], s, cut[-1]), strict=True)
     if len(cut) != 2 or index != tuple(E.ZERO if E.is_const(n, 1) else p for n, p in places):
-        raise NotFolded("its heads are not side by side where it is projected")
+        raise Refused("its heads are not side by side where it is projected")
     read = weights[0]
     place = tuple(M.substitute(i, {inner: recombined(cut)}) for i in read.args)
     try:
         return read.value, layout.solve(meaning.shape(read.value), place, ((n,), (cut[0],), (cut[1],)))
     except layout.NoView as problem:
-        raise NotFolded("the matrix that projects its result is no view of a tensor") from problem
+        raise Refused("the matrix that projects its result is no view of a tensor") from problem
 
 
 def fold_result(builder: Builder, mixed: fx.Node, value_up: fx.Node, to: Projection) -> Folded:
@@ -165,15 +162,13 @@ def fold_result(builder: Builder, mixed: fx.Node, value_up: fx.Node, to: Project
     heads = int(mixed.meta["val"].shape[1])
     weight = builder.view(*to.weight)  # [N, H, V]
     out = int(weight.meta["val"].shape[0])
-    every = value_up if groups == heads else builder.call(
-        aten.repeat_interleave.self_int, value_up, heads // groups, 0)  # fmt: skip
-    by_head = builder.call(aten.permute.default, weight, [1, 0, 2])  # [H, N, V]
-    whole = builder.call(aten.bmm.default, by_head, every)  # [H, N, Lv]
-    product = builder.call(
-        aten.reshape.default, builder.call(aten.permute.default, whole, [1, 0, 2]), [out, heads * rank]
-    )
-    flat = builder.call(aten.flatten.using_ints, builder.call(aten.transpose.int, mixed, 1, 2), 2)
-    made = builder.call(aten.linear.default, flat, product, to.bias)
+
+    def folded(mixed: Any, value_up: Any, weight: Any, bias: Any) -> Any:
+        whole = weight.permute([1, 0, 2]).bmm(_of_each_head(value_up, heads))  # [H, N, Lv]
+        product = whole.permute([1, 0, 2]).reshape(out, heads * rank)
+        return F.linear(mixed.transpose(1, 2).flatten(2), product, bias), product
+
+    made, product = builder.trace(folded, mixed, value_up, weight, to.bias)
     before = heads * value * out + groups * value * rank
     sources = [to.weight[0], *([] if to.bias is None else [to.bias])]
     return Folded(made, (product,), before, heads * rank * out, tuple(sources), out)

@@ -2,7 +2,8 @@
 
 A step (`ir/language/step_program.py`) gives a row its result from its own token, what it carries, and
 weights. So a row is to a step what a token is to a decoder's graph, and the same pass makes operations of
-ours of it. What is not token-wise in this sense stays as the model has it. The text of the step changes, and
+ours of it. Cells of recurrent networks, which PyTorch has as one operation each, are computed as what they
+consist of. What is not token-wise in this sense stays as the model has it. The text of the step changes, and
 nothing else of the graph.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from attngraph.ir.graph.program_graph import Input, Level, Output, ProgramGraph, as_module, op_name
@@ -21,7 +23,6 @@ from attngraph.ir.language.step_program import parse, written
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.loop import loop
 from attngraph.passes.build import Builder
-from attngraph.passes.fuse_token_wise.cells import computed
 
 aten = torch.ops.aten
 _SIGNS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//"}
@@ -83,10 +84,63 @@ def _graph(
             of[node] = values[f"{kinds[node.args[0]]}{node.args[1]}"]
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), of.__getitem__)
-            of[node] = computed(builder, node.target, args, kwargs)
+            of[node] = _computed(builder, node.target, args, kwargs)
     end.args = (tuple(results),)
     step.outputs = tuple(Output("value") for _ in results)
     return step
+
+
+def _computed(builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call, or what it gives if it gives several values: a cell by its operations, another as it is."""
+    if target is operator.getitem and isinstance(args[0], list):
+        return args[0][args[1]]
+    if target in _CELLS:
+        return builder.trace(_CELLS[target], *args)
+    return builder.call(target, *args, **kwargs)
+
+
+def _both(x: Any, h: Any, weights: Sequence[Any]) -> tuple[Any, Any]:
+    """What the token's and the carried vector give."""
+    own, handed, *biases = (*weights, None, None)[:4]
+    return F.linear(x, own, biases[0]), F.linear(h, handed, biases[1])
+
+
+def _parts(value: Any, count: int) -> list[Any]:
+    size = value.shape[-1] // count
+    return [value.narrow(-1, size * n, size) for n in range(count)]
+
+
+def _lstm(x: Any, state: Any, *weights: Any) -> tuple[Any, Any]:
+    """Hochreiter & Schmidhuber 1997; gates in the order of PyTorch."""
+    h, c = state
+    own, handed = _both(x, h, weights)
+    enter, forget, new, leave = _parts(own + handed, 4)
+    c = forget.sigmoid() * c + enter.sigmoid() * new.tanh()
+    return leave.sigmoid() * c.tanh(), c
+
+
+def _gru(x: Any, h: Any, *weights: Any) -> Any:
+    """Cho et al. 2014: h' = n + z (h - n), where n = tanh(x_n + r h_n)."""
+    own, handed = (_parts(value, 3) for value in _both(x, h, weights))
+    reset, update = ((a + b).sigmoid() for a, b in zip(own[:2], handed[:2], strict=True))
+    new = (own[2] + reset * handed[2]).tanh()
+    return (h - new) * update + new
+
+
+def _elman(name: str) -> Callable[..., Any]:
+    """Elman 1990: h' = f(W x + b + U h + c)."""
+
+    def cell(x: Any, h: Any, *weights: Any) -> Any:
+        own, handed = _both(x, h, weights)
+        return getattr(own + handed, name)()
+
+    return cell
+
+
+_CELLS: dict[Any, Callable[..., Any]] = {
+    aten.lstm_cell.default: _lstm, aten.gru_cell.default: _gru,
+    aten.rnn_tanh_cell.default: _elman("tanh"), aten.rnn_relu_cell.default: _elman("relu"),
+}  # fmt: skip
 
 
 def _lines(step: ProgramGraph) -> list[str]:

@@ -9,11 +9,11 @@ values of its own, so with them the result is computed from each token alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import cast
 
 import torch
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -26,8 +26,6 @@ from attngraph.passes.build import Builder
 
 MOST_TERMS = 16
 """A sum over at most so many places of a window is written out."""
-_PLACE, _ROW_DIM, _DIM, _BACK = 5, 6, 7, 8
-"""Arguments of `attngraph::with_earlier`."""
 
 
 class Windows:
@@ -44,7 +42,7 @@ class Windows:
             builder = Builder(graph, node.next)
             self._own[node] = builder.call(last_tokens, *node.args)
         self._after = _computed_from(self._own)
-        places = _computed_from([cast("fx.Node", n.args[_PLACE]) for n in self._own])
+        places = _computed_from([argument(n, "place") for n in self._own])
         self._places = {n for n in places if _is_index(n.meta.get("val"))}
 
     def __bool__(self) -> bool:
@@ -65,19 +63,18 @@ class Windows:
         def is_between(read: Expr) -> bool:
             return read.value in self._places or (read.value in self._after and is_longer(read.value))
 
-        if not any(n.op == "read" and (n.value in self._own or is_between(n)) for n in E.walk(value)):
+        if not any(read.value in self._own or is_between(read) for read in E.reads(value)):
             return value
         value = meaning.lift(value, is_between)
         for node, own in self._own.items():
-            if any(n.op == "read" and n.value is node for n in E.walk(value)):
+            if any(read.value is node for read in E.reads(value)):
                 value = self._of_one(meaning, value, token, node, own)
         return value
 
     def _of_one(self, meaning: Meaning, value: Expr, token: Expr, node: fx.Node, own: fx.Node) -> Expr:
-        back, dim, row_dim = (node.args[n] for n in (_BACK, _DIM, _ROW_DIM))
-        assert isinstance(back, int) and isinstance(dim, int) and isinstance(row_dim, int)
+        back, dim, row_dim = (int(argument(node, name)) for name in ("back", "dim", "row_dim"))
         place = E.var("place", _with_extents(M.sub(meaning.shape(node)[dim], E.const(back))))
-        at_token = E.read(node.args[_PLACE], (token,), "int")
+        at_token = E.read(argument(node, "place"), (token,), "int")
 
         def leaf(found: Expr, args: tuple[Expr, ...]) -> Expr:
             if found is at_token:
@@ -86,11 +83,9 @@ class Windows:
                 return _with_extents(found)
             if found.op == "sum" and _terms(found) <= MOST_TERMS and _is_step(args[0], args[1], node, dim):
                 variable, body = args
-                terms = [_at(body, variable, E.const(n)) for n in range(_terms(found))]
+                terms = [M.substitute(body, {variable: E.const(n)}) for n in range(_terms(found))]
                 return E.make("add", tuple(terms), None, "float") if len(terms) > 1 else terms[0]
-            if found.op == "var" or not found.args:
-                return found
-            return M.construct(found, args) if args != found.args else found
+            return M.construct(found, args)
 
         def window(found: Expr, args: tuple[Expr, ...]) -> Expr:
             if found.op == "read" and found.value is node:
@@ -99,7 +94,7 @@ class Windows:
                     raise UnliftableBecause("it reads places that are not in its window")
                 inner = [a for d, a in enumerate(args) if d not in (row_dim, dim)]
                 return E.read(own, (token, steps, *inner), "float")
-            return M.construct(found, args) if args != found.args else found
+            return M.construct(found, args)
 
         return E.rebuild(E.rebuild(value, leaf), window)
 
@@ -118,35 +113,18 @@ def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _with_extents(value: Expr) -> Expr:
     """A size under a name for extents. All sizes here are extents of a step's inputs, so they are at least 1,
     which is not known of sizes that torch counts as data (`meaning/algebra/ranges.py`)."""
-
-    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        if node.op == "size":
-            return E.size(f"extent of {node.value}")
-        return M.construct(node, args) if args and args != node.args else node
-
-    return E.rebuild(value, leaf)
+    sizes = {n for n in E.walk(value) if n.op == "size"}
+    return M.substitute(value, {n: E.size(f"extent of {n.value}") for n in sizes})
 
 
 def _is_step(variable: Expr, body: Expr, node: fx.Node, dim: int) -> bool:
     """Whether it counts the places of a window."""
-    reads = (n for n in E.walk(body) if n.op == "read" and n.value is node)
-    return any(variable in n.args[dim].free for n in reads)
+    return any(variable in read.args[dim].free for read in E.reads(body) if read.value is node)
 
 
 def _terms(fold: Expr) -> int:
     extent = fold.args[0].args[0]
     return int(extent.value) if extent.op == "const" else MOST_TERMS + 1
-
-
-def _at(body: Expr, variable: Expr, index: Expr) -> Expr:
-    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        if node is variable:
-            return index
-        if node.op == "var" or not node.args:
-            return node
-        return M.construct(node, args) if args != node.args else node
-
-    return E.rebuild(body, leaf)
 
 
 def _is_index(value: object) -> bool:

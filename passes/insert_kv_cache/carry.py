@@ -33,9 +33,8 @@ from attngraph.meaning.tokens.recurrence import Sums
 from attngraph.meaning.tokens.transitions import RunningSum
 from attngraph.meaning.tokens.unfold import VIEWS
 from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.insert_kv_cache.shift_positions import NotWritten
 from attngraph.passes.insert_kv_cache.step import RefutedError, Step, carried_in, computed_in, extent_of
-from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter
+from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter, NotWritten
 
 aten = torch.ops.aten
 EXACT, ENTRIES = 1e-8, 16
@@ -276,7 +275,7 @@ class _Arranged:
 
 
 def _arranged(variables: tuple[Expr, ...], part: RunningSum) -> _Arranged:
-    factors = part.write.args if part.write.op == "mul" else (part.write,)
+    factors = E.parts(part.write, "mul")
     apart = part.read.free.union(part.decay.free, *(e.free for pair in part.across for e in pair))
     values = tuple(v for v in variables if v not in apart)
     of_values = tuple(f for f in factors if not f.free.isdisjoint(values))

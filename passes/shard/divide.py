@@ -11,7 +11,7 @@ import dataclasses
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph
 from attngraph.ir.graph.ranks import Axis, Ranks
-from attngraph.passes.dtypes import forget_operands_of_dtype
+from attngraph.passes.canonicalize import forget_operands_of_dtype
 from attngraph.pipeline import Outcome
 
 

@@ -105,6 +105,9 @@ CHANGES: dict[str, Change] = {
     "a plan of huge sums": lambda s: s["plan"].update(
         carried=[{"name": "c", "shape": [1 << 36], "dtype": torch.float32, "label": ""}]
     ),
+    "a plan of sums beyond any memory": lambda s: s["plan"].update(
+        carried=[{"name": "c", "shape": [1 << 40, 1 << 40], "dtype": torch.float32, "label": ""}]
+    ),
     "a plan with more": lambda s: s["plan"].update(more=1),
     "a configuration of no page": lambda s: s["config"].update(page=0),
     "a configuration of another dtype": lambda s: s["config"].update(dtype=torch.complex64),

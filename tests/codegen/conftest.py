@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import compiled, library, toolchain
+from attngraph.codegen.cpu import call, compiled, toolchain
 from attngraph.codegen.triton import device, launch, store, tuned
 from attngraph.codegen.triton.ahead_of_time import Usage
 from attngraph.codegen.triton.plan import Blocks
@@ -121,7 +121,7 @@ def compiled_at_any_size(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def optimised(compiled_at_any_size: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Code as users have it; what other tests compiled quickly is not used."""
     monkeypatch.setattr(toolchain, "FLAGS", FLAGS)
-    monkeypatch.setattr(library, "_libraries", {})
+    monkeypatch.setattr(call, "_libraries", {})
     toolchain._identity.cache_clear()
     yield
     toolchain._identity.cache_clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import compiled, team
+from attngraph.codegen.cpu import compiled, native
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS, Operands
 
@@ -136,7 +136,7 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
 
 
 def test_threads_of_python_do_where_there_is_no_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "_start", lambda: None)
+    monkeypatch.setattr(native, "_start", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     check("s = 0.3 * dot; keep k <= q", operands(Sq=300, Skv=300))
 

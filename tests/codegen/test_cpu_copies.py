@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from attngraph.codegen.cpu.native import Chain
 from attngraph.codegen.cpu.record import recording
-from attngraph.codegen.cpu.record.chain import Chain
 from attngraph.codegen.cpu.record.copies import Keeping, link_of
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import loops
-from attngraph.codegen.cpu.record.chain import Chain
+from attngraph.codegen.cpu.native import Chain
 from attngraph.ir.ops import loop
 
 CELL = r"r0[t, 5]\nr1[t, 5]\nr2[5, 5]\nr3[i0 < 5] = r1[t, i0]\nr4[i0 < 5] = sum[j < 5] r3[j] * r2[i0, j]"
@@ -88,6 +88,25 @@ def test_steps_are_those_of_pytorch(
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(kept, carried, strict=True)), "a call changes nothing"
+
+
+@pytest.mark.usefixtures("compiled")
+def test_threads_share_the_depth_of_a_steps_products() -> None:
+    """A weight `[in, out]` whose columns are few for a thread: sums of parts of the depth need their room in
+    every step."""
+    wide = CELL.replace("5", "160").replace("r2[i0, j]", "r2[j, i0]").replace("r160", "r5")
+    begin = BEGIN.replace("5]", "160]")
+    text = program("v0[0], v0[0]", "v0[0], v0[0]").replace(CELL, wide).replace(BEGIN, begin)
+    tokens, weight, carried = torch.randn(7, 160), torch.randn(160, 160) / 12, torch.randn(1, 160)
+    wanted = called(text, tokens.double(), weight.double(), [carried.double()], "one row")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = called(text, tokens, weight, [carried], "one row")
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("compiled")

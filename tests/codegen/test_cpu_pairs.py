@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import library, source, toolchain
+from attngraph.codegen.cpu import call, source, toolchain
 from attngraph.codegen.cpu.source import Plan
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
@@ -69,7 +69,7 @@ def instructions(
     """The processor's, or those without products of pairs."""
     if request.param == "without pairs":
         monkeypatch.setenv("CC", "gcc -mno-avx512bf16")
-    monkeypatch.setattr(library, "_libraries", {})
+    monkeypatch.setattr(call, "_libraries", {})
     for cached in (toolchain.compiler, toolchain._identity):
         cached.cache_clear()
     yield

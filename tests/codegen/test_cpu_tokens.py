@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import chosen, toolchain
-from attngraph.codegen.cpu.source import header
+from attngraph.codegen.cpu.native import header
 from attngraph.codegen.cpu.tokens import products, run
 from attngraph.codegen.cpu.tokens.source import kinds_of_products, write
 from attngraph.ir.language.packed import Packed

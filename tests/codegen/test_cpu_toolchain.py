@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import library, toolchain
+from attngraph.codegen.cpu import call, toolchain
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.kernels import KERNELS
@@ -25,7 +25,7 @@ SOURCE = "int answer(void) { return 42; }\n"
 @pytest.fixture(autouse=True)
 def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "_libraries", {})
+    monkeypatch.setattr(call, "_libraries", {})
     for cached in (toolchain.compiler, toolchain._identity, toolchain._temporary):
         cached.cache_clear()
     yield
@@ -227,7 +227,7 @@ def test_seconds_of_compiling_are_told() -> None:
     program = parse("s = 0.25 * dot; keep k <= q and q - k < 11")
     assert KERNELS["cpu.compiled"].remarks(program) == ()
     KERNELS["cpu.compiled"].forward(program, operands(), [], [])
-    assert 0 < library.compile_seconds(program) < 300
+    assert 0 < call.compile_seconds(program) < 300
     (remark,) = KERNELS["cpu.compiled"].remarks(program)
     assert re.fullmatch(r"the C compiler took \d+\.\d s, once: what it makes is kept on disk", remark)
 

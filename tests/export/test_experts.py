@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.exporter.experts import REMARK, by_expert
+from attngraph.exporter.whole import REMARK, by_expert
 from attngraph.runtime.verify import compare
 
 EXPERTS, WIDTH = 4, 16

@@ -240,9 +240,9 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
 def test_onnx_without_its_packages_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attngraph.exporter import formats
+    from attngraph.exporter import onnx
 
-    monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(onnx.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(attngraph.ExportError, match=r'pip install "attngraph\[export\]"'):
         attngraph.export(attngraph.compile(Block().eval()), tmp_path / "a.onnx", example(""))
 
@@ -309,12 +309,12 @@ class Branches(nn.Module):
 def test_a_file_refuses_sizes_for_which_the_model_takes_another_branch(format: str, tmp_path: Path) -> None:
     if format == "onnx":
         as_onnx()
-    from attngraph.exporter import formats
+    from attngraph.exporter.export import FORMATS
 
     model, file = Branches().eval(), tmp_path / f"a.{format}"
     report = attngraph.export(attngraph.compile(model), file, (torch.randn(2, 8, 32),))
     assert "only for sizes with x.shape[1] > 4" in report.remarks
-    run = formats.reader(file, format, report.outputs)
+    run = FORMATS[format].reader(file, report.outputs)
     x = torch.randn(3, 5, 32)
     torch.testing.assert_close(run([x])[0], model(x).detach())
     with pytest.raises(
@@ -328,13 +328,13 @@ def test_a_file_refuses_sizes_for_which_the_model_takes_another_branch(format: s
 def test_a_decoder_refuses_more_tokens_than_its_table_of_positions(format: str, tmp_path: Path) -> None:
     if format == "onnx":
         as_onnx()
-    from attngraph.exporter import formats
+    from attngraph.exporter.export import FORMATS
 
     file = tmp_path / f"a.{format}"
     decoder = attngraph.compile(Decoder().eval(), cache=True)
     report = attngraph.export(decoder, file, (torch.randint(0, 30, (2, 9)),), padding=False)
     assert report.remarks == ("only for sizes with tokens in a row <= 64",)
-    run = formats.reader(file, format, report.outputs)
+    run = FORMATS[format].reader(file, report.outputs)
     _, *past = run([torch.zeros(2, 63, dtype=torch.int64), *report.empty_cache(2)])
     logits, *full = run([torch.zeros(2, 1, dtype=torch.int64), *past])
     assert logits.shape == (2, 1, 30)

@@ -34,6 +34,7 @@ from attngraph.report.page.graphs import final_text
 from attngraph.report.page.html import TIMES, html, span_of_names, tag
 from attngraph.report.page.layers import read_lines
 from attngraph.report.page.layout import place
+from attngraph.report.ranks import ContextEntry, RanksEntry
 from attngraph.report.report import CompileReport
 
 VOID = {"meta", "input", "br", "link"}
@@ -97,8 +98,16 @@ def test_a_decoder_shows_its_cache(decoder: CompileReport) -> None:
     assert decoder.cache is not None
     words = "".join(Structure(page.render(decoder)).texts)
     assert f"{decoder.cache.bytes_per_token:,} bytes per token" in words
-    for line in decoder.cache.lines()[2:]:
-        assert line.strip() in words
+    told = decoder.cache.account()
+    assert told.facts and all(fact in words for fact in (told.head, *told.facts))
+
+
+@pytest.mark.parametrize("what", ["ranks", "context"])
+def test_what_ranks_divide_is_told_in_the_page_as_in_the_text(missed: CompileReport, what: str) -> None:
+    entry = RanksEntry(2, vectors=3) if what == "ranks" else ContextEntry(2, sums=(3, 8))
+    report = dataclasses.replace(missed, **{what: entry})
+    words, told = "".join(Structure(page.render(report)).texts), entry.account()
+    assert told.facts and all(fact in words and fact in str(report) for fact in told.facts)
 
 
 def test_every_pass_says_whether_it_changed_something(decoder: CompileReport) -> None:

@@ -86,7 +86,7 @@ def test_random_numbers_are_those_of_one_device() -> None:
 
 def test_an_axis_of_one_rank_divides_nothing() -> None:
     for axes, left in (({"tensor": 2, "context": 1}, "tensor"), ({"tensor": 1, "context": 2}, "context")):
-        mesh = attngraph.compile(nn.Linear(2, 2), mesh=attngraph.SimulatedMesh(**axes))._options.mesh
+        mesh = attngraph.compile(nn.Linear(2, 2), mesh=attngraph.SimulatedMesh(**axes))._options.devices.mesh
         assert [axis.group for axis in mesh.axes] == [left]
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.api.empty_weights import WithoutMemory, fill
 from attngraph.api.plan import H100, Planner, plan
+from attngraph.api.plan_memory import WithoutMemory, fill
 from attngraph.cli import main
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig

@@ -19,7 +19,7 @@ from torch import nn
 from attngraph.capture.state import unchanged
 from attngraph.capture.state.fingerprint import fingerprint
 from attngraph.capture.state.scope import Ran, Scope
-from attngraph.runtime.fingerprints import Fingerprints
+from attngraph.runtime.graphs import Fingerprints
 from tests.runtime.test_state import CHANGES, Holder, Options
 
 NOTHING = Scope()

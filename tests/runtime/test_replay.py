@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import attngraph
 from attngraph import CacheConfig, Decoder
 from attngraph.codegen.cpu import decode
+from attngraph.codegen.cpu.native import Chain
 from attngraph.codegen.cpu.record import replay
-from attngraph.codegen.cpu.record.chain import Chain
 from attngraph.codegen.cpu.record.recording import Recording
 from attngraph.ir import budgets
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig

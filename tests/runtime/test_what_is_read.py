@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.api import transformed
+from attngraph.api import arguments
 from attngraph.errors import CaptureError
 
 COUNTED = itertools.count(1)
@@ -133,7 +133,7 @@ UNREAD = 1.0
 def test_hooks_of_all_modules_and_modes_of_the_callers_run_the_model_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    transformed._told.cache_clear()
+    arguments._told.cache_clear()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     compiled, x = attngraph.compile(model, min_scores=0), torch.randn(2, 5, 4)
     compiled(x)

@@ -12,6 +12,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import attngraph
+from attngraph.capture.assumed import Assumed
 from attngraph.capture.faster.calls import equal_calls_inferred_once
 from attngraph.capture.faster.formulas import equal_formulas_computed_once
 from attngraph.capture.trace import capture
@@ -108,9 +109,9 @@ def test_a_loop_over_chunks_is_found_before_a_trace_for_any_number_of_tokens_com
     calls = counted(monkeypatch, proxy_tensor, "proxy_call")
     if loop:
         with pytest.raises(CaptureError, match="how often a loop runs") as found:
-            capture(model, (x,), {}, symbolic=frozenset({(0, 1)}))
+            capture(model, (x,), {}, Assumed(symbolic=frozenset({(0, 1)})))
         assert 32 in (found.value.extents or ()) and 0 < len(calls) < 11 * 4
     else:
-        captured = capture(model, (x,), {}, symbolic=frozenset({(0, 1)}))
+        captured = capture(model, (x,), {}, Assumed(symbolic=frozenset({(0, 1)})))
         (result,) = captured.graph.graph.output_node().args[0]  # type: ignore[misc, union-attr]
         assert not isinstance(result.meta["val"].shape[1], int) and len(calls) > 11 * 4  # type: ignore[union-attr]

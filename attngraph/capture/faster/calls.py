@@ -4,7 +4,7 @@ What a traced operation gives (shapes, dtypes, and whose memory) follows from th
 from its other arguments. Torch infers it anew for each operation, by Python code that compares symbolic
 sizes: most of a trace's time, and equal layers have equal operations. Here a result is described by what it
 follows from, and where that is equal, a result is made from the description. An operation that writes to an
-operand, or whose result depends on values, is left to torch. Used by `trace.py`.
+operand, or whose result depends on values, is left to torch. Used by `faster/__init__.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from attngraph.capture.faster.formulas import follows_from_sizes
-from attngraph.capture.instead import replaced
+from attngraph.capture.instead import instead
 
 _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _SYMBOLIC = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})
@@ -28,27 +28,32 @@ BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """Tags of operations whose results follow from values."""
 
 
-@contextlib.contextmanager
-def equal_calls_inferred_once() -> Iterator[None]:
+def equal_calls_inferred_once() -> contextlib.AbstractContextManager[None]:
     """Let torch's inference of results look up what is known already."""
-    infer: Any = FakeTensorMode.dispatch
+    return instead((FakeTensorMode, "dispatch", _looking_up))
+
+
+def _looking_up(infer: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[Any, _Result | None] = {}
 
     def dispatched(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        call = _Call.of(mode, op, args, kwargs)
+        kwargs, env = kwargs or {}, mode.shape_env
+        # Else the result may follow from something else, or torch notes no conditions on sizes.
+        follows = env is not None and _is_inferred(op) and not mode.in_kernel_invocation
+        call = Call.of(mode, args, kwargs) if follows and not env._suppress_guards_tls() else None
         if call is None:
             return infer(mode, op, types, args, kwargs)
-        found = known.get(call.key)
+        state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+        key = mode, op, call.key, state
+        found = known.get(key)
         if found is not None:
             return found.made(call)
         result = infer(mode, op, types, args, kwargs)
-        if call.key not in known:
-            known[call.key] = _Result.of(call, result)
+        if key not in known:
+            known[key] = _Result.of(call, result)
         return result
 
-    with replaced(FakeTensorMode, "dispatch", dispatched):
-        yield
+    return dispatched
 
 
 class NotDescribed(Exception):
@@ -56,11 +61,24 @@ class NotDescribed(Exception):
 
 
 @dataclasses.dataclass
-class Operands:
-    """What a call is given, described by what its result can follow from. `tensors`: those met so far."""
+class Call:
+    """What a call of an operation or of a function is given, described by what its result can follow from.
+    `key`: all of that. `tensors`: those among it."""
 
     mode: Any
-    tensors: list[Any]
+    tensors: list[Any] = dataclasses.field(default_factory=list)
+    key: Any = None
+
+    @staticmethod
+    def of(mode: Any, args: Any, kwargs: Any) -> Call | None:
+        """None where something is met that a key cannot describe."""
+        call = Call(mode)
+        try:
+            told = call.described(args), tuple([(name, call.described(v)) for name, v in kwargs.items()])
+        except NotDescribed:
+            return None
+        call.key = told, call.sharing()
+        return call
 
     def described(self, value: Any) -> Any:
         """A number, a size, a tensor without data, or a container of these.
@@ -112,28 +130,6 @@ class Operands:
         """The number of a tensor that has its memory where this one has it."""
         memory = memory_of(tensor)
         return next((n for n, t in enumerate(self.tensors) if memory_of(t) == memory), None)
-
-
-@dataclasses.dataclass
-class _Call(Operands):
-    """One call of an operation. `key`: all that its result follows from."""
-
-    key: Any = None
-
-    @staticmethod
-    def of(mode: Any, op: Any, args: Any, kwargs: Any) -> _Call | None:
-        """None where the result may follow from something else, or torch notes no conditions on sizes."""
-        env = mode.shape_env
-        if env is None or not _is_inferred(op) or mode.in_kernel_invocation or env._suppress_guards_tls():
-            return None
-        call = _Call(mode, [])
-        try:
-            told = call.described(args), tuple((n, call.described(v)) for n, v in kwargs.items())
-        except NotDescribed:
-            return None
-        state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
-        call.key = mode, op, told, call.sharing(), state
-        return call
 
 
 @functools.cache
@@ -194,7 +190,7 @@ class Made:
     is_known: bool = False
 
     @staticmethod
-    def of(call: Operands, tensor: Any) -> Made:
+    def of(call: Call, tensor: Any) -> Made:
         if type(tensor) is not FakeTensor or not _is_plain(tensor):
             raise NotDescribed
         _, _, offset = _layout(tensor)
@@ -205,12 +201,12 @@ class Made:
         is_known = tensor.constant is not None
         return Made(tensor.dtype, tensor.device, shape, stride, tensor.storage_offset(), base, is_known)
 
-    def tensor(self, call: Operands) -> Any:
+    def tensor(self, call: Call) -> Any:
         """Another tensor like it, for a call with an equal key."""
         with within_kernels(call.mode):
             return self.fake(call, self.memory(call))
 
-    def memory(self, call: Operands) -> Any:
+    def memory(self, call: Call) -> Any:
         """Its memory without data, made where torch already runs kernels and notes no conditions."""
         base = None if self.base is None else call.tensors[self.base]
         if base is None:  # memory of no bytes: how many there would be takes long to compute
@@ -222,16 +218,36 @@ class Made:
             made.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
         return made
 
-    def fake(self, call: Operands, memory: Any) -> Any:
+    def fake(self, call: Call, memory: Any) -> Any:
         """The tensor with this memory."""
         value = torch.empty(self.shape, dtype=self.dtype, device=self.device) if self.is_known else None
         return FakeTensor(call.mode, memory, self.device, constant=value)
 
-    def differentiable(self, call: Operands) -> Any:
+    def differentiable(self, call: Call) -> Any:
         """Another tensor like it, with a gradient that flows to operands, or to nothing."""
         if self.base is not None:
             return torch.as_strided(call.tensors[self.base], self.shape, self.stride, self.offset)
         return self.tensor(call).requires_grad_().clone()  # no code may write to one that nothing made
+
+
+def taken_apart(result: Any) -> tuple[Any, list[Any]]:
+    """The tensors of a result, and the class of what holds them; None for a tensor itself."""
+    return (None, [result]) if isinstance(result, Tensor) else (type(result), list(result))
+
+
+def put_together(kind: Any, tensors: list[Any]) -> Any:
+    """The result of this class."""
+    if kind is None:
+        return tensors[0]
+    return kind(*tensors) if hasattr(kind, "_fields") else kind(tensors)
+
+
+def own_memories(tensors: Sequence[Any], parts: Sequence[Any]) -> bool:
+    """Whether all tensors of a result that lie in no operand's memory have a memory of their own."""
+    own = [
+        memory_of(t) for t, p in zip(tensors, parts, strict=True) if isinstance(p, Made) and p.base is None
+    ]
+    return len(set(own)) == len(own)
 
 
 @dataclasses.dataclass
@@ -243,35 +259,27 @@ class _Result:
     kind: Any
 
     @staticmethod
-    def of(call: _Call, result: Any) -> _Result | None:
+    def of(call: Call, result: Any) -> _Result | None:
         """None where it is something else."""
-        kind = None if isinstance(result, Tensor) else type(result)
-        if kind is not None and not issubclass(kind, (list, tuple)):
+        if not isinstance(result, (Tensor, list, tuple)):
             return None
-        tensors = [result] if kind is None else list(result)
+        kind, tensors = taken_apart(result)
         try:
             parts = [_part(call, t) for t in tensors]
         except NotDescribed:
             return None
-        own = [
-            memory_of(t)
-            for t, p in zip(tensors, parts, strict=True)
-            if isinstance(p, Made) and p.base is None
-        ]
-        return None if len(set(own)) < len(own) else _Result(parts, kind)
+        return _Result(parts, kind) if own_memories(tensors, parts) else None
 
-    def made(self, call: _Call) -> Any:
+    def made(self, call: Call) -> Any:
         """The result of a call with an equal key."""
-        parts = self.parts
-        found = [
-            p.tensor(call) if isinstance(p, Made) else None if p is None else call.tensors[p] for p in parts
-        ]
-        if self.kind is None:
-            return found[0]
-        return self.kind(*found) if hasattr(self.kind, "_fields") else self.kind(found)
+        each = self.parts
+        found = (
+            p.tensor(call) if isinstance(p, Made) else None if p is None else call.tensors[p] for p in each
+        )
+        return put_together(self.kind, list(found))
 
 
-def _part(call: _Call, tensor: Any) -> Made | int | None:
+def _part(call: Call, tensor: Any) -> Made | int | None:
     number = call.number(tensor)
     if number is not None or tensor is None:
         return number

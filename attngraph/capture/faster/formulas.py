@@ -2,7 +2,7 @@
 
 Torch computes with symbolic sizes at every operation, some forty times, and each takes sympy long. The result
 follows from the formulas of both sides. Where torch records the computation in the graph, it is left to
-torch. So is what follows from the values of tensors. Used by `trace.py`.
+torch. So is what follows from the values of tensors. Used by `faster/__init__.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -19,8 +19,8 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
-from attngraph.capture.instead import replaced
-from attngraph.capture.stack_traces import user_lines
+from attngraph.capture.instead import instead
+from attngraph.capture.lines import user_lines
 from attngraph.ir.graph.source import short_path
 
 _METHODS = (
@@ -29,16 +29,10 @@ _METHODS = (
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
-@contextlib.contextmanager
-def equal_formulas_computed_once() -> Iterator[None]:
+def equal_formulas_computed_once() -> contextlib.AbstractContextManager[None]:
     """Let torch's operations on symbolic sizes look up what is known already."""
-    with contextlib.ExitStack() as stack:
-        for name in _METHODS:
-            compute = getattr(SymNode, f"_{name}", None)
-            if compute is not None:
-                stack.enter_context(replaced(SymNode, f"_{name}", _looking_up(compute)))
-        stack.enter_context(replaced(ShapeEnv, "evaluate_expr", _asking_once(ShapeEnv.evaluate_expr)))
-        yield
+    methods = ((SymNode, f"_{name}", _looking_up) for name in _METHODS)
+    return instead(*methods, (ShapeEnv, "evaluate_expr", _asking_once))
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from attngraph.capture.lines import refused
 from attngraph.capture.program.exported import memory_order
-from attngraph.errors import CaptureError
 from attngraph.ir.graph.infer import infer_once
 from attngraph.ir.graph.program_graph import (
     RESULTS,
@@ -108,13 +108,8 @@ def _require_sharing(results: Sequence[fx.Node], memory: Sequence[int]) -> None:
             shares, what = root is roots[first - before], "another result"
         if not shares:
             reason = f"forward() returns {what} that it writes to, or a view of it"
-            line = source_of(results[place])
-            raise CaptureError(
-                f"{reason}{f', at {line}' if line else ''}. In a graph what is written is a new tensor.\n"
-                "What to do: return a copy (.clone()), or compile without strict=True.",
-                reason,
-                line,
-            )
+            then = "In a graph what is written is a new tensor."
+            raise refused(reason, source_of(results[place]), "return a copy (.clone())", then=then)
 
 
 def _may_move(root: fx.Node) -> bool:
@@ -196,7 +191,6 @@ def _dense(root: fx.Node, reader: fx.Node) -> tuple[int, ...]:
     """
     order = memory_order(root.meta["val"])
     if not order and root.meta["val"].ndim:
-        line = source_of(reader)
         reason = f"{op_name(reader)} reads memory in which there are gaps between a tensor's elements"
-        raise CaptureError(f"{reason}{f', at {line}' if line else ''}.", reason, line)
+        raise refused(reason, source_of(reader))
     return order

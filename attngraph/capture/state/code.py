@@ -14,9 +14,11 @@ import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from attngraph.capture.state.kinds import WRAPPERS, wrapped_by
+
 _DEPTH = 6
 """Decorators around decorators that are followed."""
-_WITH_FUNC = (functools.partial, functools.cached_property, functools.partialmethod)
+_OF_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, *WRAPPERS)
 _WITHOUT_CODE = (
     str, int, float, bool, bytes, types.NoneType, list, tuple, dict, set, frozenset,
     types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
@@ -152,24 +154,12 @@ def functions_of(value: Any) -> list[types.FunctionType]:
         inner: list[Any] = []
         if isinstance(part, types.FunctionType):
             found[id(part)] = part
-            cells = (c for c in part.__closure__ or () if c != types.CellType())
-            inner = [c.cell_contents for c in cells if _is_code(c.cell_contents)]
+            cells = (c.cell_contents for c in part.__closure__ or () if c != types.CellType())
+            inner = [c for c in cells if isinstance(c, _OF_FUNCTIONS)]
             inner.append(vars(part).get("__wrapped__"))
-        elif isinstance(part, (staticmethod, classmethod, types.MethodType)):
+        elif isinstance(part, types.MethodType):
             inner = [part.__func__]
-        elif isinstance(part, property):
-            inner = [part.fget, part.fset, part.fdel]
-        elif isinstance(part, _WITH_FUNC):
-            inner = [part.func]
-        elif isinstance(part, functools._lru_cache_wrapper):
-            inner = [part.__wrapped__]
+        elif isinstance(part, _OF_FUNCTIONS):
+            inner = wrapped_by(part)
         stack += [(p, depth + 1) for p in inner if p is not None]
     return list(found.values())
-
-
-def _is_code(value: Any) -> bool:
-    kinds = (
-        types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial,
-        functools._lru_cache_wrapper,
-    )  # fmt: skip
-    return isinstance(value, kinds)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.capture.state.code import code_digest, digest, functions_of, nested
-from attngraph.capture.state.kinds import TOOLS, is_known
-from attngraph.capture.state.parts import BY_VALUE
+from attngraph.capture.state.kinds import BY_VALUE, TOOLS, is_known
 from attngraph.capture.state.scope import EVERYTHING, Ran, Scope, Space
 from attngraph.capture.state.walk import Walk
 

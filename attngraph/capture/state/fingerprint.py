@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from attngraph.capture.state.parts import BY_VALUE, bytes_of
+from attngraph.capture.state.kinds import BY_VALUE, bytes_of
 from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.capture.state.walk import Walk
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attngraph.capture.state.code import chains_in, names_in
-from attngraph.capture.state.kinds import is_known
+from attngraph.capture.state.kinds import MISSING, is_known
 
 LeftOut = frozenset[tuple[int, str]]
 """Attributes that do not count: the identity of each owner, and the name."""
@@ -26,7 +26,6 @@ Asked = frozenset[tuple[int, str]]
 """What a forward asks of its arguments besides values: the number of the tensor, and the question."""
 
 
-MISSING = object()
 BUILT_IN = vars(builtins)
 
 

@@ -13,24 +13,130 @@ import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attngraph.capture.state.code import nested
 from attngraph.capture.state.fingerprint import fingerprint
-from attngraph.capture.state.kinds import is_known, slots_of, state_of_generator
-from attngraph.capture.state.parts import BY_VALUE, MODULES_TABLES, NAMING, Place, bytes_of, is_of_stand_ins
-from attngraph.capture.state.scope import MISSING, Space, read_by
+from attngraph.capture.state.kinds import (
+    BY_VALUE,
+    MISSING,
+    MODULES_TABLES,
+    NAMING,
+    Place,
+    bytes_of,
+    is_known,
+    is_of_stand_ins,
+    slots_of,
+    state_of_generator,
+)
+from attngraph.capture.state.scope import BUILT_IN, Space, read_by
 from attngraph.capture.state.walk import Walk
 from attngraph.ir import budgets
 
 _NO_NAMES: dict[Any, Any] = {}
 _NO_VALUES: frozenset[Any] = frozenset()
-
-
 _RESTORED = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
+
+
+class _Kept(NamedTuple):
+    """What is at a place, and what it was. Each kind says whether it is another now, and puts it back."""
+
+    place: Place
+    value: Any
+    was: Any
+
+    def is_another(self) -> bool:
+        raise NotImplementedError
+
+    def put_back(self) -> None:
+        raise NotImplementedError
+
+
+class _Container(_Kept):
+    def is_another(self) -> bool:
+        """Whether it does not hold the same objects, in the same order."""
+        held, was = self.value, self.was
+        if len(held) != len(was):
+            return True
+        if isinstance(held, dict):
+            same = all(map(operator.is_, held, was)) and all(was[k] is v for k, v in held.items())
+        elif isinstance(held, set):
+            same = {id(v) for v in held} == {id(v) for v in was}
+        else:
+            same = all(map(operator.is_, held, was))
+        return not same
+
+    def put_back(self) -> None:
+        if isinstance(self.value, list):
+            self.value[:] = self.was
+        else:
+            self.value.clear()
+            (self.value.extend if isinstance(self.value, deque) else self.value.update)(self.was)
+
+
+class _Variable(_Kept):
+    """An attribute of a class, one in a slot, or a variable. `value` is what it was."""
+
+    def now(self) -> Any:
+        owner, name = self.place
+        if isinstance(owner, Space):
+            return owner.get(name)
+        held = getattr(owner, "__dict__", {})
+        return held[name] if name in held else getattr(owner, name, None)  # a slot
+
+    def is_another(self) -> bool:
+        return self.now() is not self.value
+
+    def put_back(self) -> None:
+        owner, name = self.place
+        if isinstance(owner, Space):
+            if self.value is MISSING:
+                owner.held.pop(name, None)
+            elif name in owner.held or not isinstance(self.value, types.ModuleType):
+                owner.held[name] = self.value
+        elif self.value is MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, self.value)
+
+
+class _Buffer(_Kept):
+    """An object with bytes, such as a numpy array."""
+
+    def is_another(self) -> bool:
+        return bool(bytes_of(self.value) != self.was)
+
+    def put_back(self) -> None:
+        if isinstance(self.value, bytearray):
+            self.value[:] = self.was
+        elif self.was and memoryview(self.value).c_contiguous:
+            memoryview(self.value).cast("B")[:] = self.was
+
+
+class _Generator(_Kept):
+    """A generator of random numbers, with its state and what sets it."""
+
+    def is_another(self) -> bool:
+        now = state_of_generator(self.value)
+        return now is not None and now[0] != self.was[0]
+
+    def put_back(self) -> None:
+        self.was[1](self.was[0])
+
+
+class _SmallTensor(_Kept):
+    """A tensor of few elements, with its version and a copy: a trace computes with those, and writes to
+    them."""
+
+    def is_another(self) -> bool:
+        return bool(self.value._version != self.was[0])
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            self.value.copy_(self.was[1])
 
 
 class _Found(Walk):
@@ -40,12 +146,11 @@ class _Found(Walk):
     def __init__(self) -> None:
         super().__init__()
         self.containers: list[tuple[Place, Any]] = []
-        self.first: dict[tuple[int, str], tuple[Place, Any]] = {}
-        """Variables with the values that were found first."""
-        self.generators: list[tuple[Place, Any, Any, Callable[[Any], None]]] = []
-        """Generators of random numbers, with their states and what sets them."""
+        self.variables_of: dict[tuple[int, str], _Variable] = {}
+        """Variables with the values that were found first: what code changed meanwhile is known already."""
+        self.generators: list[_Generator] = []
+        self.buffers: list[_Buffer] = []
         self._nested: set[int] = set()
-        self.buffers: list[tuple[Place, Any]] = []
 
     def head(self, module: nn.Module) -> None:
         self.containers.append((Place(module, ""), vars(module)))
@@ -54,15 +159,14 @@ class _Found(Walk):
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):
             self.containers.append((Place(value, ""), held))
-        slots = ((name, getattr(value, name, MISSING)) for name in slots_of(type(value)))  # type: ignore[arg-type]
-        for name, inner in slots:
-            if inner is not MISSING:
-                self.note(Place(value, name), inner)
+        for name in slots_of(type(value)):  # type: ignore[arg-type]
+            if (inner := getattr(value, name, MISSING)) is not MISSING:
+                self._note(Place(value, name), inner)
 
     def members(self, owner: type) -> Iterator[tuple[str, Any]]:
         for name, value in super().members(owner):
             if isinstance(value, (int, float, str)):
-                self.note(Place(owner, name), value)
+                self._note(Place(owner, name), value)
             yield name, value
 
     def begins(self, frame: types.FrameType) -> None:
@@ -83,7 +187,7 @@ class _Found(Walk):
                 self.variables(space, list(names))
 
     def container(self, value: Any, depth: int) -> None:
-        if len(value) > budgets.STATE_ENTRIES:
+        if len(value) > budgets.STATE_ENTRIES and value is not BUILT_IN:
             self.length(value, len(value))
         else:
             super().container(value, depth)
@@ -93,21 +197,18 @@ class _Found(Walk):
             self.containers.append((self.at, value))
 
     def buffer(self, value: Any) -> None:
-        self.buffers.append((self.at, value))
+        self.buffers.append(_Buffer(self.at, value, bytes_of(value)))
 
     def generator(self, value: Any) -> None:
-        found = state_of_generator(value)
-        assert found is not None
-        self.generators.append((self.at, value, *found))
+        self.generators.append(_Generator(self.at, value, state_of_generator(value)))
 
     def read_variables(self, space: Space, names: Iterable[str]) -> None:
         for name in names:
-            self.note(Place(space, name), space.get(name))
+            self._note(Place(space, name), space.get(name))
 
-    def note(self, place: Place, value: Any) -> None:
-        """Note a variable; what code changed meanwhile is known already."""
+    def _note(self, place: Place, value: Any) -> None:
         owner = place.owner.held if isinstance(place.owner, Space) else place.owner
-        self.first.setdefault((id(owner), place.name), (place, value))
+        self.variables_of.setdefault((id(owner), place.name), _Variable(place, value, None))
 
 
 class Snapshot:
@@ -116,9 +217,8 @@ class Snapshot:
 
     def __init__(self, targets: Iterable[Any]) -> None:
         self._found = _Found()
-        self._containers: list[tuple[Place, Any, Any]] = []
-        self._buffers: list[tuple[Place, Any, bytes]] = []
-        self._tensors: list[tuple[Tensor, int, Tensor]] = []
+        self._containers: list[_Container] = []
+        self._tensors: list[_SmallTensor] = []
         self.swapped = False
         """Whether a change puts an object in the place of another that was there before as well."""
         self._replacement: Callable[[Tensor], Tensor] | None = None
@@ -136,45 +236,20 @@ class Snapshot:
 
     def _copy(self) -> None:
         """Copy what was found since."""
-        found = self._found
-        all_found = [
-            each for place, c in found.containers for each in ((place, c), *_tables_of(place.owner, c))
-        ]
-        self._containers += ((place, c, c.copy() if c else _empty(c)) for place, c in all_found)
-        self._buffers += ((place, value, bytes_of(value)) for place, value in found.buffers)
-        is_traced = torch._C._len_torch_dispatch_stack() > 0  # nothing can be copied or written there
-        small = (t for _, c in all_found if not is_traced for _, t in _entries(c) if _is_small(t))
-        self._tensors += ((t, t._version, t.detach().clone()) for t in small)
-        found.containers, found.buffers = [], []
-
-    @property
-    def _variables(self) -> Iterable[tuple[Place, Any]]:
-        return self._found.first.values()
+        found, self._found.containers = self._found.containers, []
+        whole = [each for place, c in found for each in ((place, c), *_tables_of(place.owner, c))]
+        self._containers += (_Container(place, c, c.copy() if c else _empty(c)) for place, c in whole)
+        if torch._C._len_torch_dispatch_stack() == 0:  # nothing can be copied or written in a trace
+            small = (t for _, c in whole for _, t in _entries(c) if _is_small(t))
+            at = Place(None, "")
+            self._tensors += (_SmallTensor(at, t, (t._version, t.detach().clone())) for t in small)
 
     def restore(self) -> None:
-        for _, container, copy in self._containers:
-            if _is_untouched(container, copy):
-                continue  # other threads may read it
-            if isinstance(container, list):
-                container[:] = copy
-            else:
-                container.clear()
-                (container.extend if isinstance(container, deque) else container.update)(copy)
-        for place, value in self._variables:
-            if _variable(place) is not value:
-                _assign(place, value)
-        for _, value, content in self._buffers:
-            if isinstance(value, bytearray):
-                value[:] = content
-            elif content and bytes_of(value) != content and memoryview(value).c_contiguous:
-                memoryview(value).cast("B")[:] = content
-        for _, value, state, put_back in self._found.generators:
-            if _drawn_from(value, state):
-                put_back(state)
-        for tensor, version, copy in self._tensors:
-            if tensor._version != version:
-                with torch.no_grad():
-                    tensor.copy_(copy)
+        found = self._found
+        others = (*found.variables_of.values(), *found.buffers, *found.generators, *self._tensors)
+        for kept in (*self._containers, *others):
+            if kept.is_another():  # if not, other threads may read it
+                kept.put_back()
 
     @contextlib.contextmanager
     def iterators_refused(self, refuse: Callable[[Place], None]) -> Iterator[None]:
@@ -199,7 +274,7 @@ class Snapshot:
         self._replacement = replacement
         self._replace(self._containers)
 
-    def _replace(self, containers: Iterable[tuple[Place, Any, Any]]) -> None:
+    def _replace(self, containers: Iterable[_Container]) -> None:
         for _, container, copy in containers:
             for name, value in _entries(copy):
                 if isinstance(value, Tensor) and self._replacement is not None:
@@ -207,7 +282,7 @@ class Snapshot:
 
     def is_generator(self, place: Place) -> bool:
         """Whether a generator of random numbers is there."""
-        return any(each is place for each, *_ in self._found.generators)
+        return any(each.place is place for each in self._found.generators)
 
     def changed_attributes(self) -> list[Place]:
         """All attributes that are other objects now, and buffers that were there before."""
@@ -217,14 +292,14 @@ class Snapshot:
             is_buffers = isinstance(owner, nn.Module) and now is owner._buffers
             if not whole and (now is held or is_buffers):
                 names = dict.fromkeys(before if is_buffers else (*before, *now))
-                found += (Place(owner, n) for n in names if _is_another(now.get(n, now), before.get(n, now)))
+                found += (Place(owner, n) for n in names if _differ(now.get(n, now), before.get(n, now)))
         return found
 
     def containers(self) -> set[int]:
         """The identities of the containers."""
-        return {id(container) for _, container, _ in self._containers}
+        return {id(kept.value) for kept in self._containers}
 
-    def first_change(self, weights: Mapping[int, int] | None = None) -> Place | None:
+    def first_change(self, weights: Mapping[int, int] = MappingProxyType({})) -> Place | None:
         """The first attribute or variable whose value is another one now, or whose container has changed.
 
         Args:
@@ -235,21 +310,23 @@ class Snapshot:
             """Another one that was there before is another one even if it has the same contents."""
             swapped = now is not before and id(now) in self._found.seen and not isinstance(now, BY_VALUE)
             self.swapped |= swapped
-            return swapped or _is_another(now, before, weights or {})
+            return swapped or _differ(now, before, weights)
 
-        for place, container, copy in self._containers:
-            if not place.name and isinstance(container, dict):
-                for name in (*copy, *(n for n in container if n not in copy)):
-                    if not is_of_stand_ins(name) and is_another(
-                        container.get(name, container), copy.get(name, container)
-                    ):
+        for kept in self._containers:
+            place, held, was = kept
+            if not place.name and isinstance(held, dict):
+                names = (
+                    name for name in (*was, *(n for n in held if n not in was)) if not is_of_stand_ins(name)
+                )
+                for name in names:
+                    if is_another(held.get(name, held), was.get(name, held)):
                         return Place(place.owner, str(name))
-            elif not _is_untouched(container, copy) and _is_another(container, copy, weights or {}):
+            elif kept.is_another() and _differ(held, was, weights):
                 return place
-        variables = (place for place, value in self._variables if is_another(_variable(place), value))
-        buffers = (place for place, value, content in self._buffers if bytes_of(value) != content)
-        drawn = (place for place, value, state, _ in self._found.generators if _drawn_from(value, state))
-        return next(itertools.chain(variables, buffers, drawn), None)
+        found = self._found
+        variables = (v.place for v in found.variables_of.values() if is_another(v.now(), v.value))
+        others = (kept.place for kept in (*found.buffers, *found.generators) if kept.is_another())
+        return next(itertools.chain(variables, others), None)
 
 
 class _Refused:
@@ -266,11 +343,6 @@ class _Refused:
         raise ValueError("a trace cannot advance an iterator")
 
 
-def _drawn_from(generator: Any, state: Any) -> bool:
-    now = state_of_generator(generator)
-    return now is not None and now[0] != state
-
-
 def _empty(container: Any) -> Any:
     """What an empty container is compared with. (Most tables of most modules are empty.)"""
     return _NO_NAMES if isinstance(container, dict) else _NO_VALUES if isinstance(container, set) else ()
@@ -284,13 +356,8 @@ def _entries(container: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether this is a tensor of few elements: a trace computes with those, and writes to them."""
-    return (
-        type(value) is Tensor
-        and value.is_cpu
-        and value.layout is torch.strided
-        and value.nbytes <= budgets.STATE_BYTES
-    )
+    plain = type(value) is Tensor and value.is_cpu and value.layout is torch.strided
+    return plain and value.nbytes <= budgets.STATE_BYTES
 
 
 def _tables_of(owner: Any, held: Any) -> Iterator[tuple[Place, Any]]:
@@ -302,42 +369,6 @@ def _tables_of(owner: Any, held: Any) -> Iterator[tuple[Place, Any]]:
                 yield Place(owner, "" if name in NAMING else name), table
 
 
-def _is_another(now: Any, before: Any, weights: Mapping[int, int] = MappingProxyType({})) -> bool:
+def _differ(now: Any, before: Any, weights: Mapping[int, int] = MappingProxyType({})) -> bool:
     """Whether a value is another one, and not a copy with the same contents."""
     return now is not before and fingerprint([now], weights=weights) != fingerprint([before], weights=weights)
-
-
-def _same(container: Any, copy: Any) -> bool:
-    """Whether two containers of equal length hold the same objects."""
-    if isinstance(container, dict):
-        return all(k in copy and copy[k] is v for k, v in container.items())
-    if isinstance(container, set):
-        return {id(v) for v in container} == {id(v) for v in copy}
-    return all(map(operator.is_, container, copy))
-
-
-def _is_untouched(container: Any, copy: Any) -> bool:
-    """Whether a container holds the same objects as its copy, in the same order."""
-    if len(container) != len(copy) or not _same(container, copy):
-        return False
-    return not isinstance(container, dict) or all(map(operator.is_, container, copy))
-
-
-def _variable(place: Place) -> Any:
-    owner = place.owner
-    if isinstance(owner, Space):
-        return owner.get(place.name)
-    held = getattr(owner, "__dict__", {})
-    return held[place.name] if place.name in held else getattr(owner, place.name, None)  # a slot
-
-
-def _assign(place: Place, value: Any) -> None:
-    if isinstance(place.owner, Space):
-        if value is MISSING:
-            place.owner.held.pop(place.name, None)
-        elif place.name in place.owner.held or not isinstance(value, types.ModuleType):
-            place.owner.held[place.name] = value
-    elif value is MISSING:
-        delattr(place.owner, place.name)
-    else:
-        setattr(place.owner, place.name, value)

@@ -10,7 +10,7 @@ import os
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from itertools import chain
@@ -21,25 +21,27 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from attngraph.capture.state.fingerprint import Fingerprint
-from attngraph.capture.state.kinds import is_known, set_on_entry, slots_of
-from attngraph.capture.state.parts import (
-    BACKWARD_HOOKS,
-    FORWARD_HOOKS,
+from attngraph.capture.state.kinds import (
+    HOOKS,
+    MISSING,
     MODULES_OWN,
     NAMING,
     ORDER,
     bytes_of,
+    inside,
+    is_known,
     own_attributes,
+    set_on_entry,
+    slots_of,
 )
-from attngraph.capture.state.scope import BUILT_IN, MISSING, TENSORS, Scope, Space
+from attngraph.capture.state.scope import BUILT_IN, TENSORS, Scope, Space
 from attngraph.ir import budgets
 
-_TABLES = (*NAMING, *FORWARD_HOOKS, *BACKWARD_HOOKS)
-_TABLES_OF = itemgetter(*_TABLES)
+_TABLES_OF = itemgetter(*NAMING, *HOOKS)
 _ABOUT = attrgetter("__class__", "dtype", "device", "shape", "requires_grad")
 _OWN = attrgetter("__dict__")
 _LAYOUT = methodcaller("stride"), methodcaller("storage_offset")
-_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_OF_FUNCTIONS = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _ABOUT_FUNCTIONS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _OF_PARTIALS = ("func", "args", "keywords")
 
@@ -56,7 +58,7 @@ class Reads:
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[Callable[..., Read], tuple[Any, ...], list[int], Any]] = []
+        self._known: list[tuple[Callable[[], Read], list[int], Any]] = []
         self._kept: dict[int, Callable[[], Any]] = {}
         self.is_stale = False
 
@@ -68,25 +70,24 @@ class Reads:
             return False
 
     @staticmethod
-    def _same(read: Callable[..., Read], args: tuple[Any, ...], known: list[int], facts: Any) -> bool:
-        found, now = read(*args)
+    def _same(read: Callable[[], Read], known: list[int], facts: Any) -> bool:
+        found, now = read()
         return now == facts and [*map(id, found)] == known
 
-    def add(self, read: Callable[..., Read], *args: Any, not_kept: Container[int] = ()) -> None:
-        """Record what `read(*args)` gives. `not_kept` are objects by their identity that need not live on, as
-        all that they hold is read as well."""
-        found, facts = read(*args)
-        values = [*found]
+    def add(self, read: Callable[[], Read], not_kept: Container[int] = ()) -> None:
+        """Record what `read` gives. `not_kept` are objects by their identity that need not live on, as all
+        that they hold is read as well."""
+        found, facts = read()
+        self.note(read, [*found], facts, not_kept)
+
+    def note(
+        self, read: Callable[[], Read], values: Sequence[Any], facts: Any, not_kept: Container[int] = ()
+    ) -> None:
+        """Record what `read` gave piece by piece."""
         for value in values:
             if id(value) not in not_kept:
                 self.reference(value)
-        self._known.append((read, args, [*map(id, values)], facts))
-
-    def note(self, read: Callable[..., Read], *args: Any, values: Sequence[Any]) -> None:
-        """Record what `read(*args)` gave piece by piece."""
-        for value in values:
-            self.reference(value)
-        self._known.append((read, args, [*map(id, values)], 0))
+        self._known.append((read, [*map(id, values)], facts))
 
     def reference(self, value: Any) -> Callable[[], Any]:
         """Gives the value back while it lives."""
@@ -128,7 +129,7 @@ class RecordingWalk(Fingerprint):
         parts = [_parts_of(tuple(vars(m)), skipped) for m in modules]
         referred = [*map(self.reads.reference, modules)]
         ordered = not ORDER.isdisjoint(self.scope.names)
-        self.reads.add(_of_modules, referred, parts, skipped, ordered, not_kept=own)
+        self.reads.add(partial(_of_modules, referred, parts, skipped, ordered), not_kept=own)
         tables = (table for m in modules for table in (m._parameters, m._buffers))
         held = (t for table in tables for name, t in table.items() if t is not None and name not in skipped)
         self._tensors([*held])
@@ -137,7 +138,8 @@ class RecordingWalk(Fingerprint):
         if any(map(is_lazy, tensors)):
             self.reads.is_stale = True  # their shapes cannot be read
         else:
-            self.reads.add(_metadata, [*map(self.reads.reference, tensors)], self.scope.layouts)
+            referred = [*map(self.reads.reference, tensors)]
+            self.reads.add(partial(_metadata, referred, self.scope.layouts))
 
     def tensor(self, value: Tensor) -> None:
         self._tensors([value])
@@ -145,11 +147,11 @@ class RecordingWalk(Fingerprint):
 
     def attributes_of_tensor(self, tensor: Tensor, depth: int) -> None:
         if own_attributes(tensor):
-            self.reads.add(_of_dict, vars(tensor))
+            self.reads.add(partial(_of_dict, vars(tensor)))
         super().attributes_of_tensor(tensor, depth)
 
     def referred(self, reference: weakref.ref[Any]) -> None:
-        self.reads.add(_target, reference)
+        self.reads.add(lambda: ((reference(),), None))
 
     def module(self, module: nn.Module, depth: int) -> None:
         if id(module) not in self._read:
@@ -160,55 +162,55 @@ class RecordingWalk(Fingerprint):
         kind: Any = type(value)
         names = slots_of(kind) + (_OF_PARTIALS if isinstance(value, partial) else ())
         skipped = self._skipped(value) | set_on_entry(kind)
-        self.reads.add(_of_thing, self.reads.reference(value), names, skipped)
+        self.reads.add(partial(_of_thing, self.reads.reference(value), names, skipped))
         super().opened(value)
 
     def buffer(self, value: Any) -> None:
-        self.reads.add(_bytes, self.reads.reference(value))
+        referred = self.reads.reference(value)
+        self.reads.add(lambda: ((), bytes_of(referred())))
         super().buffer(value)
 
     def kind(self, kind: type, depth: int) -> None:
         for owner in kind.__mro__:
-            if owner not in self.kinds and not (
-                is_known(owner.__module__) and not issubclass(owner, nn.Module)
-            ):
+            counts = not is_known(owner.__module__) or issubclass(owner, nn.Module)
+            if owner not in self.kinds and counts:
                 members = _taking([name for name, _ in self.members(owner)])
-                self.reads.add(_of_class, self.reads.reference(owner), members)
+                self.reads.add(partial(_of_class, self.reads.reference(owner), members))
         super().kind(kind, depth)
 
     def length(self, value: Any, entries: int) -> None:
         if len(value) > budgets.STATE_ENTRIES and not self.scope.reads(self.at.name):
-            self.reads.add(_length, value)
+            self.reads.add(lambda: ((), len(value)))
         elif isinstance(value, (dict, types.MappingProxyType)):
-            self.reads.add(_of_dict, value)
+            self.reads.add(partial(_of_dict, value))
         elif isinstance(value, (list, set, deque)):
-            self.reads.add(_of_list, value)
+            self.reads.add(lambda: (value, None))
         super().length(value, entries)
 
     def context(self, variable: ContextVar[Any]) -> None:
-        self.reads.add(_of_context, variable)
+        self.reads.add(lambda: ((variable.get(None),), None))
 
     def read_function(self, function: types.FunctionType) -> None:
         if not function.__dict__ and not function.__closure__:
             self._plain_functions.append(self.reads.reference(function))
             self._of_functions += _ABOUT_FUNCTIONS(function)
         else:
-            self.reads.add(_of_function, self.reads.reference(function))
+            self.reads.add(partial(_of_function, self.reads.reference(function)))
 
     def everything(self, targets: Iterable[Any]) -> None:
         super().everything(targets)
-        self.reads.note(_of_functions, self._plain_functions, values=self._of_functions)
+        self.reads.note(partial(_of_functions, self._plain_functions), self._of_functions, 0)
 
     def read_variables(self, space: Space, names: Iterable[str]) -> None:
         present = [name for name in names if name in space.held]
         others = [name for name in names if name not in space.held]
         built_in = tuple(name for name in others if name in BUILT_IN)
         missing = tuple(name for name in others if name not in BUILT_IN and space is not TENSORS)
-        self.reads.add(_of_variables, space, _taking(present), built_in, missing)
+        self.reads.add(partial(_of_variables, space, _taking(present), built_in, missing))
 
     def environment(self, names: Iterable[str]) -> None:
         if names:
-            self.reads.add(_of_environment, tuple(names))
+            self.reads.add(lambda: ((), [*map(os.environ.get, names)]))
         super().environment(names)
 
     def _skipped(self, owner: Any) -> frozenset[str]:
@@ -265,13 +267,8 @@ def _of_functions(references: Sequence[Callable[[], Any]]) -> Read:
 
 def _of_function(reference: Callable[[], Any]) -> Read:
     function = reference()
-    found = [getattr(function, name) for name in _OF_FUNCTIONS]
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:
-            found.append(MISSING)
-    return [*found, *function.__dict__.values()], [*function.__dict__]
+    cells = map(inside, function.__closure__ or ())
+    return [*_OF_FUNCTIONS(function), *cells, *function.__dict__.values()], [*function.__dict__]
 
 
 def _of_variables(
@@ -289,28 +286,8 @@ def _taking(names: Sequence[str]) -> Callable[[Any], Sequence[Any]]:
     return itemgetter(*names)
 
 
-def _of_environment(names: Sequence[str]) -> Read:
-    return (), [*map(os.environ.get, names)]
-
-
-def _of_context(variable: ContextVar[Any]) -> Read:
-    return (variable.get(None),), None
-
-
-def _of_dict(held: dict[Any, Any]) -> Read:
+def _of_dict(held: Mapping[Any, Any]) -> Read:
     return [*held, *held.values()], None
-
-
-def _of_list(held: Iterable[Any]) -> Read:
-    return held, None
-
-
-def _length(held: Any) -> Read:
-    return (), len(held)
-
-
-def _target(reference: weakref.ref[Any]) -> Read:
-    return (reference(),), None
 
 
 def _metadata(references: Sequence[Callable[[], Any]], layouts: bool) -> Read:
@@ -319,7 +296,3 @@ def _metadata(references: Sequence[Callable[[], Any]], layouts: bool) -> Read:
     if layouts:
         facts += [tuple(ask(t) for ask in _LAYOUT) for t in tensors]
     return (), facts
-
-
-def _bytes(reference: Callable[[], Any]) -> Read:
-    return (), bytes_of(reference())

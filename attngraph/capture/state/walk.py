@@ -9,7 +9,6 @@ records tell whether another walk would read the same (`unchanged.py`), contents
 
 from __future__ import annotations
 
-import builtins
 import functools
 import gc
 import os
@@ -26,36 +25,48 @@ from torch.fx.experimental.proxy_tensor import _AttrProxy
 
 from attngraph.capture.state.code import functions_of, nested
 from attngraph.capture.state.kinds import (
-    has_value,
-    is_fixed,
-    is_known,
-    is_mute,
-    is_open,
-    own_classes,
-    set_on_entry,
-    slots_of,
-    state_of_generator,
-)
-from attngraph.capture.state.parts import (
-    BACKWARD_HOOKS,
     BY_VALUE,
     CONTAINERS,
-    FORWARD_HOOKS,
+    HOOKS,
+    MISSING,
     OF_EVERY_CLASS,
     ORDER,
     TOO_DEEP,
     VIEWS,
     WRAPPERS,
     Place,
+    has_value,
     inside,
+    is_fixed,
+    is_known,
+    is_mute,
     is_of_stand_ins,
+    is_open,
     is_plain,
     own_attributes,
+    own_classes,
     set_by_user,
+    set_on_entry,
     size_of,
+    slots_of,
+    state_of_generator,
+    wrapped_by,
 )
-from attngraph.capture.state.scope import EVERYTHING, MISSING, Scope, Space
+from attngraph.capture.state.scope import BUILT_IN, EVERYTHING, Scope, Space
 from attngraph.ir import budgets
+
+_OPENED: tuple[tuple[Any, str], ...] = (
+    (nn.Module, "module"), (type, "kind"), (types.ModuleType, "file"), (CONTAINERS, "container"),
+    (types.FunctionType, "function"), (types.MethodType, "method"), (types.BuiltinFunctionType, "built_in"),
+    (WRAPPERS, "wrapper"), (ContextVar, "variable"), (VIEWS, "view"), (object, "thing"),
+)  # fmt: skip
+"""The kinds of things that have parts, and what visits these."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _opened_by(kind: type, told: type) -> str:
+    """What visits the parts of objects of a class, which may say that they are of another, as proxies do."""
+    return next(name for kinds, name in _OPENED if issubclass(kind, kinds) or issubclass(told, kinds))
 
 
 class Walk:
@@ -130,66 +141,39 @@ class Walk:
             self.hidden(value, TOO_DEEP)
         else:
             self.seen[id(value)] = len(self.seen)
-            self.open(value, depth + 1)
-
-    def open(self, value: Any, depth: int) -> None:
-        if isinstance(value, nn.Module):
-            self.module(value, depth)
-        elif isinstance(value, type):
-            self.kind(value, depth)
-        elif isinstance(value, types.ModuleType):
-            self.file(value, depth)
-        elif value is vars(builtins):
-            self.same(value)
-        elif isinstance(value, CONTAINERS):
-            self.container(value, depth)
-        elif isinstance(value, types.FunctionType):
-            self.function(value, depth)
-        elif isinstance(value, types.MethodType):
-            self.child("__func__", value.__func__, depth)
-            self.child("__self__", value.__self__, depth)
-        elif isinstance(value, types.BuiltinFunctionType):
-            self.same(value)
-            if not isinstance(value.__self__, (types.ModuleType, type, types.NoneType)):
-                self.child("__self__", value.__self__, depth)
-        elif isinstance(value, WRAPPERS):
-            self.wrapper(value, depth)
-        elif isinstance(value, ContextVar):
-            self.context(value)
-            self.child("get", value.get(None), depth)
-        elif isinstance(value, VIEWS):
-            self.made.append(list(value))
-            self.container(self.made[-1], depth)
-        else:
-            self.thing(value, depth)
+            getattr(self, _opened_by(type(value), value.__class__))(value, depth + 1)  # type: ignore[arg-type]
 
     def child(self, step: str, value: Any, depth: int) -> None:
         """Visit something inside of what is being visited; `step` says which part of it."""
         self.visit(value, depth)
 
+    def held_by(self, owner: Any, named: Iterable[tuple[str, Any]], depth: int) -> None:
+        """Visit attributes or variables of an owner, by their names."""
+        around = self.at
+        for name, value in named:
+            self.at = Place(owner, name)
+            self.child(name, value, depth)
+        self.at = around
+
     # --- what has parts ---
 
     def module(self, module: nn.Module, depth: int) -> None:
-        own = vars(module)
+        own, left_out = vars(module), self.scope.left_out
         self.head(module)
         for store in (module._parameters, module._buffers):
             for name, tensor in store.items():
-                if (id(module), name) not in self.scope.left_out:
+                if (id(module), name) not in left_out:
                     self.weight(module, name, tensor)
                     if tensor is not None:
                         self.attributes_of_tensor(tensor, depth)
         self.kind(type(module), depth)
-        around = self.at
-        for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS):
-            for hook in tuple(own[name].values()):
-                self.at = Place(module, name)
-                self.child(name, hook, depth)
+        hooks = ((name, hook) for name in HOOKS for hook in tuple(own[name].values()))
+        self.held_by(module, hooks, depth)
         names = set_by_user(tuple(own))
-        for name in names if not ORDER.isdisjoint(self.scope.names) else sorted(names):
-            if (id(module), name) not in self.scope.left_out:
-                self.at = Place(module, name)
-                self.child(name, own.get(name), depth)  # another thread's call may have removed it
-        self.at = around
+        ordered = names if not ORDER.isdisjoint(self.scope.names) else sorted(names)
+        # Another thread's call may have removed an attribute.
+        counting = ((n, own.get(n)) for n in ordered if (id(module), n) not in left_out)
+        self.held_by(module, counting, depth)
         for name, child in tuple(module._modules.items()):
             self.child(name, child, depth)
 
@@ -198,6 +182,23 @@ class Walk:
         if held:
             self.made.append(held)
             self.child("__dict__", held, depth)
+
+    def method(self, value: types.MethodType, depth: int) -> None:
+        self.child("__func__", value.__func__, depth)
+        self.child("__self__", value.__self__, depth)
+
+    def built_in(self, value: types.BuiltinFunctionType, depth: int) -> None:
+        self.same(value)
+        if not isinstance(value.__self__, (types.ModuleType, type, types.NoneType)):
+            self.child("__self__", value.__self__, depth)
+
+    def variable(self, value: ContextVar[Any], depth: int) -> None:
+        self.context(value)
+        self.child("get", value.get(None), depth)
+
+    def view(self, value: Any, depth: int) -> None:
+        self.made.append(list(value))
+        self.container(self.made[-1], depth)
 
     def thing(self, value: Any, depth: int) -> None:
         """An object: by its attributes if they are its whole state, by its value if it has one."""
@@ -220,18 +221,13 @@ class Walk:
 
     def attributes(self, value: Any, slots: Iterable[str], held: dict[str, Any], depth: int) -> None:
         """What an object has, and what its class does with it."""
+        kind: Any = type(value)
         self.opened(value)
-        self.kind(type(value), depth)
-        around = self.at
-        for name in slots:
-            self.at = Place(value, name)
-            self.child(name, getattr(value, name, MISSING), depth)
-        passing = set_on_entry(type(value))  # type: ignore[arg-type]
-        for name, inner in tuple(held.items()):
-            if name not in passing and (id(value), name) not in self.scope.left_out:
-                self.at = Place(value, name)
-                self.child(name, inner, depth)
-        self.at = around
+        self.kind(kind, depth)
+        self.held_by(value, ((name, getattr(value, name, MISSING)) for name in slots), depth)
+        passing, left_out, items = set_on_entry(kind), self.scope.left_out, tuple(held.items())
+        counting = ((n, v) for n, v in items if n not in passing and (id(value), n) not in left_out)
+        self.held_by(value, counting, depth)
 
     def closed_thing(self, value: Any) -> None:
         """An object that cannot be opened: by its value or its bytes. One without either may change
@@ -251,14 +247,9 @@ class Walk:
         """A class, with what its objects read of it."""
         self.same(kind)
         for owner in kind.__mro__:
-            if owner in self.kinds:
-                continue
-            self.kinds.add(owner)
-            around = self.at
-            for name, value in self.members(owner):
-                self.at = Place(owner, name)
-                self.child(name, value, depth)
-            self.at = around
+            if owner not in self.kinds:
+                self.kinds.add(owner)
+                self.held_by(owner, self.members(owner), depth)
         if own_classes(type(kind)):
             self.kind(type(kind), depth)
 
@@ -271,27 +262,20 @@ class Walk:
             return
         for name, value in tuple(vars(owner).items()):
             is_code = isinstance(value, (types.FunctionType, *WRAPPERS))
-            if name in OF_EVERY_CLASS or isinstance(
-                value, (types.GetSetDescriptorType, types.MemberDescriptorType)
-            ):
-                continue
-            if is_code or self.scope.reads(name):
+            is_slot = isinstance(value, (types.GetSetDescriptorType, types.MemberDescriptorType))
+            if name not in OF_EVERY_CLASS and not is_slot and (is_code or self.scope.reads(name)):
                 yield name, value
 
     def wrapper(self, value: Any, depth: int) -> None:
         """What a decorator of Python's makes of a function."""
         self.same(value)
-        if isinstance(value, property):
-            parts = [value.fget, value.fset, value.fdel]
-        elif isinstance(value, functools._lru_cache_wrapper):
-            parts = [value.__wrapped__]
-        else:
-            parts = [getattr(value, "func", None) or getattr(value, "__func__", None)]
-        for part in parts:
-            if part is not None:
-                self.child("", part, depth)
+        for part in wrapped_by(value):
+            self.child("", part, depth)
 
     def container(self, value: Any, depth: int) -> None:
+        if value is BUILT_IN:
+            self.same(value)
+            return
         entries: Any = value
         if isinstance(value, (dict, types.MappingProxyType)):
             entries = [(key, inner) for key, inner in value.items() if not is_of_stand_ins(key)]
@@ -303,15 +287,13 @@ class Walk:
         elif isinstance(value, (dict, types.MappingProxyType)):
             for number, (key, inner) in enumerate(entries):
                 self.entry(number, key, inner, depth)
-        elif isinstance(value, (set, frozenset)):
-            self.members_of_set(value)
-            for number, inner in enumerate(tuple(value)):
-                if not isinstance(inner, (*BY_VALUE, type)):
-                    self.child(f"[{number}]", inner, depth)
         else:
+            is_set = isinstance(value, (set, frozenset))
+            if is_set:
+                self.members_of_set(value)
             for number, inner in enumerate(tuple(value)):
-                self.child(f"[{number}]", inner, depth)
-
+                if not is_set or not isinstance(inner, (*BY_VALUE, type)):
+                    self.child(f"[{number}]", inner, depth)
         if own_classes(type(value)):  # type: ignore[arg-type]
             self.attributes(value, (), getattr(value, "__dict__", {}), depth)
 
@@ -332,23 +314,20 @@ class Walk:
         self.closed.setdefault(id(function.__code__), []).append(function)
         if not isinstance(self.at.owner, type):
             self.read_function(function)
-            self._parts_of(function, ("__dict__",), depth)
+            if function.__dict__:
+                self.child("__dict__", function.__dict__, depth)
 
     def inside_of(self, function: types.FunctionType, depth: int) -> None:
         self.met.add(id(function.__code__))
         self.read_function(function)
-        self._parts_of(function, ("__dict__", "__defaults__", "__kwdefaults__"), depth)
+        for name in ("__dict__", "__defaults__", "__kwdefaults__"):
+            if held := getattr(function, name):
+                self.child(name, held, depth)
         around = self.at
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self.at = Place(function, name)
             self.child(f"<{name}>", inside(cell), depth)
         self.at = around
-
-    def _parts_of(self, function: types.FunctionType, names: Iterable[str], depth: int) -> None:
-        for name in names:
-            held = getattr(function, name)
-            if held:
-                self.child(name, held, depth)
 
     def variables(self, space: Space, names: Iterable[str]) -> None:
         """Variables by their names. Of torch's files and Python's own, which object each is; by its value, if
@@ -370,12 +349,8 @@ class Walk:
         space = Space(vars(module))
         names = sorted(name for name in self.scope.names if name in space.held)
         if names and not is_known(module.__name__):
-            around = self.at
             self.read_variables(space, names)
-            for name in names:
-                self.at = Place(space, name)
-                self.child(name, space.get(name), depth)
-            self.at = around
+            self.held_by(space, ((name, space.get(name)) for name in names), depth)
 
     # --- what visitors note ---
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of
-from attngraph.ir.language.score import Keep, Score, ScoreProgram, Weight
+from attngraph.ir.language.score import Keep, Score, ScoreProgram, Statement, Weight
 
 Value = Tensor | int | float | bool
 
@@ -72,10 +72,13 @@ def scores(
 ) -> Tensor:
     """The scores s of one tile, in the shape of `dot`. `skip` lists statements (by position) that are known
     to have no effect on this tile."""
+    return applied((s for n, s in enumerate(program.statements) if n not in skip), dot, env).expand(dot.shape)
+
+
+def applied(statements: Iterable[Statement], dot: Tensor, env: Environment) -> Tensor:
+    """The scores s that statements make of `dot`, in a shape that broadcasts to the tile's."""
     s = dot
-    for place, statement in enumerate(program.statements):
-        if place in skip:
-            continue
+    for statement in statements:
         names: dict[str, Value] = {"dot": dot, "s": s}
         if isinstance(statement, Score):
             s = tensor(evaluate(statement.value, env, names), env)
@@ -83,7 +86,7 @@ def scores(
             keep = evaluate(statement.predicate, env, names)
             fill = evaluate(statement.fill, env, names)
             s = torch.where(as_bool(keep, env), s, tensor(fill, env))
-    return s.expand(dot.shape)
+    return s
 
 
 def weights(program: ScoreProgram, p: Tensor, env: Environment, dot: Tensor | None = None) -> Tensor:

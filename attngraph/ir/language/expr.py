@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from attngraph.ir import budgets
@@ -138,6 +138,11 @@ def walk(node: Expr) -> Iterator[Expr]:
             stack.extend((arg, False) for arg in reversed(current.args))
 
 
+def reads(node: Expr) -> list[Expr]:
+    """Every distinct element of a tensor that an expression reads."""
+    return [n for n in walk(node) if n.op == "read"]
+
+
 def rebuild(node: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> Expr:
     """Map a tree bottom up: `leaf(node, new_args)` gives each node's replacement. Shared nodes
     are visited once."""
@@ -145,6 +150,21 @@ def rebuild(node: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> Expr:
     for current in walk(node):
         done[current] = leaf(current, tuple(done[arg] for arg in current.args))
     return done[node]
+
+
+def parts(node: Expr, op: str) -> tuple[Expr, ...]:
+    """What an operation joins, the terms of a sum, say: the node alone where it is another."""
+    return node.args if node.op == op else (node,)
+
+
+def with_args(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The node with other arguments, as it is written: no algebra. The extents of variables stay."""
+    return node if args == node.args or node.op == "var" else make(node.op, args, node.value, node.kind)
+
+
+def replaced(node: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
+    """`node` with each key replaced by its value, and all else as it is written."""
+    return rebuild(node, lambda n, args: mapping[n] if n in mapping else with_args(n, args))
 
 
 def format_number(value: Scalar | str) -> str:

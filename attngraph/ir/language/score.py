@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr, format_expr
@@ -183,6 +183,10 @@ class ScoreProgram:
     def sink(self) -> Expr | None:
         return next((s.value for s in self.statements if isinstance(s, Sink)), None)
 
+    def mapped(self, change: Callable[[Expr], Expr]) -> ScoreProgram:
+        """The program with each of its formulas changed."""
+        return ScoreProgram(tuple(type(s)(*map(change, formulas(s))) for s in self.statements))
+
 
 def is_moderate(factor: float) -> bool:
     """Whether a product may be multiplied by this before it is added up as well as after, or the other way
@@ -195,23 +199,13 @@ def reindexed(program: ScoreProgram, name: str, value: Expr, kept: Collection[in
     """The program with a formula in the place of an index, other than in reads of the tensors in `kept`."""
     variable = index(name)
 
-    def replaced(formula: Expr) -> Expr:
-        def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-            if node is variable:
-                return value
-            if (node.op == "read" and node.value in kept) or args == node.args:
-                return node
-            return E.make(node.op, args, node.value, node.kind)
+    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        if node is variable:
+            return value
+        return node if node.op == "read" and node.value in kept else E.with_args(node, args)
 
-        return E.rebuild(formula, leaf)
-
-    def rewritten(statement: Statement) -> Statement:
-        if isinstance(statement, Keep):
-            return Keep(replaced(statement.predicate), replaced(statement.fill))
-        return type(statement)(replaced(statement.value))
-
-    made = tuple(map(rewritten, program.statements))
-    return program if made == program.statements else ScoreProgram(made)
+    made = program.mapped(lambda formula: E.rebuild(formula, leaf))
+    return program if made == program else made
 
 
 def index(name: str) -> Expr:

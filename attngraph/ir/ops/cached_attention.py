@@ -31,7 +31,7 @@ from torch import Tensor
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.parser import operation, parse
-from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Statement, Weight
+from attngraph.ir.language.score import ScoreProgram, Statement
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.attention import check_operands
 from attngraph.ir.ops.partial_attention import cleared
@@ -372,27 +372,8 @@ def shift(program: ScoreProgram) -> tuple[ScoreProgram, int]:
 
 def replaced(statements: Sequence[Statement], moved: Mapping[E.Expr, E.Expr]) -> ScoreProgram:
     """The program of these statements with other expressions in place of variables."""
-
-    def change(node: E.Expr) -> E.Expr:
-        def leaf(current: E.Expr, args: tuple[E.Expr, ...]) -> E.Expr:
-            if current in moved:
-                return moved[current]
-            return current if not args else E.make(current.op, args, current.value, current.kind)
-
-        return E.rebuild(node, leaf)
-
-    made: list[Statement] = []
-    for statement in statements:
-        match statement:
-            case Score(value):
-                made.append(Score(change(value)))
-            case Keep(predicate, fill):
-                made.append(Keep(change(predicate), change(fill)))
-            case Sink(value):
-                made.append(Sink(change(value)))
-            case Weight(value):
-                made.append(Weight(change(value)))
-    return parse(str(ScoreProgram(tuple(made))))
+    made = ScoreProgram(tuple(statements)).mapped(lambda formula: E.replaced(formula, moved))
+    return parse(str(made))
 
 
 refuse_derivatives("cached_attention", INSTEAD)

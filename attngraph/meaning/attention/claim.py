@@ -338,7 +338,7 @@ def _by_part(key: Expr, starts: Sequence[Expr], formulas: Sequence[Expr]) -> Exp
         for start, predicate in zip(reversed(starts[1:]), reversed(kept[:-1]), strict=True):
             shown = M.where(M.lt(key, start), predicate, shown)
         return M.where(shown, _by_part(key, starts, inside), E.NEG_INF)
-    terms = [f.args if f.op == "add" else (f,) for f in formulas]
+    terms = [E.parts(f, "add") for f in formulas]
     common = [t for t in terms[0] if all(t in others for others in terms)]
     own = [M.add(*(t for t in found if t not in common)) for found in terms]
     found = own[-1]

@@ -162,7 +162,7 @@ def one_name(score: Expr) -> Expr:
                 if place.op == "var" and number.op == "const":
                     here = {M.substitute(r, {place: number}): r for r in reads if place in r.free}
                     args = (args[0], M.substitute(args[1], here), args[2])
-        return current if current.op == "var" else M.construct(current, args)
+        return M.construct(current, args)
 
     return E.rebuild(score, replace)
 

@@ -25,7 +25,6 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import Sum, Term, Value
 from attngraph.meaning.attention.normaliser import open_sums
 from attngraph.meaning.attention.refusal import Refusal
-from attngraph.meaning.attention.weighted_sums import factors_of
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, is_part
 
@@ -156,15 +155,15 @@ class _Term:
 
 def _open(term: Term, number: float) -> _Term | None:
     exponent, rest = term
-    outer = list(factors_of(rest))
+    outer = list(E.parts(rest, "mul"))
     place = next(
         (i for i, f in enumerate(outer) if f.op == "sum" and any(n.op == "exp" for n in E.walk(f))), None
     )
     if place is None:
         return _Term(number, exponent, (), E.ZERO, rest, E.ONE)
     keys, body = open_sums(outer.pop(place))
-    weights = [f for f in factors_of(body) if f.op == "exp"]
-    others = M.mul(*outer, *(f for f in factors_of(body) if f.op != "exp"))
+    weights = [f for f in E.parts(body, "mul") if f.op == "exp"]
+    others = M.mul(*outer, *(f for f in E.parts(body, "mul") if f.op != "exp"))
     if len(weights) != 1 or any(n.op == "exp" and not n.free.isdisjoint(keys) for n in E.walk(others)):
         return None
     whole = weights[0]
@@ -187,7 +186,7 @@ def _shift(above: Sequence[_Term], below: Sum) -> Expr | None:
 
 def _mismatch(above: Sequence[_Term], below: Sum, count: int) -> Refusal:
     """Why terms above and below are no pairs."""
-    for other in (n.value for _, rest in below for n in factors_of(rest) if n.op == "read"):
+    for other in (n.value for _, rest in below for n in E.parts(rest, "mul") if n.op == "read"):
         return Refusal(CHANGED.format(op_name(other), source_of(other)))
     counted = frozenset().union(*(exponent.free | rest.free for exponent, rest in below))
     if any(not (x.moving.free | x.exponent.free) - set(x.keys) <= counted for x in above):
@@ -315,7 +314,7 @@ def _overlap(placed: Sequence[_Placed]) -> bool:
 
 def _value(piece: Piece) -> Expr | None:
     """The tensor's element that a piece weighs."""
-    reads = [f for f in factors_of(piece.weighted) if f.op == "read"]
+    reads = [f for f in E.parts(piece.weighted, "mul") if f.op == "read"]
     own = [r for r in reads if not r.free.isdisjoint(piece.keys)] if piece.keys else reads
     main = [r for r in own if r.free - piece.score.free] or own
     return main[-1] if main else None
@@ -396,7 +395,7 @@ def _with_bounds(node: Expr) -> Expr:
                         return E.make("le", (number, place), None, "bool")
         if current.op == "where" and args[0].op == "not":
             args = (args[0].args[0], args[2], args[1])
-        return current if args == current.args else E.make(current.op, args, current.value, current.kind)
+        return E.with_args(current, args)
 
     return E.rebuild(node, replace)
 

@@ -213,7 +213,7 @@ class _Side:
 
     def _terms(self, element: Expr, node: fx.Node) -> tuple[Expr, Expr | None]:
         """The sum and the bias of a projection."""
-        terms = element.args if element.op == "add" else (element,)
+        terms = E.parts(element, "add")
         sums = [t for t in terms if M.coefficient(t)[1].op == "sum"]
         rest = [t for t in terms if t not in sums]
         plain = all(t.op == "read" and not t.free & {self.batch, self.token} for t in rest)

@@ -22,7 +22,7 @@ from attngraph.meaning.attention.claim import Attention, write_claim
 from attngraph.meaning.attention.normaliser import open_sums
 from attngraph.meaning.attention.recogniser import Recogniser
 from attngraph.meaning.attention.refusal import Refusal
-from attngraph.meaning.attention.weighted_sums import KeyPart, WeightedSum, factors_of
+from attngraph.meaning.attention.weighted_sums import KeyPart, WeightedSum
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
 
@@ -64,7 +64,7 @@ def examine(
         lifted = meaning.lift(own, lambda r: _is_scores(recogniser, r.value), most=budgets.FORMULA_WORDS)
     except Unliftable:
         return None
-    factors = factors_of(lifted)
+    factors = E.parts(lifted, "mul")
     sums = [f for f in factors if f.op == "sum"]
     if len(sums) != 1:
         return None
@@ -72,8 +72,8 @@ def examine(
     if len(keys) != 1:
         return None
     body, causal = _unmasked(body)
-    fixed = [f for f in factors_of(body) if f.free.isdisjoint(keys)]
-    moving = [f for f in factors_of(body) if not f.free.isdisjoint(keys)]
+    fixed = [f for f in E.parts(body, "mul") if f.free.isdisjoint(keys)]
+    moving = [f for f in E.parts(body, "mul") if not f.free.isdisjoint(keys)]
     outer = M.mul(*(f for f in factors if f is not sums[0]), *fixed)
     refused: Refusal | None = None
     # Where values are a product too, either factor may be the scores: rather not one that is a layer.
@@ -128,7 +128,7 @@ def _is_scores(recogniser: Recogniser, node: fx.Node) -> bool:
 
 def _unmasked(body: Expr) -> tuple[Expr, Expr | None]:
     """A sum's body without the selection that leaves some keys out, and what it keeps."""
-    factors = factors_of(body)
+    factors = E.parts(body, "mul")
     for factor in factors:
         if factor.op != "where":
             continue

@@ -30,7 +30,7 @@ def match_normaliser(
 ) -> Matched | Refusal | None:
     """If `normaliser` is the sum of exp(score) over the keys (plus terms that do not depend on them): the
     score without terms that do not depend on the keys, and the sink."""
-    terms = normaliser.args if normaliser.op == "add" else (normaliser,)
+    terms = E.parts(normaliser, "add")
     found = _match_terms(score, terms, keys)
     if found is not None or not any(t.op == "sum" for t in terms):
         return found
@@ -124,7 +124,7 @@ def _put(node: Expr) -> Expr:
                     rest = (*args[:place], *args[place + 1 :])
                     branches = (x if x is E.NEG_INF else M.add(x, *rest) for x in term.args[1:])
                     return M.where(term.args[0], *branches)
-        return current if current.op == "var" else M.construct(current, args)
+        return M.construct(current, args)
 
     return E.rebuild(node, replace)
 
@@ -154,7 +154,7 @@ def split_by(node: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr]:
         inner, fixed = split_by(no if yes is E.NEG_INF else yes, keys)
         masked = (yes, inner) if yes is E.NEG_INF else (inner, no)
         return M.where(condition, *masked), fixed
-    terms = node.args if node.op == "add" else (node,)
+    terms = E.parts(node, "add")
     moving = M.add(*(t for t in terms if not t.free.isdisjoint(keys)))
     return moving, M.add(*(t for t in terms if t.free.isdisjoint(keys)))
 

@@ -96,7 +96,7 @@ class PartialSums:
         def first(node: Expr, args: tuple[Expr, ...]) -> Expr:
             if node.op == "read":
                 return E.read(self._first.get(node.value, node.value), args, node.kind)
-            return M.construct(node, args) if args != node.args else node
+            return M.construct(node, args)
 
         return E.rebuild(formula, first)
 

@@ -73,7 +73,7 @@ def as_exponentials(node: Expr) -> Expr:
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
         if current.op != "where" or current.kind == "bool":
-            return current if current.op == "var" else M.construct(current, args)
+            return M.construct(current, args)
         (one, of_one), (other, of_other) = (_multiple(a) for a in args[1:])
         rest = of_other if one == 0 else of_one
         same = of_one is of_other or 0 in (one, other)

@@ -119,7 +119,7 @@ def _peel_masks(score: Expr) -> tuple[list[tuple[str, Expr, Expr]], bool]:
 
 def _assuming(predicate: Expr, score: Expr) -> Expr:
     """The score simplified for where the predicate holds."""
-    parts = predicate.args if predicate.op == "and" else (predicate,)
+    parts = E.parts(predicate, "and")
     known = dict.fromkeys((predicate, *parts), E.TRUE)
     known |= {M.not_(part): E.FALSE for part in (predicate, *parts)}
     return M.substitute(score, known)
@@ -296,7 +296,7 @@ class _Writer:
         """left <= right, with the key on the left where it stands alone: `k <= q`, `k > q - 4`."""
         left, right = node.args
         difference = M.sub(right, left)
-        for term in difference.args if difference.op == "add" else (difference,):
+        for term in E.parts(difference, "add"):
             factor, rest = M.coefficient(term)
             if rest.op == "var" and rest.value == "k" and factor in (1, -1):
                 other = M.sub(difference, term)
@@ -326,8 +326,8 @@ class _Writer:
 
     def _product(self, node: Expr) -> Expr:
         factor, rest = M.coefficient(node)
-        over = [f.args[0] for f in _factors(rest) if f.op == "recip"]
-        under = [f for f in _factors(rest) if f.op != "recip"]
+        over = [f.args[0] for f in E.parts(rest, "mul") if f.op == "recip"]
+        under = [f for f in E.parts(rest, "mul") if f.op != "recip"]
         parts = [self.write(f) for f in sorted(under, key=_term_key)]
         if factor == -1 and parts:
             parts[0] = operation("neg", parts[0])
@@ -362,10 +362,6 @@ def _is_of_large(term: Expr) -> bool:
     factor = M.coefficient(term)[0] if term.op != "const" else 0
     reads = any(n.op == "read" for n in E.walk(term))
     return reads and not isinstance(factor, str) and abs(factor) >= UNDERFLOWS
-
-
-def _factors(node: Expr) -> tuple[Expr, ...]:
-    return node.args if node.op == "mul" else (node,)
 
 
 def _weight_of(node: Expr) -> int:

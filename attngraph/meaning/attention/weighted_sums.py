@@ -105,7 +105,7 @@ def _sum_over_parts(terms: Sequence[Expr], look: Look) -> WeightedSum | None:
         return None
     whole = found[0].inverse.args[0]
     ordered: list[KeyPart] = []
-    for piece in pieces_of(whole.args if whole.op == "add" else (whole,), look, 0):
+    for piece in pieces_of(E.parts(whole, "add"), look, 0):
         matching = [t for t in found if is_normaliser(piece, t.score, t.keys, look)]
         part = (
             key_part(matching[0].weighted, matching[0].keys, matching[0].score)
@@ -125,7 +125,7 @@ def _with_one_divisor(node: Expr) -> Expr:
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
         if current.op == "sigmoid" and _adds_logarithm(args[0]):
             return M.recip(M.add(E.ONE, M.exp(M.neg(args[0]))))
-        made = current if current.op == "var" else M.construct(current, args)
+        made = M.construct(current, args)
         return _merge_divisors(made) if made.op == "mul" else _complement(made)
 
     return E.rebuild(node, replace)
@@ -143,7 +143,7 @@ def _complement(node: Expr) -> Expr:
 
 def _adds_logarithm(node: Expr) -> bool:
     """Whether a number is the logarithm of a sum, perhaps with something added."""
-    terms = (M.coefficient(term) for term in (node.args if node.op == "add" else (node,)))
+    terms = (M.coefficient(term) for term in E.parts(node, "add"))
     return any(n in (1, -1) and t.op == "log" and any(x.op == "sum" for x in E.walk(t)) for n, t in terms)
 
 
@@ -151,7 +151,7 @@ def _merge_divisors(product: Expr) -> Expr:
     """x / Z / (a + b / Z) as x / (a * Z + b)."""
     divisors = [f.args[0] for f in product.args if f.op == "recip"]
     for inner, outer in itertools.permutations(divisors, 2):
-        factors = [f for term in outer.args for f in factors_of(term)] if outer.op == "add" else []
+        factors = [f for term in outer.args for f in E.parts(term, "mul")] if outer.op == "add" else []
         name = M.canonical_binders(inner)
         again = [f for f in factors if f.op == "recip" and M.canonical_binders(f.args[0]) is name]
         if again:
@@ -218,7 +218,7 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
 
 def _open_sum(meaning: Expr) -> tuple[tuple[Expr, ...], Expr] | None:
     """meaning = factors * sum over keys of body, as (keys, factors * body)."""
-    outer = list(factors_of(meaning))
+    outer = list(E.parts(meaning, "mul"))
     for place, factor in enumerate(outer):
         if factor.op != "sum":
             continue
@@ -260,15 +260,11 @@ def _matched(
     if not isinstance(matched, Refusal):
         return None if matched is None else (*matched, E.ONE)
     _, fixed = split_by(exponent, keys)
-    shifts = {t for each in _terms(normaliser) for t in _terms(_exponent_of_sum(each))}
-    factors = [t for t in _terms(fixed) if t not in shifts]
+    shifts = {t for each in E.parts(normaliser, "add") for t in E.parts(_exponent_of_sum(each), "add")}
+    factors = [t for t in E.parts(fixed, "add") if t not in shifts]
     rest = M.sub(exponent, M.add(*factors))
     found = match_normaliser(rest, normaliser, keys, look) if factors else matched
     return (*found, M.exp(M.add(*factors))) if isinstance(found, tuple) else matched
-
-
-def _terms(node: Expr) -> tuple[Expr, ...]:
-    return node.args if node.op == "add" else (node,)
 
 
 def _exponent_of_sum(node: Expr) -> Expr:
@@ -295,11 +291,11 @@ def _in_exponents(node: Expr) -> Expr:
             condition, yes, no = args
             if E.is_const(yes, 0):
                 condition, yes, no = M.not_(condition), no, yes
-            weight = next((f for f in factors_of(yes) if f.op == "exp"), None)
+            weight = next((f for f in E.parts(yes, "mul") if f.op == "exp"), None)
             if E.is_const(no, 0) and weight is not None:
                 masked = M.exp(M.add(weight.args[0], M.where(condition, E.ZERO, E.NEG_INF)))
-                return M.mul(masked, *(f for f in factors_of(yes) if f is not weight))
-        return current if current.op == "var" else M.construct(current, args)
+                return M.mul(masked, *(f for f in E.parts(yes, "mul") if f is not weight))
+        return M.construct(current, args)
 
     return E.rebuild(node, replace)
 
@@ -308,7 +304,7 @@ def key_part(weighted: Expr, keys: tuple[Expr, ...], score: Expr) -> KeyPart | R
     """Separate the weight from the value."""
     weights: list[Expr] = []
     values: list[Expr] = []
-    for factor in factors_of(weighted):
+    for factor in E.parts(weighted, "mul"):
         holds_weight = any(n is WEIGHT for n in E.walk(factor))
         is_value = factor.op == "read" and not factor.free.isdisjoint(keys)
         (values if is_value and not holds_weight else weights).append(factor)
@@ -349,7 +345,3 @@ def _numerator(meaning: Expr) -> _Numerator | None:
                     return None
                 return _Numerator(keys, weights[0].args[0], weighted, inverses[0])
     return None
-
-
-def factors_of(node: Expr) -> tuple[Expr, ...]:
-    return node.args if node.op == "mul" else (node,)

@@ -221,7 +221,7 @@ class Parts:
         lists = [torch.tensor(indices) for indices in box[:3] if indices is not None]
         named = [name for name, indices in zip(S.INDICES, box[:3], strict=False) if indices is not None]
         listed = {E.var(name): E.read(len(reads) + n, (E.var(name),), "int") for n, name in enumerate(named)}
-        program = _at(found.program, listed)
+        program = found.program.mapped(lambda formula: E.replaced(formula, listed))
 
         def run(oracle: Oracle, values: Sequence[Any]) -> Any:
             given = list(values)
@@ -297,20 +297,6 @@ def _occur(node: Expr, variables: Mapping[Expr, Any]) -> bool:
     if node.op == "read":
         return False
     return node in variables or any(_occur(arg, variables) for arg in node.args)
-
-
-def _at(program: S.ScoreProgram, places: Mapping[Expr, Expr]) -> S.ScoreProgram:
-    """A program with indices replaced."""
-
-    def moved(formula: Expr) -> Expr:
-        return E.rebuild(formula, lambda n, args: places.get(n) or E.make(n.op, args, n.value, n.kind))
-
-    def changed(statement: S.Statement) -> S.Statement:
-        if isinstance(statement, S.Keep):
-            return S.Keep(moved(statement.predicate), moved(statement.fill))
-        return dataclasses.replace(statement, value=moved(statement.value))
-
-    return S.ScoreProgram(tuple(map(changed, program.statements)))
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[slice, slice]]:

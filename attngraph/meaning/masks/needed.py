@@ -46,9 +46,9 @@ def _renumbered(predicate: Expr, used: tuple[int, ...]) -> Expr:
     """The predicate with the tensors that it reads numbered from 0."""
 
     def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        value = used.index(node.value) if node.op == "read" else node.value
-        same = args == node.args and value == node.value
-        return node if same else E.make(node.op, args, value, node.kind)
+        return (
+            E.read(used.index(node.value), args, node.kind) if node.op == "read" else E.with_args(node, args)
+        )
 
     return E.rebuild(predicate, leaf)
 

@@ -135,7 +135,7 @@ def _distance_words(behind: Expr | None, ahead: Expr | None) -> list[str]:
 
 def _shown(node: Expr) -> str:
     """A distance, with subtracted terms after a minus sign."""
-    terms = [M.coefficient(t) for t in (node.args if node.op == "add" else (node,)) if t.op != "const"]
+    terms = [M.coefficient(t) for t in E.parts(node, "add") if t.op != "const"]
     if not any(factor < 0 for factor, _ in terms):
         return format_expr(node)
     numbers = [int(t.value) for t in node.args if t.op == "const"] if node.op == "add" else []

@@ -19,6 +19,7 @@ from torch import fx
 
 from attngraph.ir.graph.program_graph import Input, ProgramGraph
 from attngraph.ir.graph.source import source_of
+from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
 from attngraph.meaning.element import Meaning
@@ -138,7 +139,7 @@ class Regions:
             value = element(self.meaning, node, at)
         except Unliftable:
             return
-        sums = [t for t in (value.args if value.op == "add" else (value,)) if t.op == "sum"]
+        sums = [t for t in E.parts(value, "add") if t.op == "sum"]
         others = [t for t in (value.args if value.op == "add" else ()) if t.op != "sum"]
         if len(sums) != 1 or len(others) > 1 or any(t.op != "read" for t in others):
             return

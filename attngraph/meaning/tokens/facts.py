@@ -97,7 +97,7 @@ class Fact:
 def place_text(index: Expr, tokens: Expr) -> str:
     """An index in words of a reader: `n` is how many tokens there are."""
     named = M.substitute(index, {tokens: E.var("n")})
-    terms = named.args if named.op == "add" else (named,)
+    terms = E.parts(named, "add")
     text = " + ".join(sorted(map(repr, terms), key=lambda term: term.startswith("-")))
     return text.replace("+ -1 * ", "- ").replace("+ -", "- ")
 

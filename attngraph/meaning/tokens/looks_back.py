@@ -18,7 +18,7 @@ without an element rule hides what it reads, so it is followed only along the di
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from torch import fx
 
@@ -97,7 +97,7 @@ class LooksBack:
         """An element in terms of values that are known token by token."""
 
         def resolve(node: Expr, args: tuple[Expr, ...]) -> Expr:
-            found = M.construct(node, args) if args != node.args else node
+            found = M.construct(node, args)
             if found.op != "read" or is_choice(found.value, 0) or self._is_leaf(found.value):
                 return found
             if found not in self._lifted:
@@ -111,7 +111,7 @@ class LooksBack:
             return self._lifted[found]
 
         def count(node: Expr, args: tuple[Expr, ...]) -> Expr:
-            found = M.construct(node, args) if args != node.args else node
+            found = M.construct(node, args)
             counted = compared(self.meaning, found, self._formula) if found.op in ("le", "lt") else found
             return found if counted is found else self._formula(counted)
 
@@ -195,7 +195,7 @@ def _at(body: Expr, variable: Expr, place: Expr) -> Expr:
     def replace(node: Expr, args: tuple[Expr, ...]) -> Expr:
         if node is variable:
             return place
-        found = node if node.op == "var" else M.construct(node, args)
+        found = M.construct(node, args)
         if found.op in ("min", "max") and found.kind == "int":
             least, most = found.args if _is_at_most(*found.args) else reversed(found.args)
             found = found if not _is_at_most(least, most) else least if found.op == "min" else most
@@ -217,18 +217,14 @@ def _hidden(body: Expr, variable: Expr, own: Expr) -> Expr:
     that show the place `own`."""
 
     def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        found = M.construct(node, args) if args != node.args else node
+        found = M.construct(node, args)
         if found.op != "exp" or variable not in found.free:
             return found
-        exponent = M.add(*map(_lowered, _terms(found.args[0])))
+        exponent = M.add(*map(_lowered, E.parts(found.args[0], "add")))
         shown = _at(exponent, variable, own) is not E.NEG_INF
         return M.exp(exponent) if shown else found
 
     return E.rebuild(body, change)
-
-
-def _terms(node: Expr) -> Collection[Expr]:
-    return node.args if node.op == "add" else (node,)
 
 
 def _lowered(term: Expr) -> Expr:
@@ -243,5 +239,5 @@ def _lowered(term: Expr) -> Expr:
 
 def _hides(factor: float, branch: Expr) -> bool:
     """Whether `factor` times a branch is a number that hides, or anything plus one."""
-    numbers = [t.value for t in _terms(branch) if t.op == "const" and t is not E.NAN]
+    numbers = [t.value for t in E.parts(branch, "add") if t.op == "const" and t is not E.NAN]
     return bool(numbers) and factor * numbers[0] <= -HIDES

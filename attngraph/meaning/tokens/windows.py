@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from torch import fx
 
 from attngraph.ir import budgets
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable, argument
+from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable
 from attngraph.meaning.tokens.axes import Axes, Space, outside_reads
 from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_by, read_in
 
@@ -110,7 +111,7 @@ def _written_out(formula: Expr) -> Expr | None:
     def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
         count = _places_counted(*args) if node.op in E.BINDERS else 0
         if not 0 < count * node.words <= budgets.FORMULA_WORDS:
-            return E.make(node.op, args, node.value, node.kind) if args != node.args else node
+            return E.with_args(node, args)
         terms = (M.substitute(args[1], {args[0]: E.const(n)}) for n in range(count))
         return functools.reduce(lambda a, b: E.make(_TOGETHER[node.op], (a, b), None, node.kind), terms)
 
@@ -171,7 +172,7 @@ def _at_the_beginning(formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]
             return first
         if node.op == "where" and node.args[0] is first:
             return M.where(args[0], _own(args[1], space, facts), args[2])
-        return M.construct(node, args) if args != node.args else node
+        return M.construct(node, args)
 
     return E.rebuild(formula, change)
 
@@ -180,7 +181,7 @@ def _own(formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]) -> Expr:
     def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
         fact = facts.get(node.value) if node.op == "read" else None
         if fact is None or fact.kind is Kind.MIXING:
-            return M.construct(node, args) if args != node.args else node
+            return M.construct(node, args)
         places = (space.token if digits == (space.token,) and E.is_const(index, 0) else index
                   for digits, index in zip(fact.axes, args, strict=True))  # fmt: skip
         return E.read(node.value, tuple(places), node.kind)
@@ -222,7 +223,7 @@ def _reads_zeros(meaning: Meaning, facts: Mapping[fx.Node, Fact], convolution: f
     except Unliftable:
         return False
     if _is_of_convolutions(element, facts):
-        return not any(argument(convolution, 4, "padding", (0,)))
+        return not any(argument(convolution, "padding"))
     stack = [element]
     while stack:
         current = stack.pop()

@@ -1,30 +1,46 @@
-"""A panel for each distinct attention: what it computes, by which kernel, and what that costs."""
+"""Panels: for each distinct attention what it computes, by which kernel, and what that costs; for each token
+program what it computes, and by which kernel."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from attngraph.meaning.masks.words import remarks
-from attngraph.report.entries import AttentionEntry, KernelEntry
-from attngraph.report.page.code import render_excerpt
-from attngraph.report.page.html import TIMES, Html, html, joined, plural, span_of_names, tag
-from attngraph.report.page.source import render_source
+from attngraph.report.entries import AttentionEntry, KernelEntry, TokenProgramEntry
+from attngraph.report.page.code import render_excerpt, render_source
+from attngraph.report.page.html import (
+    Html,
+    heading,
+    hint,
+    html,
+    joined,
+    listing,
+    panel,
+    picture,
+    plural,
+    repeated,
+    span_of_names,
+    tag,
+)
 from attngraph.report.picture import TileMap, tile_map, to_svg
-from attngraph.report.times import Times, milliseconds
+from attngraph.report.times import Times
 from attngraph.report.user_code import UserCode
+from attngraph.report.words import milliseconds, operations, short_binary
 
 _SIDE = 32
 """About how many tiles are drawn along a side of the picture."""
 _KERNEL_TILE = 64
 """Queries, and keys, of the tiles that kernels skip."""
 _MOST_HEADS = 16
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def panels(groups: Sequence[Sequence[AttentionEntry]]) -> dict[tuple[str, str] | str, str]:
-    """The id of the panel of each attention, by its module and source."""
-    return {(e.name, e.source): f"attention-{n}" for n, group in enumerate(groups) for e in group}
+def panels(
+    groups: Sequence[Sequence[AttentionEntry]], programs: Sequence[TokenProgramEntry]
+) -> dict[tuple[str, str] | str, str]:
+    """The id of the panel of each attention, by its module and source, and of each program, by its text."""
+    found: dict[tuple[str, str] | str, str] = {e.program: f"program-{n}" for n, e in enumerate(programs)}
+    found.update({(e.name, e.source): f"attention-{n}" for n, group in enumerate(groups) for e in group})
+    return found
 
 
 def render_attentions(
@@ -34,54 +50,54 @@ def render_attentions(
     measured."""
     sources: dict[str, str] = {}
     return joined(
-        _panel(list(group), f"attention-{n}", sources, code, boxes.get(f"attention-{n}", ""), times)
-        for n, group in enumerate(groups)
+        _panel(list(group), f"attention-{n}", sources, code, boxes, times) for n, group in enumerate(groups)
     )
 
 
-def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str], code: UserCode, box: str,
-    times: Times | None,
+def render_programs(programs: Sequence[TokenProgramEntry], boxes: Mapping[str, str]) -> Html:
+    """Panels of token programs; `boxes` as above."""
+    if not programs:
+        return html("")
+    sources: dict[str, str] = {}
+    found = [
+        hint(
+            "Between two attentions each token is computed by itself: all of that is one operation, a ",
+            "program of single elements.",
+        )
+    ]
+    for name, entry in ((f"program-{n}", entry) for n, entry in enumerate(programs)):
+        title = heading(name, f"token program{repeated(len(entry.names))}", span_of_names(list(entry.names)))
+        text = listing("token program", tag("code", entry.program), class_="program")
+        found.append(panel(name, title, text, _led(boxes, name), _kernel(entry.kernel, name, sources)))
+    return joined(found)
+
+
+def _panel(
+    group: list[AttentionEntry], name: str, sources: dict[str, str], code: UserCode,
+    boxes: Mapping[str, str], times: Times | None,
 ) -> Html:  # fmt: skip
-    first = group[0]
-    drawn = _tiles(first)
-    count = f" {TIMES} {len(group)}" if len(group) > 1 else ""
-    title = tag(
-        "h3", f"attention{count}", tag("span", f" {first.caller or first.source}", class_="sub"), id=name
-    )
-    picture = (
-        tag("p", drawn, class_="hint")
-        if isinstance(drawn, str)
-        else tag("div", _picture(drawn, f"{name}-mask"), class_="picture")
-    )
+    first, drawn = group[0], _tiles(group[0])
+    if isinstance(drawn, str):
+        shown = hint(drawn)
+    else:
+        shown = tag("div", picture(to_svg(drawn, f"Mask: {drawn.mask}"), f"{name}-mask"), class_="picture")
     excerpt = render_excerpt(code.how(first.source, first.name), code)
-    facts = tag(
-        "dl",
-        *(
-            row
-            for what, value in _facts(group, drawn, excerpt, times)
-            for row in (tag("dt", what), tag("dd", value))
-        ),
-    )
-    link = tag("p", tag("a", "Show it in the graph", href=f"#{box}"), class_="led") if box else ""
+    facts = _facts(group, drawn, excerpt, times)
+    told = tag("dl", *(row for what, value in facts for row in (tag("dt", what), tag("dd", value))))
     program = joined([
-        tag("h4", "Score program"),
-        tag("pre", tag("code", first.program), tabindex=0, aria_label="score program", role="group"),
-        *(tag("p", f"{remark}.", class_="hint") for remark in remarks(first.program)),
+        tag("h4", "Score program"), listing("score program", tag("code", first.program)),
+        *(hint(f"{remark}.") for remark in remarks(first.program)),
     ])  # fmt: skip
-    body = tag("div", tag("div", program, picture), tag("div", facts, link), class_="columns")
-    return tag(
-        "article",
-        title,
-        body,
-        render_kernel(first.kernel, name, sources),
-        class_="panel",
-        aria_labelledby=name,
-    )
+    body = tag("div", tag("div", program, shown), tag("div", told, _led(boxes, name)), class_="columns")
+    title = heading(name, f"attention{repeated(len(group))}", first.caller or first.source)
+    return panel(name, title, body, _kernel(first.kernel, name, sources))
 
 
-def _picture(drawn: TileMap, name: str) -> Html:
-    """The mask's SVG. Equal pictures would have equal ids, and an id must occur only once in a page."""
-    return Html(re.sub(r"\battngraph-[0-9a-f]{10}\b", name, to_svg(drawn, f"Mask: {drawn.mask}")))
+def _led(boxes: Mapping[str, str], name: str) -> str:
+    """A link to the box of a chart."""
+    if name not in boxes:
+        return ""
+    return tag("p", tag("a", "Show it in the graph", href=f"#{boxes[name]}"), class_="led")
 
 
 def _facts(
@@ -116,13 +132,12 @@ def _facts(
         yield "Merged", f"stands for {first.merged} attentions of the model"
     each = " each" if len(group) > 1 else ""
     if first.flops is not None:
-        yield "Operations", f"{_count(first.flops)}FLOP{each} over all pairs{_share(first.flops, drawn)}"
+        yield "Operations", f"{operations(first.flops)}FLOP{each} over all pairs{_share(first.flops, drawn)}"
     if first.bytes is not None and first.score_bytes is not None:
-        floor = (
-            f"{_bytes(first.bytes)}{each} at the least, fused: operands read once, the result written once. "
-        )
-        scores = f"Unfused, each matrix of scores is {_bytes(first.score_bytes)} more, and there are several."
-        yield "Memory traffic", floor + scores
+        least, scores = short_binary(first.bytes), short_binary(first.score_bytes)
+        floor = f"{least}{each} at the least, fused: operands read once, the result written once. "
+        more = f"Unfused, each matrix of scores is {scores} more, and there are several."
+        yield "Memory traffic", floor + more
     if first.cached_bytes is not None:
         yield "Kept by a cache", f"{first.cached_bytes:,} bytes per token{each}"
     if first.latent is not None:
@@ -134,7 +149,7 @@ def _share(flops: int, drawn: TileMap | str) -> str:
         return ""
     left, filled = 1 - drawn.shares["empty"], drawn.shares["filled"]
     size = "pair by pair" if drawn.tile == 1 else f"in tiles of {drawn.tile} by {drawn.tile}"
-    words = f"; {size}, {100 * left:.0f} % ({_count(flops * left)}FLOP) are not empty"
+    words = f"; {size}, {100 * left:.0f} % ({operations(flops * left)}FLOP) are not empty"
     if filled:
         words += (
             f", {100 * filled:.0f} % hidden by a finite fill, which a kernel may skip where it underflows"
@@ -160,32 +175,13 @@ def _tiles(entry: AttentionEntry) -> TileMap | str:
         return f"No picture of the mask: {problem}"
 
 
-def render_kernel(kernel: KernelEntry, name: str, sources: dict[str, str]) -> Html:
+def _kernel(kernel: KernelEntry, name: str, sources: dict[str, str]) -> Html:
     """The source of a kernel; `sources` maps those already shown in a panel above to their ids."""
+    if not kernel.source and (" " in str(kernel) or not kernel.name):
+        return hint("The kernel is chosen at each call, so there is no one text of it.")
     if not kernel.source:
-        chosen = " " in str(kernel) or not kernel.name
-        words = (
-            "The kernel is chosen at each call, so there is no one text of it."
-            if chosen
-            else f"There is no text of {kernel}: it is a library's, or the report was read from JSON."
-        )
-        return tag("p", words, class_="hint")
+        return hint(f"There is no text of {kernel}: it is a library's, or the report was read from JSON.")
     above = sources.setdefault(kernel.source, f"{name}-source")
     if above != f"{name}-source":
-        link = tag("a", "the same as above", href=f"#{above}")
-        return tag("p", f"The source of {kernel} is ", link, ".", class_="hint")
+        return hint(f"The source of {kernel} is ", tag("a", "the same as above", href=f"#{above}"), ".")
     return render_source(kernel.name, kernel.source, f"{name}-source")
-
-
-def _count(number: float) -> str:
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.3g} "
-
-
-def _bytes(number: float) -> str:
-    unit = 0
-    while number >= 1024 and unit < len(_UNITS) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{number:.3g} {_UNITS[unit]}" if number < 1000 else f"{number:,.0f} {_UNITS[unit]}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -16,19 +15,35 @@ from pathlib import Path
 from torch import Tensor
 
 from attngraph.errors import DumpError
+from attngraph.report.account import later, records
 from attngraph.report.entries import Break, Entries, folded
 from attngraph.report.files import write_whole
-from attngraph.report.page.attention import panels, render_attentions
+from attngraph.report.heatmap import to_svg
+from attngraph.report.page.attention import panels, render_attentions, render_programs
 from attngraph.report.page.code import render_excerpt
-from attngraph.report.page.compared import render_compared
-from attngraph.report.page.graphs import final_text, graph_title, render_graphs
-from attngraph.report.page.html import MINUS, TIMES, Html, html, joined, plural, span_of_names, tag
-from attngraph.report.page.passes import Store, render_passes
-from attngraph.report.page.programs import panels_of_programs, render_programs
-from attngraph.report.page.times import render_times
-from attngraph.report.page.weights import render_weights
+from attngraph.report.page.folding import Store
+from attngraph.report.page.graphs import render_graphs
+from attngraph.report.page.html import (
+    TIMES,
+    Html,
+    cards,
+    hint,
+    html,
+    items,
+    joined,
+    panel,
+    picture,
+    plural,
+    repeated,
+    span_of_names,
+    table,
+    tag,
+    visible,
+)
+from attngraph.report.page.passes import render_compared, render_passes
 from attngraph.report.times import Times
 from attngraph.report.user_code import UserCode
+from attngraph.report.words import Part, alike, milliseconds
 
 
 def write(
@@ -59,42 +74,28 @@ def render(
     attentions, by name (`compiled.weights`); `earlier` is a report to compare this one with; `times`,
     those of operations (`compiled.times`)."""
     graphs, then = _graphs(report), () if earlier is None else _graphs(earlier)
-    store = Store()
-    groups, code = folded(report.attention), _all_code(graphs)
-    drawn, boxes = render_graphs(graphs, {**panels(groups), **panels_of_programs(report.programs)}, store)
-    compared = tag("div") if earlier is None else render_compared(report, earlier, graphs, then, store)
-    sections = [
-        _section("missed", f"Not fused ({len(report.missed)})", _missed(report, code), bool(report.missed)),
-        _section("pieces", "Captured in pieces", _breaks(report), bool(report.breaks)),
-        _section("numbers", "Sizes that are numbers", _numbers(report), bool(report.numbers)),
-        _section(
-            "attention",
-            f"Attention ({len(report.attention)})",
-            render_attentions(groups, code, boxes, times),
-            bool(groups),
-        ),
-        _section(
-            "programs",
-            f"Token programs ({len(report.programs)})",
-            render_programs(report.programs, boxes),
-            bool(report.programs),
-        ),
-        _section("times", "Where the time goes", render_times(times), times is not None),
-        _section("weights", "Weights", render_weights(weights or {}), bool(weights)),
-        _section("cache", "Cache", _cache(report), report.cache is not None),
-        _section("retraces", "Traced again", _retraces(report), bool(report.retraces)),
-        _section("compared", "Compared with before", compared, bool(then)),
-        _section("passes", "Passes", _passes(graphs, store), bool(graphs)),
-        _section("graph", "Graph", drawn, any(final_text(g) for g in graphs)),
-    ]
-    return _document(report, title, [found for found in sections if found], store)
-
-
-def _all_code(graphs: Sequence[Entries]) -> UserCode:
-    codes = [graph.code for graph in graphs]
-    return UserCode(
-        tuple(s for code in codes for s in code.stretches), tuple(r for code in codes for r in code.reached)
+    store, groups = Store(), folded(report.attention)
+    code = UserCode(
+        tuple(s for graph in graphs for s in graph.code.stretches),
+        tuple(r for graph in graphs for r in graph.code.reached),
     )
+    drawn, boxes = render_graphs(graphs, panels(groups, report.programs), store)
+    compared = render_compared(report, earlier, graphs, then, store) if earlier and then else html("")
+    found = [
+        ("missed", f"Not fused ({len(report.missed)})", _missed(report, code)),
+        ("pieces", "Captured in pieces", _stops(_IN_PIECES, report.breaks)),
+        ("numbers", "Sizes that are numbers", _stops(_OTHER_SIZES, report.numbers)),
+        ("attention", f"Attention ({len(report.attention)})", render_attentions(groups, code, boxes, times)),
+        ("programs", f"Token programs ({len(report.programs)})", render_programs(report.programs, boxes)),
+        ("times", "Where the time goes", _times(times)),
+        ("weights", "Weights", _weights(weights or {})),
+        *(_told(part) for part in (*records(report), *later(report))),
+        ("retraces", "Traced again", _retraces(report)),
+        ("compared", "Compared with before", compared),
+        ("passes", "Passes", render_passes(graphs, store)),
+        ("graph", "Graph", drawn),
+    ]
+    return _document(report, title, [section for section in found if section[2]], store)
 
 
 def _graphs(report: Entries) -> tuple[Entries, ...]:
@@ -105,14 +106,10 @@ _WITHOUT_SCRIPT = (
     "The page's script did not run: what is folded cannot be unfolded here, nor searched. "
     "The dump's text files hold every graph as a whole."
 )
+_IN_PIECES = "The model is not one graph. torch.compile captured it in pieces, for this reason:"
+_OTHER_SIZES = "A call with other sizes is compiled again, for this reason:"
+_TRACED_AGAIN = "The graphs that there were did not serve a call, and the model was traced again:"
 Section = tuple[str, str, Html]
-
-
-def _section(name: str, title: str, body: Html, is_there: bool) -> Section | None:
-    if not is_there:
-        return None
-    head = tag("h2", title, id=f"{name}-title")
-    return name, title, tag("section", head, body, id=name, aria_labelledby=f"{name}-title")
 
 
 def _document(report: Entries, title: str, sections: Sequence[Section], store: Store) -> str:
@@ -131,13 +128,18 @@ def _document(report: Entries, title: str, sections: Sequence[Section], store: S
         tag("a", "Skip to the report", href="#report", class_="skip"),
         tag("header", tag("h1", heading), *_summary(report)),
         tag("nav", tag("ul", *links), aria_label="parts of the report"),
-        tag("p", _WITHOUT_SCRIPT, class_="hint", id="without-script"),
-        tag("main", *(found for _, _, found in sections), id="report", tabindex=-1),
+        hint(_WITHOUT_SCRIPT, id="without-script"),
+        tag("main", *(_section(*found) for found in sections), id="report", tabindex=-1),
         tag("p", "", role="status", class_="vh", id="said"),
         tag("script", Html(store.packed()), type="text/plain", id="store"),
         tag("script", Html(script)),
     ]  # fmt: skip
     return f'<!DOCTYPE html>\n<html lang="en">\n{tag("head", *head)}\n{tag("body", *body)}\n</html>\n'
+
+
+def _section(name: str, title: str, body: Html) -> Html:
+    head = tag("h2", title, id=f"{name}-title")
+    return tag("section", head, body, id=name, aria_labelledby=f"{name}-title")
 
 
 def _policy(script: str) -> str:
@@ -163,89 +165,70 @@ def _summary(report: Entries) -> list[Html]:
     words += ", captured in pieces" if report.breaks else ""
     graphs = f", {plural(report.graphs, 'graph')}" if report.graphs > 1 else ""
     state = "good" if not report.unfused and not report.breaks else "notice"
-    return [
-        tag(
-            "p",
-            tag("strong", words, class_=state),
-            f"{graphs}, compiled in {report.seconds:.2f} s.",
-            class_="summary",
-        )
-    ]
+    told = tag("strong", words, class_=state), f"{graphs}, compiled in {report.seconds:.2f} s."
+    return [tag("p", *told, class_="summary")]
 
 
 def _missed(report: Entries, code: UserCode) -> Html:
     found = []
-    for (reason, source), group in itertools.groupby(
-        report.missed, key=lambda m: (m.reason, m.caller or m.source)
-    ):
-        members = list(group)
-        times = f" {TIMES} {len(members)}" if len(members) > 1 else ""
+    for (reason, source), members in alike(report.missed, lambda m: (m.reason, m.caller or m.source)):
         names = span_of_names([m.name for m in members])
-        where = [
-            tag("code", source or "line not known"),
-            times,
-            *([" in ", tag("code", names)] if names else []),
-        ]
+        where = [tag("code", source or "line not known"), repeated(len(members))]
+        where += [" in ", tag("code", names)] if names else []
         excerpt = render_excerpt(code.how(members[0].source, members[0].name), code)
-        found.append(tag("li", tag("p", *where, class_="place"), tag("p", reason), excerpt))
-    return tag("ul", *found, class_="cards")
-
-
-def _breaks(report: Entries) -> Html:
-    return _stops(
-        "The model is not one graph. torch.compile captured it in pieces, for this reason:", report.breaks
-    )
-
-
-def _numbers(report: Entries) -> Html:
-    return _stops("A call with other sizes is compiled again, for this reason:", report.numbers)
-
-
-def _retraces(report: Entries) -> Html:
-    found = (tag("li", tag("p", f"because of {what}, {TIMES} {n}")) for what, n in report.retraces)
-    intro = tag("p", "The graphs that there were did not serve a call, and the model was traced again:")
-    return joined([intro, tag("ul", *found, class_="cards")])
+        found.append(joined([tag("p", *where, class_="place"), tag("p", reason), excerpt]))
+    return cards(found) if found else html("")
 
 
 def _stops(intro: str, stops: Sequence[Break]) -> Html:
-    found = [
-        tag(
-            "li", *([tag("p", tag("code", b.source), class_="place")] if b.source else []), tag("p", b.reason)
-        )
-        for b in stops
-    ]
-    return joined([tag("p", intro), tag("ul", *found, class_="cards")])
-
-
-def _cache(report: Entries) -> Html:
-    if report.cache is None:
+    if not stops:
         return html("")
-    first, *more = [line.strip() for line in report.cache.lines() if line.strip()]
-    head = first.removeprefix("cache").strip()
-    return joined([tag("p", tag("strong", head)), tag("ul", *(tag("li", line) for line in more))])
+    places = [tag("p", tag("code", b.source), class_="place") if b.source else "" for b in stops]
+    found = (joined([place, tag("p", b.reason)]) for place, b in zip(places, stops, strict=True))
+    return joined([tag("p", intro), cards(found)])
 
 
-def _passes(graphs: Sequence[Entries], store: Store) -> Html:
-    lists = [
-        tag("div", graph_title(graph, n, len(graphs)), render_passes(graph, f"g{n}", store), class_="graph")
-        for n, graph in enumerate(graphs)
-    ]
-    controls = tag(
-        "div",
-        tag(
-            "label", "Search passes, their graphs and charts ",
-            tag("input", type="search", id="search", autocomplete="off"),
-        ),
-        tag("label", tag("input", type="checkbox", id="unchanged"), " Show unchanged passes"),
-        tag("button", "Open all", type="button", id="open-all", aria_expanded="false"),
-        tag("p", "", role="status", id="found"),
-        class_="controls", role="search", hidden=True,
-    )  # fmt: skip
-    legend = tag(
-        "p",
-        "Lines are matched by what they compute, so that values which are only numbered anew count as ",
-        f"equal. {MINUS} removed or was, + added or is; what differs within a line is ",
-        tag("mark", "marked"), ". A line of yours (#) that is the same as above is not repeated.",
-        class_="hint",
-    )  # fmt: skip
-    return joined([controls, legend, *lists])
+def _retraces(report: Entries) -> Html:
+    found = [tag("p", f"because of {what}, {TIMES} {n}") for what, n in report.retraces]
+    return joined([tag("p", _TRACED_AGAIN), cards(found)]) if found else html("")
+
+
+def _told(part: Part) -> Section:
+    """A part of the account, as the text has it."""
+    about = part.about.strip()
+    head = tag("p", tag("strong", part.head)) if part.head else ""
+    return about.partition(" ")[0], about.capitalize(), joined([head, items(part.facts)])
+
+
+def _times(times: Times | None) -> Html:
+    """A table of the operations that took longest, alike ones together."""
+    if times is None:
+        return html("")
+    whole = times.seconds or 1.0
+    intro = (
+        f"{milliseconds(whole)} in all, medians of {times.rounds} rounds. Each operation was measured by "
+        "itself, so the sum may be more than a call takes."
+    )
+    rows = []
+    for group in times.longest():
+        share = 100 * group.seconds / whole
+        bar = joined([f"{share:.0f} %", tag("span", "", class_="bar", style=f"width: {share:.0f}%")])
+        names = (group.what.replace(" x ", f" {TIMES} "), group.name, group.source)
+        rows.append([*(tag("code", name) for name in names), milliseconds(group.seconds), bar])
+    drawn = table(("Operation", "Module", "Line", "Time", "Share"), rows, "times")
+    scroll = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label="times of operations")
+    return joined([hint(intro), scroll])
+
+
+def _weights(weights: Mapping[str, Tensor]) -> Html:
+    """A panel for each attention: heatmaps of the heads of its first row."""
+    found = [_heatmaps(f"weights-{number}", *given) for number, given in enumerate(weights.items())]
+    return tag("div", *found, class_="maps") if found else html("")
+
+
+def _heatmaps(own: str, name: str, weights: Tensor) -> Html:
+    drawn = picture(to_svg(weights, visible(name)), f"{own}-map")
+    several = weights.ndim == 4 and len(weights) > 1
+    note = hint(f"The first of {len(weights):,} rows.") if several else ""
+    title = tag("h3", name, id=own, class_="vh")  # the picture has it too
+    return panel(own, title, note, tag("div", drawn))

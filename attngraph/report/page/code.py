@@ -1,14 +1,16 @@
-"""The user's code in the page: the lines around one that matters, and for `page.js` whole functions beside
-charts, where lines lead to boxes and boxes to lines.
+"""Code in the page: the user's lines around one that matters, whole functions for `page.js` to show beside
+charts, and sources of kernels, of which what is a kernel's own is shown and what every kernel has folded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attngraph.report.page.html import Html, html, tag
+from attngraph.ir.ops.kernels import SHARED, SHARED_END
+from attngraph.report.page.html import Html, html, items, joined, listing, plural, tag
 from attngraph.report.page.layers import Line
 from attngraph.report.user_code import Reached, UserCode
 
@@ -57,21 +59,10 @@ def source_of(line: Line) -> str:
 
 def render_excerpt(how: Reached | None, code: UserCode) -> Html:
     """The lines around the model's own line, and below them those that it leads to; nothing if not known."""
-    if how is None:
+    known = None if how is None else code.line(how.frames[how.own])
+    if how is None or known is None:
         return html("")
-    own = _around(how.frames[how.own], code)
-    if not own:
-        return html("")
-    inner = [tag("li", tag("code", frame), _text(frame, code)) for frame in how.frames[how.own + 1 :]]
-    below = tag("ul", *inner, class_="calls") if inner else html("")
-    return tag("div", own, below, class_="excerpt")
-
-
-def _around(frame: str, code: UserCode) -> Html:
-    found = code.line(frame)
-    if found is None:
-        return html("")
-    stretch, place = found
+    stretch, place = known
     lines = stretch.text.split("\n")
     start, stop = max(place - _BEFORE, 0), min(place + _AFTER + 1, len(lines))
     margin = min((len(x) - len(x.lstrip()) for x in lines[start:stop] if x.strip()), default=0)
@@ -79,12 +70,78 @@ def _around(frame: str, code: UserCode) -> Html:
         tag("mark" if n == place else "span", tag("small", f"{stretch.first + n:>5}  "), lines[n][margin:])
         for n in range(start, stop)
     ]
-    return tag("pre", *shown, tabindex=0, role="group", aria_label=f"lines around {frame}", class_="lines")
+    around = listing(f"lines around {how.frames[how.own]}", *shown, class_="lines")
+    inner = [joined([tag("code", frame), _text(frame, code)]) for frame in how.frames[how.own + 1 :]]
+    return tag("div", around, items(inner, class_="calls") if inner else "", class_="excerpt")
 
 
 def _text(frame: str, code: UserCode) -> Html:
-    found = code.line(frame)
-    if found is None:
+    known = code.line(frame)
+    if known is None:
         return html("")
-    stretch, place = found
+    stretch, place = known
     return tag("code", f" {stretch.text.split(chr(10))[place].strip()}")
+
+
+_SET_APART = re.compile(
+    r"(?P<comment>//[^\n]*|/\*.*?\*/|^[ \t]*\#(?!define|include|if|ifdef|ifndef|el|endif|undef|pragma)[^\n]*"
+    r'|""".*?""")'
+    r"|\b(?P<keyword>for|while|if|elif|else|return|break|continue|in|not|and|or|def)\b",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def render_source(kernel: str, text: str, name: str) -> Html:
+    """The source of a kernel; `name` is its id in the page."""
+    parts = list(_parts(text))
+    lines, own = _count(text), sum(_count(part) for title, part in parts if not title)
+    words = plural(lines, "line") + (f", {own:,} of its own" if own < lines else "")
+    shown = (_shared(title, part) if title else _code(kernel, part) for title, part in parts)
+    return tag(
+        "details",
+        tag("summary", f"Source of {kernel} ({words})"),
+        tag("button", "Copy", type="button", class_="copy", aria_label=f"Copy {kernel}"),
+        tag("div", *shown, class_="code"),
+        class_="source", id=name,
+    )  # fmt: skip
+
+
+def _parts(text: str) -> Iterator[tuple[str, str]]:
+    """The source in parts: the title of one that kernels share, "" for one of its own; and its text."""
+    title, part = "", ""
+    for line in text.splitlines(keepends=True):
+        words = line.strip().lstrip("/# ")
+        if words.endswith(SHARED) and not title:
+            if part.strip():
+                yield "", part
+                part = ""
+            title, part = words.removesuffix(SHARED), part + line
+        elif title and words == f"{SHARED_END}{title}":
+            yield title, part + line
+            title, part = "", ""
+        else:
+            part += line
+    if part:
+        yield title, part
+
+
+def _shared(title: str, part: str) -> Html:
+    summary = tag("summary", f"{title}{SHARED} ({plural(_count(part), 'line')})")
+    return tag("details", summary, _code(title, part), class_="shared")
+
+
+def _code(label: str, part: str) -> Html:
+    return listing(label, tag("code", joined(_marked(part))))
+
+
+def _marked(part: str) -> Iterator[Html]:
+    end = 0
+    for found in _SET_APART.finditer(part):
+        yield html(part[end : found.start()])
+        yield tag("i" if found["comment"] else "b", found[0])
+        end = found.end()
+    yield html(part[end:])
+
+
+def _count(text: str) -> int:
+    return text.rstrip("\n").count("\n") + 1

@@ -1,13 +1,18 @@
 """What of a diff is shown at once, and what is folded behind a button.
 
 Changes are shown with a few lines around them. Long equal stretches are folded, and so is a layer that
-changed just as an earlier one did: of 61 equal layers one is shown. Folded lines are stored as line numbers.
+changed just as an earlier one did: of 61 equal layers one is shown. Folded lines are line numbers in
+the texts that are packed into the page.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from attngraph.report.page.diff import Block
 from attngraph.report.page.html import plural, span_of_names
@@ -19,6 +24,32 @@ _LEAST_FOLDED = 4
 """The fewest equal lines that are folded."""
 _MOST_SHOWN = 1200
 """Most lines of one diff that are shown at once."""
+
+
+_KINDS = {"equal": 0, "changed": 1, "replaced": 2}
+
+
+@dataclasses.dataclass
+class Store:
+    """What `page.js` shows on demand: texts of graphs, the blocks of each fold between two of them, and the
+    user's code of each graph."""
+
+    texts: list[str] = dataclasses.field(default_factory=list)
+    code: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    folds: list[tuple[int, int, list[list[int]]]] = dataclasses.field(default_factory=list)
+
+    def add_text(self, text: str) -> int:
+        self.texts.append(text)
+        return len(self.texts) - 1
+
+    def add_fold(self, old: int, new: int, blocks: Sequence[Block]) -> int:
+        self.folds.append((old, new, [[_KINDS[b.kind], b.a, b.b, b.c, b.d] for b in blocks]))
+        return len(self.folds) - 1
+
+    def packed(self) -> str:
+        """JSON, deflated, in base64, whose characters have no meaning in HTML."""
+        data = json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        return base64.b64encode(zlib.compress(data.encode("utf-8", "replace"), 9)).decode("ascii")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 
 _UNSEEN = re.compile(
@@ -51,6 +51,55 @@ def tag(name: str, /, *inside: str, **attributes: str | int | float | bool | Non
     ]
     start = f"<{name}{''.join(written)}"
     return Html(f"{start}/>" if name in _EMPTY else f"{start}>{joined(inside)}</{name}>")
+
+
+def hint(*inside: str, **attributes: str | int) -> Html:
+    """A paragraph that explains."""
+    return tag("p", *inside, class_="hint", **attributes)
+
+
+def items(parts: Iterable[str], **attributes: str) -> Html:
+    """A list with these items."""
+    return tag("ul", *(tag("li", part) for part in parts), **attributes)
+
+
+def cards(parts: Iterable[str]) -> Html:
+    return items(parts, class_="cards")
+
+
+def listing(label: str, *inside: str, **attributes: str | int) -> Html:
+    """Lines as they are written, which the keyboard can scroll."""
+    return tag("pre", *inside, tabindex=0, role="group", aria_label=label, **attributes)
+
+
+def table(names: Iterable[str], rows: Iterable[Sequence[str]], kind: str) -> Html:
+    """A table; the first cell of a row names it."""
+    head = tag("tr", *(tag("th", name, scope="col") for name in names))
+    body = (
+        tag("tr", tag("th", first, scope="row"), *(tag("td", cell) for cell in cells))
+        for first, *cells in rows
+    )
+    return tag("table", tag("thead", head), tag("tbody", *body), class_=kind)
+
+
+def panel(name: str, *inside: str) -> Html:
+    """An article that is named by its heading, whose id is `name`."""
+    return tag("article", *inside, class_="panel", aria_labelledby=name)
+
+
+def heading(name: str, title: str, more: str = "") -> Html:
+    """The heading of a panel."""
+    return tag("h3", title, tag("span", f" {more}", class_="sub"), id=name)
+
+
+def picture(svg: str, name: str) -> Html:
+    """An SVG of ours. Equal pictures would have equal ids, and an id must occur only once in a page."""
+    return Html(re.sub(r"\battngraph-[0-9a-f]{10}\b", name, svg))
+
+
+def repeated(count: int) -> str:
+    """` x 12`, or nothing for one."""
+    return f" {TIMES} {count}" if count > 1 else ""
 
 
 def plural(count: int, one: str, many: str = "") -> str:

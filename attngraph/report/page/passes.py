@@ -1,4 +1,5 @@
-"""The passes of one graph: what each did, how long it took, and the text before and after side by side.
+"""The passes of a graph: what each did, how long it took, and the text before and after side by side; and a
+report beside an earlier one: in numbers, which attentions came or went, and the last graphs.
 
 What is not shown at first (folded lines, the text of a whole graph) is added by `page.js` from the texts that
 are packed into the page (`Store`).
@@ -6,73 +7,91 @@ are packed into the page (`Store`).
 
 from __future__ import annotations
 
-import base64
+import collections
 import dataclasses
-import json
-import zlib
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from attngraph.report.entries import Entries, PassRecord
+from attngraph.report.entries import AttentionEntry, Entries, PassRecord
 from attngraph.report.page.diff import Block, changed_words, compare
-from attngraph.report.page.folding import Fold, Hunk, fold
-from attngraph.report.page.html import MINUS, TIMES, Html, html, joined, plural, span_of_names, tag
+from attngraph.report.page.folding import Fold, Hunk, Store, fold
+from attngraph.report.page.graphs import final_text, graph_title
+from attngraph.report.page.html import (
+    MINUS,
+    TIMES,
+    Html,
+    hint,
+    html,
+    items,
+    joined,
+    plural,
+    repeated,
+    span_of_names,
+    table,
+    tag,
+)
 from attngraph.report.page.layers import Line, read_lines
 
-_KINDS = {"equal": 0, "changed": 1, "replaced": 2}
+_MOST_NOTES = 6
+"""Most notes of a pass that are shown at once."""
 
 
-@dataclasses.dataclass
-class Store:
-    """What `page.js` shows on demand: texts of graphs, the blocks of each fold between two of them, and the
-    user's code of each graph."""
+def render_passes(graphs: Sequence[Entries], store: Store) -> Html:
+    """The passes of each graph, what searches them, and what the marks in them say."""
+    if not graphs:
+        return html("")
+    lists = [
+        tag("div", graph_title(graph, n, len(graphs)), _passes(graph, f"g{n}", store), class_="graph")
+        for n, graph in enumerate(graphs)
+    ]
+    controls = tag(
+        "div",
+        tag(
+            "label", "Search passes, their graphs and charts ",
+            tag("input", type="search", id="search", autocomplete="off"),
+        ),
+        tag("label", tag("input", type="checkbox", id="unchanged"), " Show unchanged passes"),
+        tag("button", "Open all", type="button", id="open-all", aria_expanded="false"),
+        tag("p", "", role="status", id="found"),
+        class_="controls", role="search", hidden=True,
+    )  # fmt: skip
+    legend = hint(
+        "Lines are matched by what they compute, so that values which are only numbered anew count as ",
+        f"equal. {MINUS} removed or was, + added or is; what differs within a line is ",
+        tag("mark", "marked"), ". A line of yours (#) that is the same as above is not repeated.",
+    )  # fmt: skip
+    return joined([controls, legend, *lists])
 
-    texts: list[str] = dataclasses.field(default_factory=list)
-    code: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    folds: list[tuple[int, int, list[list[int]]]] = dataclasses.field(default_factory=list)
 
-    def add_text(self, text: str) -> int:
-        self.texts.append(text)
-        return len(self.texts) - 1
-
-    def add_fold(self, old: int, new: int, blocks: Sequence[Block]) -> int:
-        self.folds.append((old, new, [[_KINDS[b.kind], b.a, b.b, b.c, b.d] for b in blocks]))
-        return len(self.folds) - 1
-
-    def packed(self) -> str:
-        """JSON, deflated, in base64, whose characters have no meaning in HTML."""
-        data = json.dumps(dataclasses.asdict(self), separators=(",", ":"))
-        return base64.b64encode(zlib.compress(data.encode("utf-8", "replace"), 9)).decode("ascii")
-
-
-def render_passes(report: Entries, prefix: str, store: Store) -> Html:
+def _passes(report: Entries, prefix: str, store: Store) -> Html:
     """The list of a graph's passes, the capture before them; `prefix` begins the ids of its elements."""
-    items = []
+    found = []
     last, known = store.add_text(report.captured), read_lines(report.captured)
     if report.captured:
-        items.append(_capture(report, last))
+        found.append(_capture(report, last))
     for number, record in enumerate(report.passes):
         body: list[Html] = []
         if record.text:
             lines, place = read_lines(record.text), store.add_text(record.text)
-            body = [
-                _diff(known, lines, (last, place), store),
-                _whole(place, "The whole graph after this pass", len(lines)),
-            ]
+            title = f"The whole graph after this pass ({plural(len(lines), 'line')})"
+            whole = tag("details", tag("summary", title), _text(place, len(lines)), class_="whole")
+            body = [_diff(known, lines, (last, place), store), whole]
             last, known = place, lines
-        items.append(_pass(record, f"{prefix}-pass-{number}", body))
-    return tag("ol", *items, class_="passes")
+        found.append(_pass(record, f"{prefix}-pass-{number}", body))
+    return tag("ol", *found, class_="passes")
 
 
 def _capture(report: Entries, place: int) -> Html:
     ops = plural(report.passes[0].before, "op") if report.passes else ""
     lines = report.captured.count("\n") + 1
-    head = tag(
-        "summary", tag("span", "capture", class_="name"), " ",
-        tag("span", "the graph as it was traced", class_="state"), " ", tag("span", ops, class_="count"), " ",
-        tag("span", _duration(report.capture) if report.capture else "", class_="time"),
-    )  # fmt: skip
+    spent = _duration(report.capture) if report.capture else ""
+    head = _summary("capture", "the graph as it was traced", ops, spent)
     return tag("li", tag("details", head, _text(place, lines), class_="pass"), data_kind="capture")
+
+
+def _summary(name: str, state: str, count: str, spent: str) -> Html:
+    words = (("name", name), ("state", state), ("count", count), ("time", spent))
+    return tag("summary", joined((tag("span", text, class_=kind) for kind, text in words), " "))
 
 
 def _pass(record: PassRecord, name: str, body: list[Html]) -> Html:
@@ -81,10 +100,6 @@ def _pass(record: PassRecord, name: str, body: list[Html]) -> Html:
     step = record.after - record.before
     if record.changed and step:
         count += f" ({'+' if step > 0 else MINUS}{abs(step):,})"
-    head = tag(
-        "summary", tag("span", record.name, class_="name"), " ", tag("span", state, class_="state"), " ",
-        tag("span", count, class_="count"), " ", tag("span", _duration(record.seconds), class_="time"),
-    )  # fmt: skip
     said = []
     if record.options:
         said.append(tag("p", "Options: ", tag("code", record.options)))
@@ -94,32 +109,24 @@ def _pass(record: PassRecord, name: str, body: list[Html]) -> Html:
         said.append(tag("p", "The graph is as it was before."))
     elif not body:
         said.append(tag("p", "The text of the graph is not part of this report."))
+    head = _summary(record.name, state, count, _duration(record.seconds))
     kind = "changed" if record.changed else "unchanged"
     return tag("li", tag("details", head, *said, *body, class_="pass"), id=name, data_kind=kind)
 
 
 def _notes(notes: Sequence[str]) -> Html:
     """The pass's notes, without repetitions."""
-    counted: dict[str, int] = {}
-    for note in notes:
-        counted[note] = counted.get(note, 0) + 1
-    items = [tag("li", note if n == 1 else f"{note} ({TIMES} {n})") for note, n in counted.items()]
-    if len(items) <= 6:
-        return tag("ul", *items, class_="notes")
-    more = tag(
-        "details", tag("summary", f"{len(items) - 5} more notes"), tag("ul", *items[5:], class_="notes")
-    )
-    return joined([tag("ul", *items[:5], class_="notes"), more])
+    counted = collections.Counter(notes)
+    found = [note if n == 1 else f"{note} ({TIMES} {n})" for note, n in counted.items()]
+    if len(found) <= _MOST_NOTES:
+        return items(found, class_="notes")
+    first, more = found[: _MOST_NOTES - 1], found[_MOST_NOTES - 1 :]
+    folded = tag("details", tag("summary", f"{len(more)} more notes"), items(more, class_="notes"))
+    return joined([items(first, class_="notes"), folded])
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
-
-
-def _whole(place: int, title: str, lines: int) -> Html:
-    return tag(
-        "details", tag("summary", f"{title} ({plural(lines, 'line')})"), _text(place, lines), class_="whole"
-    )
 
 
 def _text(place: int, lines: int) -> Html:
@@ -128,12 +135,6 @@ def _text(place: int, lines: int) -> Html:
         "div", tag("p", f"{plural(lines, 'line')}, shown by the page's script.", class_="pending"),
         class_="text", data_text=place,
     )  # fmt: skip
-
-
-def render_texts(old: str, new: str, store: Store) -> Html:
-    """The differences of two graphs' texts."""
-    places = (store.add_text(old), store.add_text(new))
-    return _diff(read_lines(old), read_lines(new), places, store)
 
 
 def _diff(old: list[Line], new: list[Line], places: tuple[int, int], store: Store) -> Html:
@@ -199,3 +200,56 @@ def _line(line: Line, code: Html) -> Html:
 
 def _marked(pieces: list[tuple[str, bool]]) -> Html:
     return joined(tag("mark", text) if is_new else text for text, is_new in pieces)
+
+
+def render_compared(
+    now: Entries, earlier: Entries, graphs: Sequence[Entries], then: Sequence[Entries], store: Store
+) -> Html:
+    """Numbers of both reports, and a diff for each graph, in the order in which they were traced."""
+    found: list[Html] = [_numbers(now, earlier), *_attentions(now, earlier)]
+    several = max(len(graphs), len(then)) > 1
+    for number, (new, old) in enumerate(itertools.zip_longest(graphs, then)):
+        if several:
+            found.append(tag("h3", f"Graph {number}"))
+        if new is None or old is None:
+            words = "This graph is there only now." if old is None else "This graph was there only earlier."
+            found.append(tag("p", words))
+        elif final_text(new) == final_text(old):
+            found.append(tag("p", "The graph after all passes is the same."))
+        else:
+            places = (store.add_text(final_text(old)), store.add_text(final_text(new)))
+            found.append(_diff(read_lines(final_text(old)), read_lines(final_text(new)), places, store))
+    return joined(found)
+
+
+def _numbers(now: Entries, earlier: Entries) -> Html:
+    """What can be counted, before and now."""
+    rows = zip(_counted(earlier), _counted(now), strict=True)
+    return table(("", "Before", "Now"), ((what, old, new) for (what, old), (_, new) in rows), "numbers")
+
+
+def _counted(report: Entries) -> Iterator[tuple[str, str]]:
+    yield "Attentions fused", f"{len(report.attention):,}"
+    yield "Not fused", f"{len(report.missed):,}"
+    yield "Operations", f"{report.passes[-1].after:,}" if report.passes else "not known"
+    yield "Compiled in", f"{report.seconds:.2f} s"
+
+
+def _attentions(now: Entries, earlier: Entries) -> Iterator[Html]:
+    """Attentions that only one of the reports has: with another program, other heads or another kernel."""
+    old, new = (collections.Counter(map(_kind, report.attention)) for report in (earlier, now))
+    for words, some, others in (("Only before", old, new), ("Only now", new, old)):
+        found = [_attention(kind, count) for kind, count in (some - others).items()]
+        if found:
+            yield joined([tag("p", tag("strong", f"{words}:")), items(found)])
+
+
+def _kind(entry: AttentionEntry) -> tuple[str, str, str]:
+    """What makes attentions of two reports alike; their lines may have moved."""
+    return entry.heads_in_words(), "; ".join(entry.program.splitlines()), str(entry.kernel)
+
+
+def _attention(kind: tuple[str, str, str], count: int) -> Html:
+    heads, program, kernel = kind
+    of = f"attention{repeated(count)} of {heads}: "
+    return joined([of, tag("code", program), " by ", tag("code", kernel)])

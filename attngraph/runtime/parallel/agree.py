@@ -1,9 +1,11 @@
-"""Whether all ranks are about to do the same: compared before anything else is exchanged.
+"""Ranks that run a model together do the same: they compare what they are asked, and rank 0 decides.
 
 Each rank gathers a few numbers of every other: a digest of the call (shapes, dtypes, modes), and after a
 trace a digest of the graph, or that tracing failed. Where they differ every rank sees it, and every rank
 raises an error that says what each of them has. A rank that is gone lets the gathering fail, within the
-time-out of the process group.
+time-out of the process group. What is chosen from a decoder's logits, a token or the end of a row, is chosen
+by rank 0 and sent to the others: logits that several ranks computed each for itself may differ in their last
+bits, and random numbers without a seed do.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from attngraph.errors import DisagreementError
 from attngraph.ir.graph.printer import format_file
@@ -92,3 +95,22 @@ def random_state() -> str:
 def draws_numbers(graph: fx.Graph) -> bool:
     """Whether a graph draws random numbers."""
     return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes)
+
+
+def described(given: Any) -> str:
+    """Tensors, numbers and names as text: equal where they are equal."""
+    leaves = pytree.tree_leaves_with_path(given)
+    return "\n".join(f"argument{pytree.keystr(path)}: {_described(leaf)}" for path, leaf in leaves)
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype)[6:]} {list(leaf.shape)}, contents {digest(leaf)}"
+    plain = leaf is None or isinstance(leaf, (bool, int, float, str))
+    return repr(leaf)[:200] if plain else type(leaf).__name__
+
+
+def digest(tensor: Tensor) -> str:
+    """A text that is equal for tensors of equal contents."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(bytes(flat.tolist())).hexdigest()[:16]

@@ -8,6 +8,7 @@ numbers keep their order, and all ranks have the same graph, so they exchange in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -16,9 +17,11 @@ from attngraph.ir.graph.program_graph import is_random
 from attngraph.ir.ops.token_collectives import FETCH_KEYS, begin_fetch, finish_fetch
 
 
-def fetching_early(module: fx.GraphModule) -> fx.GraphModule:
-    """The same computation, with fetches that other operations do not wait for."""
-    if not any(node.target is FETCH_KEYS for node in module.graph.nodes):
+def fetching_early(module: Callable[..., Any]) -> Callable[..., Any]:
+    """The same computation, with fetches that other operations do not wait for, if it is a graph's module."""
+    if not isinstance(module, fx.GraphModule) or not any(
+        node.target is FETCH_KEYS for node in module.graph.nodes
+    ):
         return module
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     begun: dict[fx.Node, fx.Node] = {}

@@ -1,59 +1,90 @@
-"""How a decoder's graph is run by one rank or by all simulated ones, and where what it keeps lies.
+"""How one rank, or every rank in this process, runs a graph, and where what a decoder keeps lies.
 
-A process that is one rank of several keeps its own part in a state of its own. Simulated ranks share one
-state, which has everything once for each rank: `kept0` of rank 1 is called `kept0@1` there.
+Simulated ranks run on the user's whole parameters, gradients included. Each gets its own copy of what all
+have whole, so that the gradient which the user sees is the one that a rank would compute, not the sum of all
+ranks' (`ir/ops/collectives.py` says which gradients collectives have). A process that is one rank of several
+keeps its own part of a decoder's state. Simulated ranks share one state, which has everything once for each
+rank: `kept0` of rank 1 is called `kept0@1` there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.ops.cached_attention import CachePlan
-from attngraph.meaning.check.oracle import Exact, Oracle
+from attngraph.meaning.check.oracle import Oracle
 from attngraph.meaning.check.ranks import PerRank, run_on_ranks
-from attngraph.runtime.parallel.simulated import one_of_all
+from attngraph.runtime.devices import OneRank
 
 
-@dataclasses.dataclass
-class OneRank:
-    """A graph run on one device, or on one rank of several.
+class _Joined(torch.autograd.Function):
+    """A result that is equal on all ranks: one of them, whose gradient every rank gets."""
 
-    Attributes:
-        plan: what a state keeps. own: gives the inputs that this rank has of its own.
-        rank: which rank it is, and of how many.
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor) -> Tensor:
+        ctx.count = len(values)
+        return values[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        grads: tuple[Tensor, ...] = (grad,) * ctx.count
+        return grads
+
+
+def simulated(graph: ProgramGraph) -> Callable[..., Sequence[Any]]:
+    """The function that computes a graph's results for all ranks."""
+    run = on_all_ranks(graph)
+    return lambda *inputs: [one_of_all(value) for value in run(*inputs)]
+
+
+def on_all_ranks(graph: ProgramGraph) -> Callable[..., Sequence[Any]]:
+    """The function that computes a graph's results for all ranks: a `PerRank` where they may differ."""
+    assert graph.ranks is not None
+    ranks = graph.ranks
+
+    def for_all(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not (value.requires_grad and torch.is_grad_enabled()):
+            return value
+        return PerRank([value, *(value.detach().requires_grad_() for _ in range(ranks.count - 1))])
+
+    return lambda *inputs: _run(graph.graph, map(for_all, inputs), _compute, ranks)
+
+
+def _run(graph: fx.Graph, inputs: Iterable[Any], compute: Callable[..., Any], ranks: Ranks) -> Sequence[Any]:
+    order = [n for n in graph.nodes if n.op == "call_function"]
+    results: Any = graph.output_node().args[0]
+    given = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    return run_on_ranks(order, given, list(results), compute, ranks)
+
+
+def _compute(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def one_of_all(value: Any) -> Any:
+    """The value that all ranks have.
+
+    Raises:
+        RuntimeError: they differ: a bug in attngraph.
     """
-
-    plan: CachePlan
-    own: Callable[[], Mapping[str, Any]] = dict
-    rank: tuple[int, int] = (0, 1)
-
-    def __post_init__(self) -> None:
-        divided = (s for s in self.plan.stores if s.team > 1)
-        self._tables = {store.table: f"{store.table}@{store.member}" for store in divided}
-
-    def exact(self, module: fx.GraphModule) -> Any:
-        """An interpreter that computes a graph in float64."""
-        return Exact(module)
-
-    def taken(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a state keeps, and where, as inputs of the graph."""
-        if not self._tables:
-            return kept
-        return {**kept, **{name: kept[own] for name, own in self._tables.items()}}
-
-    def kept(self, results: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Results of the graph as a state keeps them."""
-        return results
-
-    def one(self, result: Any) -> Any:
-        """A result that is equal on all ranks."""
-        return result
+    if not isinstance(value, PerRank):
+        return value
+    if not isinstance(value[0], Tensor):
+        return value[0]
+    for other in value[1:]:
+        if not torch.equal(other.detach(), value[0].detach()) and not torch.allclose(
+            other.detach(), value[0].detach(), equal_nan=True
+        ):
+            raise RuntimeError("ranks have different results. Please report it.")
+    return _Joined.apply(*value) if value[0].is_floating_point() else value[0]
 
 
 class AllRanks(OneRank):
@@ -124,14 +155,4 @@ class _ExactOnRanks:
         self.graph, self.ranks = module.graph, ranks
 
     def run(self, *inputs: Any) -> Sequence[Any]:
-        placeholders = self.graph.find_nodes(op="placeholder")
-        order = [n for n in self.graph.nodes if n.op == "call_function"]
-        results: Any = self.graph.output_node().args[0]
-        given = dict(zip(placeholders, inputs, strict=True))
-        return run_on_ranks(order, given, list(results), Oracle().compute, self.ranks)
-
-
-def states_of(graph: ProgramGraph) -> OneRank:
-    """A decoder's graph on one device."""
-    assert graph.state is not None
-    return OneRank(graph.state)
+        return _run(self.graph, inputs, Oracle().compute, self.ranks)

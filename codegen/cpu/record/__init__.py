@@ -1,1 +1,2 @@
-"""Recorded calls of a decoder's graph."""
+"""Calls of a decoder's graph that run again as few calls of C: `replay.py` says when, `recording.py` records
+them and runs them, `links.py` chooses what C computes, `copies.py` has C for what a step copies."""

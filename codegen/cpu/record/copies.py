@@ -8,53 +8,24 @@ few numbers takes tens of microseconds, in which the memory gives a megabyte of 
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from attngraph.codegen.cpu import team, toolchain
+from attngraph.codegen.cpu import native
+from attngraph.codegen.cpu.native import Link, numbers, struct
 from attngraph.codegen.cpu.operands import rows_fit, table_range
-from attngraph.codegen.cpu.record.chain import Link
-from attngraph.codegen.cpu.source import header
 
 aten = torch.ops.aten
-INNER = 4
-"""Dimensions of a token, as in c/copies.h."""
+INNER = numbers("copies.h")["INNER"]
+"""Dimensions of a token."""
 FEW = 4096
 """The most whole numbers that one thread computes with."""
 SHARED = 1 << 18
 """Bytes of new tokens that several threads write to their pages."""
-_Strides = ctypes.c_int64 * INNER
-
-
-class _Gather(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("from_", "index", "to")),
-        *((name, ctypes.c_int64) for name in ("count", "rows", "stride", "bytes", "item", "bad")),
-    )
-
-
-class _Numbers(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("from_", "whole", "real")),
-        *((name, ctypes.c_int64) for name in ("count", "add", "item")),
-    )
-
-
-class _Kept(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("fresh", "pages", "table", "starts", "first")),
-        *((name, ctypes.c_int64) for name in
-          ("rows", "columns", "page", "bytes", "token_stride", "page_stride", "slot_stride")),
-        *((name, _Strides) for name in ("size", "fresh_strides", "page_strides")),
-    )  # fmt: skip
-
-
-class _Keep(ctypes.Structure):
-    _fields_ = (("all", ctypes.c_void_p), ("count", ctypes.c_int64), ("item", ctypes.c_int64))
+_Gather, _Numbers, _Kept, _Keep = (struct("copies.h", name) for name in ("Gather", "Numbers", "Kept", "Keep"))
 
 
 def link_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Link | None:
@@ -98,9 +69,8 @@ def _gather(table: Tensor, index: Tensor, out: Tensor, rows: int, stride: int) -
         from_=table.data_ptr(), index=index.data_ptr(), to=out.data_ptr(), count=index.numel(), rows=rows,
         stride=stride, bytes=out.nbytes // index.numel(),
     )  # fmt: skip
-    start = ctypes.addressof(call)
-    counters = [(start + _Gather.item.offset, 16)]
-    return Link(code.attngraph_gather, call, counters, [out], [table, index], start + _Gather.bad.offset)
+    counters = native.counters(call, "item", "bad")
+    return Link(code.attngraph_gather, call, counters, [out], [table, index], counters[1][0])
 
 
 def _plus(x: Tensor, other: Any, alpha: int = 1) -> Link | None:
@@ -120,8 +90,7 @@ def _numbers(x: Tensor, add: int, dtype: torch.dtype | None) -> Link | None:
     out = torch.empty(x.shape, dtype=dtype)
     call = _Numbers(from_=x.data_ptr(), count=x.numel(), add=add)
     setattr(call, "real" if dtype is torch.float32 else "whole", out.data_ptr())
-    counters = [(ctypes.addressof(call) + _Numbers.item.offset, 8)]
-    return Link(code.attngraph_numbers, call, counters, [out], [x])
+    return Link(code.attngraph_numbers, call, native.counters(call, "item"), [out], [x])
 
 
 _Links = dict[Any, Callable[..., Link | None]]
@@ -133,7 +102,7 @@ class Keeping:
     """Writes new tokens of the rows of a cache to their pages."""
 
     def __init__(self) -> None:
-        self._calls: list[_Kept] = []
+        self._calls: list[Any] = []
         self._held: list[Tensor] = []
         self._all: Any = None
         self._call, self._bytes = _Keep(), 0
@@ -157,13 +126,13 @@ class Keeping:
             return None
         missing = INNER - len(inner)
 
-        def strides(tensor: Tensor) -> Any:
-            return _Strides(*(0,) * missing, *(n * bytes_ for n in tensor.stride()[-len(inner) :]))
+        def strides(tensor: Tensor) -> tuple[int, ...]:
+            return (*(0,) * missing, *(n * bytes_ for n in tensor.stride()[-len(inner) :]))
 
         call = _Kept(
             fresh=value.data_ptr(), table=table.data_ptr(), starts=starts.data_ptr(), first=first.data_ptr(),
             rows=first.shape[0], columns=table.shape[1], bytes=bytes_, token_stride=value.stride(0) * bytes_,
-            size=_Strides(*(1,) * missing, *inner), fresh_strides=strides(value),
+            size=(*(1,) * missing, *inner), fresh_strides=strides(value),
         )  # fmt: skip
 
         def move(pages: Tensor) -> bool:
@@ -188,16 +157,12 @@ class Keeping:
         if self._calls:
             self._call.item = 0
             members = 1 if self._bytes < SHARED else torch.get_num_threads()
-            team.run(_code().attngraph_keep, self._call, members)
+            native.run(_code().attngraph_keep, self._call, members)
 
 
-@functools.cache
 def _code() -> Any:
-    """The compiled functions; None where there is no compiler."""
-    try:
-        return toolchain.build("\n".join(["#define FLOAT32", header("functions.h"), header("copies.h")]))[0]
-    except toolchain.CompilerError:
-        return None  # chains are not compiled either, which says so
+    """The compiled functions; None where there is no compiler (chains say so)."""
+    return native.functions("copies.h")
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -13,15 +13,17 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import chosen, team, toolchain
-from attngraph.codegen.cpu.record.chain import Link
+from attngraph.codegen.cpu import chosen, native, toolchain
+from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.tokens import source
+from attngraph.codegen.cpu.tokens.indices import RANKS
 from attngraph.codegen.cpu.tokens.schedule import arranged, phases
+from attngraph.codegen.cpu.tokens.source import PLACES
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.dtypes import NAMED
@@ -123,7 +125,7 @@ class Prepared:
 
     def __init__(self, program: TokenProgram, code: ctypes.CDLL) -> None:
         self.program, self.layout, self.phases = program, source.layout(program), phases(program)
-        self.whole, self.part = code.attngraph_tokens, code.attngraph_part
+        self.whole, self.part, self.sums = code.attngraph_tokens, code.attngraph_part, code.attngraph_sums
         self.first = len(program.given)
         self.widths = [math.prod(d.extents) for d in program.definitions]
         self.rows = source.row_lengths(program)
@@ -139,15 +141,11 @@ class Prepared:
         self.products = {n: f for n in numbers if (f := program.product(n)) is not None}
         weights = [program.given[f.weight] for f in self.products.values()]
         self.multiplications = sum(math.prod(n or 1 for n in w.shape) for w in weights)
-        code.attngraph_room.restype = ctypes.c_int64
+        self.sums.argtypes = ctypes.c_int64, ctypes.c_int64
+        for function in (code.attngraph_room, code.attngraph_arranged, self.sums):
+            function.restype = ctypes.c_int64
         self.room: int = code.attngraph_room()
-        code.attngraph_arranged.restype = ctypes.c_int64
         self.arranged: int = code.attngraph_arranged()
-        code.attngraph_sums.restype = ctypes.c_int64
-        code.attngraph_sums.argtypes = ctypes.c_int64, ctypes.c_int64
-        self.sums: Callable[[int, int], int] = code.attngraph_sums
-        self._told: set[str] = set()
-        """The kinds of calls whose choice the report has."""
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         if not self.has_types(given):
@@ -169,8 +167,7 @@ class Prepared:
 
     def _block(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
         def ours() -> None:
-            made = self.link(given, results, tokens)
-            team.run(made.function, made.argument, torch.get_num_threads())
+            self.link(given, results, tokens).run()
 
         def with_pytorch() -> None:
             self._around_products(given, results, tokens)
@@ -178,15 +175,10 @@ class Prepared:
         if not self._is_measured(tokens):
             ours()
             return
-        kind = self._kind(tokens)
-        times = chosen.known(kind)
-        if times is None:
-            chosen.measure(kind, {OURS: ours, PYTORCH: with_pytorch})
-            times = chosen.known(kind) or {}
-        if kind not in self._told:
-            self._told.add(kind)
-            _remarks.add(self.program.text, chosen.said(kind, times))
-        ours() if chosen.best(times) == OURS else with_pytorch()
+        kind, ways = self._kind(tokens), {OURS: ours, PYTORCH: with_pytorch}
+        if chosen.known(kind) is None:
+            chosen.measure(kind, ways)
+        chosen.fastest(kind, ways, _remarks, self.program.text)
 
     def _is_measured(self, tokens: int) -> bool:
         """Whether the products of a block are large enough to be computed by whoever takes less time."""
@@ -230,14 +222,14 @@ class Prepared:
     def _call(self, given: Sequence[Tensor], tokens: int, members: int) -> tuple[list[int], list[Tensor]]:
         """The numbers of a call without the addresses of values, and the tensors that it needs kept alive."""
         held: list[Tensor] = []
-        places = [tokens, members, *([0] * (source.COUNTERS + self.layout.phases - 2))]
+        places = [tokens, members, *([0] * (PLACES["COUNTERS"] + self.layout.phases - 2))]
         strides: list[int] = []
         for number, (tensor, shared) in enumerate(zip(given, self.shared, strict=True)):
             if not self.is_usable(number, tensor):
                 tensor = tensor.contiguous()
                 held.append(tensor)
             places.append(tensor.data_ptr())
-            strides += _NO_STRIDES if shared else [*tensor.stride(), *_NO_STRIDES][: source.RANKS]
+            strides += _NO_STRIDES if shared else [*tensor.stride(), *_NO_STRIDES][:RANKS]
         return places + strides, held
 
     def link(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> Link:
@@ -256,10 +248,11 @@ class Prepared:
         for number, at in self.between.items():
             values[number - self.first] = scratch.data_ptr() + at * tokens * 4
         if room:
-            places[_ARRANGED if few else _PANELS] = scratch.data_ptr() + self.total * tokens * 4
-        places[_SUMS] = scratch.data_ptr() + size * 4
+            places[PLACES["ARRANGED" if few else "PANELS"]] = scratch.data_ptr() + self.total * tokens * 4
+        places[PLACES["SUMS"]] = scratch.data_ptr() + size * 4
         call = (ctypes.c_int64 * self.layout.length)(*places, *values)
-        counters = (ctypes.addressof(call) + _PHASE * 8, (self.layout.given_at - _PHASE) * 8)
+        first = PLACES["PHASE"]
+        counters = (ctypes.addressof(call) + first * 8, (self.layout.given_at - first) * 8)
 
         layouts = [(r.shape, r.stride(), r.dtype, r.device) for r in results]
 
@@ -310,8 +303,8 @@ class Prepared:
                 for product in group.products:
                     self._multiply(product, values[self.products[product].left - self.first], given, values)
             if phase.definitions or any(group.following for group in phase.groups):
-                call[_PHASE], call[_MEMBER] = number, 0
-                team.run(self.part, call, members)
+                call[PLACES["PHASE"]], call[PLACES["MEMBER"]] = number, 0
+                native.run(self.part, call, members)
         for rounded, number in short:
             rounded.copy_(values[number])
         del held
@@ -338,8 +331,6 @@ class Prepared:
             torch.mm(left, part.T, out=out[:, rows])
 
 
-_PANELS, _ARRANGED, _SUMS, _PHASE, _MEMBER = 2, 3, 4, 5, 6
-"""Places in a call, as in c/tokens.h: from `_PHASE` on they are counters."""
-_NO_STRIDES = [0] * source.RANKS
+_NO_STRIDES = [0] * RANKS
 
 TOKENS = Tokens()

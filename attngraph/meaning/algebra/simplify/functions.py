@@ -18,7 +18,7 @@ def exp(node: Expr) -> Expr:
         return E.const(math.exp(node.value)) if node.value < 709 else E.INF
     factors: list[Expr] = []
     exponent: list[Expr] = []
-    for term in node.args if node.op == "add" else (node,):
+    for term in E.parts(node, "add"):
         factor, rest = M.coefficient(term)
         if rest.op == "log" and factor in (1, -1):
             factors.append(rest.args[0] if factor == 1 else M.recip(rest.args[0]))

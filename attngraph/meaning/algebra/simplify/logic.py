@@ -245,7 +245,7 @@ def exclude_each_other(a: Expr, b: Expr) -> bool:
 def _at_most_zero_in(condition: Expr) -> list[Polynomial]:
     """What is at most zero where a conjunction of comparisons of integers holds."""
     found: list[Polynomial] = []
-    for part in condition.args if condition.op == "and" else (condition,):
+    for part in E.parts(condition, "and"):
         if part.op in ("le", "eq") and all(a.kind == "int" for a in part.args):
             difference = ranges.subtract(*(ranges.polynomial(a) for a in part.args))
             found.append(difference)

@@ -23,18 +23,14 @@ _CONSTRUCTORS |= {
 
 
 def construct(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """`node` with new arguments, in canonical form."""
-    if args == node.args:
+    """`node` with new arguments, in canonical form. The extents of variables stay."""
+    if args == node.args or node.op == "var":
         return node
-    if node.op == "read":
-        return E.read(node.value, args, node.kind)
-    if node.op == "raw":
-        return raw(node.value, *args)
     if node.op in _CONSTRUCTORS:
         found: Expr = getattr(M, _CONSTRUCTORS[node.op])(*args)
         return found
-    if node.op == "random" or node.op in E.BINDERS:
-        return E.make(node.op, args, node.value, node.kind)
+    if node.op in ("read", "raw", "random", *E.BINDERS):
+        return E.with_args(node, args)
     return M.function(node.op, *args) if args else node
 
 
@@ -42,6 +38,7 @@ def canonical(node: Expr) -> Expr:
     """An expression of the score language in canonical form."""
     spelled: dict[str, Callable[..., Expr]] = {"sub": M.sub, "neg": M.neg, "div": M.div, "ne": M.ne}
     spelled |= {"ge": lambda a, b: M.le(b, a), "gt": lambda a, b: M.lt(b, a)}
+    spelled |= {"rsqrt": lambda x: M.recip(M.function("sqrt", x))}
     return E.rebuild(node, lambda n, args: spelled[n.op](*args) if n.op in spelled else construct(n, args))
 
 
@@ -88,9 +85,4 @@ def substitute(node: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
     """`node` with each key replaced by its value, in canonical form. Nothing is replaced in the extents of
     variables."""
 
-    def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
-        if current in mapping:
-            return mapping[current]
-        return current if current.op == "var" else construct(current, args)
-
-    return E.rebuild(node, replace)
+    return E.rebuild(node, lambda n, args: mapping[n] if n in mapping else construct(n, args))

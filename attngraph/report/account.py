@@ -1,0 +1,95 @@
+"""The account of a compilation: its parts, which text, notebook and page print in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attngraph.meaning.masks.words import remarks
+from attngraph.report.entries import AttentionEntry, Entries, LaterEntry, Missed, folded
+from attngraph.report.words import Part, alike, from_to
+
+_MASK_WORDS = 160
+"""Characters of a mask that are shown in one line."""
+_NAMES = 4
+"""Most names of results in a line."""
+
+
+def account(report: Entries) -> Iterator[Part]:
+    """Everything that was found, in order."""
+    for entries in folded(report.attention):
+        yield _attention(entries)
+    for (reason, source, _), missed in alike(report.missed, lambda m: (m.reason, m.source, m.caller)):
+        yield Part(f"not fused{_times(missed)}   ", source, [*_caller(missed[0]), reason])
+    yield from records(report)
+    for stop in report.breaks:
+        yield Part("captured in pieces   ", stop.source, [stop.reason])
+    for stop in report.numbers:
+        yield Part("compiled again for other sizes   ", stop.source, [stop.reason])
+    yield from later(report)
+
+
+def records(report: Entries) -> Iterator[Part]:
+    """What is kept, what kernels say of token programs, and what ranks divide."""
+    if report.cache is not None:
+        yield report.cache.account()
+    said = dict.fromkeys(remark for entry in report.programs for remark in entry.kernel.remarks)
+    if said:
+        yield Part("each token by itself", "", list(said))
+    for divided in (report.ranks, report.context):
+        if divided is not None:
+            yield divided.account()
+
+
+def later(report: Entries) -> Iterator[Part]:
+    """What is computed when somebody looks at it, if anything is."""
+    if report.later:
+        yield Part("computed when somebody looks at it", "", list(_later(report.later)))
+
+
+def _attention(entries: list[AttentionEntry]) -> Part:
+    first = entries[0]
+    error = max(e.error for e in entries)
+    latent = [] if first.latent is None else first.latent.lines()
+    names = from_to([first.name or "attention"] if len(entries) == 1 else [e.name for e in entries])
+    facts = [
+        *_caller(first),
+        f"{first.heads_in_words()}, mask: {_in_short(first.mask)}",
+        *(f"| {_shown(line)}" for line in first.program.splitlines()),
+        *([f"look: {first.warning}"] if first.warning else []),
+        *([first.again] if first.again else []),
+        *(f"{' ' * 8 if place else 'latent: '}{line}" for place, line in enumerate(latent)),
+        f"kernel {first.kernel}, {first.numerics}, checked in float64 (error {error:.0e})",
+        *(f"  {remark}" for remark in first.kernel.remarks),
+    ]
+    return Part(f"attention{_times(entries)}   ", f"{first.source}   {names}", facts)
+
+
+def _times(members: Sequence[object]) -> str:
+    return f" x {len(members)}" if len(members) > 1 else ""
+
+
+def _in_short(mask: str) -> str:
+    """A mask in words; where that is too long to be read, the lines of the program say it."""
+    return mask if len(mask) <= _MASK_WORDS else "the conditions below"
+
+
+def _caller(entry: AttentionEntry | Missed) -> list[str]:
+    return [f"called at {entry.caller}   {entry.code}".rstrip()] if entry.caller else []
+
+
+def _later(entries: Sequence[LaterEntry]) -> Iterator[str]:
+    """The names of results that wait, and what a look at them costs; those of equal costs together."""
+    costs: dict[str, list[LaterEntry]] = {}
+    for entry in entries:
+        costs.setdefault(entry.cost, []).append(entry)
+    for cost, equal in costs.items():
+        names = [name for entry in equal for name in entry.names]
+        yield ", ".join(names) if len(names) <= _NAMES else from_to(names)
+        yield f"  {cost}{' each' if len(equal) > 1 else ''}, in a call like the first"
+    yield "a look computes the scores once more: if you always look, twice in every call"
+
+
+def _shown(line: str) -> str:
+    """A line of a score program, with a word for the number that a dtype's `finfo.min` is."""
+    remark = "; ".join(remarks(line))
+    return f"{line}   ({remark})" if remark else line

@@ -1,0 +1,165 @@
+"""Interprets the graph of a call: for the weights of its fused attentions, or the time of each operation.
+
+A fused node never has its weights in memory. To look at them the graph is run by an interpreter that keeps
+the node's operands and stops after the last node that was asked for. To time operations it is run node by
+node, so nothing overlaps and the sum may be more than a call takes. Nothing is written to the model's buffers
+or to the arguments, and nothing else depends on this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph, op_name
+from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.latent_attention import absorbed_operands
+from attngraph.ir.ops.weights import Places, attention_weights
+from attngraph.report.times import OpTime, Times
+from attngraph.runtime.executable import Executable
+
+
+def names_of_attentions(graph: ProgramGraph) -> dict[str, fx.Node]:
+    """The attentions of a graph by the module that computes them, "attention" if it is the model itself.
+    Where a module has several they are numbered: `attn#0`, `attn#1`."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in graph.attentions():
+        found.setdefault(node.meta["attention"].name or "attention", []).append(node)
+    return {
+        name if len(members) == 1 else f"{name}#{number}": node
+        for name, members in found.items()
+        for number, node in enumerate(members)
+    }
+
+
+def weights_of(
+    executable: Executable, tensors: Sequence[Tensor], names: Collection[str], rows: Places, queries: Places
+) -> dict[str, Tensor]:
+    """The weights of the attentions of these names in a call with these tensors."""
+    known = names_of_attentions(executable.captured.graph)
+    calls: dict[fx.Node, nodes.AttentionOp] = {}
+    keeping = functools.partial(_Keeping, wanted={known[name] for name in names}, calls=calls)
+    with _looking(tensors):
+        with contextlib.suppress(_Done):
+            executable.machine(tensors, interpret=keeping)
+        return {name: _weights(calls[known[name]], rows, queries) for name in names}
+
+
+def times_of(executable: Executable, tensors: Sequence[Tensor], rounds: int) -> Times:
+    """What the operations take in a call with these tensors, after one call to warm up."""
+    spent: dict[fx.Node, list[float]] = {}
+
+    def interpreter(module: fx.GraphModule) -> fx.Interpreter:
+        graph = executable.captured.graph
+        return _Timed(module, spent) if module.graph is graph.graph else fx.Interpreter(module)
+
+    with _looking(tensors):
+        executable.machine(tensors, interpret=interpreter)
+        spent.clear()
+        for _ in range(rounds):
+            executable.machine(tensors, interpret=interpreter)
+    return Times(tuple(_told(node, statistics.median(s)) for node, s in spent.items()), rounds)
+
+
+@contextlib.contextmanager
+def _looking(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Neither gradients nor random numbers of the caller are touched."""
+    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        yield
+
+
+def _weights(called: nodes.AttentionOp, rows: Places, queries: Places) -> Tensor:
+    match called:
+        case nodes.LatentAttention(q=q, latent=latent, key_up=key_up, value_up=value_up, values=values):
+            q, (k, _) = absorbed_operands(q, latent, key_up, value_up, values)
+        case nodes.Attention(q=q, k=k):
+            pass
+        case _:
+            raise TypeError(f"{type(called).__name__} has no weights over whole sequences")
+    return attention_weights(called.program, q, k, called.reads, called.sizes, rows, queries)
+
+
+class _Done(Exception):
+    """Everything that was asked for is known; the rest of the graph is not needed."""
+
+
+class _Keeping(fx.Interpreter):
+    """Runs a graph, and keeps the operands of some attention nodes in `calls`. (Another module is a stage,
+    which has none of them and runs as it is.)"""
+
+    def __init__(
+        self, module: fx.GraphModule, wanted: set[fx.Node], calls: dict[fx.Node, nodes.AttentionOp]
+    ) -> None:
+        super().__init__(module)
+        self.wanted, self.calls = wanted, calls
+
+    def run_node(self, node: fx.Node) -> Any:
+        if node in self.wanted:
+            found = nodes.called(node.target, *self.fetch_args_kwargs_from_env(node))
+            assert found is not None
+            self.calls[node] = found
+            if len(self.calls) == len(self.wanted):
+                raise _Done
+        return super().run_node(node)
+
+
+def chosen_names(
+    at: str | Sequence[str] | None, known: Collection[str], missed: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The names that are meant by `at` (None: all). `missed` has the reasons why others were not fused.
+
+    Raises:
+        ValueError: a name that there is not; the message lists those that there are.
+    """
+    if not isinstance(at, Iterable | None):
+        raise TypeError(f"at takes the name of an attention, or several names, found {at!r}.")
+    names = tuple(known) if at is None else (at,) if isinstance(at, str) else tuple(at)
+    for name in names:
+        if name in known:
+            continue
+        several = [k for k in known if k.rpartition("#")[0] == name]
+        about = "is no fused attention of this call"
+        if several:
+            about = "is several attentions"
+        elif name in missed:
+            about = f"was not fused, so the model computes its weights itself ({missed[name]})"
+        raise ValueError(f"{name!r} {about}; there are: {', '.join(several or known) or 'none'}.")
+    return names
+
+
+def _told(node: fx.Node, seconds: float) -> OpTime:
+    found = nodes.view(node)
+    kernel = getattr(found, "kernel", "") or ("chosen at each call" if found is not None else "")
+    return OpTime(op_name(node), module_of(node), source_of(node), seconds, kernel)
+
+
+class _Timed(fx.Interpreter):
+    """Runs a graph and notes what each operation took."""
+
+    def __init__(self, module: fx.GraphModule, spent: dict[fx.Node, list[float]]) -> None:
+        super().__init__(module)
+        self.spent = spent
+
+    def run_node(self, node: fx.Node) -> Any:
+        if node.op != "call_function":
+            return super().run_node(node)
+        _wait()
+        start = time.perf_counter()
+        found = super().run_node(node)
+        _wait()
+        self.spent.setdefault(node, []).append(time.perf_counter() - start)
+        return found
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

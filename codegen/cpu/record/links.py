@@ -1,0 +1,221 @@
+"""Which operations of a decoder's graph become calls of compiled code in a recording, and with what memory.
+
+A call is kept with the addresses that it was made with. So its operands lie in memory that stays, where the
+call can be told of another place (pages of a cache, what rows carry), or are the numbers of rows that the
+decoder's state vouches for (`operands.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
+from attngraph.codegen.cpu.decode import Decode
+from attngraph.codegen.cpu.loops import LOOPS
+from attngraph.codegen.cpu.native import Link
+from attngraph.codegen.cpu.operands import are_of_the_state
+from attngraph.codegen.cpu.record.copies import link_of, may_be_copy
+from attngraph.codegen.cpu.tokens.run import TOKENS
+from attngraph.ir.graph.program_graph import ProgramGraph, Rate
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.cached_attention import Rows
+from attngraph.ir.ops.last_tokens import last_tokens
+from attngraph.ir.ops.loop import loop
+from attngraph.ir.ops.running_sum import running_sum
+
+_CHANGING = ("argument", "rows", "carried")
+"""Kinds of inputs that are copied at every call, but for carried values that compiled code alone reads; all
+others are read where they lie."""
+_token_program = torch.ops.attngraph.token_program.default
+SEVERAL = (_token_program, running_sum, loop)
+"""Ops with several results."""
+_DECODE = Decode()
+
+
+class Kinds:
+    """A decoder's graph, and which of its inputs change in what way, by number.
+
+    Attributes:
+        changing: new at every call.
+        pages: of the cache, which may move.
+        fixed: computed once for a prompt.
+        still: weights and all others, which lie where they lay.
+        tokens: the tokens of a call.
+        shorten: makes a module cheaper to call.
+    """
+
+    def __init__(self, graph: ProgramGraph, shorten: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
+        self.graph, self.shorten = graph, shorten
+        self.placeholders = graph.placeholders()
+        self.changing = [n for n, given in enumerate(graph.inputs) if given.kind in _CHANGING]
+        self.pages = [n for n, given in enumerate(graph.inputs) if given.kind == "pages"]
+        self.fixed = [n for n, given in enumerate(graph.inputs) if given.kind == Rate.PROMPT.value]
+        moving = {*self.changing, *self.pages}
+        self.still = [n for n in range(len(graph.inputs)) if n not in moving]
+        arguments = (n for n in self.changing if graph.inputs[n].kind == "argument")
+        ranks = {n: getattr(self.placeholders[n].meta.get("val"), "ndim", 0) for n in arguments}
+        self.tokens = next((n for n, rank in ranks.items() if rank > 1), None)
+
+    def are_of_the_state(
+        self, pages: Sequence[fx.Node], table: fx.Node | None, starts: fx.Node, first: fx.Node | None = None,
+        held: fx.Node | None = None,
+    ) -> bool:  # fmt: skip
+        """Whether the state vouches for the numbers of these operands, at every run."""
+        kinds = dict(zip(self.placeholders, self.graph.inputs, strict=True))
+        return are_of_the_state(kinds, self.graph.state, pages, table, starts, first, held)
+
+
+def early_first(graph: fx.Graph) -> list[fx.Node]:
+    """The operations, first those that need none of what compiled code computes: chains are then not cut for
+    them."""
+    late: set[fx.Node] = set()
+    order: tuple[list[fx.Node], list[fx.Node]] = [], []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if _may_be_compiled(node) or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+        order[node in late].append(node)
+    return [*order[0], *order[1]]
+
+
+def _may_be_compiled(node: fx.Node) -> bool:
+    if node.target in SEVERAL or node.target is last_tokens or may_be_copy(node):
+        return True
+    return isinstance(nodes.view(node), nodes.CachedAttention)
+
+
+class Carry(NamedTuple):
+    """A call that reads carried input number `state` where it lies, and writes node `after`, what is carried
+    on, to memory of its own at every run."""
+
+    link: Link
+    state: int
+    after: fx.Node
+
+
+class Reader(NamedTuple):
+    """A call that reads these pages of a cache. It is made for rows that keep at most `most_kept` tokens,
+    which input number `held` says (None: for all rows)."""
+
+    link: Link
+    pages: list[fx.Node]
+    held: int | None = None
+    most_kept: int | None = None
+
+
+class Links:
+    """Makes the calls of one recording.
+
+    Attributes:
+        values: of the call that is recorded, by node.
+        own: memory that stays, of inputs that are copied there and of results of PyTorch's operations.
+        fresh: what PyTorch computes at every run.
+        growing: pages of the cache, and what follows from them: other tensors in other calls.
+        readers, carries: the calls that are told of other memory.
+    """
+
+    def __init__(self, kinds: Kinds, inputs: Sequence[Tensor]) -> None:
+        self.kinds = kinds
+        self.values: dict[fx.Node, Any] = dict(zip(kinds.placeholders, inputs, strict=True))
+        self.own: dict[fx.Node, Tensor] = {}
+        for n in kinds.changing:
+            node = kinds.placeholders[n]
+            self.own[node] = self.values[node] = inputs[n].clone(memory_format=torch.contiguous_format)
+        self.fresh: set[fx.Node] = set()
+        self.pages = {kinds.placeholders[n] for n in kinds.pages}
+        self.growing = set(self.pages)
+        self.readers: list[Reader] = []
+        self.carries: list[Carry] = []
+
+    def operands(self, node: fx.Node) -> Any:
+        """The positional and the named operands of an operation."""
+        return fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+
+    def of(self, node: fx.Node) -> Link | None:
+        """The compiled call of a node; None if PyTorch computes it."""
+        if node.target is last_tokens:
+            return self._windows(node)
+        view = nodes.view(node)
+        if isinstance(view, nodes.CachedAttention):
+            return self._attention(view, node) if view.by in ("", "cpu", _DECODE.name) else None
+        if not self.growing.isdisjoint(node.all_input_nodes):
+            return None
+        if node.target is _token_program:
+            given, program = self._settled_operands(node)
+            return TOKENS.link(program, given)
+        if node.target is loop:
+            of_the_state = self.kinds.are_of_the_state([], None, *cast("Any", node.args[3:5]))
+            return LOOPS.link(*self._settled_operands(node)) if of_the_state else None
+        if node.target is running_sum:
+            return self._sums(node)
+        return self._copy(node) if may_be_copy(node) else None
+
+    def _attention(self, view: nodes.CachedAttention, node: fx.Node) -> Link | None:
+        pages = [view.k_pages, view.v_pages, *(s for s in (view.k_scales, view.v_scales) if s is not None)]
+        if not self.growing.intersection(node.all_input_nodes) <= set(pages):
+            return None
+        if not all(map(self._is_settled_or_moves, pages)):
+            return None
+        if not self.kinds.are_of_the_state(pages, view.table, view.starts, view.first, view.held):
+            return None
+        settled = self._settled
+        q, reads = settled(view.q), list(map(settled, view.reads))
+        k_scales, v_scales = (None if s is None else settled(s) for s in (view.k_scales, view.v_scales))
+        link = _DECODE.link(
+            view.program, q, (settled(view.k), settled(view.v)),
+            (settled(view.k_pages), settled(view.v_pages)), reads,
+            fx.map_arg(view.sizes, self.values.__getitem__),
+            Rows(*map(settled, (view.table, view.starts, view.first, view.held))), (k_scales, v_scales),
+        )  # fmt: skip
+        if link is not None:
+            most = _DECODE.most_kept(view.program, q, reads)
+            self.readers.append(Reader(link, pages, self.kinds.placeholders.index(view.first), most))
+        return link
+
+    def _windows(self, node: fx.Node) -> Link | None:
+        pages, new, table, starts, first, _, *dims = cast("tuple[Any, ...]", node.args)
+        if new in self.growing or pages not in self.pages:
+            return None
+        if not self.kinds.are_of_the_state([pages], table, starts, first):
+            return None
+        link = LAST_TOKENS.link(*map(self._settled, (pages, new, table, starts, first)), *dims)
+        if link is not None:
+            self.readers.append(Reader(link, [pages]))
+        return link
+
+    def _sums(self, node: fx.Node) -> Link | None:
+        state, starts = cast("list[fx.Node]", node.args[4:6])
+        if not self.kinds.are_of_the_state([], None, starts):
+            return None
+        link = RUNNING_SUM.link(*self._settled_operands(node))
+        after = next((u for u in node.users if u.args[1] == 1), None)
+        alone = after is not None and len(state.users) == 1 and all(u.op == "output" for u in after.users)
+        if link is not None and after is not None and alone and state in self.kinds.placeholders:
+            self.carries.append(Carry(link, self.kinds.placeholders.index(state), after))
+        return link
+
+    def _copy(self, node: fx.Node) -> Link | None:
+        args, kwargs = self.operands(node)
+        found = link_of(node.target, args, kwargs)
+        if found is None or self.fresh.isdisjoint(node.all_input_nodes):
+            return found
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._settled)
+        return link_of(node.target, args, kwargs)
+
+    def _settled_operands(self, node: fx.Node) -> Any:
+        return fx.map_arg(node.args, self._settled)
+
+    def _is_settled_or_moves(self, node: fx.Node) -> bool:
+        """Whether pages lie where they lay, or are an input: compiled code can be told where it is."""
+        return node not in self.growing or node in self.pages
+
+    def _settled(self, node: fx.Node) -> Any:
+        """A value in memory that stays: results of PyTorch's operations get memory of their own."""
+        if node in self.fresh and node not in self.own:
+            self.own[node] = self.values[node] = self.values[node].clone()
+        return self.values[node]
