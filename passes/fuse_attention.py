@@ -292,7 +292,7 @@ class _Fusion:
 
     def _report_missed(self) -> None:
         alive = set(self.graph.graph.nodes)
-        for node in alive & self.recogniser.unnormalised:
+        for node in sorted(alive & self.recogniser.unnormalised):
             for place in sorted(self.recogniser.exponentials(node)):
                 if place not in self.in_pieces and self._is_of_scores(place):
                     self.reasons.setdefault(place, Refusal(UNNORMALISED))

@@ -63,7 +63,7 @@ def used_elsewhere(
     waiting = [start for each in found for start in each.starts if start not in fused]
     while waiting:
         node = waiting.pop()
-        users = node.users.keys() - fused
+        users = [user for user in node.users if user not in fused]
         waiting += [user for user in users if user not in view]
         view.add_node(node)
         view.add_edges_from((node, user) for user in users)
