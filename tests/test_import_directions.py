@@ -42,7 +42,7 @@ FLOORS_INSIDE = {
     ),
     "capture": (
         {"instead", "structure", "trace_lock"}, {"state"}, {"lines", "sides"},
-        {"asked", "attributes", "captured"}, {"assumed", "guards", "program", "side_effects", "subgraphs"},
+        {"asked", "attributes"}, {"captured", "guards", "program", "side_effects", "subgraphs"},
         {"compared", "faster", "first_call", "flat", "graph_breaks"}, {"trace"}, {"__init__"},
     ),
     "codegen": ({"unsupported", "remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
