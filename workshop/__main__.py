@@ -18,7 +18,7 @@ COMMANDS = {
     "call-checks": ("bench.call_checks", "what a call costs before its graph runs"),
     "models": ("bench.demo", "what `attngraph demo` shows, as one table and a file"),
     "recognition": ("bench.recognition", "which ways to write attention are seen, beside Inductor"),
-    "packages": ("bench.packages.table", "72 models of 23 packages: docs/packages.md"),
+    "packages": ("bench.packages.table", "models of other packages: docs/packages.md"),
     "transformers": ("bench.stock.decoders", "causal classes as decoders: docs/transformers.md"),
     "exports": ("bench.stock.exported", "stock models as files that run without attngraph: docs/export.md"),
     "weak-scaling": ("bench.weak_scaling", "what a rank of 1 to 1,024 holds and receives, counted"),

@@ -4,9 +4,6 @@ Values of equal shape are stored in one tensor (an arena), so that a step writes
 contiguous layout each row has one page, which grows; in the paged layout pages of equal size come from a
 pool, and rows may share a page until one of them writes to it (copy on write). Where attention only sees a
 window, a row's pages form a ring buffer.
-
-Which row has which page changes only in a copy (`with_room`, `cropped`, `reordered`), for which all memory is
-had first: whoever asks puts it in the place of what it was, or has what it was.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A decoder's state from a file, which may be damaged or anybody's: everything is checked before it is used.
 
-Kernels read and write pages by the numbers in page tables, without looking at them again. So of a state that
-is put together every number is in range, every page belongs to one row unless rows of the paged layout share
-it, rows have the pages that their lengths need, and tensors have the shapes and dtypes that the plan says.
-What a file holds in bytes bounds what is allocated. A digest finds damage that leaves a state possible, such
-as another length; it does not say who wrote a file.
+Kernels read and write pages by the numbers in page tables, without looking at them again. So every number is
+in range, every page belongs to one row unless rows of the paged layout share it, rows have the pages that
+their lengths need, and tensors are what the plan says. What a file holds in bytes bounds what is allocated. A
+digest finds damage that leaves a state possible, such as another length; it does not say who wrote a file.
 """
 
 from __future__ import annotations

@@ -12,9 +12,7 @@ from attngraph.codegen.cpu.native import header, numbers
 from attngraph.codegen.cpu.source import indented
 from attngraph.codegen.cpu.tokens import products
 from attngraph.codegen.cpu.tokens.formula import Formula
-from attngraph.codegen.cpu.tokens.ranges import divided
-from attngraph.codegen.cpu.tokens.reads import RANKS as RANKS
-from attngraph.codegen.cpu.tokens.reads import require_in_range
+from attngraph.codegen.cpu.tokens.indices import RANKS, divided, require_in_range
 from attngraph.codegen.cpu.tokens.schedule import Group, phases
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.dtypes import NAMED
@@ -233,9 +231,7 @@ class _Emitter:
         yield from ["}"] * closing
 
     def _definition(self, number: int) -> Definition:
-        found = self.program.definition(number)
-        assert found is not None
-        return found
+        return self.program.definitions[number - self.first]
 
     def _width(self, number: int) -> int:
         return math.prod(self._definition(number).extents)

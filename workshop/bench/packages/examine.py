@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 import attngraph
-from workshop.bench.packages.description import Model, build
-from workshop.bench.packages.models import MODELS
+from workshop.bench.packages.models import MODELS, Model, build, call_of
 from workshop.harness import short
 from workshop.processes import quietly
 
@@ -71,7 +70,7 @@ def made(described: Model) -> tuple[nn.Module, tuple[tuple[Any, ...], dict[str, 
             if not (parameter.abs() < 100).all():  # never initialised
                 parameter.zero_()
             parameter.add_(torch.randn(parameter.shape), alpha=0.05)
-    return model, (tuple(build(list(described.inputs))), build(dict(described.named)))
+    return model, call_of(described.arguments)
 
 
 def results(run: Callable[..., Any], call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Tensor]:

@@ -3,7 +3,7 @@ costs.
 
     python -m workshop packages --json rows.json --resume --table docs/packages.md
 
-`models.py` is the list, as data (`description.py`); each model has a process of its own with each compiler
+`models.py` is the list; each model has a process of its own with each compiler
 (`examine.py`).
 """
 
@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from workshop.bench.packages.description import Model
 from workshop.bench.packages.examine import CLOSE, COMPILERS, work
-from workshop.bench.packages.models import MODELS
+from workshop.bench.packages.models import MODELS, Model
 from workshop.harness import Cell, Options, Row, Suite, in_one_cell, installed, machine
 from workshop.processes import Tasks, limits
 

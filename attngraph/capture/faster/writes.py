@@ -1,9 +1,10 @@
 """Replaces the in-place ops of a traced program by functional ones, on its graph.
 
-A write to a tensor gives the tensor a new version. A write to a view gives a new version to all that share
-the memory: what was written is put into the tensor that the view shows a part of, and so on up to the tensor
-that was allocated; any other view that is used later is made again from the new version. torch's own
-functionalisation does the same, but traces the program twice more. Used by `functional.py`.
+`ExportedProgram.run_decompositions({})` does that for every program, but traces it twice more, which takes
+as long as the first trace. Most programs need far less: writes to tensors that the program itself made. A
+write to a tensor gives the tensor a new version. A write to a view gives a new version to all that share the
+memory: what was written is put into the tensor that the view shows a part of, and so on up to the tensor
+that was allocated; any other view that is used later is made again from the new version.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
+from attngraph.capture.program.functional import is_dense
 from attngraph.ir.graph.infer import infer_once
 from attngraph.ir.graph.program_graph import may_alias
 
@@ -32,7 +34,27 @@ _PARTS: dict[Any, Any] = {
 """Views of a part of a tensor, with the op that puts a new part into the tensor."""
 
 
-class Writes:
+def functional(program: ExportedProgram) -> ExportedProgram | None:
+    """The program, modified, as a pure function of its inputs; None if torch has to make it one."""
+    found = _Writes(program)
+    if not found.are_plain():
+        return None
+    graph = program.graph
+    found.replace()
+    for node in graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
+        node.target = aten.clone.default
+        for user in [u for u in node.users if u.target is aten.detach.default]:
+            user.replace_all_uses_with(node)
+    graph.eliminate_dead_code()
+    results: Any = graph.output_node().args[0]
+    for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
+        if isinstance(result, fx.Node):
+            spec.arg.name = result.name
+    program.graph_module.recompile()
+    return program
+
+
+class _Writes:
     """The in-place ops of a program.
 
     `are_plain` looks whether all of them can be replaced; then `replace` does it.
@@ -261,20 +283,6 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The dtype of a tensor, and its sizes and strides in the traced call."""
     extents = [*tensor.shape, *tensor.stride()]
     return tensor.dtype, *(s if isinstance(s, int) else s.node.hint for s in extents)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill its memory, in whatever order."""
-    sizes = [s if isinstance(s, int) else s.node.hint for s in tensor.shape]
-    strides = [s if isinstance(s, int) else s.node.hint for s in tensor.stride()]
-    expected = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(strides, sizes, strict=True) if size != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _is_fresh(node: fx.Node) -> bool:

@@ -1,14 +1,19 @@
-"""Whether what a token program reads lies inside of the tensors that it names: C reads without asking.
+"""What the formulas of a token program say about indices: whether all that is read is there, since C reads
+without asking, and into which loops a definition is divided.
 
-Extents are numbers, so this is decided for all tokens at once, when the program is written: an index is a
-variable or a number that is compared with its extent, or it is computed for every value of its variables for
-which the selections around it choose the read. Passes write no other programs; a file may have any.
+Extents are numbers, so both are decided for all tokens at once, when the program is written. A computed index
+is looked at for every value of its variables for which the selections around it choose the read. (Passes
+write no programs that read elsewhere; a file may have any.) What reads several values side by side (joined
+heads, halves that a rotary embedding swaps) selects by index: `where(i < 64, .., ..)` becomes a loop for each
+branch, without a condition, which compilers turn into vector instructions.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -17,12 +22,15 @@ from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of
-from attngraph.ir.language.token_program import TOKEN, TokenProgram, extent
+from attngraph.ir.language.token_program import TOKEN, Definition, TokenProgram, extent
 
 RANKS = 8
 """The most dimensions of a given tensor."""
 MOST_PLACES, LARGEST = 1 << 24, 1 << 31
 """For how many values of its variables an index is computed, and the most elements of a value of a token."""
+LOOKED_AT, UNROLLED = 1024, 8
+"""The largest extent for which it is computed where a condition on an index changes, and the most loops that
+one is divided into."""
 Guards = tuple[tuple[Expr, bool], ...]
 """Conditions under which a part of a formula is computed, and whether they are true or false there."""
 
@@ -92,9 +100,9 @@ class _Reads:
         of_these = [(c, truth) for c, truth in guards if c.free <= place.free]
         if math.prod(map(extent, variables)) > MOST_PLACES:
             return False
-        values = _of(place, tuple(variables))
+        values = _values(place, tuple(variables))
         for condition, truth in of_these:
-            holds = _of(condition, tuple(variables)) != 0
+            holds = _values(condition, tuple(variables)) != 0
             values = torch.where(holds if truth else ~holds, values, 0)
         return not values.numel() or bool((values >= 0).all() and (values < count).all())
 
@@ -104,15 +112,63 @@ def _is_positive(node: Expr) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _of(node: Expr, variables: tuple[Expr, ...]) -> Tensor:
+def _values(node: Expr, variables: tuple[Expr, ...]) -> Tensor:
     """An expression of indices for all of their values."""
     if node.op == "var":
-        shape = [-1 if v is node else 1 for v in variables]
-        return torch.arange(extent(node)).view(shape)
+        return torch.arange(extent(node)).view([-1 if v is node else 1 for v in variables])
     if node.op == "const":
         return torch.tensor(node.value)
     row = operation_of(node.op)
     if row is None:
         raise UnsupportedError(f"`{E.format_expr(node)}` as an index")
-    found: Tensor = row.torch(*(_of(a, variables) for a in node.args))
+    found: Tensor = row.torch(*(_values(a, variables) for a in node.args))
     return found
+
+
+# --- loops ---
+
+
+def divided(made: Definition) -> Iterator[tuple[list[tuple[int, int]], Expr]]:
+    """The ranges of the indices in which every selection by an index is decided, and the formula there.
+    Where there would be many, the formula is left as it is."""
+    full = [(0, n) for n in made.extents]
+    cuts: list[list[int]] = [[0, n] for n in made.extents]
+    for node in E.walk(made.value):
+        if node.op == "where":
+            for place, i in enumerate(made.indices):
+                if _is_of_index(node.args[0], (i,)):
+                    cuts[place] += _changes(node.args[0], i)
+    cuts = [sorted(set(c)) for c in cuts]
+    if math.prod(len(c) - 1 for c in cuts) > UNROLLED or all(len(c) == 2 for c in cuts):
+        yield full, made.value
+        return
+    places = [list(itertools.pairwise(c)) for c in cuts]
+    for ranges in itertools.product(*places):
+        known = {i: low for i, (low, _) in zip(made.indices, ranges, strict=True)}
+        yield list(ranges), _decided(made.value, known)
+
+
+def _changes(condition: Expr, variable: Expr) -> list[int]:
+    """Where a condition on an index alone changes as the index grows."""
+    values = _values(condition, (variable,)).tolist()
+    return [n for n in range(1, extent(variable)) if values[n] != values[n - 1]]
+
+
+def _decided(value: Expr, known: dict[Expr, int]) -> Expr:
+    """The formula with each selection decided whose condition depends on one of these indices alone."""
+
+    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        if node.op == "where" and _is_of_index(node.args[0], known):
+            (place,) = node.args[0].free
+            return args[1] if _values(node.args[0], (place,))[known[place]] else args[2]
+        return node if node.op == "var" or not args else E.make(node.op, args, node.value, node.kind)
+
+    return E.rebuild(value, leaf)
+
+
+def _is_of_index(condition: Expr, indices: Collection[Expr]) -> bool:
+    """Whether a condition depends on one of these indices and on nothing else."""
+    free = condition.free
+    if len(free) != 1 or not free <= set(indices) or any(extent(i) > LOOKED_AT for i in free):
+        return False
+    return not any(n.op == "read" for n in E.walk(condition))
