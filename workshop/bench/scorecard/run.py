@@ -83,8 +83,8 @@ def _rows(cell: Cell, target: str, who: str, make: Callable[[Cell, Target, str],
         TARGETS[target].shared,
     )
     if needed > room:
-        problem = f"takes {needed} bytes of shared memory, of which there are {room}"
-        return [Row(cell.name, target, who, problem=problem)]
+        reason = f"takes {needed} bytes of shared memory, of which there are {room}"
+        return [Row(cell.name, target, who, problem=reason)]
     time = sum(seconds(one, parts, target) for parts, one in found)
     if not found:
         return []
