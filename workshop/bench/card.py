@@ -26,7 +26,7 @@ from attngraph.cli.arguments import at_least
 from attngraph.cli.problems import TargetError, check_writable
 from attngraph.cli.progress import Progress
 from attngraph.codegen.triton import store
-from workshop.bench import card_tasks
+from workshop.bench import card_tasks, gpu
 from workshop.bench.card_tasks import CHECK, MEASURE, TUNE, TUNED
 from workshop.bench.scorecard.cells import CELLS
 from workshop.harness import table as table_of
@@ -139,7 +139,7 @@ def table(found: Mapping[str, Any]) -> str:
     for stage in (MEASURE, TUNED):
         own = [one for row in rows if row["task"].startswith(f"{stage}:") for one in row.get("rows", ())]
         if own:
-            lines += ["", f"{stage}:", table_of(own, "attngraph")]
+            lines += ["", f"{stage}, {gpu.told(found['about'])}", "", table_of(own, "attngraph")]
     return "\n".join(lines)
 
 
