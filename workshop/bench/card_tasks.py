@@ -23,11 +23,10 @@ import attngraph
 from attngraph.codegen import triton
 from attngraph.codegen.triton import attempts
 from attngraph.codegen.triton import device as devices
-from attngraph.codegen.triton.clock import Clock
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.codegen.triton.tuning import difference
+from attngraph.codegen.triton.tuning import Clock, difference
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.cached_attention import Rows, row_by_row
 from workshop.bench import gpu

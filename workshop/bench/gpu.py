@@ -6,7 +6,7 @@
 
 First the limits are measured: a large matrix product and a large copy. Then, cell by cell, candidates take
 turns for some rounds; medians are reported, with the cache emptied before each call. Times are the GPU's; the
-host's is said beside them (`codegen/triton/clock.py`). `attention`: our kernels forward and backward, the
+host's is said beside them (`codegen/triton/tuning.py`). `attention`: our kernels forward and backward, the
 unfused graph if it fits in memory, scaled_dot_product_attention with each of its backends pinned,
 FlexAttention with default and with tuned options, torch.compile of the unfused graph. `decode` and `mla`: one
 new token of each row over a cache, in bytes (and operations) per second. All candidates run once, and their
@@ -30,9 +30,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attngraph
-from attngraph.cli.problems import TargetError
+from attngraph.cli.terminal import TargetError
 from attngraph.codegen import triton
-from attngraph.codegen.triton.clock import Clock
+from attngraph.codegen.triton.tuning import Clock
 from attngraph.meaning.check.comparison import Rule, compare
 from workshop.harness import Cell, Options, Row, Suite
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from attngraph.codegen.triton import store
-from attngraph.codegen.triton.ahead_of_time import TARGETS, Target, requests
-from attngraph.codegen.triton.compiler import Request
+from attngraph.codegen.triton.ahead_of_time import TARGETS, Request, Target, requests
 from attngraph.codegen.triton.plan import Blocks
 from workshop.bench.scorecard import flex, plain
 from workshop.bench.scorecard.cells import (
@@ -83,8 +82,8 @@ def _rows(cell: Cell, target: str, who: str, make: Callable[[Cell, Target, str],
         TARGETS[target].shared,
     )
     if needed > room:
-        reason = f"takes {needed} bytes of shared memory, of which there are {room}"
-        return [Row(cell.name, target, who, problem=reason)]
+        lacking = f"takes {needed} bytes of shared memory, of which there are {room}"
+        return [Row(cell.name, target, who, problem=lacking)]
     time = sum(seconds(one, parts, target) for parts, one in found)
     if not found:
         return []
