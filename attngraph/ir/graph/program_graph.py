@@ -133,6 +133,10 @@ class ProgramGraph:
     def graph(self) -> fx.Graph:
         return self.module.graph
 
+    def given(self) -> list[tuple[fx.Node, Input]]:
+        """Each placeholder with what it is given."""
+        return list(zip(self.placeholders(), self.inputs, strict=True))
+
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.find_nodes(op="placeholder"))
 
@@ -176,7 +180,7 @@ class ProgramGraph:
     def drop_inputs(self, unneeded: Callable[[fx.Node, Input], bool]) -> None:
         """Remove the placeholders for which `unneeded` is true; they must have no users."""
         kept: list[Input] = []
-        for node, given in zip(self.placeholders(), self.inputs, strict=True):
+        for node, given in self.given():
             if unneeded(node, given):
                 self.graph.erase_node(node)
             else:
