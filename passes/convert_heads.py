@@ -99,7 +99,7 @@ class _Conversion:
     def __init__(self, graph: ProgramGraph, kv_heads: int, groups: tuple[tuple[int, ...], ...]) -> None:
         self.graph, self.kv_heads, self.groups = graph, kv_heads, groups
         self.meaning = Meaning.of(graph)
-        self.given = dict(zip(graph.placeholders(), graph.inputs, strict=True))
+        self.given = graph.given()
         self.products: dict[fx.Node, _Product] = {}
         self.shared: list[tuple[fx.Node, list[tuple[int, ...]]]] = []
         self.pooled: dict[str, fx.Node] = {}
@@ -141,7 +141,7 @@ class _Conversion:
             at_head = M.substitute(lifted, {variables[1]: E.const(head)})
             for place in range(int(shape[3].value)):
                 exact = M.substitute(at_head, {variables[3]: E.const(place)})
-                for read in (n for n in E.walk(exact) if n.op == "read" and n.value is node):
+                for read in (n for n in E.reads(exact) if n.value is node):
                     rows[self._row(read, product, what, node)] = None
             per_head.append(list(rows))
         size, every = len(per_head[0]), {row for rows in per_head for row in rows}
@@ -201,7 +201,7 @@ class _Conversion:
         except Unliftable as problem:
             raise ConversionError(f"{op_name(node)} at {source_of(node)}: {problem}") from problem
         parameters = self._parameters(node)
-        reads = [n for n in E.walk(element) if n.op == "read" and n.value in parameters]
+        reads = [n for n in E.reads(element) if n.value in parameters]
         weights = [r for r in reads if len(r.args) == 2]
         biases = [r.value for r in reads if len(r.args) == 1]
         places = [(d, at.index(i)) for r in weights for d, i in enumerate(r.args) if i in at]
@@ -259,15 +259,11 @@ class _Conversion:
         return made
 
     def _constant(self, name: str, value: Tensor) -> fx.Node:
-        last = self.graph.placeholders()[-1]
-        device = last.meta["val"].device
-        with self.graph.graph.inserting_after(last):
-            node = self.graph.graph.placeholder(name)
+        device = self.graph.placeholders()[-1].meta["val"].device
         with self.graph.fake_mode():
-            node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=device)
+            fake = torch.empty(value.shape, dtype=value.dtype, device=device)
         self.graph.constants[name] = value.to(device)
-        self.graph.inputs = (*self.graph.inputs, Input("constant", name))
-        return node
+        return self.graph.add_input(Input("constant", name), fake, name)
 
     def share(self, node: fx.Node) -> None:
         """Let an attention read one head of each group. Where groups are not neighbours or not equally large,
@@ -305,8 +301,8 @@ class _Conversion:
                 )
 
     def _orders(self) -> dict[fx.Node, Tensor]:
-        placeholders = zip(self.graph.placeholders(), self.graph.inputs, strict=True)
-        return {n: self.graph.constants[i.name] for n, i in placeholders if i.kind == "constant"}
+        given = self.graph.given().items()
+        return {n: self.graph.constants[i.name] for n, i in given if i.kind == "constant"}
 
 
 def _picked(builder: Builder, value: fx.Node, heads: Sequence[int]) -> fx.Node:

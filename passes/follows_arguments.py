@@ -18,8 +18,7 @@ class FollowsArguments:
         """Whether a value is computed from arguments. Sizes are not followed."""
         known = self._known
         if not known:
-            inputs = zip(self.graph.placeholders(), self.graph.inputs, strict=True)
-            known |= {node: given.kind == "argument" for node, given in inputs}
+            known |= {node: given.kind == "argument" for node, given in self.graph.given().items()}
         stack = [value]
         while stack:
             node = stack[-1]

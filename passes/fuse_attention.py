@@ -123,7 +123,7 @@ class _Fusion:
         for node in list(self.graph.graph.nodes):
             refused = self._examine(node)
             if refused is not None:
-                for place in self.recogniser.exponentials(node):
+                for place in sorted(self.recogniser.exponentials(node)):
                     # The reason for the sum itself is more helpful than that for a product with a gate.
                     if not (self.recogniser.is_product(node) and place in self.reasons):
                         self.reasons[place] = refused
@@ -292,8 +292,8 @@ class _Fusion:
 
     def _report_missed(self) -> None:
         alive = set(self.graph.graph.nodes)
-        for node in alive & self.recogniser.unnormalised:
-            for place in self.recogniser.exponentials(node):
+        for node in sorted(alive & self.recogniser.unnormalised):
+            for place in sorted(self.recogniser.exponentials(node)):
                 if place not in self.in_pieces and self._is_of_scores(place):
                     self.reasons.setdefault(place, Refusal(UNNORMALISED))
         for node in self.graph.graph.nodes:

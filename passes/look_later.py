@@ -70,8 +70,7 @@ def can_wait(
 
 def results_of(graph: ProgramGraph) -> list[tuple[fx.Node, Output]]:
     """The results of a graph, and what each of them is."""
-    nodes: Any = graph.graph.output_node().args[0]
-    return list(zip(nodes, graph.outputs, strict=True))
+    return list(zip(graph.results(), graph.outputs, strict=True))
 
 
 def take_results(
@@ -79,7 +78,7 @@ def take_results(
 ) -> list[str]:
     """Move results of these kinds that need any of these weights and scores to their stage, where nothing
     else needs them; returns their names. `fused`: the values of the model that fused ones stand for."""
-    results = [node for node, _ in results_of(graph)]
+    results = graph.results()
     waiting, needed = _waiting(graph, kinds, weights, seeds)
     if not waiting:
         return []
@@ -136,7 +135,7 @@ def _waiting(
 ) -> tuple[set[int], set[fx.Node]]:
     """The results that wait, by number: those that need weights which nothing else needs; and all that is
     computed in the call. What cannot be computed later is, with all that it needs."""
-    results = [node for node, _ in results_of(graph)]
+    results = graph.results()
     waiting = {n for n, o in enumerate(graph.outputs) if o.kind in kinds}
     while True:
         needed = computed_from(node for n, node in enumerate(results) if n not in waiting)
@@ -190,7 +189,7 @@ class _Stage:
         self, graph: ProgramGraph, own: Collection[fx.Node], weights: Weights, seeds: Seeds
     ) -> None:  # fmt: skip
         self.graph, self.own, self.weights, self.seeds = graph, own, weights, seeds
-        self.given = dict(zip(graph.placeholders(), graph.inputs, strict=True))
+        self.given = graph.given()
         made = fx.Graph()
         self.end = made.output(())
         self.stage = dataclasses.replace(
@@ -217,21 +216,12 @@ class _Stage:
 
     def _input(self, node: fx.Node) -> fx.Node:
         if node not in self.made:
-            first = next(iter(self.stage.graph.nodes))
-            last = self.stage.placeholders()[-1:]
-            at = (
-                self.stage.graph.inserting_after(last[0])
-                if last
-                else self.stage.graph.inserting_before(first)
-            )
             given = self.given.get(node)
             if given is None or given.kind != "constant":
                 given = Input(Rate.LOOK.value, str(len(self.taken)))
                 self.taken[given.name] = node
-            with at:
-                made = self.made[node] = self.stage.graph.placeholder(f"input_{len(self.made)}")
-            made.meta = {"val": node.meta["val"]}
-            self.stage.inputs = (*self.stage.inputs, given)
+            name = f"input_{len(self.made)}"
+            self.made[node] = self.stage.add_input(given, node.meta["val"], name)
         return self.made[node]  # type: ignore[no-any-return]
 
     def _copy(self, node: fx.Node) -> None:

@@ -193,21 +193,25 @@ class _Merge:
         seen = self._as_view(nodes, lambda m, *rest: ((m,), *((r,) for r in rest)))
         return seen or self.builder.call(aten.stack.default, list(nodes))
 
-    def _as_view(self, nodes: Sequence[Any], roles: Callable[..., layout.Roles]) -> fx.Node | None:
-        """The tensors together as one view, if all are slices of one tensor."""
-        shape = self.meaning.shape(nodes[0])
-        places = tuple(E.var(f"a{d}", extent) for d, extent in enumerate(shape))
+    def _as_view(
+        self, nodes: Sequence[fx.Node], roles: Callable[..., layout.Roles], of: fx.Node | None = None
+    ) -> fx.Node | None:
+        """The tensors together as one view, if all are slices of one tensor; of this one, if it is given."""
+        places = tuple(E.var(f"a{d}", extent) for d, extent in enumerate(self.meaning.shape(nodes[0])))
         number = E.var("m", E.const(len(nodes)))
         found = self._progression([self.meaning.read(n, places) for n in nodes], number)
-        if found is None:
+        if found is None or of not in (None, found.value):
             return None
         wanted = roles(number, *places)
         kept = tuple(tuple(v for v in role if not E.is_const(v.args[0], 1)) for role in wanted)
-        seen, dtype = self._view(found, kept), nodes[0].meta["val"].dtype
-        if seen is None or seen.meta["val"].dtype == dtype:
-            return seen
+        try:
+            steps = layout.solve(self.meaning.shape(found.value), found.args, kept)
+            seen = self.builder.view(found.value, steps)
+        except (layout.NoView, NoSize):
+            return None
         # Slices that were each converted (by autocast, mostly) are slices of what is converted.
-        return self.builder.call(aten._to_copy.default, seen, dtype=dtype)
+        dtype = nodes[0].meta["val"].dtype
+        return self.builder.trace(lambda seen: seen.to(dtype), seen)  # type: ignore[no-any-return]
 
     def _progression(self, reads: Sequence[Expr], number: Expr) -> Expr | None:
         """One read, as an expression of `number`, that equals the n-th of the reads for `number` = n."""
@@ -226,13 +230,6 @@ class _Merge:
                     return None
         index = tuple(M.add(a, M.mul(number, step)) for a, step in zip(first.args, steps, strict=True))
         return E.read(first.value, index, first.kind)
-
-    def _view(self, read: Expr, roles: layout.Roles) -> fx.Node | None:
-        try:
-            steps = layout.solve(self.meaning.shape(read.value), read.args, roles)
-            return self.builder.view(read.value, steps)
-        except (layout.NoView, NoSize):
-            return None
 
     def _program(self) -> tuple[ScoreProgram, list[Any]]:
         """The program over all heads, and the tensors that it reads."""
@@ -288,26 +285,23 @@ class _Merge:
         """Replace the node that concatenates the heads by a view of the merged result."""
         if node is None:
             return
-        meaning = Meaning.of(self.graph)
-        self.meaning, self.builder = meaning, Builder(self.graph, node)
-        inputs: list[fx.Node] = list(argument(node, "tensors"))
-        shape = meaning.shape(inputs[0])
-        dim = int(argument(node, "dim"))
-        places = tuple(E.var(f"a{d}", extent) for d, extent in enumerate(shape))
-        number = E.var("m", E.const(len(inputs)))
-        found = self._progression([meaning.read(n, places) for n in inputs], number)
-        if found is None or found.value is not out or node.meta["val"].dtype != out.meta["val"].dtype:
-            return
-        if node.target is aten.stack.default:
-            dim %= len(shape) + 1
-            roles: list[tuple[Expr, ...]] = [(p,) for p in places]
-            roles.insert(dim, (number,))
-        else:
-            dim %= len(shape)
-            roles = [(number, p) if d == dim else (p,) for d, p in enumerate(places)]
-        seen = self._view(found, tuple(tuple(v for v in r if not E.is_const(v.args[0], 1)) for r in roles))
-        if seen is not None:
-            node.replace_all_uses_with(seen)
+        self.meaning, self.builder = Meaning.of(self.graph), Builder(self.graph, node)
+        dtype, rank, dim = out.meta["val"].dtype, node.meta["val"].ndim, int(argument(node, "dim"))
+
+        def roles(number: Expr, *places: Expr) -> layout.Roles:
+            if node.target is aten.stack.default:
+                return (
+                    *((p,) for p in places[: dim % rank]),
+                    (number,),
+                    *((p,) for p in places[dim % rank :]),
+                )
+            return tuple((number, p) if d == dim % rank else (p,) for d, p in enumerate(places))
+
+        inputs = argument(node, "tensors")
+        if all(n.meta["val"].dtype == dtype for n in (node, *inputs)):
+            seen = self._as_view(inputs, roles, of=out)
+            if seen is not None:
+                node.replace_all_uses_with(seen)
 
     def _entry(self, merged: Attention, count: int, shared: int, error: float) -> AttentionEntry:
         entries: list[AttentionEntry] = [h.meta["attention"] for h in self.heads]

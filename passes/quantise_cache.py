@@ -72,8 +72,7 @@ class _Reader:
 
 def _pages(graph: ProgramGraph) -> dict[str, fx.Node]:
     """The inputs that are pages, by the name of what is kept there."""
-    given = zip(graph.placeholders(), graph.inputs, strict=True)
-    return {about.name: node for node, about in given if about.kind == "pages"}
+    return {about.name: node for node, about in graph.given().items() if about.kind == "pages"}
 
 
 def _readers(meaning: Meaning, pages: fx.Node) -> list[_Reader]:
@@ -122,12 +121,11 @@ def _require_vectors(meaning: Meaning, pages: fx.Node, value: fx.Node) -> None:
 
 def _quantise(graph: ProgramGraph, found: dict[str, list[_Reader]], dtype: str) -> None:
     assert graph.state is not None
-    pages, last = _pages(graph), graph.placeholders()[-1]
+    pages = _pages(graph)
     made: list[Store] = []
     stores = {store.name: store for store in graph.state.stores}
     for name, readers in found.items():
-        scales = _add_scales(graph, f"{name}.scales", pages[name], last)
-        last = scales
+        scales = _add_scales(graph, f"{name}.scales", pages[name])
         value = pages[name].meta["val"]
         with value.fake_mode:
             pages[name].meta["val"] = torch.empty(value.shape, dtype=NAMES[dtype], device=value.device)
@@ -147,15 +145,12 @@ def _quantise(graph: ProgramGraph, found: dict[str, list[_Reader]], dtype: str) 
     graph.state = dataclasses.replace(graph.state, stores=(*stores.values(), *made))
 
 
-def _add_scales(graph: ProgramGraph, name: str, pages: fx.Node, after: fx.Node) -> fx.Node:
+def _add_scales(graph: ProgramGraph, name: str, pages: fx.Node) -> fx.Node:
     """A new input for the scales of pages."""
-    with graph.graph.inserting_after(after):
-        node: fx.Node = graph.graph.placeholder(f"pages_{name.replace('.', '_')}")
     value = pages.meta["val"]
     with value.fake_mode:
-        node.meta["val"] = torch.empty(value.shape[:3], dtype=torch.float32, device=value.device)
-    graph.inputs = (*graph.inputs, Input("pages", name))
-    return node
+        scales = torch.empty(value.shape[:3], dtype=torch.float32, device=value.device)
+    return graph.add_input(Input("pages", name), scales, f"pages_{name.replace('.', '_')}")
 
 
 def _infer_views(graph: ProgramGraph, changed: Sequence[fx.Node]) -> None:
@@ -172,7 +167,7 @@ def _round_results(graph: ProgramGraph, names: Sequence[str], dtype: str) -> Non
     """Return rounded values and, after all that is kept, their scales. Values of one shape are rounded
     together, in one operation."""
     output = graph.graph.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    results = graph.results()
     places = {o.name: n for n, o in enumerate(graph.outputs) if o.kind == "pages"}
     together: dict[Any, list[str]] = {}
     for name in names:

@@ -106,8 +106,7 @@ class _Products:
         values = graph.known_values().items()
         tables = {n: v for n, v in values if v.numel() <= _TABLE and not v.is_floating_point()}
         self.meaning = Meaning(tables, graph.conditions)
-        given = zip(graph.placeholders(), graph.inputs, strict=True)
-        self.own = {n for n, i in given if i.kind in ("parameter", "buffer", "constant")}
+        self.own = {n for n, i in graph.given().items() if i.kind in ("parameter", "buffer", "constant")}
         self.has_integers = any(_dtype(n) in _CONTAINERS for n in self.own)
 
     def claim(self, node: fx.Node) -> _Claim | None:
@@ -152,7 +151,7 @@ class _Products:
         """The weight, its scales and its zeros, if an element of it is `(integer - zero) * scale`."""
         value = self.meaning.elementwise(read)
         parts = list(value.args) if value.op == "mul" else [value]
-        whole, *scales = sorted(parts, key=lambda p: not any(map(self._is_whole, _terms(p))))
+        whole, *scales = sorted(parts, key=lambda p: not any(map(self._is_whole, E.parts(p, "add"))))
         if len(scales) > 1 or any(not _is_read(p, torch.float32) or p.value not in self.own for p in scales):
             return None
         scale = scales[0] if scales else None
@@ -171,12 +170,13 @@ class _Products:
 
     def _integers(self, whole: Expr, out: Expr, over: Expr) -> tuple[_Seen, list[Expr]] | None:
         """The matrix of integers in a sum, and the other terms of it."""
-        integer, *others = sorted(_terms(whole), key=lambda t: not self._is_weight(t))
+        terms = E.parts(whole, "add")
+        integer, *others = sorted(terms, key=lambda t: not self._is_weight(t))
         if self._is_weight(integer):
             return (self._seen(integer, ((out,), (over,))), others) if integer.free == {out, over} else None
-        sources = {n.value for n in _reads(whole) if _is_read(n, *_CONTAINERS) and n.value in self.own}
+        sources = {n.value for n in E.reads(whole) if _is_read(n, *_CONTAINERS) and n.value in self.own}
         source = max(sources, key=lambda n: int(n.meta["val"].numel()), default=None)
-        own = [t for t in _terms(whole) if t.op == "const" or any(n.value is source for n in _reads(t))]
+        own = [t for t in terms if t.op == "const" or any(n.value is source for n in E.reads(t))]
         dtype = None if source is None else _dtype(source)
         digits = None if dtype is None else find_digits(M.add(*own), out, over, dtype)
         if digits is None or digits.read.value is not source:
@@ -184,7 +184,7 @@ class _Products:
         bytes_ = self._seen(digits.read, (digits.rows, digits.columns))
         if any(step.op not in _KEEPS_ORDER for step in bytes_.steps):
             return None
-        return _Seen(bytes_.base, (), digits.packed), [t for t in _terms(whole) if t not in own]
+        return _Seen(bytes_.base, (), digits.packed), [t for t in terms if t not in own]
 
     def _is_narrowed(self, node: fx.Node) -> bool:
         """Whether a value was rounded to 16 bits on its way from the model's own tensors: formulas do not
@@ -219,14 +219,6 @@ class _Products:
         index = tuple(M.substitute(i, {v: recombined(d) for v, d in digits.items()}) for i in read.args)
         roles = tuple(tuple(d for v in role for d in digits.get(v, (v,))) for role in roles)
         return _Seen(read.value, layout.solve(self.meaning.shape(read.value), index, roles))
-
-
-def _reads(value: Expr) -> list[Expr]:
-    return [n for n in E.walk(value) if n.op == "read"]
-
-
-def _terms(value: Expr) -> Sequence[Expr]:
-    return E.parts(value, "add")
 
 
 def _subtracted(term: Expr) -> Expr | None:

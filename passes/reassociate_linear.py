@@ -53,8 +53,7 @@ class _Reassociation:
         self.graph = graph
         self.meaning = Meaning.of(graph)
         self.recogniser = Recogniser(self.meaning, graph.gradients)
-        arguments = zip(graph.placeholders(), graph.inputs, strict=True)
-        self.weights = {node for node, given in arguments if given.kind != "argument"}
+        self.weights = {node for node, given in graph.given().items() if given.kind != "argument"}
         for node in graph.graph.nodes:
             inputs = (n for n in node.all_input_nodes if not is_size(n))
             made = node.op == "call_function" and node.target is not aten.ones.default

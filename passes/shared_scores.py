@@ -63,7 +63,7 @@ def used_elsewhere(
     waiting = [start for each in found for start in each.starts if start not in fused]
     while waiting:
         node = waiting.pop()
-        users = node.users.keys() - fused
+        users = [user for user in node.users if user not in fused]
         waiting += [user for user in users if user not in view]
         view.add_node(node)
         view.add_edges_from((node, user) for user in users)
@@ -98,7 +98,7 @@ def _other_use(
     for start, what in sorted(found.starts.items(), key=lambda s: s[1], reverse=True):
         if start not in view:
             continue
-        for node in nx.descendants(view, start):
+        for node in sorted(nx.descendants(view, start)):
             if node in sinks and what == "scores":
                 return (
                     "a number is added to its normaliser after its scores were shifted by a number "

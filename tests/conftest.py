@@ -129,8 +129,8 @@ def _covering(items: Sequence[pytest.Function]) -> list[pytest.Function]:
 
 
 COSTS = Path(__file__).with_name("costs.json")
-"""Seconds that one case of a test takes, in the mean; tests that take less than 0.05 are left out. Measured by
-`pytest --measure-costs`, which writes what it ran."""
+"""Seconds that one case of a test takes, in the mean; tests that take less than 0.05 are left out. Measured
+by `pytest --measure-costs`, which writes what it ran."""
 _spent: dict[str, list[float]] = collections.defaultdict(list)
 
 

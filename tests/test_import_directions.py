@@ -40,6 +40,11 @@ FLOORS_INSIDE = {
         {"rule"}, {"algebra"}, {"masks", "constants"}, {"constant_folding", "wrapping"}, {"element"},
         {"rules"}, {"attention"}, {"check"}, {"tokens", "placement"}, {"__init__"},
     ),
+    "capture": (
+        {"instead", "structure", "trace_lock"}, {"state"}, {"lines", "sides"},
+        {"asked", "attributes", "captured"}, {"assumed", "guards", "program", "side_effects", "subgraphs"},
+        {"compared", "faster", "first_call", "flat", "graph_breaks"}, {"trace"}, {"__init__"},
+    ),
     "codegen": ({"unsupported", "remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
     "passes": (
         {"attention_entries", "build", "traced", "proposal", "named", "look_later",

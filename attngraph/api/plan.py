@@ -181,18 +181,10 @@ class Planner:
         if unknown:
             self.remarks.append(f"what a backward pass keeps of {', '.join(sorted(unknown))} is not counted")
         return Share(
-            _held(graph, "parameter", "shard"),
-            _held(graph, "buffer"),
-            cache,
-            sequence,
-            (sums + sent) / self.call,
-            (sums + received) / self.call,
-            sent_new,
-            (products + attending) / self.call,
-            "; ".join(words),
-            fetched_at_once(graph),
-            kept,
-        )
+            _held(graph, "parameter", "shard"), _held(graph, "buffer"), cache, sequence,
+            (sums + sent) / self.call, (sums + received) / self.call, sent_new,
+            (products + attending) / self.call, "; ".join(words), fetched_at_once(graph), kept,
+        )  # fmt: skip
 
     def _busiest_attending(self, entry: ContextEntry, whole: float) -> float:
         """Operations of attention of the rank with most pairs, of ranks that divide tokens; all together have

@@ -91,13 +91,23 @@ def _own_sources() -> str:
     return found.hexdigest()[:16]
 
 
+@dataclasses.dataclass(frozen=True)
+class SavedOptions:
+    """The options that decide what a graph becomes; passes in words."""
+
+    backend: str
+    inductor: bool
+    strict: bool
+    absorb: str
+    disable: tuple[str, ...]
+    passes: tuple[str, ...]
+
+
 def options_key(options: Options) -> dict[str, Any]:
-    """The options that decide what a graph becomes."""
-    return {
-        "backend": options.backend, "inductor": options.inductor, "strict": options.strict,
-        "absorb": options.absorb, "disable": sorted(options.disable),
-        "passes": [repr(step) for step in options.passes or ()],
-    }  # fmt: skip
+    """`SavedOptions` as plain values."""
+    found = {field.name: getattr(options, field.name) for field in dataclasses.fields(SavedOptions)}
+    passes = [repr(step) for step in options.passes or ()]
+    return {**found, "disable": sorted(options.disable), "passes": passes}
 
 
 class Call:
@@ -150,18 +160,6 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedOptions:
-    """What `options_key` gives."""
-
-    backend: str
-    inductor: bool
-    strict: bool
-    absorb: str
-    disable: tuple[str, ...]
-    passes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class About:
     """What the manifest of a saved model says, besides `weights.About`."""
 
@@ -185,12 +183,11 @@ class Folder:
         self.about = read_manifest(path)
         self.said = self._said()
         files = {name: read_file(path, self.about, name) for name in self.about["files"]}
-        self.graphs: list[dict[str, bytes]] = []
-        for number in range(self.said.graphs):
-            prefix = f"graph-{number}/"
-            self.graphs.append(
-                {name.removeprefix(prefix): data for name, data in files.items() if name.startswith(prefix)}
-            )
+        prefixes = [f"graph-{number}/" for number in range(self.said.graphs)]
+        self.graphs = [
+            {name.removeprefix(prefix): data for name, data in files.items() if name.startswith(prefix)}
+            for prefix in prefixes
+        ]
         self.unlike = [
             f"{name} was {was}, and is {versions().get(name, 'none')}"
             for name, was in self.said.versions.items()
@@ -223,8 +220,7 @@ class Folder:
                 f"{self.path} was compiled with other passes; compile it with them: attngraph.compile."
             )
         try:
-            kept = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.name != "passes"}
-            return Options(**kept)
+            return Options(**{**dataclasses.asdict(given), "passes": None})
         except ValueError as problem:
             raise SavedError(
                 f"{self.path} was compiled with options that are not there: {problem}"

@@ -126,7 +126,7 @@ def _program(
             regions.inline_vmap(program.graph_module)
             # The executable checks sizes itself; torch's guard code fails on unused inputs.
             program._guards_code = []
-            program = functional(program)
+            program = faster.functional(program) or functional(program)
             for node in program.graph.nodes:
                 if (refusal := function_refusal(node, traced=True)) is not None:
                     raise refusal

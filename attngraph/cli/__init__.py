@@ -9,11 +9,10 @@ used; 130 interrupted.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from attngraph.cli.arguments import parser
 from attngraph.cli.terminal import TargetError
@@ -23,15 +22,19 @@ from attngraph.errors import AttnGraphError, BackendError, DumpError, TextError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = parser().parse_args(argv)
-    command = "compile" if options.command == "bench" else options.command
-    return run_command("attngraph", f"attngraph.cli.{command}", options)
+    module = "compile" if options.command == "bench" else options.command
 
-
-def run_command(program: str, module: str, options: argparse.Namespace) -> int:
-    """The exit code of a module's `run(options)`; what goes wrong is told as one line of the program."""
-    try:
-        code: int = importlib.import_module(module).run(options)
+    def run() -> int:
+        code: int = importlib.import_module(f"attngraph.cli.{module}").run(options)
         return code
+
+    return run_told("attngraph", run)
+
+
+def run_told(program: str, run: Callable[[], int]) -> int:
+    """The exit code of what a program does; what goes wrong is told as one line of that program."""
+    try:
+        return run()
     except (TargetError, BackendError, DumpError, TextError) as problem:
         print(f"{program}: {problem}", file=sys.stderr)
         return 2

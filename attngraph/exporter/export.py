@@ -178,7 +178,9 @@ def _decoder(
     dynamic = [[0, 1], *([[0]] if padding else []), *([s.row_dim, s.token_dim] for s in stores)]
 
     def checked(run: Run) -> str:
-        given = {"use_cache": False, **kwargs} if "use_cache" in plain._signature.parameters else kwargs
+        given = (
+            {"use_cache": False, **kwargs} if "use_cache" in plain._derived.signature.parameters else kwargs
+        )
         try:
             return check_decoder(run, step, model, ids, given, padding)
         except RuntimeError as problem:

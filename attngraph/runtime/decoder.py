@@ -7,7 +7,6 @@ position. So prompts of unequal length, padded on either side, get the same resu
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,6 @@ class Decoder(ModelWrapper):
     config_of_cache: CacheConfig
     _derived: DerivedSteps
     _save: Callable[[str | Path, Sequence[Step], bool], Path]
-    _signature: inspect.Signature
     devices: OneDevice
 
     def __init__(
@@ -58,7 +56,6 @@ class Decoder(ModelWrapper):
         self._derived = DerivedSteps(model, derive, config.tokens)
         self._save = save
         self.devices = devices
-        self._signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.whole(*args, **kwargs)
@@ -104,7 +101,7 @@ class Decoder(ModelWrapper):
             NoDecoderError: no decoder can be derived; says why and where. CacheError: the prompts do not fit.
         """
         self.devices.agree("prefill", ids, attention_mask, inputs)
-        ids = tokens_of(self._signature, self.config_of_cache.tokens, inputs) if ids is None else ids
+        ids = tokens_of(self._derived.signature, self.config_of_cache.tokens, inputs) if ids is None else ids
         packed = self.pack(ids, self._mask(attention_mask, inputs))
         step = self._derived.of_call(packed, inputs)
         state = self._begin(step, packed, inputs)
@@ -198,7 +195,7 @@ class Decoder(ModelWrapper):
         self.devices.agree("generate", ids, attention_mask, context, inputs, given)
         ids = prompts_of(self._model, self._derived.argument({}), inputs) if ids is None else ids
         packed = self.pack(ids, self._mask(attention_mask, inputs))
-        options = read_options(packed.shape[1], given, inputs, self._signature.parameters)
+        options = read_options(packed.shape[1], given, inputs, self._derived.signature.parameters)
         if min(packed.counts, default=1) == 0:
             raise ValueError("a prompt has no tokens; give each at least one to begin with.")
         if packed.ids.is_floating_point():

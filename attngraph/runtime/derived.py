@@ -59,7 +59,7 @@ class DerivedSteps:
 
     def __init__(self, model: Callable[..., Any], derive: Derive, tokens: str | None) -> None:
         self._model, self._tokens = model, tokens
-        self._signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+        self.signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
         self._derive = derive
         self._fingerprints = Fingerprints(model)
         self._kept: list[tuple[Any, Step]] = []
@@ -130,7 +130,7 @@ class DerivedSteps:
 
     def argument(self, inputs: Mapping[str, Any]) -> str:
         """The model's argument that takes the tokens."""
-        names = list(self._signature.parameters)
+        names = list(self.signature.parameters)
         asked = self._tokens
         if asked is not None:
             if asked not in names:
@@ -154,8 +154,8 @@ class DerivedSteps:
         if around := run_past():
             raise NoDecoderError(f"{around} is around this call, and a decoder would run past it.")
         name = self.argument(inputs)
-        unknown = set(inputs) - set(self._signature.parameters)
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
+        unknown = set(inputs) - set(self.signature.parameters)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values())
         if unknown and not takes_any:
             raise TypeError(f"the model's forward takes no {', '.join(sorted(unknown))}.")
         self._require_arguments({name, *inputs})
@@ -183,7 +183,7 @@ class DerivedSteps:
     def _require_arguments(self, given: Collection[str]) -> None:
         """Raise TypeError if the model's forward needs arguments that are not given."""
         needed = [
-            n for n, p in self._signature.parameters.items() if p.default is p.empty and p.kind in _NAMED
+            n for n, p in self.signature.parameters.items() if p.default is p.empty and p.kind in _NAMED
         ]
         missing = [n for n in needed if n not in given]
         if MASK in missing:
@@ -218,7 +218,7 @@ class DerivedSteps:
             CacheError: the call's rows are on different sides of a branch, or no graph is for its sizes.
             NoDecoderError, CaptureError: none can be derived.
         """
-        examples = Examples(self._model, self._derive, self._signature, call.name, call.packed, call.inputs)
+        examples = Examples(self._model, self._derive, self.signature, call.name, call.packed, call.inputs)
         made, seen, problems = list[Step](), list(known), list[AttnGraphError]()
         waiting = call.towards(known[0], Size()) if known else [Size()]
         tried = set[Size]()

@@ -1,10 +1,9 @@
 """The state of a decoder: the cached values of every row, and the rows' lengths.
 
-`pages` decides where values are stored. Nothing is written before everything is known to fit, and what a call
-changes, it changes by one assignment, of `Contents`. So a call that fails or is interrupted anywhere leaves a
-state as it was. Memory that present contents need is written over in few places (a ring buffer, rows that
-change places in the contiguous layout); what fails there is an error whenever the state is used again.
-"""
+Nothing is written before everything is known to fit, and what a call changes, it changes by one assignment,
+of `Contents`. So a call that fails or is interrupted anywhere leaves a state as it was. Memory that present
+contents need is written over in few places (a ring buffer, rows that change places in the contiguous layout);
+what fails there is an error whenever the state is used again."""
 
 from __future__ import annotations
 
@@ -77,6 +76,7 @@ class KVCache:
         parts: list[Part] = [*all_pages(plan.stores, rows, config, device)]
         parts += [CarriedValues(plan.carried, rows, config, device), FixedValues(plan.fixed, device, {})]
         self._now = Contents([0] * rows, [0] * rows, {part.name: part for part in parts})
+        self._has_rings = any(store.window is not None for store in plan.stores)
         self._back = _NOTHING
 
     @property
@@ -226,7 +226,8 @@ class KVCache:
         after = [n + c for n, c in zip(now.lengths, counts, strict=True)]
         parts = {name: part.after(news, now.lengths) for name, part in now.parts.items()}
         then = Contents(after, now.lost, parts)
-        if reach := self._reach:
+        if self._has_rings:
+            reach = self._reach
             lost = [max(a, b - reach) for a, b in zip(now.lost, after, strict=True)]
             spoils = any(self._lacks(n, a) for n, a in zip(now.lengths, lost, strict=True))
             then = then._replace(lost=lost)

@@ -4,11 +4,9 @@ Such a result is an `Unseen`, a tensor that knows its shape, dtype and device, a
 through it. The first operation on it computes it, from values that the call kept, under the call's grad mode;
 from then on it *is* the computed tensor, a plain one.
 
-Python's functions ask a tensor on their way (`__torch_function__`); code in C does not, such as
-`autograd.Function.apply` or the autograd engine. There an `Unseen` is one operation, whose values are
-computed below autograd (`__torch_dispatch__`). While C holds it, it cannot become another tensor, and stays
-that operation.
-"""
+Python's functions ask a tensor on their way (`__torch_function__`); code in C does not, such as the autograd
+engine. There an `Unseen` is one operation, whose values are computed below autograd (`__torch_dispatch__`),
+and stays it as long as C holds it."""
 
 from __future__ import annotations
 
@@ -29,23 +27,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from attngraph.ir.ops.transforms import autograd_inside
 
 _METHODS = (
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "size",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-)
+    "dim", "ndimension", "numel", "nelement", "size", "element_size", "is_floating_point", "is_complex",
+)  # fmt: skip
 _PROPERTIES = (
     "shape", "ndim", "dtype", "device", "layout", "is_cuda", "itemsize", "_version", "requires_grad",
     "is_leaf",
 )  # fmt: skip
 _KNOWN_BEFORE = {getattr(Tensor, n) for n in _METHODS} | {getattr(Tensor, n).__get__ for n in _PROPERTIES}
 """What is asked of a tensor without its values."""
-
-
 _NUMBERS = itertools.count()
 _ONE_AT_A_TIME = threading.Lock()
 """Held while tensors become the computed ones."""

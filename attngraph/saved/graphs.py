@@ -132,7 +132,7 @@ def give_entries(graph: ProgramGraph, entries: tuple[AttentionEntry, ...]) -> No
 
 def _beside(part: ProgramGraph, names: Mapping[str, str]) -> dict[str, Any]:
     """What the text of one part does not have."""
-    kept = [(node, given) for node, given in part.given() if is_printed(node, given)]
+    kept = [(node, given) for node, given in part.given().items() if is_printed(node, given)]
     nodes = [n for n in part.graph.nodes if n.op == "call_function" and not is_size(n)]
     return {
         "inputs": [[given.kind, given.name] for _, given in kept],
@@ -153,7 +153,7 @@ def _sizes(
             its tokens are those of several sequences, one after another.
     """
     found: dict[str, dict[str, tuple[int, int]]] = {}
-    kinds = {node: given.kind for node, given in part.given()}
+    kinds = {node: given.kind for node, given in part.given().items()}
     of_step = part.state is not None or not set(kinds.values()).isdisjoint(("rows", "pages", "carried"))
     for node in part.graph.nodes:
         if node.target is not torch.ops.aten.sym_size.int:
@@ -191,7 +191,7 @@ def _complete(part: ProgramGraph, about: Mapping[str, Any]) -> None:
 
 def _assumed(part: ProgramGraph) -> list[Input]:
     """The inputs whose contents a part relies on. It may need no more of them than was read."""
-    return [given for node, given in part.given() if node.name in part.assumed]
+    return [given for node, given in part.given().items() if node.name in part.assumed]
 
 
 def _assume(part: ProgramGraph, assumed: list[Input]) -> None:
@@ -201,7 +201,7 @@ def _assume(part: ProgramGraph, assumed: list[Input]) -> None:
         with part.graph.inserting_after(nodes[-1] if nodes else None):
             nodes.append(part.graph.placeholder(f"assumed_{len(nodes)}"))
         part.inputs = (*part.inputs, given)
-    part.assumed = {node.name for node, given in part.given() if given in assumed}
+    part.assumed = {node.name for node, given in part.given().items() if given in assumed}
     part.module.recompile()
 
 
@@ -253,13 +253,13 @@ def _facts(part: ProgramGraph) -> dict[str, Any]:
 
 
 def _printed(part: ProgramGraph) -> list[Input]:
-    return [given for node, given in part.given() if is_printed(node, given)]
+    return [given for node, given in part.given().items() if is_printed(node, given)]
 
 
 def _lines(part: ProgramGraph) -> Iterator[tuple[Any, ...]]:
     """Every call with its operands, by number. Sizes are compared by the formulas in the text."""
     numbers: dict[fx.Node, Any] = {}
-    for place, (node, _) in enumerate((n, i) for n, i in part.given() if is_printed(n, i)):
+    for place, (node, _) in enumerate((n, i) for n, i in part.given().items() if is_printed(n, i)):
         numbers[node] = ("input", place)
     count = 0
 

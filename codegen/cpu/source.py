@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -178,7 +178,7 @@ def function(
     pragma = f"#pragma omp simd reduction(| : bad) {reductions}".rstrip()
     inner = ["for (int j = 0; j < BLOCK_K; ++j) {", "const int k = k0 + j;"]
     tile = writer.lines[Place.TILE]
-    return _indented([
+    return indented([
         head, "int bad = 0;", *writer.lines[Place.GROUP],
         *(["#pragma omp simd reduction(| : bad)", *inner, *tile, "}"] if tile else []),
         "for (int i = 0; i < rows; ++i) {", "const int q = q0 + i;", "float *row = S + i * BLOCK_K;",
@@ -191,10 +191,10 @@ def _sink(value: Expr, writer: Writer) -> str:
     result = writer.real(value)
     lines = ["int bad = 0;", *writer.lines[Place.GROUP], *writer.lines[Place.ROW], "if (bad) c->bad = 1;"]
     head = "static float sink(Call *c, int b, int h, int q) {"
-    return _indented([head, *lines, f"return {result};", "}"])
+    return indented([head, *lines, f"return {result};", "}"])
 
 
-def _indented(lines: Sequence[str]) -> str:
+def indented(lines: Iterable[str]) -> str:
     """The lines of a function, indented by the braces that they open."""
     text, level = "", 0
     for line in lines:

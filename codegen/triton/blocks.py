@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from attngraph.codegen.triton.module import window_of
 from attngraph.codegen.triton.plan import (
     Blocks,
     in_two,
@@ -17,6 +16,7 @@ from attngraph.codegen.triton.plan import (
     padded,
     reads_of,
     tiles_read,
+    window_of,
 )
 from attngraph.ir.language import score as S
 from attngraph.ir.language.score import ScoreProgram

@@ -1,373 +1,354 @@
-"""A plan as the Triton source of one forward kernel: a module that a person can open and read.
+"""A plan as the Triton source of its kernels: a module that a person can open and read.
 
-The kernel is the online softmax (Milakov and Gimelshein 2018, section 3) over blocks of keys, as in
-FlashAttention-2 (Dao 2023, algorithm 1): one program per block of queries of one head. It has two loops
-with the same body: over whole tiles, then over those at an edge (the end of the keys, the diagonal of a
-causal mask). Only the second evaluates bounds and the causal predicate. A causal program's loops end at its
-diagonal. Where other masks leave out tiles, the kernel gets lists of the tiles to visit (`visits.py`): first
-those in which no mask hides anything. Tiles in which all keys are behind a finite fill come last, in a third
-loop, and only where the largest score of some row is near the fill. The source contains only what the program
-needs.
-"""
+Kernels are written in `kernels/`. Here is what a plan makes known of their names (`fold.py`), and the
+comments at the head of a module. Formulas come first: which lines they need before loops is known when all
+tiles are written."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
-from attngraph.codegen.scalar.weights import Multiple, weight_multiple
-from attngraph.codegen.scalar.writer import PRODUCT
-from attngraph.codegen.triton import module
-from attngraph.codegen.triton.emit_rows import RowEmitter
-from attngraph.codegen.triton.expression import Writer
-from attngraph.codegen.triton.module import Groups, Kernel, indented, name_of, names_of_reads
-from attngraph.codegen.triton.plan import DTYPES, UNDERFLOW, Plan
+from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
+from attngraph.codegen.triton import fold
+from attngraph.codegen.triton.fold import NOTHING
+from attngraph.codegen.triton.formulas import Formulas, GradientTile
+from attngraph.codegen.triton.plan import (
+    DTYPES,
+    STATES,
+    UNDERFLOW,
+    BackwardPlan,
+    DecodePlan,
+    Plan,
+    SumsPlan,
+    in_two,
+    padded,
+    stays_trusted,
+    window_of,
+)
 from attngraph.ir.language import expr as E
-from attngraph.ir.language import score as S
-from attngraph.ir.language.score import DOT, SCORE, Keep, Score, formulas
+from attngraph.ir.language.expr import Expr, format_expr
+from attngraph.ir.language.score import Keep, Score, Sink, Weight
+from attngraph.ir.ops.kernels import TRUSTED
 
-NEGATIVE_INFINITY = 'float("-inf")'
-INFINITY = 'float("inf")'
 LOWEST = "-3.4028234663852886e+38"
 """The lowest finite float32: the maximum of a row that has no key yet. Differences from it are finite or
 minus infinity, so that hidden scores weigh zero from it, too, where infinity minus itself would be NaN."""
-LISTS = ("tiles", "counts", "row_b", "row_h")
-"""Arguments of a kernel that is given lists: see `visits.Visits`."""
-ABOUT_LISTS = (
-    "tiles: which blocks of keys a block of queries visits; counts: how many keep all, how many are seen, "
-    "and how many."
-)
+STRIP = 1024
+"""How many numbers of rows the backward kernels load at a time to find the lowest."""
+JOIN = "join_parts"
+"""The kernel that combines the parts of a row's keys."""
+TOGETHER = 16
+"""How many parts it looks at together."""
+WIDEST_SHARE = 512
+"""The most columns of a result that one of its programs combines."""
+OF_QUERIES, OF_KEYS, OF_READ = "gradient_of_queries", "gradients_of_keys", "gradient_of_read"
+"""The backward kernels; the last with the number of the read in `read_gradients`."""
+WITHIN = "(q < Sq) & (k < Skv)"
+"""Where a tile of pairs is cut off."""
 
 
-def arguments(plan: Plan) -> tuple[str, ...]:
-    """The kernel's arguments in order: tensors, lengths, strides, lists of tiles, then reads and sizes."""
-    return module.flat(groups(plan))
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The source of a module, and the name of its (first) kernel."""
+
+    source: str
+    name: str
 
 
-def groups(plan: Plan) -> Groups:
-    return [
-        ("query", "key", "value", "out", "lse"), ("Hq", "Sq", "Skv"),
-        *strides_of("query", "key", "value"), LISTS if plan.listed else (), *names_of_reads(plan),
-    ]  # fmt: skip
+def emit(plan: Plan) -> Kernel:
+    """The forward kernel of a plan.
+
+    Raises:
+        UnsupportedError: the score program has an operation that cannot be emitted; says which.
+    """
+    formulas, ahead, name = Formulas(plan, "BLOCK_Q, BLOCK_K"), plan.blocks.ahead, name_of(plan)
+    whole, edge = formulas.tile(plan.keeps_of_whole_tiles, False), formulas.tile(at_the_end(plan), True)
+    values = {
+        **known(plan, formulas), **rows(plan, plan.blocks.split and not ahead),
+        "KERNEL": name,
+        "AHEAD": ahead,  # products are a tile ahead of weights
+        "SINK": formulas.sink(),
+        "WHOLE": whole, "EDGE": edge,  # the formulas of whole tiles, and of those at an edge
+        "BEFORE": formulas.before,  # lines of formulas that no key changes
+        **absent("behind", unless=ahead), **absent("tiles counts row_b row_h", unless=plan.listed),
+    }  # fmt: skip
+    head = [
+        f"{name}, forward, written by attngraph. For each batch b, head h, query q and key k:",
+        *operands(plan),
+        f"Hkv = {heads_of_keys(plan)}; out [B, Sq, Hq, {plan.Dv}] in memory, lse [B, Hq, Sq].",
+        *about_lists(plan),
+    ]
+    return assemble("forward.py", name, head, values, formulas.writer.calls)
 
 
-def strides_of(*tensors: str) -> Groups:
-    """The names of the strides of tensors `[B, H, S, D]`."""
-    return [tuple(f"{tensor}_{axis}" for axis in "bhsd") for tensor in tensors]
+def emit_backward(plan: BackwardPlan) -> Kernel:
+    """The backward kernels of a plan, which have the same arguments; `name` is that of the first.
+
+    Raises:
+        UnsupportedError: the program has an operation whose derivative cannot be emitted; says which.
+    """
+    formulas, reads = Formulas(plan, "OWN, OTHER"), read_gradients(plan.program, plan.wanted)
+    at_end, whole = at_the_end(plan), plan.keeps_of_whole_tiles
+    # A read's sum, where it is stored, and what is added.
+    names = [(f"sum{n}", f"sums{n}", f"of_read{n}") for n in range(len(reads))]
+    of_rows, of_columns, of_pairs = (
+        [n for n, read in enumerate(reads) if read.kind == kind] for kind in (ROWS, COLUMNS, PAIRS)
+    )
+
+    def tile(
+        skipped: Sequence[Keep], wanted: Sequence[int],
+        within: str = "", turned: bool = False, alone: bool = True,
+    ) -> GradientTile:  # fmt: skip
+        if alone:
+            formulas.writer.forget()  # what stands before another loop or kernel
+        return formulas.gradients(reads, skipped, wanted, within, turned)
+
+    is_trusted = stays_trusted(plan.program)
+    # Rows beyond the end are not stored.
+    within = "across <= last_key - start" if at_end else "across < Skv - start"
+    over_keys = {"whole": tile(whole, of_rows), "edge": tile(at_end, of_rows, within, alone=False)}
+    far = [] if is_trusted else formulas.scores(plan.statements)
+    sink, before = NOTHING if is_trusted else formulas.sink(), formulas.before
+    within = "inside" if at_end else "across < Sq - start"
+    values = {
+        **known(plan, formulas), **rows(plan, split=False), "SINK": sink,
+        "OVER_KEYS": SimpleNamespace(**over_keys, far=far, before=before),
+        "OVER_QUERIES": SimpleNamespace(
+            whole=tile(whole, of_columns, turned=True),
+            edge=tile(at_end, of_columns, within, turned=True),
+        ),
+        "PAIRS": [(f"{OF_READ}{n}", pair(reads[n], n, tile((), [n], WITHIN))) for n in of_pairs],
+        "OF_ROWS": [names[n] for n in of_rows], "OF_COLUMNS": [names[n] for n in of_columns],
+        "SUMS": ", ".join(sums for _, sums, _ in names),
+        "DIAGONAL": plan.diagonal is not None,
+        "TRUSTED": is_trusted,  # every row's log-sum-exp is
+        "LARGEST_TRUSTED": TRUSTED, "STRIP": STRIP,
+        "TO_BITS": "RATE" if plan.is_linear else "LOG2E",
+        "SCALE": plan.program.scale,
+        "NARROW": padded(plan.Dv) <= 64,
+        **absent("tops totals", unless=not is_trusted),
+        **absent("B batch first_row sums_owner sums_row", unless=bool(of_pairs)),
+        **absent("tiles counts row_b row_h column_tiles column_counts column_b column_h", unless=plan.listed),
+    }  # fmt: skip
+    values["COUNTS"] = [*(["batch", "first_row"] if of_pairs else []), *values["COUNTS"]]
+    head = [
+        f"{name_of(plan)}, backward, written by attngraph. For each batch b, head h, query q and key k:",
+        *operands(plan),
+        f"Hkv = {heads_of_keys(plan)}; grad like out, numbers of rows [B, Hq, Sq]; results dense.",
+        *about_lists(plan),
+        "A tile has OWN queries and OTHER keys; in the kernel of keys, OWN keys and OTHER queries.",
+    ]
+    return assemble("backward.py", OF_QUERIES, head, values, formulas.writer.calls)
 
 
-class Emitter(RowEmitter):
-    """Writes one forward kernel. `emit_decode.py` changes where queries and keys lie."""
-
-    extents = ("BLOCK_Q", "BLOCK_K")
-    """The extents of a tile of scores."""
-
-    splits = True
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
-        self.writer = Writer(plan, ", ".join(self.extents))
-        self.multiple: Multiple = weight_multiple(plan.program)
-        self.name = name_of(plan)
-
-    def kernel(self) -> Kernel:
-        # The loops are emitted first, because they determine the lines before them.
-        loops, start, finish = self.loops(), self.start(), self.finish()
-        bounds = [*self.loop_bounds(), *self.last_keys()]
-        lines = [*self.begin(), *self.writer.before, *start, *bounds, *loops, *finish]
-        functions = [self.step(), module.function(self.name, groups(self.plan), self.contract, lines)]
-        return module.assemble(self.name, groups(self.plan), self.header(), self.writer.calls, functions)
-
-    contract = "Output and log-sum-exp of a block of queries of one head."
-
-    def loops(self) -> list[str]:
-        """The loops over whole tiles and over those at an edge."""
-        whole, edge = self.body(edge=False), self.body(edge=True)
-        return [
-            *self.first_tile(),
-            *self.loop("0", "whole", whole),
-            *self.loop("whole", "stop", edge, about="  # at an edge"),
-            *self.behind_fill(edge),
-        ]
-
-    def behind_fill(self, edge: list[str]) -> list[str]:
-        """The loop over tiles behind a finite fill."""
-        if self.plan.fill is None:
-            return []
-        return [
-            "# A row that has a larger score than the fill gives no weight to keys behind it.",
-            f"every = {self.unless_low(f'tl.where(q < Sq, m, {INFINITY})', 'stop', 'every')}",
-            *self.loop("stop", "every", edge, about="  # behind the fill"),
-        ]
-
-    def unless_low(self, numbers: str, yes: str, no: str) -> str:
-        """A number, by whether some numbers are so far above the fill that exponentials vanish."""
-        assert self.plan.fill is not None
-        return f"tl.where(tl.min({numbers}) > {self.plan.fill + UNDERFLOW!r}, {yes}, {no})"
-
-    def first_tile(self) -> list[str]:
-        """Where the first tile of a list begins."""
-        return [f"start = tl.load(line) * {self.extents[1]}"] if self.plan.listed else []
-
-    def loop(
-        self, begin: str, stop: str, body: Sequence[str], number: str = "i", about: str = ""
-    ) -> list[str]:
-        """A loop over tiles, each of which begins at `start`. It counts tiles, not elements: from a loop by
-        steps of a tile, ptxas takes the products of sm_90 one at a time (warning C7515). The start of a
-        listed tile is loaded one turn ahead, so that fetching the tile does not wait for it."""
-        head = f"for i in tl.range({begin}, {stop}):{about}"
-        if not self.plan.listed:
-            return [head, *indented([f"start = {number} * {self.extents[1]}", *body])]
-        ahead = f"start = tl.load(line + tl.minimum(i + 1, last)) * {self.extents[1]}"
-        return [head, *indented([*body, ahead])]
-
-    def header(self) -> str:
-        title = f"{self.name}, forward, written by attngraph. For each batch b, head h, query q and key k"
-        about = [
-            *self.operands_in_words(),
-            f"Hkv = {self.heads_of_keys}; out [B, Sq, Hq, {self.plan.Dv}] in memory, lse [B, Hq, Sq].",
-            *([ABOUT_LISTS] if self.plan.listed else []),
-        ]
-        return module.header(title, self.plan, about, module.rate(self.plan) or [module.LOG2E])
-
-    def operands_in_words(self) -> list[str]:
-        D, Dv, dtype = self.plan.D, self.plan.Dv, DTYPES[self.plan.dtype]
-        return [f"query [B, Hq, Sq, {D}], key [B, Hkv, Skv, {D}], value [B, Hkv, Skv, {Dv}], {dtype};"]
-
-    @property
-    def heads_of_keys(self) -> str:
-        return "Hq" if self.plan.group == 1 else f"Hq // {self.plan.group}"
-
-    def step(self) -> str:
-        """One step of the online softmax, as a function of the module."""
-        weighs = "" if self.multiple.is_plain else "multiple, "
-        sums, values = self.both("acc"), self.both("value_tile")
-        weights = [f"w = tl.exp2({self.exponents})", f"shrink = tl.exp2({self.fall})"]
-        return "\n".join([
-            "@triton.jit",
-            f"def absorb(m, l, {sums}, s, {weighs}{values}):",
-            '    """Join a tile of scores and values to the rows\' maximum m, sum l and weighted sum acc."""',
-            *indented([self.top, *weights, *self.summed("value_tile")]),
-            f"    return top, l, {', '.join(self.weighted_sums())}",
-        ])  # fmt: skip
-
-    @property
-    def top(self) -> str:
-        """The line that computes the rows' maximum with a tile's scores."""
-        scaled = " * RATE" if self.plan.is_linear else ""
-        return f"top = tl.maximum(m, tl.max(s, 1, keep_dims=True){scaled})"
-
-    @property
-    def exponents(self) -> str:
-        """The exponents, of 2, of a tile's weights. Rounded once where that can be, so that the rounding
-        error of top affects all weights of the row alike."""
-        return "tl.fma(s, RATE, -top)" if self.plan.is_linear else "(s - top) * LOG2E"
-
-    @property
-    def fall(self) -> str:
-        """The exponent of what sums weigh that were made with the maximum before."""
-        return "m - top" if self.plan.is_linear else "(m - top) * LOG2E"
-
-    def summed(self, like: str) -> list[str]:
-        """Lines that join weights w to the rows' sum, and round them to the dtype of the tile `like`."""
-        return [
-            "l = l * shrink + tl.sum(w, 1, keep_dims=True)",
-            *([] if self.multiple.is_plain else ["w = w * multiple"]),
-            f"w = w.to({like}.dtype)",
-        ]
-
-    def weighted_sums(self) -> list[str]:
-        """The weighted sums with a tile's values; two, where rows lie in two tiles."""
-        pairs = zip(self.both("value_tile").split(", "), self.both("acc").split(", "), strict=True)
-        return [f"tl.dot(w, {value}, {total} * shrink{self.exact})" for value, total in pairs]
-
-    def begin(self) -> list[str]:
-        """Lines that determine this program's block of queries and head, and load the queries."""
-        plan = self.plan
-        first = "first = place % blocks * BLOCK_Q"
-        if plan.offset is not None:
-            first = "first = (blocks - 1 - place % blocks) * BLOCK_Q  # blocks with the most keys go first"
-        q, b, h = "first + tl.arange(0, BLOCK_Q)[:, None]", "place // blocks // Hq", "place // blocks % Hq"
-        if plan.wide:
-            q, b, h = (f"tl.cast({code}, tl.int64)" for code in (q, b, h))
-        return [
-            "place = tl.program_id(0)",
-            "blocks = tl.cdiv(Sq, BLOCK_Q)",
-            first,
-            f"b = {b}",
-            f"h = {h}",
-            f"q = {q}  # [BLOCK_Q, 1]",
-            "across = tl.arange(0, BLOCK_K)[None, :]",
-            *self.operands(),
-        ]
-
-    def operands(self) -> list[str]:
-        """Lines with the addresses of tiles of queries, keys and values, and the queries."""
-        return [
-            "down = tl.cast(tl.arange(0, BLOCK_K), tl.int64)[:, None]",
-            *self.widths(),
-            *self.head("query", "h", "tl.cast(q, tl.int64)", "d"),
-            *self.head("key", self.group, "down", "d"),
-            *self.head("value", self.group, "down", self.dv),
-            f"query_tile = tl.load(query_head{self.guard('q < Sq', 'd')})",
-            *([f"query_rest = tl.load(query_beside{self.guard('q < Sq', 'd_rest')})"] if self.rest else []),
-        ]
-
-    def start(self) -> list[str]:
-        """The softmax state before any key: empty, or the sink."""
-        zeros = "tl.zeros([BLOCK_Q, 1], tl.float32)"
-        acc = [f"acc = tl.zeros([BLOCK_Q, {self.Dv}], tl.float32)"]
-        if self.value_rest:
-            acc.append(f"acc_rest = tl.zeros([BLOCK_Q, {self.value_rest}], tl.float32)")
-        if self.plan.program.sink is None:
-            return [f"m = {zeros} + {LOWEST}  # no key yet", f"l = {zeros}", *acc]
-        # The rounding error of the sink enters its weight, as that of scores enters theirs.
-        m, weight = (
-            ("sink * RATE", "tl.exp2(tl.fma(sink, RATE, -m))") if self.plan.is_linear else ("sink", "1.0")
-        )
-        return [
-            f"sink = {self.sink()}", f"m = tl.where(sink == {NEGATIVE_INFINITY}, {LOWEST}, {m})",
-            f"l = tl.where(sink == {NEGATIVE_INFINITY}, 0.0, {weight})", *acc,
-        ]  # fmt: skip
-
-    def sink(self) -> str:
-        """The rows' sink, in units of scores; emitted after the loops, so it may add lines before them."""
-        assert self.plan.program.sink is not None
-        unit, scale = self.writer.real(self.plan.program.sink, PRODUCT), self.plan.program.scale
-        scaled = f" / {scale!r}" if self.plan.is_linear and scale != 1 else ""
-        return f"tl.zeros([{self.extents[0]}, 1], tl.float32) + {unit}{scaled}"
-
-    def loop_bounds(self) -> list[str]:
-        before, *bounds = self.bounds()
-        names = ("whole", "stop", "every") if self.plan.fill is not None else ("whole", "stop")
-        return [*before, *(f"{name} = {bound}" for name, bound in zip(names, bounds, strict=False))]
-
-    def bounds(self) -> tuple[list[str], str, str, str]:
-        """The lines before, and how many tiles are whole, how many are seen, and how many with those that
-        only finite fills hide. The last two differ only where the plan has a `fill`."""
-        rows, columns = self.extents
-        if self.plan.listed:
-            return self.bounds_of_list(LISTS, "Skv")
-        every, offset = f"tl.cdiv(Skv, {columns})", self.plan.offset
-        if offset is None:
-            return [], f"Skv // {columns}", every, every
-        if offset is E.ZERO:
-            whole = f"tl.minimum(first + 1, Skv) // {columns}  # every query sees all keys of these tiles"
-            stop = f"tl.cdiv(tl.minimum(first + {rows}, Skv), {columns})"
-            return [], whole, f"{stop}  # no query sees a key of later ones", every
-        shift = self.writer.integer(offset, PRODUCT)
-        shift = f"tl.cast({shift}, tl.int64)" if self.plan.wide else shift
-        whole = f"tl.maximum(tl.minimum(first + 1 + {shift}, Skv), 0) // {columns}"
-        stop = f"tl.cdiv(tl.maximum(tl.minimum(first + {rows} + {shift}, Skv), 0), {columns})"
-        return [], whole, stop, every
-
-    def bounds_of_list(self, names: Sequence[str], extent: str) -> tuple[list[str], str, str, str]:
-        tiles, counts, b, h = names
-        block = f"tl.cast(b, tl.int64) * {b} + tl.cast(h, tl.int64) * {h} + first // {self.extents[0]}"
-        lines = [
-            f"block = {block}",
-            f"line = {tiles} + block * tl.cdiv({extent}, {self.extents[1]})",
-            f"last = tl.load({counts} + 3 * block + 2) - 1",
-        ]
-        whole, stop = f"tl.load({counts} + 3 * block)", f"tl.load({counts} + 3 * block + 1)"
-        return lines, whole, stop, "last + 1"
-
-    @property
-    def at_the_end(self) -> tuple[Keep, ...]:
-        """The causal mask, where it is one comparison with the end of the keys. Where tiles are listed it
-        stands beside other masks, and a last key of each query is one more number to hold: two comparisons
-        take fewer registers there, but for kernels without a pipeline."""
-        plan = self.plan
-        apart = plan.listed and plan.blocks.stages > 1
-        return () if plan.diagonal is None or apart else (plan.diagonal[0],)
-
-    def last_keys(self) -> list[str]:
-        """The last key that each query sees, by the causal mask."""
-        if self.plan.diagonal is None or not self.at_the_end:
-            return []
-        offset = self.plan.diagonal[1]
-        shift = "" if offset is E.ZERO else f" + {self.writer.integer(offset, PRODUCT)}"
-        return [f"last_key = tl.minimum(q{shift}, Skv - 1)  # [{self.extents[0]}, 1]"]
-
-    def body(self, edge: bool) -> list[str]:
-        """One tile: its scores, and its step of the online softmax."""
-        products, scores, multiple = self.scored(edge)
-        sums, values = self.both("acc"), self.both("value_tile")
-        factor = multiple and f"{multiple}, "
-        step = f"m, l, {sums} = absorb(m, l, {sums}, s, {factor}{values})"
-        return [*products, *scores, *self.load("value", self.dv, edge), step]
-
-    def scored(self, edge: bool) -> tuple[list[str], list[str], str]:
-        """Lines that multiply a tile's queries and keys; lines that make scores of the products, minus
-        infinity where keys are hidden; and the factor by which the program changes weights ("": none)."""
-        plan, writer = self.plan, self.writer
-        writer.begin_body()
-        skipped = plan.keeps_of_whole_tiles if not edge else self.at_the_end
-        statements = [s for s in plan.statements if s not in skipped]
-        for statement in statements:
-            writer.assign("s", statement)
-        multiple = writer.real(self.multiple.factor)
-        shown = [p for s in statements for p in formulas(s)] + [self.multiple.factor]
-        products = []
-        if any(S.index("k") in formula.free for formula in shown):
-            k = "start + across"
-            products.append(f"k = tl.cast({k}, tl.int64)" if plan.wide else f"k = {k}")
-        products += self.products(statements, edge)
-        scores = list(writer.inside)
-        if edge:
-            seen = "across <= last_key - start" if self.at_the_end else "across < Skv - start"
-            scores.append(f"s = tl.where({seen}, s, {NEGATIVE_INFINITY})")
-        return products, scores, "" if self.multiple.is_plain else multiple
-
-    def both(self, name: str) -> str:
-        """The name of a tile as wide as values, and that of the tile beside it."""
-        return f"{name}, {name.removesuffix('_tile')}_rest" if self.value_rest else name
-
-    def products(self, statements: list[Score | Keep], edge: bool) -> list[str]:
-        """Lines that load a tile of keys and multiply it with the queries: `dot` and `s`."""
-        return [*self.load("key", "d", edge), *self.product(statements)]
-
-    def product(self, statements: list[Score | Keep]) -> list[str]:
-        mentions, replaces = uses_of_dot(statements)
-        if not mentions:
-            return [f"s = {self.dot()}"]
-        return [f"dot = {self.dot()}", *([] if replaces else ["s = dot"])]
-
-    def dot(self) -> str:
-        code = f"tl.dot(query_tile, tl.trans(key_tile){self.exact})"
-        return f"tl.dot(query_rest, tl.trans(key_rest), {code}{self.exact})" if self.rest else code
-
-    @property
-    def exact(self) -> str:
-        """The option by which float32 products are not rounded to TF32."""
-        return ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
-
-    def finish(self) -> list[str]:
-        """Divide by the sum (0 / 0, for a row without a key, is NaN) and store."""
-        plan = self.plan
-        result = "{acc} / l" if self.multiple.keeps_nan else "tl.where(l > 0.0, {acc} / l, 0.0)"
-        lse = "m + tl.log(l)" if not plan.is_linear else f"(m + tl.log2(l)) * {math.log(2)!r}"
-        return [
-            f"out_row = out + ((tl.cast(b, tl.int64) * Sq + q) * Hq + h) * {plan.Dv}",
-            *(
-                line
-                for part in ("", "_rest")[: 1 + bool(self.value_rest)]
-                for line in (
-                    f"out{part or '_tile'} = ({result.format(acc=f'acc{part}')}).to(out.dtype.element_ty)",
-                    f"tl.store(out_row + {self.dv}{part}, out{part or '_tile'}, "
-                    f"mask={self.inside('q < Sq', self.dv + part)})",
-                )
-            ),
-            f"tl.store(lse + tl.cast(place // blocks, tl.int64) * Sq + q, {lse}, mask=q < Sq)",
-        ]
+def pair(read: ReadGradient, number: int, tile: GradientTile) -> SimpleNamespace:
+    """A read's own kernel: each program sums one tile over the batches and heads by which the read is not
+    indexed. The grid has those by which it is, blocks of keys and blocks of queries."""
+    b, h, members = {
+        (True, True): ("batch + owner // Hq", "owner % Hq", "1"),
+        (True, False): ("batch + owner", "member", "Hq"),
+        (False, True): ("member", "owner", "B"),
+        (False, False): ("member // Hq", "member % Hq", "B * Hq"),
+    }[read.owned]
+    words = f"Gradient of `{format_expr(read.node)}`, of a tile of pairs of a query and a key."
+    sums, gradient = f"sums{number}", f"of_read{number}"
+    return SimpleNamespace(words=words, b=b, h=h, members=members, sums=sums, gradient=gradient, tile=tile)
 
 
-def uses_of_dot(statements: Sequence[Score | Keep]) -> tuple[bool, bool]:
-    """Whether statements mention the dot, and whether the first replaces the score without looking at it."""
-    mentions = any(_mentions(s, DOT) for s in statements)
-    replaces = bool(statements) and isinstance(statements[0], Score) and not _mentions(statements[0], SCORE)
-    return mentions, mentions and replaces
+def emit_decode(plan: DecodePlan) -> Kernel:
+    """The two kernels of attention over a cache; `name` is that of the first, the other is JOIN.
+
+    Raises:
+        UnsupportedError: the score program has an operation that cannot be emitted; says which.
+    """
+    formulas, name = Formulas(plan, "BLOCK_Q, BLOCK_K"), f"decode_{name_of(plan)}"
+    held, new = formulas.tile((), True), formulas.tile((), True)
+    keys, Dv = plan.Dv if plan.shared else plan.D, padded(plan.Dv)  # `keys`: elements in a key's first tile
+    dv, kept, share = "d" if plan.Dv == keys else "dv", plan.kept, min(WIDEST_SHARE, Dv)
+    values = {
+        **known(plan, formulas), "KERNEL": name, "SINK": formulas.sink(), "HELD": held, "NEW": new,
+        "BEFORE": formulas.before, "PAGED": plan.page, "WINDOW": plan.window, "OLDER": plan.window - 1,
+        "D": padded(keys), "IN_D": padded(keys) == keys or f"d < {keys}",
+        "D_REST": padded(plan.rest) if plan.rest else 0,
+        "IN_D_REST": padded(plan.rest or 1) == plan.rest or f"rest < {plan.D}",
+        "DV": Dv, "dv": dv, "IN_DV": Dv == plan.Dv or f"{dv} < {plan.Dv}",
+        "WIDTH_OF_VALUES": plan.Dv, "VALUES_APART": dv != "d",
+        "VALUE_TILE": "key_tile" if plan.shared else "value_tile",
+        # A tile has fewer rows than warp groups multiply, so its columns must be shared out.
+        "SHARED_OUT": plan.blocks.q >= 64 and 16 * plan.blocks.warps > plan.blocks.q,
+        "KEPT": NOTHING if kept is None else "float" if kept.is_floating_point else "int",
+        "TOGETHER": TOGETHER, "SHARE": share, "UNEVEN": plan.Dv % share != 0,
+        **absent("rest query_rest key_rest", unless=plan.rest > 0),
+        **absent("key_by value_by key_scale value_scale", "key_scale value_scale", "phs", unless=bool(kept)),
+    }  # fmt: skip
+    if plan.shared:
+        values |= absent("value new_value value_scale value_rows new_value_rows value_by", "value", "phsd")
+        values |= absent("", "new_value value_scale", "phsd")
+    value = f"value its first {plan.Dv}" if plan.shared else f"value [pages, Hkv, page, {plan.Dv}]"
+    head = [
+        f"{name}, written by attngraph. For each row b, head h, query at q and key at k:",
+        *program(plan),
+        f"query [Hq, tokens, {plan.D}], key [pages, Hkv, page, {plan.D}], {value};",
+        f"{DTYPES[plan.dtype]}, Hkv = {heads_of_keys(plan)}; out [tokens, Hq, {plan.Dv}] in memory.",
+    ]
+    if kept:
+        words = str(kept).removeprefix("torch.")
+        head.append(f"Pages are {words}; their scales [pages, Hkv, page] are float32.")
+    widening = {"from_float8"} if values["KEPT"] == "float" else set()
+    return assemble("decode.py", name, head, values, formulas.writer.calls | widening)
 
 
-def _mentions(statement: Score | Keep, name: E.Expr) -> bool:
-    return any(n is name for formula in formulas(statement) for n in E.walk(formula))
+def emit_sums(plan: SumsPlan) -> Kernel:
+    """The kernel of sums that are carried from token to token."""
+    missing = " ".join({"q", "k", "decay", "left", "right"} - plan.operands.keys())
+    values = {
+        "ELEMENTS": plan.depth, "ROWS": plan.rows, "COLUMNS_AT_ONCE": plan.columns, "DELTAS": plan.vectors,
+        "KEYS": plan.has_keys, "QUERIES": plan.has_queries, "SUMS": f"tl.{plan.sums}", "DECAY": plan.decay,
+        "LESS_ONE": plan.less_one, "INCLUSIVE": plan.inclusive, **absent(missing, missing, "thmd"),
+    }  # fmt: skip
+    before = "S" if not plan.decay else "decay S"
+    key = " + k v^T" if plan.has_keys else " + v"
+    delta = " + left^T (right S)" if plan.vectors else ""
+    read = ("q S" if plan.has_queries else "S") + ("" if plan.inclusive else ", with S before the token")
+    dtypes = f"{STATES[plan.state]} in memory, the operands {DTYPES[plan.dtype]}; sums are {plan.sums}."
+    head = [
+        "running_sum, written by attngraph. For each row, head and token, with a matrix S that is carried:",
+        f"    S = {before}{delta}{key}        out = {read}",
+        f"S [rows, heads, {plan.depth}, width] is {dtypes}",
+    ]
+    return assemble("sums.py", "running_sum", head, values)
+
+
+# --- what is known ---
+
+
+def known(plan: Plan, formulas: Formulas) -> dict[str, Any]:
+    """What kernels of attention know."""
+    return {
+        "ROWS": plan.blocks.q, "COLUMNS": plan.blocks.k,
+        "LINEAR": plan.is_linear,  # scores are a multiple of dots, so exponents of 2 are
+        "SCALE_IN_BITS": plan.rate,
+        "COUNTS": [f"n{i}" for i in range(plan.program.sizes)],  # Triton must not specialise on them
+        "READS": "\n".join(filter(None, arguments_of_reads(plan))),
+        "LISTED": plan.listed,  # lists say which tiles are visited
+        "WIDE": plan.wide,  # integers need 64 bits
+        "GROUP": plan.group,
+        "CAUSAL": plan.offset is not None,  # no query sees keys behind its own place plus SHIFT
+        "SHIFT": formulas.shift(),
+        "LAST_KEYS": bool(at_the_end(plan)),  # the causal mask is a comparison with each query's last key
+        "FILL": plan.fill is not None,  # tiles behind a finite fill are visited if no score is above LOW
+        "LOW": (plan.fill or 0.0) + UNDERFLOW, "LOWEST": LOWEST,
+        "KEEPS_NAN": formulas.change.keeps_nan,  # of rows without keys
+        "EXACT": '"ieee"' if DTYPES[plan.dtype] == "float32" else NOTHING,  # not rounded to TF32
+        **absent("multiple", unless=not formulas.change.is_plain),
+        **absent("every", unless=plan.fill is not None),
+    }  # fmt: skip
+
+
+def rows(plan: Plan, split: bool) -> dict[str, Any]:
+    """Rows of queries, keys and values in tiles: their columns d and dv, and what is True of those (IN_D,
+    IN_DV).
+
+    The extents of a tile are powers of two. Rows of another width lie in a wider tile, whose last columns are
+    masked and multiplied for nothing, or (`split`) in two tiles: the largest power of two below their width,
+    and the rest. Rows of 80 then take 64 + 16 columns instead of 128."""
+    dv = "dv" if plan.Dv != plan.D else "d"
+    values: dict[str, Any] = {"VALUES_APART": dv != "d", "WIDTH": plan.D, "WIDTH_OF_VALUES": plan.Dv}
+    values |= {"dv": dv, "dv_rest": f"{dv}_rest"}
+    for name, columns, width, of_rest in (
+        ("D", "d", plan.D, "query_beside query_rest key_beside key_rest d_rest"),
+        ("DV", dv, plan.Dv, "value_beside value_rest acc_rest out_rest dv_rest"),
+    ):
+        tile, rest = in_two(width) if split else (padded(width), 0)
+        values |= {
+            name: tile, f"IN_{name}": rest > 0 or width == tile or f"{columns} < {width}",
+            f"{name}_REST": rest, f"IN_{name}_REST": width == tile + rest or f"{columns}_rest < {width}",
+            **absent(of_rest, unless=rest > 0),
+        }  # fmt: skip
+    return values
+
+
+def absent(names: str, tensors: str = "", axes: str = "", unless: bool = False) -> dict[str, str]:
+    """Names of what a plan does not have, and those of strides of tensors."""
+    strides = [f"{tensor}_{axis}" for tensor in tensors.split() for axis in axes]
+    return {} if unless else dict.fromkeys((*names.split(), *strides), NOTHING)
+
+
+def at_the_end(plan: Plan) -> tuple[Keep, ...]:
+    """The causal mask, where it is one comparison with the end of the keys. Where tiles are listed it stands
+    beside other masks, and a last key of each query is one more number to hold: two comparisons take fewer
+    registers there, but for kernels without a pipeline."""
+    apart = plan.listed and plan.blocks.stages > 1
+    return () if plan.diagonal is None or apart else (plan.diagonal[0],)
+
+
+def arguments_of_reads(plan: Plan) -> list[str]:
+    """The last arguments of any kernel, a line for each read: its tensor, strides and the extents that its
+    indices are checked against; then the sizes."""
+    found = []
+    for read in plan.reads:
+        name, guarded = f"r{read.number}", plan.guarded_axes(read.number)
+        strides = (f"{name}_stride{axis}" for axis in range(read.rank))
+        found.append(", ".join([name, *strides, *(f"{name}_size{axis}" for axis in guarded)]))
+    return [*found, ", ".join(f"n{i}" for i in range(plan.program.sizes))]
+
+
+# --- the module ---
+
+
+def assemble(
+    file: str, name: str, head: Sequence[str], values: fold.Values, calls: Iterable[str] = ()
+) -> Kernel:
+    """The kernel called `name`: comments, imports and constants, the functions that are called, and the
+    kernels."""
+    functions = fold.read("functions.py").functions
+    wanted = {*calls, *(["stir"] if "uniform" in calls else [])}
+    constants, _, kernels = fold.read(file).fold(values).partition("\n\n\n")
+    before = [f"# {line}\n" for line in head]
+    called = [source for function, source in functions.items() if function in wanted]
+    return Kernel("\n\n\n".join(["".join(before) + "\n" + constants, *called, kernels]), name)
+
+
+def operands(plan: Plan) -> list[str]:
+    D, Dv = plan.D, plan.Dv
+    shapes = f"query [B, Hq, Sq, {D}], key [B, Hkv, Skv, {D}], value [B, Hkv, Skv, {Dv}]"
+    return [*program(plan), f"{shapes}, {DTYPES[plan.dtype]};"]
+
+
+def program(plan: Plan) -> list[str]:
+    return [f"    {line}" for line in (str(plan.program) or "s = dot").split("\n")]
+
+
+def heads_of_keys(plan: Plan) -> str:
+    return "Hq" if plan.group == 1 else f"Hq // {plan.group}"
+
+
+def about_lists(plan: Plan) -> list[str]:
+    tiles, counts = "which blocks of keys a block of queries visits", "how many keep all, how many are seen"
+    return [f"tiles: {tiles}; counts: {counts}, and how many."] if plan.listed else []
+
+
+def name_of(plan: Plan) -> str:
+    """What a kernel computes, in words: "causal_window_softcap_attention"."""
+    program, own = plan.program, plan.diagonal and plan.diagonal[0]
+    scores = [s.value for s in plan.statements if isinstance(s, Score)]
+    others = [s for s in plan.statements if isinstance(s, Keep) and s != own]
+    has_softcap, has_reads = _have("tanh", scores), _have("read", scores)
+    words = {
+        "causal": plan.diagonal is not None,
+        "window": bool(window_of(program)),
+        "masked": len(others) > bool(window_of(program)),
+        "softcap": has_softcap,
+        "biased": has_reads,
+        "scored": bool(scores) and not (plan.is_linear or has_softcap or has_reads),
+        "sink": any(isinstance(s, Sink) for s in program.statements),
+        "dropout": _have("random", (s.value for s in program.statements if isinstance(s, Weight))),
+    }
+    return "_".join([*(word for word, is_said in words.items() if is_said), "attention"])
+
+
+def _have(op: str, formulas: Iterable[Expr]) -> bool:
+    return any(n.op == op for formula in formulas for n in E.walk(formula))

@@ -19,6 +19,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Statement, Weight
 from attngraph.ir.ops.kernels import TRUSTED
+from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.masks.fold import UNDERFLOWS, any_fill, seen
 from attngraph.meaning.masks.score_bounds import score_bounds
 
@@ -120,7 +121,7 @@ class Plan:
         return {number: tuple(sorted(found)) for number, found in axes.items()}
 
     @property
-    def keeps_of_whole_tiles(self) -> tuple[Statement, ...]:
+    def keeps_of_whole_tiles(self) -> tuple[Keep, ...]:
         """The masks that hide nothing in the tiles of the first loop."""
         keeps = tuple(s for s in self.statements if isinstance(s, Keep))
         if self.listed:
@@ -151,6 +152,23 @@ class BackwardPlan(Plan):
     """`wanted`: numbers of the reads whose gradients are asked for."""
 
     wanted: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodePlan(Plan):
+    """`shared`: values are the first Dv elements of the keys. `window`: the most keys that a query sees
+    (0: all). `kept`: the dtype of pages of 8 bits, which have scales; None: they have the queries' dtype.
+    `page`: tokens of a page; 0: each row has one page, of any length."""
+
+    shared: bool = False
+    window: int = 0
+    kept: torch.dtype | None = None
+    page: int = 0
+
+    @property
+    def rest(self) -> int:
+        """The number of a key's elements that are not part of its value."""
+        return self.D - self.Dv if self.shared else 0
 
 
 def is_checked_at_launch(index: Expr) -> bool:
@@ -273,3 +291,65 @@ def tiles_read(program: ScoreProgram) -> int:
 def reads_of(program: ScoreProgram) -> set[Expr]:
     """The elements that the program reads."""
     return {n for e in program.expressions for n in E.walk(e) if n.op == "read"}
+
+
+def window_of(program: ScoreProgram) -> int:
+    """The most keys that a query sees, itself included; 0: no limit, or it sees later keys too."""
+    return examine(program, True, frozenset()).window or 0
+
+
+# --- sums that are carried ---
+
+STATES = {**DTYPES, torch.float64: "float64"}
+"""Dtypes of the matrix."""
+
+DEEPEST = 256
+"""The most elements of a key whose matrix fits in registers, together with enough columns."""
+OF_MATRIX, FEWEST_COLUMNS, MOST_COLUMNS = 2048, 16, 64
+"""Elements of a program's part of the matrix, and the fewest and most of its columns."""
+OF_WARP = 512
+"""Elements that a warp takes: with twice as many, some compiled kernels spill registers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SumsPlan:
+    """What fixes a kernel: the operands that are present, the elements of a key (1 without keys), the vectors
+    of a delta rule (0: none), whether a decay has one number or one for each element of a key ("", "one",
+    "each"), whether a token reads what it has added itself, and whether a decay is given less one."""
+
+    depth: int
+    has_queries: bool
+    has_keys: bool
+    decay: str
+    vectors: int
+    inclusive: bool
+    dtype: torch.dtype
+    state: torch.dtype
+    less_one: bool = False
+
+    @property
+    def operands(self) -> dict[str, str]:
+        """The tensors that are given with strides, and the letters of their dimensions."""
+        present = {"q": self.has_queries, "k": self.has_keys, "v": True, "decay": bool(self.decay)}
+        rows = {name: "thd" for name, is_given in present.items() if is_given}
+        return {**rows, **dict.fromkeys(("left", "right") if self.vectors else (), "thmd")}
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix, a power of two."""
+        return 1 if self.depth == 1 else padded(self.depth)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the matrix that one program takes."""
+        elements = OF_MATRIX if self.sums == "float32" else OF_MATRIX // 2
+        return max(FEWEST_COLUMNS, min(MOST_COLUMNS, elements // self.rows))
+
+    @property
+    def sums(self) -> str:
+        """The dtype of sums."""
+        return "float64" if self.state == torch.float64 else "float32"
+
+    @property
+    def warps(self) -> int:
+        return max(1, self.rows * self.columns // OF_WARP)

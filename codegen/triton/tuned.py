@@ -31,7 +31,6 @@ from typing import Any
 import torch
 
 from attngraph.codegen.triton import store, visits
-from attngraph.codegen.triton.module import window_of
 from attngraph.codegen.triton.plan import (
     DTYPES,
     Blocks,
@@ -41,6 +40,7 @@ from attngraph.codegen.triton.plan import (
     is_linear,
     padded,
     tiles_read,
+    window_of,
 )
 from attngraph.ir.language.score import ScoreProgram
 

@@ -306,7 +306,7 @@ class _Absorption:
         Raises:
             Refused: they depend on an input.
         """
-        known = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
+        known = self.graph.given()
         for node in region(folded.products, []):
             if node in known and known[node].kind == "argument":
                 raise Refused("its projections follow an input of the model")

@@ -142,7 +142,7 @@ class _Join:
 
     def _weights(self, own: Sequence[object], axis: int) -> fx.Node:
         weights = [w for w in own if isinstance(w, fx.Node)]
-        known = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
+        known = self.graph.given()
         above = [n for n in region(weights, ()) if n.op == "placeholder"]
         ranks = {len(w.meta["val"].shape) for w in weights}
         if (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import sympy
@@ -114,7 +114,7 @@ class Formulas:
             return None
         if value.words > LONGEST or not self._is_supported(value, token, count):
             return None
-        return Formula(tuple(TOKEN if a is token else a for a in at), _renamed(value, token))
+        return Formula(tuple(TOKEN if a is token else a for a in at), E.replaced(value, {token: TOKEN}))
 
     def _is_supported(self, value: Expr, token: Expr, count: Expr) -> bool:
         converted = {n.args[0] for n in E.walk(value) if n.op == "float" and n.args[0].op == "read"}
@@ -130,8 +130,8 @@ class Formulas:
                     return False
             elif node.op not in ("const", "var") and not _is_spelled(node):
                 return False
-        used = {n for n in E.walk(_renamed(value, token)) if n.op in ("size", "var")}
-        return TOKEN not in _in_arithmetic(value, token) and not any(n.op == "size" for n in used)
+        sized = any(n.op == "size" for n in E.walk(E.replaced(value, {token: TOKEN})))
+        return not sized and not _is_in_arithmetic(token, value)
 
     def _reads_same_token(self, read: Expr, token: Expr, count: Expr, is_converted: bool) -> bool:
         source: Any = read.value
@@ -165,7 +165,7 @@ def split_product(body: Expr, over: Expr, is_weight: Callable[[Any], bool]) -> t
         if (
             weight is None
             or len(weight.matrix.args) != 2
-            or not all(is_weight(r.value) for r in reads_of(factor))
+            or not all(is_weight(r.value) for r in E.reads(factor))
         ):
             continue
         others = [a for a in weight.matrix.args if a is not over]
@@ -174,10 +174,6 @@ def split_product(body: Expr, over: Expr, is_weight: Callable[[Any], bool]) -> t
         if len(others) == 1 and others[0].op == "var" and others[0] not in left.free and over in left.free:
             return left, factor
     return None
-
-
-def reads_of(value: Expr) -> list[Expr]:
-    return [n for n in E.walk(value) if n.op == "read"]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -190,38 +186,19 @@ def _is_spelled(node: Expr) -> bool:
     return op == "recip" or (op != "random" and operation_of(op) is not None)
 
 
-def _in_arithmetic(value: Expr, token: Expr) -> set[Expr]:
-    """The token, if anything but an index of a read depends on it."""
-    outside: set[Expr] = set()
-
-    def visit(node: Expr) -> None:
-        if node is token:
-            outside.add(TOKEN)
-        elif node.op not in ("read", "var"):
-            for arg in node.args:
-                visit(arg)
-
-    visit(value)
-    return outside
-
-
-def _renamed(value: Expr, token: Expr) -> Expr:
-    return E.replaced(value, {token: TOKEN})
+def _is_in_arithmetic(token: Expr, value: Expr) -> bool:
+    """Whether anything but an index of a read depends on the token."""
+    if value.op in ("read", "var"):
+        return value is token
+    return any(_is_in_arithmetic(token, arg) for arg in value.args)
 
 
 def _batch_sizes(graph: ProgramGraph, tokens: str) -> set[Any]:
     """The symbols that count sequences: the first dimension of arguments whose second counts the tokens."""
-    found: set[Any] = set()
-    for node, given in zip(graph.placeholders(), graph.inputs, strict=True):
-        shape: Sequence[Any] = getattr(node.meta.get("val"), "shape", ())
-        if (
-            given.kind == "argument"
-            and len(shape) >= 2
-            and str(shape[1]) == tokens
-            and not isinstance(shape[0], int)
-        ):
-            found.add(shape[0].node.expr)
-    return found
+    arguments = [node for node, given in graph.given().items() if given.kind == "argument"]
+    shapes: list[Any] = [getattr(node.meta.get("val"), "shape", ()) for node in arguments]
+    of_tokens = [shape for shape in shapes if len(shape) >= 2 and str(shape[1]) == tokens]
+    return {shape[0].node.expr for shape in of_tokens if not isinstance(shape[0], int)}
 
 
 def _linear_q(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:

@@ -71,12 +71,8 @@ class Region:
                 self.given.append(node)
             return E.read(node, tuple(at), "float")
         if node in self._kept:
-            own = [
-                a
-                for a, at_node in zip(at, formula.at, strict=True)
-                if at_node.op == "var" and at_node is not TOKEN
-            ]
-            return E.read(("defined", self._defined(node)), tuple(own), "float")
+            own = tuple(a for a, of in zip(at, formula.at, strict=True) if of.op == "var" and of is not TOKEN)
+            return E.read(("defined", self._defined(node)), own, "float")
         places = {own: index for own, index in zip(formula.at, at, strict=True) if own.op == "var"}
         if node not in self._inlined:
             self._inlined[node] = self._resolved(formula.value)
@@ -180,11 +176,11 @@ class Region:
             if number in found:
                 continue
             found.add(number)
-            for node in E.walk(self._definitions[number].value):
-                if node.op == "read" and isinstance(node.value, tuple):
-                    stack.append(node.value[1])
-                elif node.op == "read":
-                    found.add(node.value)
+            for value in (read.value for read in E.reads(self._definitions[number].value)):
+                if isinstance(value, tuple):
+                    stack.append(value[1])
+                else:
+                    found.add(value)
         return found
 
 
@@ -196,9 +192,8 @@ def _kept(formulas: Mapping[fx.Node, Formula], wanted: Collection[fx.Node]) -> s
         value = formulas[node].value
         if value.op != "read" and (uses[node] > 1 or node in wanted):
             kept.add(node)
-        reads = [n for n in E.walk(value) if n.op == "read" and n.value in uses]
-        bound = {v for n in E.walk(value) if n.op in language.FOLDS for v in (n.args[0],)}
+        bound = {n.args[0] for n in E.walk(value) if n.op in language.FOLDS}
         times = 1 if node in kept or node in wanted else max(1, uses[node])
-        for read in reads:
+        for read in (n for n in E.reads(value) if n.value in uses):
             uses[read.value] += 2 if read.free & bound else times
     return kept

@@ -63,11 +63,11 @@ class Windows:
         def is_between(read: Expr) -> bool:
             return read.value in self._places or (read.value in self._after and is_longer(read.value))
 
-        if not any(n.op == "read" and (n.value in self._own or is_between(n)) for n in E.walk(value)):
+        if not any(read.value in self._own or is_between(read) for read in E.reads(value)):
             return value
         value = meaning.lift(value, is_between)
         for node, own in self._own.items():
-            if any(n.op == "read" and n.value is node for n in E.walk(value)):
+            if any(read.value is node for read in E.reads(value)):
                 value = self._of_one(meaning, value, token, node, own)
         return value
 
@@ -83,7 +83,7 @@ class Windows:
                 return _with_extents(found)
             if found.op == "sum" and _terms(found) <= MOST_TERMS and _is_step(args[0], args[1], node, dim):
                 variable, body = args
-                terms = [_at(body, variable, E.const(n)) for n in range(_terms(found))]
+                terms = [M.substitute(body, {variable: E.const(n)}) for n in range(_terms(found))]
                 return E.make("add", tuple(terms), None, "float") if len(terms) > 1 else terms[0]
             return M.construct(found, args)
 
@@ -113,35 +113,18 @@ def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _with_extents(value: Expr) -> Expr:
     """A size under a name for extents. All sizes here are extents of a step's inputs, so they are at least 1,
     which is not known of sizes that torch counts as data (`meaning/algebra/ranges.py`)."""
-
-    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        if node.op == "size":
-            return E.size(f"extent of {node.value}")
-        return M.construct(node, args)
-
-    return E.rebuild(value, leaf)
+    sizes = {n for n in E.walk(value) if n.op == "size"}
+    return M.substitute(value, {n: E.size(f"extent of {n.value}") for n in sizes})
 
 
 def _is_step(variable: Expr, body: Expr, node: fx.Node, dim: int) -> bool:
     """Whether it counts the places of a window."""
-    reads = (n for n in E.walk(body) if n.op == "read" and n.value is node)
-    return any(variable in n.args[dim].free for n in reads)
+    return any(variable in read.args[dim].free for read in E.reads(body) if read.value is node)
 
 
 def _terms(fold: Expr) -> int:
     extent = fold.args[0].args[0]
     return int(extent.value) if extent.op == "const" else MOST_TERMS + 1
-
-
-def _at(body: Expr, variable: Expr, index: Expr) -> Expr:
-    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        if node is variable:
-            return index
-        if node.op == "var" or not node.args:
-            return node
-        return M.construct(node, args)
-
-    return E.rebuild(body, leaf)
 
 
 def _is_index(value: object) -> bool:

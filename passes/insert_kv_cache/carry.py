@@ -33,9 +33,8 @@ from attngraph.meaning.tokens.recurrence import Sums
 from attngraph.meaning.tokens.transitions import RunningSum
 from attngraph.meaning.tokens.unfold import VIEWS
 from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.insert_kv_cache.shift_positions import NotWritten
 from attngraph.passes.insert_kv_cache.step import RefutedError, Step, carried_in, computed_in, extent_of
-from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter
+from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter, NotWritten
 
 aten = torch.ops.aten
 EXACT, ENTRIES = 1e-8, 16

@@ -47,11 +47,11 @@ from attngraph.passes.insert_kv_cache.look_back import look_back
 from attngraph.passes.insert_kv_cache.own_places import leave_out_own_places, require_no_places
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
 from attngraph.passes.insert_kv_cache.run_again import run_again
-from attngraph.passes.insert_kv_cache.shift_positions import NotWritten
 from attngraph.passes.insert_kv_cache.step import RefutedError, Rewrite, Step
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
 from attngraph.passes.insert_kv_cache.take_steps import fold, take_steps
+from attngraph.passes.insert_kv_cache.write_formula import NotWritten
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten

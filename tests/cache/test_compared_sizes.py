@@ -14,6 +14,7 @@ import attngraph
 from attngraph import NoDecoderError
 from attngraph.capture.compared import SIZES, interpolated
 from attngraph.errors import CaptureError
+from tests.cache.small import refuses
 
 
 class Model(nn.Module):
@@ -117,9 +118,7 @@ class OfFourRows(OfRows):
 @pytest.mark.parametrize("kind", [OfBlocks, OfFourRows])
 def test_where_sizes_say_more_the_first_reason_is_told(kind: type[Model]) -> None:
     """The prompt is of equal tokens, whose values are equal whatever weighs them: others are proved with."""
-    decoder: Any = attngraph.compile(kind().eval(), cache=True)
-    with pytest.raises(NoDecoderError, match="it fixes how many sequences there are to 2"):
-        decoder.prefill(torch.zeros(1, 5, dtype=torch.int64))
+    refuses(kind(), "it fixes how many sequences there are to 2")
 
 
 @given(st.tuples(*[st.integers(-5, 5)] * 4))

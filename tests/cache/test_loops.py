@@ -13,28 +13,17 @@ import attngraph
 from attngraph.codegen.cpu.loops import whole_step
 from attngraph.codegen.cpu.record.recording import Recording
 from attngraph.ir.language.step_program import parse
-
-VOCABULARY, WIDTH = 24, 8
-
-
-class Loop(nn.Module):
-    """A model of one layer, in which `mix` makes `[B, T, WIDTH]` of the tokens."""
-
-    def __init__(self, mix: Callable[[Loop, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.logits = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.gate, self.gru, self.lstm = (
-            nn.Linear(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH), nn.LSTMCell(WIDTH, WIDTH)
-        )  # fmt: skip
-        self.begin, self.mix = nn.Parameter(torch.randn(WIDTH)), mix
-
-    def forward(self, ids: Tensor) -> Tensor:
-        result: Tensor = self.logits(self.mix(self, self.embed(ids)))
-        return result
+from tests.cache.small import (
+    VOCABULARY,
+    WIDTH,
+    Mixing,
+    goes_back_to_snapshots,
+    goes_on_when_loaded,
+    refuses,
+)  # fmt: skip
 
 
-def _running_maximum(model: Loop, x: Tensor) -> Tensor:
+def _running_maximum(model: Mixing, x: Tensor) -> Tensor:
     found, most = [], torch.full_like(x[:, 0], -torch.inf)
     for t in range(x.shape[1]):
         most = torch.maximum(most, x[:, t])
@@ -42,14 +31,14 @@ def _running_maximum(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _first_token_begins(model: Loop, x: Tensor) -> Tensor:
+def _first_token_begins(model: Mixing, x: Tensor) -> Tensor:
     gate, found = model.gate(x), [x[:, 0]]
     for t in range(1, x.shape[1]):
         found.append(torch.tanh(found[-1] * gate[:, t] + x[:, t]))
     return torch.stack(found, 1)
 
 
-def _own_beginning(model: Loop, x: Tensor) -> Tensor:
+def _own_beginning(model: Mixing, x: Tensor) -> Tensor:
     state, found = model.begin.expand(x.shape[0], -1), []
     for t in range(x.shape[1]):
         state = torch.sin(state + x[:, t])
@@ -57,7 +46,7 @@ def _own_beginning(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _cells_that_begin_with_new_zeros(model: Loop, x: Tensor) -> Tensor:
+def _cells_that_begin_with_new_zeros(model: Mixing, x: Tensor) -> Tensor:
     hidden = x.new_zeros(x.shape[0], WIDTH)
     state, found = hidden, []
     for t in range(x.shape[1]):
@@ -66,7 +55,7 @@ def _cells_that_begin_with_new_zeros(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-class Logits(Loop):
+class Logits(Mixing):
     """The loop itself makes the logits."""
 
     def __init__(self) -> None:
@@ -81,7 +70,7 @@ class Logits(Loop):
         return torch.stack(found, 1)
 
 
-def _two_steps_back(model: Loop, x: Tensor) -> Tensor:
+def _two_steps_back(model: Mixing, x: Tensor) -> Tensor:
     state = before = torch.zeros_like(x[:, 0])
     found = []
     for t in range(x.shape[1]):
@@ -90,7 +79,7 @@ def _two_steps_back(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _without_the_own_token(model: Loop, x: Tensor) -> Tensor:
+def _without_the_own_token(model: Mixing, x: Tensor) -> Tensor:
     state, found = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         found.append(state)
@@ -98,7 +87,7 @@ def _without_the_own_token(model: Loop, x: Tensor) -> Tensor:
     return x + torch.stack(found, 1)
 
 
-def _lstm(model: Loop, x: Tensor) -> Tensor:
+def _lstm(model: Mixing, x: Tensor) -> Tensor:
     state, found = None, []
     for part in x.unbind(1):
         state = model.lstm(part, state)
@@ -106,7 +95,7 @@ def _lstm(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _gru_written_in_place(model: Loop, x: Tensor) -> Tensor:
+def _gru_written_in_place(model: Mixing, x: Tensor) -> Tensor:
     state, found = torch.zeros_like(x[:, 0]), torch.empty_like(x)
     for t in range(x.shape[1]):
         state = model.gru(x[:, t], state)
@@ -114,7 +103,7 @@ def _gru_written_in_place(model: Loop, x: Tensor) -> Tensor:
     return found
 
 
-def _heads_joined_with_rows(model: Loop, x: Tensor) -> Tensor:
+def _heads_joined_with_rows(model: Mixing, x: Tensor) -> Tensor:
     state, found = torch.zeros(x.shape[0], 2, WIDTH // 2), []
     for t in range(x.shape[1]):
         part = x[:, t].view(-1, 2, WIDTH // 2)
@@ -123,7 +112,7 @@ def _heads_joined_with_rows(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _counts(model: Loop, x: Tensor) -> Tensor:
+def _counts(model: Mixing, x: Tensor) -> Tensor:
     count, state, found = torch.zeros(x.shape[0], 1, dtype=torch.int64), torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         count = torch.where(x[:, t, :1] > 0, count + 1, 0)
@@ -132,7 +121,7 @@ def _counts(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _tokens_first(model: Loop, x: Tensor) -> Tensor:
+def _tokens_first(model: Mixing, x: Tensor) -> Tensor:
     state, found = torch.zeros(1, x.shape[0], WIDTH), []
     for part in x.transpose(0, 1).split(1):
         state = torch.tanh(model.gate(state) + part)
@@ -140,7 +129,7 @@ def _tokens_first(model: Loop, x: Tensor) -> Tensor:
     return torch.cat(found).transpose(0, 1)
 
 
-DECODED: dict[str, Callable[[Loop, Tensor], Tensor]] = {
+DECODED: dict[str, Callable[[Mixing, Tensor], Tensor]] = {
     "a running maximum": _running_maximum,
     "a loop that begins with the first token": _first_token_begins,
     "a state that is learned": _own_beginning,
@@ -158,7 +147,7 @@ DECODED: dict[str, Callable[[Loop, Tensor], Tensor]] = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", DECODED)
 def test_a_loop_decodes(name: str, decodes: Any) -> None:
-    decoder = decodes(Loop(DECODED[name]), VOCABULARY, 24)
+    decoder = decodes(Mixing(DECODED[name]), VOCABULARY, 24)
     cache = decoder.report.cache
     assert cache.bytes_per_token == 0
     assert sum(size for _, size in cache.carried) > 0
@@ -168,7 +157,7 @@ def test_a_loop_that_makes_the_logits_decodes(decodes: Any) -> None:
     decodes(Logits(), VOCABULARY, 24)
 
 
-FOLDS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
+FOLDS: dict[str, Callable[[Mixing, Tensor], Tensor]] = {
     "cumprod": lambda model, x: model.gate(x).cumprod(1),
     "cumprod of whole numbers": lambda model, x: x * (x[..., :1] > -1).cumprod(1),
     "cummax": lambda model, x: x.cummax(1).values,
@@ -218,25 +207,23 @@ def test_a_recurrent_network_of_pytorch_decodes(name: str, decodes: Any) -> None
 @pytest.mark.slow
 def test_a_network_that_runs_in_both_directions_is_refused() -> None:
     model = Recurrent(nn.GRU(WIDTH, 4, batch_first=True, bidirectional=True)).eval()
-    with pytest.raises(attngraph.NoDecoderError, match=r"test_loops\.py:\d+: .*both directions"):
-        attngraph.compile(model, cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+    refuses(model, r"test_loops\.py:\d+: .*both directions")
 
 
 @pytest.mark.parametrize("name", FOLDS)
 def test_an_operation_that_folds_all_tokens_so_far_decodes(name: str, decodes: Any) -> None:
-    decoder = decodes(Loop(FOLDS[name]), VOCABULARY, 24)
+    decoder = decodes(Mixing(FOLDS[name]), VOCABULARY, 24)
     assert decoder.report.cache.bytes_per_token == 0
 
 
 @pytest.mark.parametrize(
     "mix", [lambda model, x: x.flip(1).cummax(1).values.flip(1), lambda model, x: x + x.cummax(0).values]
 )
-def test_a_fold_of_later_tokens_or_of_rows_is_refused(mix: Callable[[Loop, Tensor], Tensor]) -> None:
-    with pytest.raises(attngraph.NoDecoderError):
-        attngraph.compile(Loop(mix).eval(), cache=True).prefill(torch.zeros(2, 5, dtype=torch.int64))
+def test_a_fold_of_later_tokens_or_of_rows_is_refused(mix: Callable[[Mixing, Tensor], Tensor]) -> None:
+    refuses(Mixing(mix), rows=2)
 
 
-def _by_place(model: Loop, x: Tensor) -> Tensor:
+def _by_place(model: Mixing, x: Tensor) -> Tensor:
     state, found = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         state = torch.tanh(state + x[:, t] * (t + 1))
@@ -244,7 +231,7 @@ def _by_place(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _looks_ahead(model: Loop, x: Tensor) -> Tensor:
+def _looks_ahead(model: Mixing, x: Tensor) -> Tensor:
     state, found = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         state = torch.tanh(state + x[:, min(t + 1, x.shape[1] - 1)])
@@ -252,11 +239,11 @@ def _looks_ahead(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _backwards(model: Loop, x: Tensor) -> Tensor:
+def _backwards(model: Mixing, x: Tensor) -> Tensor:
     return _first_token_begins(model, x.flip(1)).flip(1)
 
 
-def _mixes_rows(model: Loop, x: Tensor) -> Tensor:
+def _mixes_rows(model: Mixing, x: Tensor) -> Tensor:
     state, found = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         state = torch.tanh(state.mean(0, keepdim=True) + x[:, t])
@@ -264,12 +251,12 @@ def _mixes_rows(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _another_last_step(model: Loop, x: Tensor) -> Tensor:
+def _another_last_step(model: Mixing, x: Tensor) -> Tensor:
     found = _first_token_begins(model, x)
     return torch.cat([found[:, :-1], torch.tanh(found[:, -1:] * found[:, -2:-1])], 1)
 
 
-def _every_other_token(model: Loop, x: Tensor) -> Tensor:
+def _every_other_token(model: Mixing, x: Tensor) -> Tensor:
     state, found = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         state = torch.tanh(state + x[:, t]) if t % 2 else torch.sin(state + x[:, t])
@@ -277,14 +264,14 @@ def _every_other_token(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _all_so_far(model: Loop, x: Tensor) -> Tensor:
+def _all_so_far(model: Mixing, x: Tensor) -> Tensor:
     found = [x[:, 0]]
     for t in range(1, x.shape[1]):
         found.append(torch.tanh(x[:, t] + torch.stack(found).amax(0)))
     return torch.stack(found, 1)
 
 
-def _frozen(model: Loop, x: Tensor) -> Tensor:
+def _frozen(model: Mixing, x: Tensor) -> Tensor:
     """From the fourth token on, a part of the step is what it was there."""
     state, part, found = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
@@ -294,7 +281,7 @@ def _frozen(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-REFUSED: dict[str, Callable[[Loop, Tensor], Tensor]] = {
+REFUSED: dict[str, Callable[[Mixing, Tensor], Tensor]] = {
     "a step that depends on the token's place": _by_place,
     "a step that looks ahead": _looks_ahead,
     "a loop from the end": _backwards,
@@ -309,36 +296,19 @@ REFUSED: dict[str, Callable[[Loop, Tensor], Tensor]] = {
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_loop_that_is_not_of_equal_steps_is_refused(name: str) -> None:
-    decoder = attngraph.compile(Loop(REFUSED[name]).eval(), cache=True)
-    with pytest.raises(attngraph.NoDecoderError):
-        decoder.prefill(torch.zeros(2, 5, dtype=torch.int64))
+    refuses(Mixing(REFUSED[name]), rows=2)
 
 
 def test_a_row_goes_back_to_a_snapshot() -> None:
-    model = Loop(DECODED["GRU cells, written in place"]).eval()
-    decoder = attngraph.compile(model, cache=attngraph.CacheConfig(snapshots=2))
-    ids = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
-    _, state = decoder.prefill(ids[:, :5])
-    before = decoder.decode(ids[:, 5:6], state)
-    decoder.decode(ids[:, 6:8], state)
-    with pytest.raises(attngraph.CacheError, match=r"from 8 to 7 tokens.*can go back to 5, 6"):
-        state.crop(7)
-    state.crop(5)
-    torch.testing.assert_close(decoder.decode(ids[:, 5:6], state), before)
+    goes_back_to_snapshots(Mixing(DECODED["GRU cells, written in place"]))
 
 
 def test_a_saved_state_goes_on(tmp_path: Any) -> None:
-    decoder = attngraph.compile(Loop(DECODED["LSTM cells"]).eval(), cache=True)
-    ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
-    _, state = decoder.prefill(ids)
-    state.save(tmp_path / "state")
-    loaded = attngraph.KVCache.load(tmp_path / "state")
-    more = torch.tensor([4, 5])
-    assert torch.equal(decoder.decode(more, loaded), decoder.decode(more, state))
+    goes_on_when_loaded(Mixing(DECODED["LSTM cells"]), tmp_path)
 
 
 def test_a_saved_model_with_a_loop_is_loaded(tmp_path: Any) -> None:
-    model = Loop(DECODED["LSTM cells"]).eval()
+    model = Mixing(DECODED["LSTM cells"]).eval()
     decoder = attngraph.compile(model, cache=True)
     ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
     wanted = decoder.generate(ids, 8)
@@ -368,7 +338,7 @@ def test_a_malformed_step_program_is_an_error(line: str) -> None:
 
 @pytest.mark.parametrize("name", ["a running maximum", "LSTM cells", "GRU cells, written in place"])
 def test_the_steps_of_a_loop_are_one_token_program(name: str) -> None:
-    decoder = attngraph.compile(Loop(DECODED[name]).eval(), cache=True)
+    decoder = attngraph.compile(Mixing(DECODED[name]).eval(), cache=True)
     decoder.prefill(torch.randint(0, VOCABULARY, (2, 5)))
     program = next(n.args[5] for n in decoder._derived.latest.graph.graph.nodes if "loop" in str(n.target))
     assert whole_step(program) is not None
@@ -390,7 +360,7 @@ def test_a_recorded_step_serves_steps_of_one_token_alone(name: str, monkeypatch:
         return found
 
     monkeypatch.setattr(Recording, "run", watched)
-    model = Loop(DECODED[name]).eval()
+    model = Mixing(DECODED[name]).eval()
     decoder = attngraph.compile(model, cache=True)
     ids = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -417,7 +387,7 @@ def test_a_recorded_step_serves_steps_of_one_token_alone(name: str, monkeypatch:
 
 
 def test_what_c_cannot_carry_of_a_step_is_told() -> None:
-    decoder = attngraph.compile(Loop(DECODED["a count of tokens"]).eval(), cache=True)
+    decoder = attngraph.compile(Mixing(DECODED["a count of tokens"]).eval(), cache=True)
     decoder.prefill(torch.randint(0, VOCABULARY, (2, 5)))
     (note,) = (n for r in decoder.report.passes for n in r.notes if "a step of the loop over tokens" in n)
     assert "in PyTorch, " in note

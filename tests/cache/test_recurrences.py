@@ -24,9 +24,17 @@ from attngraph.models.recurrent_mixers import (
     TimeMixing,
     WeightedKeyValue,
 )  # fmt: skip
+from tests.cache.small import (
+    VOCABULARY,
+    Mixing,
+    causal,
+    goes_back_to_snapshots,
+    goes_on_when_loaded,
+    refuses,
+    stirred,
+)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
-VOCABULARY = 24
 MIXER = MixerConfig(width=16, heads=2)
 LINEAR = LinearAttentionConfig(width=16, heads=2, key_width=8, value_width=8)
 MIXERS: dict[str, Callable[[], nn.Module]] = {
@@ -43,14 +51,6 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
     "a delta rule": partial(DeltaRule, MIXER),
     "a gated delta rule": partial(DeltaRule, MIXER, gated=True),
 }
-
-
-def stirred(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-    return model.eval()
 
 
 def language_model(mixer: Callable[[], nn.Module], layers: int = 1) -> nn.Module:
@@ -80,50 +80,28 @@ def test_the_memory_of_a_row_does_not_grow(name: str) -> None:
 
 
 def test_tokens_cannot_be_taken_out_of_a_sum() -> None:
-    model = language_model(MIXERS["retention"])
-    decoder = attngraph.compile(model, cache=attngraph.CacheConfig(snapshots=2))
-    ids = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
-    _, state = decoder.prefill(ids[:, :5])
-    before = decoder.decode(ids[:, 5:6], state)
-    decoder.decode(ids[:, 6:8], state)
-    with pytest.raises(attngraph.CacheError, match=r"from 8 to 7 tokens.*can go back to 5, 6"):
-        state.crop(7)
-    state.crop(5)
-    torch.testing.assert_close(decoder.decode(ids[:, 5:6], state), before)
-    with pytest.raises(attngraph.CacheError, match="snapshots"):
-        state.crop(2)
+    goes_back_to_snapshots(language_model(MIXERS["retention"]))
 
 
 def test_a_saved_state_goes_on(tmp_path: Any) -> None:
-    decoder = attngraph.compile(language_model(MIXERS["gated linear attention"]), cache=True)
-    ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
-    _, state = decoder.prefill(ids)
-    state.save(tmp_path / "state")
-    loaded = attngraph.KVCache.load(tmp_path / "state")
-    more = torch.tensor([4, 5])
-    assert torch.equal(decoder.decode(more, loaded), decoder.decode(more, state))
+    goes_on_when_loaded(language_model(MIXERS["gated linear attention"]), tmp_path)
 
 
-class Scanned(nn.Module):
+def _scanned(model: Mixing, x: Tensor, grows: bool = False) -> Tensor:
     """A linear recurrence, as a loop over tokens."""
-
-    def __init__(self, grows: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.logits = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
-        self.gate, self.grows = nn.Linear(8, 8), grows
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        decay, state, found = self.gate(x).sigmoid(), torch.zeros(ids.shape[0], 8), []
-        for t in range(ids.shape[1]):
-            state = decay[:, t] * state + x[:, t] * (t + 1 if self.grows else 1)
-            found.append(state)
-        return self.logits(torch.stack(found, 1))
+    decay, state, found = model.gate(x).sigmoid(), torch.zeros(x.shape[0], 8), []
+    for t in range(x.shape[1]):
+        state = decay[:, t] * state + x[:, t] * (t + 1 if grows else 1)
+        found.append(state)
+    return torch.stack(found, 1)
 
 
 def test_a_linear_loop_over_tokens_decodes(decodes: Any) -> None:
-    decodes(Scanned(), VOCABULARY, 24)
+    decodes(Mixing(_scanned), VOCABULARY, 24)
+
+
+def test_a_loop_that_counts_is_refused() -> None:
+    refuses(Mixing(partial(_scanned, grows=True)))
 
 
 class Householder(nn.Module):
@@ -192,43 +170,19 @@ def test_decays_in_rounded_tables_decode(decodes: Any) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("off", [1e-1, 1e-4, 1e-5])
 def test_a_table_that_holds_something_else_is_refused(off: float) -> None:
-    with pytest.raises(attngraph.NoDecoderError, match="three tokens look like"):
-        attngraph.compile(Blocks(off).eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
-
-
-def test_a_loop_that_counts_is_refused() -> None:
-    with pytest.raises(attngraph.NoDecoderError):
-        attngraph.compile(Scanned(grows=True).eval(), cache=True).prefill(
-            torch.zeros(1, 5, dtype=torch.int64)
-        )
+    refuses(Blocks(off), "three tokens look like")
 
 
 def test_a_state_mixed_by_a_full_matrix_of_the_token_decodes(decodes: Any) -> None:
-    class Mixed(Scanned):
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embed(ids)
-            mixing = torch.softmax(x.unsqueeze(-1) + x.unsqueeze(-2) ** 3, -1)
-            state, found = torch.zeros(ids.shape[0], 8), []
-            for t in range(ids.shape[1]):
-                state = (mixing[:, t] @ state.unsqueeze(-1)).squeeze(-1) + x[:, t]
-                found.append(state)
-            return self.logits(torch.stack(found, 1))
+    def mixed(model: Mixing, x: Tensor) -> Tensor:
+        mixing = torch.softmax(x.unsqueeze(-1) + x.unsqueeze(-2) ** 3, -1)
+        state, found = torch.zeros(x.shape[0], 8), []
+        for t in range(x.shape[1]):
+            state = (mixing[:, t] @ state.unsqueeze(-1)).squeeze(-1) + x[:, t]
+            found.append(state)
+        return torch.stack(found, 1)
 
-    decodes(Mixed(), VOCABULARY, 24)
-
-
-class Sums(nn.Module):
-    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.logits, self.mix = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), mix
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.logits(self.mix(self.embed(ids)))
-
-
-def _pairs(x: Tensor, shift: int = 0) -> Tensor:
-    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(shift)
+    decodes(Mixing(mixed), VOCABULARY, 24)
 
 
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -240,20 +194,17 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_carried_is_refused(name: str) -> None:
-    with pytest.raises(attngraph.NoDecoderError):
-        attngraph.compile(Sums(REFUSED[name]).eval(), cache=True).prefill(
-            torch.zeros(1, 5, dtype=torch.int64)
-        )
+    refuses(Mixing(lambda model, x: REFUSED[name](x)))
 
 
 def test_a_decay_of_pairs_is_not_carried_but_computed_anew(decodes: Any) -> None:
-    def mix(x: Tensor) -> Tensor:
+    def mix(model: Mixing, x: Tensor) -> Tensor:
         place = torch.arange(x.shape[1])
-        return torch.where(_pairs(x), 1.0 / (1 + (place[:, None] - place).abs()), 0.0) @ x
+        return torch.where(causal(x.shape[1]), 1.0 / (1 + (place[:, None] - place).abs()), 0.0) @ x
 
-    decoder = decodes(Sums(mix), VOCABULARY, 16)
+    decoder = decodes(Mixing(mix), VOCABULARY, 16)
     assert len(decoder.report.cache.anew) == 1 and not decoder.report.cache.carried
 
 
 def test_a_sum_without_the_own_token_decodes(decodes: Any) -> None:
-    decodes(Sums(lambda x: x + F.tanh((x @ x.mT * _pairs(x, -1)) @ x)), VOCABULARY, 16)
+    decodes(Mixing(lambda model, x: x + F.tanh((x @ x.mT).tril(-1) @ x)), VOCABULARY, 16)

@@ -4,7 +4,6 @@ done to a state takes the scales along."""
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from attngraph.ir.ops import cached_attention as op
 from attngraph.ir.ops import quantised
 from attngraph.ir.ops.cached_attention import Rows
 from attngraph.ir.ops.quantised import largest_error, quantise, widened
-from workshop.bench import narrow_caches
 
 transformers = pytest.importorskip("transformers")
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
@@ -345,11 +343,3 @@ def test_a_cache_of_float64_serves_a_model_of_float32() -> None:
 def test_a_cache_of_another_dtype_is_refused_when_it_is_configured(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"dtype must be one of .*float8_e4m3fn"):
         CacheConfig(dtype=dtype)
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_narrow_caches_runs(tmp_path: Path) -> None:
-    assert narrow_caches.main(["--small", "--json", str(tmp_path / "found.json")]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["small"]["bytes"]["float32"] == 3.2 * found["small"]["bytes"]["int8"]  # 16 wide, and a scale
-    assert found["drift"]["gpt2"]["float32"]["largest"] < 1e-6 < found["drift"]["gpt2"]["int8"]["largest"]

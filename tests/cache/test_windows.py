@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attngraph
+from tests.cache.small import VOCABULARY, by_steps, refuses, some_ids
 
-VOCABULARY = 24
 Mix = Callable[["Mixed", Tensor, Tensor], Tensor]
 
 
@@ -112,7 +112,7 @@ def test_a_window_can_be_undone_as_far_as_it_was_kept() -> None:
     decoder = attngraph.compile(
         Mixed(WINDOWS["a convolution, cut"]).eval(), cache=attngraph.CacheConfig(rollback=2)
     )
-    ids = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
+    ids = some_ids(1, 9)
     _, state = decoder.prefill(ids[:, :6])
     before = decoder.decode(ids[:, 6:7], state)
     state.crop(6)
@@ -134,8 +134,7 @@ def test_a_window_can_be_undone_as_far_as_it_was_kept() -> None:
     ],
 )
 def test_what_looks_ahead_is_refused_with_a_pair_of_tokens(mix: Mix) -> None:
-    with pytest.raises(attngraph.NoDecoderError, match=r"Token \d+ sees token \d+"):
-        attngraph.compile(Mixed(mix).eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+    refuses(Mixed(mix), r"Token \d+ sees token \d+")
 
 
 @pytest.mark.parametrize(
@@ -148,8 +147,7 @@ def test_what_looks_ahead_is_refused_with_a_pair_of_tokens(mix: Mix) -> None:
     ],
 )
 def test_a_convolution_that_reads_other_than_zeros_before_the_first_token_is_refused(mix: Mix) -> None:
-    with pytest.raises(attngraph.NoDecoderError, match=r"conv1d|pad"):
-        attngraph.compile(Mixed(mix).eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+    refuses(Mixed(mix), r"conv1d|pad")
 
 
 def test_what_pooling_reads_of_later_tokens_is_told() -> None:
@@ -162,8 +160,7 @@ def test_what_pooling_reads_of_later_tokens_is_told() -> None:
 
 def test_features_that_are_summed_within_a_window_are_refused() -> None:
     model = Mixed(lambda m, x, ids: F.pad((x[:, 1:] - x[:, :-1]) @ m.logits.weight[:8], (0, 0, 1, 0))).eval()
-    with pytest.raises(attngraph.NoDecoderError, match="slice at"):
-        attngraph.compile(model, cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+    refuses(model, "slice at")
 
 
 @pytest.mark.parametrize("width", [2, 5])
@@ -172,10 +169,8 @@ def test_pooled_tokens_are_those_of_a_loop_over_windows(width: int, dilation: in
     back = dilation * (width - 1)
     model = Mixed(lambda m, x, ids: F.max_pool1d(before(x, back, -0.1), width, 1, dilation=dilation).mT)
     model = model.double().eval()
-    ids = torch.randint(3, VOCABULARY, (2, 19), generator=torch.Generator().manual_seed(0))
-    decoder = attngraph.compile(model, cache=True)
-    first, state = decoder.prefill(ids[:, :4])
-    found = torch.cat([first, *(decoder.decode(ids[:, t : t + 1], state) for t in range(4, 19))], 1)
+    ids = some_ids(2, 19)
+    found, _ = by_steps(attngraph.compile(model, cache=True), ids, 4)
     with torch.no_grad():
         x = model.embed(ids)
         nothing = torch.full_like(x[:, 0], -0.1)

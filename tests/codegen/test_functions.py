@@ -12,7 +12,7 @@ from torch import Tensor
 import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.cpu import source
 from attngraph.codegen.scalar.derivative import derivative
-from attngraph.codegen.triton.emit_forward import emit
+from attngraph.codegen.triton.emit import emit
 from attngraph.codegen.triton.plan import Blocks, Plan
 from attngraph.ir.language import evaluate
 from attngraph.ir.language import expr as E

@@ -9,7 +9,7 @@ from torch import Tensor
 from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.record.copies import Keeping
-from attngraph.codegen.cpu.tokens.reads import require_in_range
+from attngraph.codegen.cpu.tokens.indices import require_in_range
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import parser

@@ -23,16 +23,14 @@ import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.scalar.read_gradients import FLOATING, PAIRS, ROWS, Totals, read_gradients
 from attngraph.codegen.triton import ahead_of_time, attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
-from attngraph.codegen.triton.emit import arguments
-from attngraph.codegen.triton.emit_backward import emit_backward
-from attngraph.codegen.triton.emit_decode import DecodePlan, emit_decode
-from attngraph.codegen.triton.emit_forward import emit
-from attngraph.codegen.triton.emit_sums import SumsPlan, emit_sums
+from attngraph.codegen.triton.emit import emit, emit_backward, emit_decode, emit_sums
 from attngraph.codegen.triton.plan import (
     BackwardPlan,
     Blocks,
+    DecodePlan,
     Plan,
     Read,
+    SumsPlan,
 )
 from attngraph.codegen.triton.plan import diagonal as find_diagonal
 from attngraph.codegen.triton.plan import is_linear as linear
@@ -88,7 +86,7 @@ def test_source_is_python_that_says_what_it_computes(text: str) -> None:
     kernel = emit(plan(text, reads=reads))
     module = ast.parse(kernel.source)
     functions = {f.name: f for f in module.body if isinstance(f, ast.FunctionDef)}
-    assert tuple(a.arg for a in functions[kernel.name].args.args) == kernel.arguments
+    assert kernel.name in functions
     for line in str(parse(text)).splitlines():
         assert f"#     {line}" in kernel.source
 
@@ -773,7 +771,9 @@ def test_every_helper_compiles(name: str, cache: Path) -> None:
 
 
 def test_arguments_name_everything_that_a_kernel_is_given() -> None:
-    assert arguments(plan(RICH, reads=RICH_READS))[20:] == (
+    kernel = emit(plan(RICH, reads=RICH_READS))
+    functions = {f.name: f for f in ast.parse(kernel.source).body if isinstance(f, ast.FunctionDef)}
+    assert tuple(a.arg for a in functions[kernel.name].args.args)[20:] == (
         "r0", "r0_stride0", "r0_stride1", "r0_size1",
         "r1", "r1_stride0", "r1_stride1", "r1_size1",
         "r2", "r2_stride0", "r3", "n0",

@@ -1,8 +1,6 @@
 """Calls with few scores run the model itself; the report says so; larger ones run the graph."""
 
 import copy
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import attngraph
 from attngraph.ir import budgets
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.passes import DEFAULT_PIPELINE
-from workshop.bench import training
 
 
 class Layer(nn.Module):
@@ -111,10 +108,3 @@ def test_a_model_with_compiled_parts_runs_as_a_graph(
 def test_the_fewest_scores_are_a_number() -> None:
     with pytest.raises(ValueError, match="is a whole number from 0 on; found -1"):
         attngraph.compile(Layer(), min_scores=-1)
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_training_steps_works(tmp_path: Path) -> None:
-    assert training.main(["--small", "--rounds", "3", "--json", str(tmp_path / "found.json")]) == 0
-    rows = json.loads((tmp_path / "found.json").read_text())
-    assert [row["model"] for row in rows] == list(training.MODELS)

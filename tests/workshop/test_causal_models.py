@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workshop.bench.causal_models.one import NEW, VOCABULARY, compared, decided_by_length, prompts
-from workshop.bench.causal_models.shrink import ATTEMPTS, given_back, role, shrunk
-from workshop.bench.causal_models.table import table
+from workshop.bench.stock.decoders import NEW, VOCABULARY, compared, decided_by_length, page, prompts
+from workshop.bench.stock.shrink import ATTEMPTS, given_back, role, shrunk
 
 LARGE = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -52,12 +51,12 @@ def test_a_name_that_tells_nothing_has_no_role() -> None:
 
 def test_the_table_counts_every_class_and_keeps_the_reasons() -> None:
     rows = [
-        {"class": "A", "outcome": "equal"},
-        {"class": "B", "outcome": "refused", "reason": "because | so"},
+        {"cell": "A", "outcome": "equal"},
+        {"cell": "B", "outcome": "refused", "reason": "because | so"},
     ]
-    page = table(rows, "5.0", 24)
-    assert "| equal | 1 of 2 |" in page
-    assert "| B | because \\| so |" in page
+    text = page(rows, "5.0")
+    assert "| equal | 1 of 2 |" in text
+    assert "| B | because \\| so |" in text
 
 
 class Logits:
@@ -119,5 +118,5 @@ def test_other_prompts_are_taken_where_the_first_are_undecided() -> None:
     row = compared(model, WrongAtFirst())  # type: ignore[arg-type]
     assert row["outcome"] == "equal"
     assert len(row["undecided"]) == 1
-    page = table([{"class": "A", **row}], "5.0", 24)
-    assert "undecided there (it chooses among equal scores): A." in page
+    text = page([{"cell": "A", **row}], "5.0")
+    assert "undecided there (it chooses among equal scores): A." in text

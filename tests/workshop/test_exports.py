@@ -4,21 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from workshop.bench.exports.classes import DECODERS, ENCODERS
-from workshop.bench.exports.table import HEADING, write
+from workshop.bench.stock.exported import DECODERS, ENCODERS, HEADING, examine, write
 
 ROWS = [
-    {"class": "A", "kind": "decoder", "outcome": "equal", "attentions": 2, "onnx": 2, "pt2": 2,
+    {"cell": "A", "kind": "decoder", "outcome": "equal", "attentions": 2, "onnx": 2, "pt2": 2,
      "onnx words": ["with a mask"]},
-    {"class": "B", "kind": "encoder", "outcome": "refused", "reason": "ExportError: no"},
+    {"cell": "B", "kind": "encoder", "outcome": "refused", "reason": "ExportError: no"},
 ]  # fmt: skip
 
 
 def test_the_table_replaces_the_last_part_of_its_page(tmp_path: Path) -> None:
     page = tmp_path / "export.md"
     page.write_text(f"# Export\n\nBefore.\n\n{HEADING}\nAn old table.\n")
-    write(page, ROWS, 16)
-    write(page, ROWS, 16)
+    write(page, ROWS)
+    write(page, ROWS)
     text = page.read_text()
     assert text.startswith("# Export\n\nBefore.\n\n## Models of transformers\n") and "old table" not in text
     assert text.count(HEADING) == 1
@@ -39,8 +38,6 @@ def test_no_class_is_named_twice_and_each_exists() -> None:
 def test_a_stock_model_gives_the_same_where_attngraph_is_not(name: str) -> None:
     for package in ("transformers", "onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    from workshop.bench.exports.one import examine
-
     row = examine(name)
     assert row["outcome"] in ("equal", "not built", "refused"), row
     if row["outcome"] == "equal":

@@ -1,4 +1,5 @@
-"""Edited and newly signed files are refused or harmless: a sample; `workshop/fuzz/files` runs thousands."""
+"""Edited and newly signed files are refused or harmless: a sample; `python -m workshop search files` runs
+thousands."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ import random
 import pytest
 
 from workshop.fuzz.files import edits
-from workshop.fuzz.files.run import run
+from workshop.fuzz.files.run import FAULTS, tried
 
 
 @pytest.mark.parametrize("only", ["module", "paged", pytest.param("dump", marks=pytest.mark.slow)])
 def test_edited_files_are_refused_or_harmless(only: str) -> None:
-    found = run(24, seed=3, only=only)
-    assert not found.failures, str(found)
-    outcomes = [outcome for counts in found.counts.values() for outcome in counts]
-    assert sum(sum(counts.values()) for counts in found.counts.values()) == 24
-    assert {"refused", "equal"} <= set(outcomes)
+    with tried(only) as one:
+        found = [one(3, number) for number in range(24)]
+    assert not [each for each in found if each[1] in FAULTS]
+    assert {"refused", "equal"} <= {outcome for _, outcome, _ in found}
+    assert all(only in kind for kind, *_ in found)
 
 
 def test_an_edit_is_the_same_each_time_and_changes_something() -> None:

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from workshop.bench.packages import table
-from workshop.bench.packages.description import Given, Made, Model, Named, Noise, Numbers, build
-from workshop.bench.packages.models import MODELS
-from workshop.bench.packages.one import difference, examine
+from workshop.bench.packages.examine import difference, examine
+from workshop.bench.packages.models import MODELS, Model, build, call_of
 from workshop.bench.packages.table import is_slow, page, summary, verdict
-from workshop.bench.processes import Tasks, wait_for_turn
+from workshop.processes import Tasks, wait_for_turn
 
-LAYER = Made("torch.nn:TransformerEncoderLayer", 8, 2, 16, batch_first=True, norm_first=True)
-STACK = Model("torch", "encoder", Made("torch.nn:TransformerEncoder", LAYER, 1), [Noise((2, 5, 8))])
+LAYER = "torch.nn:TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)"
+STACK = Model("torch", "encoder", f"torch.nn:TransformerEncoder({LAYER}, 1)", "noise(2, 5, 8)")
 
 
 def _work(name: str, answer: Connection) -> None:
@@ -38,14 +37,14 @@ def test_titles_are_unique_and_no_package_is_one_that_the_project_was_tuned_on()
     assert not packages & {"timm", "diffusers", "x-transformers", "vit-pytorch", "torchaudio", "monai"}
 
 
-def test_a_description_is_built_with_all_its_parts() -> None:
-    layer = build(Made("torch.nn:Sequential", Made("torch.nn:Linear", 3, out_features=4)))
+def test_an_expression_is_built_with_all_its_parts() -> None:
+    layer = build("torch.nn:Sequential(torch.nn:Linear(3, out_features=4))")
     assert layer[0].weight.shape == (4, 3)
-    assert build(Named("torch.nn:Linear.forward")) is torch.nn.Linear.forward
-    a, b, c = build([Noise((2, 3)), Numbers((4,), 9, 5), Given((1, 2))])
+    assert build("torch.nn:Linear.forward") is torch.nn.Linear.forward
+    (a, b), named = call_of("noise(2, 3), ids((4,), 9, 5), mask=given((1, 2)), more={'a': 'x:y', 'b': [3]}")
     assert a.shape == (2, 3)
     assert 5 <= int(b.min()) <= int(b.max()) < 9
-    assert c.tolist() == [1, 2]
+    assert named["mask"].tolist() == [1, 2] and named["more"] == {"a": "x:y", "b": [3]}
 
 
 @pytest.mark.parametrize(("found", "expected", "result"), [
@@ -63,7 +62,7 @@ def test_a_model_is_compared_and_its_places_counted() -> None:
     assert row["fused"] == 1
     assert not row["missed"]
     assert verdict(row) == "close"
-    assert examine("attngraph", Model("torch", "none", Made("torch.nn:Linear", 3), []))["outcome"] == (
+    assert examine("attngraph", Model("torch", "none", "torch.nn:Linear(3)", ""))["outcome"] == (
         "does not run"
     )
 
@@ -76,8 +75,8 @@ def test_only_float64_acquits_a_large_difference() -> None:
 
 
 def test_the_page_prints_lost_rows_and_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    models = [Model(package, "M", LAYER, []) for package in ("here", "late", "gone")]
-    monkeypatch.setattr(table, "version", lambda package: None if package == "gone" else "1.0")
+    models = [Model(package, "M", LAYER, "") for package in ("here", "late", "gone")]
+    monkeypatch.setattr(table, "installed", lambda package: None if package == "gone" else "1.0")
     ours = {"fused": 1, "missed": {"a | b": 2}, "graphs": 3, "pieces": ["because"], "difference": 1e-7,
             "seconds": 30.0, "building": 0.0}  # fmt: skip
     rows = {
@@ -95,18 +94,11 @@ def test_the_page_prints_lost_rows_and_packages_that_are_missing(monkeypatch: py
 
 
 @pytest.mark.slow
-def test_every_task_has_a_row_and_none_is_run_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
-    file = tmp_path / "rows.jsonl"
-    tasks = Tasks("task", _work, "workshop.bench.processes")
-    options = tasks.parser(None).parse_args(["--json", str(file), "--seconds", "15", "--at-once", "3"])
-    names = ["good", "ends", "slow"]
-    rows = tasks.run(names, options)
+def test_every_task_has_a_row() -> None:
+    tasks = Tasks(_work, "workshop.processes")
+    rows = [tasks.one(name, 15) for name in ("good", "ends", "slow")]
+    assert [row["task"] for row in rows] == ["good", "ends", "slow"]
     assert [row["outcome"] for row in rows] == ["done", "failed", "out of time"]
-    assert len(capsys.readouterr().err.splitlines()) == 3
-    assert tasks.run(names, options) == rows
-    assert capsys.readouterr().err == ""
 
 
 def _in_turns(name: str, answer: Connection, file: Path) -> None:
@@ -132,7 +124,7 @@ def _in_turns(name: str, answer: Connection, file: Path) -> None:
 def test_tasks_prepare_together_and_work_one_after_another(tmp_path: Path) -> None:
     file = tmp_path / "said"
     names = ["a", "fails", "b", "ends", "slow", "never", "c"]
-    rows = Tasks("task", partial(_in_turns, file=file), "workshop.bench.processes").in_turns(names, 15)
+    rows = Tasks(partial(_in_turns, file=file), "workshop.processes").in_turns(names, 15)
     assert [row["task"] for row in rows] == names
     assert [row["outcome"] for row in rows] == [
         "done", "failed", "done", "failed", "out of time", "out of time", "done",

@@ -17,9 +17,8 @@ from attngraph.codegen.triton import blocks, device
 from attngraph.codegen.triton.ahead_of_time import TARGETS, requests
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.parser import parse
-from workshop import arguments as choices
 from workshop.__main__ import main
-from workshop.bench.scorecard import amd, budgets, flex, nvidia, plain
+from workshop.bench.scorecard import amd, budgets, flex, nvidia, plain, suite
 from workshop.bench.scorecard.cards import CARDS, DRAIN, OBTAINED, TURN
 from workshop.bench.scorecard.cells import CELLS, HEADS, TOKENS, plan, useful, visited
 from workshop.bench.scorecard.code import Code, Instruction, Step, Work, tile_loops
@@ -33,8 +32,7 @@ from workshop.bench.scorecard.figures import (
 )
 from workshop.bench.scorecard.joins import KEPT, joins
 from workshop.bench.scorecard.run import FLEX, OURS, PLAIN, Row, run
-from workshop.bench.scorecard.table import joins as joins_table
-from workshop.bench.scorecard.table import side_by_side, table
+from workshop.bench.scorecard.suite import flat, joins_table, row_of, side_by_side
 
 pytestmark = pytest.mark.skipif(
     device.no_triton() is not None or os.environ.get("TRITON_INTERPRET") == "1",
@@ -288,7 +286,7 @@ def test_budgets_of_other_rows_are_kept_and_those_of_another_triton_are_not(tmp_
 
 def test_every_budget_is_of_a_cell_that_there_is() -> None:
     found = json.loads(budgets.PATH.read_text())["targets"]
-    assert set(found) <= set(choices.TARGETS) <= set(TARGETS)
+    assert set(found) <= set(suite.TARGETS) <= set(TARGETS)
     for rows in found.values():
         assert {key.split(f", {OURS}")[0] for key in rows} <= set(CELLS)
 
@@ -328,7 +326,7 @@ def test_the_model_is_near_what_was_measured(name: str, monkeypatch: pytest.Monk
 QUICK = {("sm_90", "causal 128"), ("sm_90", "decode 64"), ("sm_80", "causal 64")}
 ALL = [
     pytest.param(t, name, marks=[] if (t, name) in QUICK else pytest.mark.slow, id=f"{t}, {name}")
-    for t in choices.TARGETS
+    for t in suite.TARGETS
     for name in CELLS
 ]  # fmt: skip
 
@@ -445,30 +443,29 @@ def test_the_command_prints_a_table_and_writes_the_figures(
 ) -> None:
     asked: list[tuple[list[str], list[str]]] = []
 
-    def found(names: list[str], targets: list[str], say: object) -> list[Row]:
+    def found(names: list[str], targets: list[str]) -> list[Row]:
         asked.append((names, targets))
         return [row(), Row("causal 128", "sm_90", FLEX, problem="RenderError: gone")]
 
-    monkeypatch.setattr("workshop.bench.scorecard.show.run", found)
+    monkeypatch.setattr(suite, "run", found)
     monkeypatch.setattr(budgets, "PATH", tmp_path / "budgets.json")
     monkeypatch.setattr(budgets, "known", lambda: {"sm_90": {row().key: {"others": 10.0}}})
     file = tmp_path / "card.json"
-    arguments = ["bench", "--suite", "scorecard", "--only", "causal", "128", "--target", "sm_90"]
+    arguments = ["scorecard", "--only", "causal 128", "--target", "sm_90"]
     assert main([*arguments, "--json", str(file)]) == 1
     out = capsys.readouterr().out
-    assert asked == [([n for n in CELLS if "causal" in n and "128" in n], ["sm_90"])]
-    assert "sm_90 (H100 SXM)" in out and "414 TFLOP/s" in out and "RenderError: gone" in out
+    assert asked == [([name], ["sm_90"]) for name in CELLS if "causal 128" in name]
+    assert "causal 128 on sm_90" in out and "| causal 128 | 414 |" in out and "RenderError: gone" in out
     assert "worse than its budget: causal 128 on sm_90: other instructions for each score: 10.75" in out
-    assert json.loads(file.read_text())["rows"][0]["figures"]["registers"] == 201
-    assert main(["bench", "--suite", "scorecard", "--only", "nothing"]) == 2
-    assert "--only nothing: no cell of the scorecard" in capsys.readouterr().err
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[0]["registers"] == 201
+    assert row_of({"cell": "causal 128 on sm_90", **flat(row())}) == row()
+    assert main(["scorecard", "--only", "nothing"]) == 2
+    assert "--only nothing: no cell has" in capsys.readouterr().err
 
 
-def test_a_table_has_a_line_for_each_part() -> None:
+def test_cells_stand_beside_each_other_on_every_target() -> None:
     rows = [row(), dataclasses.replace(row(), part="keys"), Row("causal 64", "sm_90", PLAIN, problem="no")]
-    lines = table(rows).splitlines()
-    assert sum(line.startswith("causal 128, attngraph") for line in lines) == 2
-    assert "  causal 64, plain: no" in lines
     other = dataclasses.replace(row(), who=FLEX, target="sm_80", predicted=99.6)
     assert side_by_side([*rows, other]).splitlines() == [
         "|  | H100 SXM: attngraph | A100 SXM: flex |", "| --- | --- | --- |", "| causal 128 | 414 | 100 |",

@@ -19,4 +19,4 @@ def test_an_error_of_the_compiler_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         raise KeyError("a part")
 
     monkeypatch.setattr(Builder, "operand", fails)
-    assert any("a part" in wrong for _, wrong in sizes.search(0, 12))
+    assert any("a part" in sizes.check(number) for number in range(12))

@@ -1,61 +1,85 @@
-"""Decoding on the CPU: attngraph's decoder beside transformers' own caches and beside recomputing.
+"""Decoders on the CPU beside transformers' own caches and beside recomputing; random weights, float32.
 
-    python -m workshop.bench.decoding [--models gpt2 llama] [--batches 1 8] [--engine] [--json F]
+    python -m workshop decode [--models gpt2 llama] [--batches 1 8] [--engine] [--json FILE]
+    python -m workshop states --json states.json --plot states.png
 
-Random weights, float32. For each model and batch, in turns within one run: the floor (the model's linear
-layers called bare on one token of each row, which every way of decoding has to do), one token of
-attngraph's decoder, one of transformers' with its dynamic and its static cache; then whole runs of
-`generate`. Recomputing is one forward of the whole sequence at its middle length. `--engine` compares 32
-requests of mixed lengths with the same requests in fixed batches.
+decode: attention. The floor is the model's linear layers called bare on one token of each row, which every
+way of decoding has to do. `--engine` compares 32 requests of mixed lengths with the same requests in fixed
+batches. states: models whose memory does not grow, convolutions and state spaces: one token with few and with
+many tokens seen, what a row takes; how long the decoder of a Qwen3-Next of 4 layers takes to derive; linear
+attention over whole sequences. Of both: whole runs of `generate`; recomputing is one forward of the whole
+sequence at its middle length.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
+import os
 import random
-import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import attngraph
-from workshop.bench.plot import Bars
+from attngraph.ir.cache_folder import VARIABLE
+from attngraph.models.linear_attention import LinearAttention, LinearAttentionConfig
+from workshop.bench import models
+from workshop.harness import Cell, Options, Row, Suite, in_turns, times
 
-PROMPT, NEW, SKIPPED = 128, 128, 5
-
-
-def gpt2() -> nn.Module:
-    """GPT-2 at real size: 124M parameters."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return _ready(GPT2LMHeadModel(GPT2Config(attn_implementation="eager")))
+SKIPPED = 5
+"""First calls of each candidate, which are not counted."""
 
 
-def llama(layers: int = 12) -> nn.Module:
-    """A Llama of 100M parameters: 12 layers of width 768, 12 heads over 4 key heads, tied embeddings."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+class Subject:
+    """A model and its decoder, made when they are first needed; what is measured of both suites."""
 
-    config = LlamaConfig(
-        vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers,
-        num_attention_heads=12, num_key_value_heads=4, tie_word_embeddings=True, attn_implementation="eager",
-    )  # fmt: skip
-    return _ready(LlamaForCausalLM(config))
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
 
+    @functools.cached_property
+    def model(self) -> Any:
+        return self.make()
 
-def _ready(model: Any) -> nn.Module:
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    found: nn.Module = model.eval()
-    return found
+    @functools.cached_property
+    def decoder(self) -> attngraph.Decoder:
+        made: attngraph.Decoder = attngraph.compile(self.model, cache=True)
+        return made
 
+    def ids(self, rows: int, tokens: int) -> Tensor:
+        return torch.randint(0, self.model.config.vocab_size, (rows, tokens))
 
-MODELS: Mapping[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama}
+    def by_length(self, length: int, calls: int) -> dict[str, Row]:
+        """One token of one row that has seen so many."""
+        _, state = self.decoder.prefill(self.ids(1, length))
+        last = torch.zeros(1, 1, dtype=torch.int64)
+        return in_turns({"attngraph": lambda: self.decoder.decode(last, state)}, calls, SKIPPED)
+
+    def whole_runs(
+        self, rows: int, prompt: int, new: int, caches: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Row]:
+        """Tokens per second of generating for every row, the prompt included."""
+        ids = self.ids(rows, prompt)
+        given = {
+            "attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False,
+            "eos_token_id": None, "pad_token_id": 0,
+        }  # fmt: skip
+        calls: dict[str, Callable[[], Tensor]] = {"attngraph": lambda: self.decoder.generate(ids, new)}
+        for name, more in caches.items():
+            calls[name] = functools.partial(self.model.generate, ids, **given, **more)
+        answers = {name: call() for name, call in calls.items()}
+        found: dict[str, Row] = {
+            n: {"per_second": rows * new / r["seconds"]} for n, r in in_turns(calls, 3).items()
+        }
+        for name, answer in answers.items():
+            found[name]["equal"] = float((answers["attngraph"] == answer).float().mean())
+        middle = self.ids(rows, prompt + new // 2)
+        again = in_turns({"recomputing": lambda: self.model(middle, use_cache=False)}, 1)
+        return {**found, "recomputing (estimate)": {"per_second": rows / again["recomputing"]["seconds"]}}
 
 
 def floor(model: nn.Module, rows: int) -> Callable[[], None]:
@@ -75,87 +99,43 @@ def floor(model: nn.Module, rows: int) -> Callable[[], None]:
     return run
 
 
-def one_token(model: Any, decoder: attngraph.Decoder, ids: Tensor, count: int) -> dict[str, float]:
-    """Median milliseconds for one token of every row, with candidates timed in turn."""
+def one_token(of: Subject, rows: int, prompt: int, calls: int) -> dict[str, Row]:
+    """One token for every row after a prompt, candidates in turn."""
     from transformers import StaticCache
 
     from attngraph.hf import CACHE
 
-    rows = ids.shape[0]
-    last = ids[:, -1:]
-    _, state = decoder.prefill(ids)
+    model, ids = of.model, of.ids(rows, prompt)
+    last, (_, state) = ids[:, -1:], of.decoder.prefill(ids)
     dynamic = model(ids, use_cache=True)[CACHE]
-    static = StaticCache(config=model.config, max_cache_len=PROMPT + count + 1)
+    static = StaticCache(config=model.config, max_cache_len=prompt + calls + 1)
     model(ids, **{CACHE: static}, use_cache=True)
-    candidates: dict[str, Callable[[], object]] = {
-        "floor": floor(model, rows),
-        "attngraph": lambda: decoder.decode(last, state),
+    return in_turns({
+        "floor": floor(model, rows), "attngraph": lambda: of.decoder.decode(last, state),
         "transformers": lambda: model(last, **{CACHE: dynamic}, use_cache=True),
         "transformers, static": lambda: model(last, **{CACHE: static}, use_cache=True),
+    }, calls, SKIPPED)  # fmt: skip
+
+
+def bytes_of_tokens(of: Subject, length: int) -> dict[str, Row]:
+    """As reported, and as allocated for each token of room."""
+    _, state = of.decoder.prefill(of.ids(1, length))
+    room = sum(len(group.users) * group.page for group in state.groups.values())
+    return {
+        "reported": {"bytes_per_token": state.bytes_per_token},
+        "allocated": {"bytes_per_token": state.nbytes / room},
     }
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(count):
-        for name, call in candidates.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(spent[SKIPPED:]) * 1000 for name, spent in times.items()}
 
 
-def by_length(decoder: attngraph.Decoder, rows: int, lengths: Sequence[int]) -> dict[int, float]:
-    """Median milliseconds for one token, for each number of tokens already cached."""
-    found: dict[int, float] = {}
-    for length in lengths:
-        _, state = decoder.prefill(torch.randint(0, 30000, (rows, length)))
-        last = torch.zeros(rows, 1, dtype=torch.int64)
-        spent = []
-        for _ in range(25):
-            start = time.perf_counter()
-            decoder.decode(last, state)
-            spent.append(time.perf_counter() - start)
-        found[length] = statistics.median(spent[SKIPPED:]) * 1000
-    return found
-
-
-def whole_runs(model: Any, decoder: attngraph.Decoder, ids: Tensor) -> dict[str, float]:
-    """Tokens per second of generating NEW tokens for every row, the prompt included."""
-    candidates: dict[str, Callable[[], Tensor]] = {
-        "attngraph": lambda: decoder.generate(ids, NEW),
-        "transformers": lambda: model.generate(ids, max_new_tokens=NEW, do_sample=False),
-        "transformers, static": lambda: model.generate(
-            ids, max_new_tokens=NEW, do_sample=False, cache_implementation="static", disable_compile=True
-        ),
-    }
-    found: dict[str, float] = {}
-    answers: dict[str, Tensor] = {}
-    for name, call in candidates.items():
-        call() if name == "attngraph" else None
-        spent = []
-        for _ in range(2):
-            start = time.perf_counter()
-            answers[name] = call()
-            spent.append(time.perf_counter() - start)
-        found[name] = ids.shape[0] * NEW / min(spent)
-    middle = torch.randint(0, 30000, (ids.shape[0], PROMPT + NEW // 2))
-    start = time.perf_counter()
-    model(middle, use_cache=False)
-    found["recomputing (estimate)"] = ids.shape[0] / (time.perf_counter() - start)
-    equal = (answers["attngraph"] == answers["transformers"]).float().mean()
-    found["share of equal tokens"] = float(equal)
-    return found
-
-
-def engine(decoder: attngraph.Decoder, requests: int = 32, places: int = 8) -> dict[str, float]:
+def engine(of: Subject, requests: int, places: int = 8) -> dict[str, Row]:
     """New tokens per second of mixed requests: batched in flight, and in fixed batches in arrival order."""
-    draw = random.Random(0)
+    draw, decoder, most = random.Random(0), of.decoder, of.model.config.vocab_size
     work = [
-        ([draw.randrange(30000) for _ in range(draw.randint(16, 256))], draw.randint(16, 128))
+        ([draw.randrange(most) for _ in range(draw.randint(16, 256))], draw.randint(16, 128))
         for _ in range(requests)
     ]
     total = sum(count for _, count in work)
-    decoder.generate(
-        [torch.tensor(prompt) for prompt, _ in work[:2]], 2
-    )  # the decoder is derived before timing starts
+    decoder.generate([torch.tensor(prompt) for prompt, _ in work[:2]], 2)  # derived before timing starts
     start = time.perf_counter()
     running = attngraph.Engine(decoder, max_batch=places)
     handles = [running.submit(prompt, count) for prompt, count in work]
@@ -167,85 +147,95 @@ def engine(decoder: attngraph.Decoder, requests: int = 32, places: int = 8) -> d
         group = work[first : first + places]
         decoder.generate([torch.tensor(p) for p, _ in group], max(count for _, count in group))
     fixed = time.perf_counter() - start
-    return {"in flight": total / in_flight, "fixed batches": total / fixed, "ratio": fixed / in_flight}
+    return {"in flight": {"per_second": total / in_flight}, "fixed batches": {"per_second": total / fixed}}
 
 
-def bars(result: dict[str, Any]) -> Bars:
-    """Times of one token, from what `--json` writes."""
-    cells = {
-        f"{name}, {batch}": {what: float(spent) for what, spent in figures["one token"].items()}
-        for name, found in result.items()
-        if isinstance(found, dict)
-        for batch, figures in found.items()
-        if batch.startswith("batch")
-    }
-    title = f"one token after {PROMPT}, torch {result['torch']}, {result['threads']} threads"
-    return Bars(title, "milliseconds", cells)
+_STATIC = {"cache_implementation": "static", "disable_compile": True}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["gpt2", "llama"])
+def decode_cells(options: Options) -> Iterator[Cell]:
+    small: bool = options.small
+    prompt, new, calls, lengths = (8, 8, 8, (16, 32)) if small else (128, 128, 60, (64, 256, 512, 960))
+    for name in ["small"] if small else options.models:
+        make = models.small_gpt2 if small else models.REAL[name]
+        of = Subject(functools.partial(models.eagerly, make))
+        for rows in options.batches:
+            yield Cell(
+                f"{name}, batch {rows}, one token", functools.partial(one_token, of, rows, prompt, calls)
+            )
+            caches: dict[str, dict[str, Any]] = {"transformers": {}, "transformers, static": _STATIC}
+            runs = functools.partial(of.whole_runs, rows, prompt, new, caches)
+            yield Cell(f"{name}, batch {rows}, {prompt} + {new} tokens", runs)
+        for length in lengths:
+            yield Cell(
+                f"{name}, {length} kept, one token",
+                functools.partial(of.by_length, length, 8 if small else 25),
+            )
+        yield Cell(f"{name}, a kept token", functools.partial(bytes_of_tokens, of, lengths[-2]))
+        if options.engine:
+            count = 4 if small else 32
+            yield Cell(f"{name}, {count} requests", functools.partial(engine, of, count))
+
+
+def _decode_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", choices=sorted(models.REAL), default=["gpt2", "llama"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument(
         "--engine", action="store_true", help="mixed requests, in flight and in fixed batches"
     )
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    options = parser.parse_args(argv)
-    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    with torch.no_grad():
-        for name in options.models:
-            torch.manual_seed(0)
-            model = MODELS[name]()
-            decoder = attngraph.compile(model, cache=True)
-            results[name] = _measure(name, model, decoder, options)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
-    return 0
 
 
-def _measure(name: str, model: nn.Module, decoder: attngraph.Decoder, options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for rows in options.batches:
-        ids = torch.randint(0, 30000, (rows, PROMPT))
-        _say(f"{name}, batch {rows}: one token")
-        times = one_token(model, decoder, ids, 60)
-        print(f"{name}, batch {rows}, milliseconds of one token after {PROMPT}:")
-        for what, spent in times.items():
-            print(f"  {what:24} {spent:8.1f}   {spent / times['floor']:.2f} of the floor")
-        _say(f"{name}, batch {rows}: whole runs")
-        speeds = whole_runs(model, decoder, ids)
-        print(f"{name}, batch {rows}, {PROMPT} + {NEW} tokens, tokens per second:")
-        for what, speed in speeds.items():
-            print(f"  {what:24} {speed:8.2f}")
-        found[f"batch {rows}"] = {"one token": times, "generate": speeds}
-    lengths = by_length(decoder, 1, (64, 256, 512, 960))
-    print(f"{name}, batch 1, milliseconds of one token by tokens kept: {_shown(lengths)}")
-    _, state = decoder.prefill(torch.randint(0, 30000, (1, 512)))
-    held = {"reported per token": state.bytes_per_token, "allocated per token of room": _allocated(state)}
-    print(f"{name}, bytes: {_shown(held)}")
-    found |= {"by length": lengths, "bytes": held}
-    if options.engine:
-        _say(f"{name}: engine")
-        found["engine"] = engine(decoder)
-        print(f"{name}, 32 requests, new tokens per second: {_shown(found['engine'])}")
-    return found
+# --- states ---
 
 
-def _allocated(state: attngraph.KVCache) -> float:
-    room = sum(len(group.users) * group.page for group in state.groups.values())
-    return state.nbytes / room
+def bytes_of_rows(of: Subject, seen: Sequence[int]) -> dict[str, Row]:
+    """What one row keeps, by the tokens that it has seen, as allocated; what it needs whatever its length
+    (what is carried, and windows of tokens); what each token adds."""
+    found = {f"allocated for {n} tokens": {"bytes": of.decoder.prefill(of.ids(1, n))[1].nbytes} for n in seen}
+    cache = of.decoder.report.cache
+    assert cache is not None
+    windows = sum(size * (window - 1) for _, size, window in cache.stores if window is not None)
+    each = sum(size for _, size, window in cache.stores if window is None)
+    row = sum(size for _, size in cache.carried) + windows
+    return {**found, "a row": {"bytes": row}, "each token": {"bytes": each}}
 
 
-def _shown(figures: Mapping[Any, float]) -> str:
-    return ", ".join(f"{name} {value:.1f}" for name, value in figures.items())
+def derivation() -> dict[str, Row]:
+    """Seconds until the decoder of a Qwen3-Next of 4 layers has its first logits, nothing taken from disk."""
+    decoder = attngraph.compile(models.made(models.qwen3_next), cache=True)
+    with mock.patch.dict(os.environ, {VARIABLE: "off"}):
+        return in_turns({"attngraph": lambda: decoder.prefill(torch.randint(3, 100, (2, 7)))}, 1)
 
 
-def _say(what: str) -> None:
-    print(f"... {what}", file=sys.stderr, flush=True)
+def linear_attention(width: int, length: int) -> dict[str, Row]:
+    """Linear attention over whole sequences: as it is written, and compiled."""
+    model = models.made(lambda: LinearAttention(LinearAttentionConfig(width, 4, width // 4, width // 4)))
+    x = torch.randn(1, length, width)
+    ways = {"eager": model, "attngraph": attngraph.compile(model)}
+    return times({name: functools.partial(way, x) for name, way in ways.items()}, rounds=5)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def states_cells(options: Options) -> Iterator[Cell]:
+    small: bool = options.small
+    width, sizes = (64, (64, 2, 100)) if small else (768, (768, 24, 32000))
+    seen, calls, prompt, new = ((16, 64), 10, 8, 6) if small else ((128, 1024, 4096), 45, 128, 128)
+    makes: dict[str, Callable[..., Any]] = {"Mamba-2": models.mamba2, "LFM2": models.lfm2}
+    for name in options.models:
+        of = Subject(functools.partial(models.made, functools.partial(makes[name], *sizes)))
+        for length in seen:
+            yield Cell(f"{name}, {length} seen, one token", functools.partial(of.by_length, length, calls))
+        yield Cell(f"{name}, a row", functools.partial(bytes_of_rows, of, seen))
+        for rows in (1, 2) if small else (1, 8):
+            runs = functools.partial(of.whole_runs, rows, prompt, new, {"transformers": {}})
+            yield Cell(f"{name}, batch {rows}, {prompt} + {new} tokens", runs)
+    yield Cell("Qwen3-Next of 4 layers, deriving a decoder", derivation)
+    for length in (64, 128) if small else (2048, 4096, 8192):
+        yield Cell(f"linear attention, {length} tokens", functools.partial(linear_attention, width, length))
+
+
+def _states_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="*", choices=("Mamba-2", "LFM2"), default=["Mamba-2", "LFM2"])
+
+
+DECODE = Suite("decode", __doc__, decode_cells, _decode_arguments, base="floor").main
+STATES = Suite("states", __doc__, states_cells, _states_arguments, base="eager").main

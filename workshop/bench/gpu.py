@@ -1,27 +1,26 @@
 """Attention on a GPU, in one process and one run: ours, other implementations, and the card's limits.
 
-    python -m workshop bench --device cuda --suite attention decode mla --json results.json
-    python -m workshop bench --device cuda --only causal "width 128" --minutes 9 --json results.json --resume
+    python -m workshop gpu --suite attention decode mla --json results.json
+    python -m workshop gpu --only causal "width 128" --minutes 9 --json results.json --resume
+    python -m workshop gpu --small --device cpu             tiny cells, to see that it works
 
 First the limits are measured: a large matrix product and a large copy. Then, cell by cell, candidates take
 turns for some rounds; medians are reported, with the cache emptied before each call. Times are the GPU's; the
-host's is said beside them (`codegen/triton/clock.py`). `attention`: our kernels forward and backward, the
+host's is said beside them (`codegen/triton/tuning.py`). `attention`: our kernels forward and backward, the
 unfused graph if it fits in memory, scaled_dot_product_attention with each of its backends pinned,
 FlexAttention with default and with tuned options, torch.compile of the unfused graph. `decode` and `mla`: one
 new token of each row over a cache, in bytes (and operations) per second. All candidates run once, and their
-results are compared, before anything is timed; for one that cannot be run the reason is reported. A run may
-measure only some cells, and continue from a file of earlier ones.
+results are compared, before anything is timed; for one that cannot be run the reason is reported.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import itertools
 import math
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +30,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attngraph
+from attngraph.cli.terminal import TargetError
 from attngraph.codegen import triton
-from attngraph.codegen.triton.clock import Clock
+from attngraph.codegen.triton.tuning import Clock
 from attngraph.meaning.check.comparison import Rule, compare
-from workshop.bench.plot import Bars
+from workshop.harness import Cell, Options, Row, Suite
 
 WINDOW, CAP = 1024, 30.0
+SUITES = ("attention", "decode", "mla")
 UNFUSED_LIMIT = 24 << 30
 """Bytes of scores above which the unfused graph is left out."""
 BACKENDS = {
@@ -44,8 +45,9 @@ BACKENDS = {
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+NAMES = ("attngraph", "unfused", "torch.compile", *BACKENDS, "flex", "flex tuned", "sdpa")
+"""All candidates."""
 Call = Callable[[], Tensor]
-Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,47 +58,97 @@ class Limits:
     bytes: float
 
 
-@dataclasses.dataclass
-class Row:
-    """One candidate in one cell: seconds, operations and bytes per second and their share of the limit, or
-    why it was not measured; and the seconds in which the host launches it."""
-
-    cell: str
-    name: str
-    seconds: float | None = None
-    tflops: float | None = None
-    gbytes: float | None = None
-    share: float | None = None
-    problem: str = ""
-    host: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The part of a suite to measure: cells whose names contain all of `only` and are not in `done`, without
-    the candidates in `without`, until `deadline` (by `time.monotonic`). `tune`: first measure our block sizes
-    for each cell, and store them."""
-
-    only: Sequence[str] = ()
-    without: Sequence[str] = ()
-    done: frozenset[str] = frozenset()
-    deadline: float = math.inf
-    tune: bool = False
-
-    def has(self, cell: str) -> bool:
-        return all(text in cell for text in self.only) and cell not in self.done
-
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() > self.deadline
-
-
 def limits(clock: Clock, dtype: torch.dtype, size: int = 8192) -> Limits:
     a, b = (torch.randn(size, size, device=clock.device).to(dtype) for _ in range(2))
     source = torch.empty(size * size * 8, dtype=torch.int8, device=clock.device)
     target = torch.empty_like(source)
     found = clock.medians({"product": lambda: a @ b, "copy": lambda: target.copy_(source)})
     return Limits(2 * size**3 / found["product"][0], 2 * source.nbytes / found["copy"][0])
+
+
+class Ready:
+    """A cell whose candidates have run once, so that all is compiled, and whose results were compared.
+    `operations` and `size` are those of a call, `size` 0 where its bytes are no measure."""
+
+    def __init__(
+        self, calls: Mapping[str, Call], operations: float, size: float = 0, compared: bool = True
+    ) -> None:
+        self.operations, self.size = operations, size
+        self.rows: dict[str, Row] = {}
+        self.running: dict[str, Call] = {}
+        self._wanted: Tensor | None = None
+        self._crowded: dict[str, Call] = {}
+        self._compared = compared
+        for name, call in calls.items():
+            try:
+                self._run(name, call)
+            except torch.OutOfMemoryError:
+                self._crowded[name] = call
+            except Exception as problem:
+                self._fails(name, problem)
+            if isinstance(call, _Backward):
+                call.forget()
+        _forget_memory()
+
+    def _run(self, name: str, call: Call) -> None:
+        found = call().detach().float()
+        if self._compared and self._wanted is not None:
+            result = compare(found, self._wanted, Rule(0.05))
+            if not result.holds:
+                self.rows[name] = {"problem": f"another answer: {result}"}
+                return
+        self._wanted = found if self._wanted is None else self._wanted
+        self.running[name] = call
+
+    def _fails(self, name: str, problem: Exception) -> None:
+        text = (str(problem).splitlines() or [""])[0][:120]
+        self.rows[name] = {"problem": f"{type(problem).__name__}: {text}"}
+
+    def timed(self, clock: Clock, limit: Limits) -> dict[str, Row]:
+        """The figures. What found no memory while other processes prepared is tried again."""
+        for name, call in self._crowded.items():
+            try:
+                self._run(name, call)
+            except Exception as problem:
+                self._fails(name, problem)
+        self._wanted = None
+        for name, (seconds, host) in clock.medians(self.running).items():
+            speed = {"tflops": self.operations / seconds / 1e12}
+            if self.size:
+                speed["gbytes"] = self.size / seconds / 1e9
+            share = max(self.operations / seconds / limit.flops, self.size / seconds / limit.bytes)
+            self.rows[name] = {"seconds": seconds, **speed, "share": share, "host": host}
+        return self.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A cell: its name, and what makes it ready."""
+
+    name: str
+    prepare: Callable[[], Ready]
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How cells are measured: `without` these candidates; `tune` is called with their operands first
+    (`triton.tune`). `narrow`: numbers have 16 bits on a CPU too."""
+
+    device: str
+    small: bool = False
+    without: Collection[str] = ()
+    tune: Callable[..., object] | None = None
+    narrow: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float16 if self.narrow else torch.float32
+
+    def noise(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def kept(self, calls: dict[str, Call]) -> dict[str, Call]:
+        return {name: call for name, call in calls.items() if name not in self.without}
 
 
 # --- whole sequences ---
@@ -149,33 +201,35 @@ CASES = {
 }  # fmt: skip
 
 
-def attention(
-    clock: Clock, sizes: Sequence[tuple[int, int, int]], cases: Sequence[str], dtype: torch.dtype,
-    limit: Callable[[], Limits], say: Say, part: Part,
-) -> Iterator[Row]:  # fmt: skip
-    """Cells of (heads, tokens, width), batch 1."""
-    for name, (heads, tokens, width) in itertools.product(cases, sizes):
-        cell = f"{name}, {heads} heads, {tokens} tokens, width {width}"
-        wanted = [part.has(cell), part.has(f"{cell}, backward")]
-        if part.is_over or not any(wanted):
-            continue
-        say(cell)
-        _forget()
-        shape = (1, heads, tokens, width)
-        q, k, v = (torch.randn(shape, device=clock.device).to(dtype).requires_grad_() for _ in "qkv")
-        if part.tune:
-            triton.tune(CASES[name].program(width), (q.detach(), k.detach(), v.detach()), gradients=True)
-        candidates = _candidates(CASES[name], q, k, v)
-        operations = 4 * heads * tokens**2 * width * CASES[name].share(tokens)
-        found: list[tuple[_Prepared, float]] = []
-        if wanted[0]:
-            found.append((_Prepared(cell, candidates, part), operations))
-        if wanted[1]:
-            grad = torch.randn_like(q)
-            backwards = {n: _Backward(c, (q, k, v), grad) for n, c in candidates.items()}
-            found.append((_Prepared(f"{cell}, backward", backwards, part), 2.5 * operations))
-        for one, needed in found:
-            yield from one.timed(clock, needed, 0, limit())
+def attention(how: How) -> Iterator[Work]:
+    """Cells of (heads, tokens, width), batch 1; forward and backward share their candidates."""
+    tokens = (64,) if how.small else (4096, 8192, 16384)
+    heads, widths = (2, (16,)) if how.small else (16, (64, 128))
+    for name, size, width in itertools.product(CASES, tokens, widths):
+        cell = f"{name}, {heads} heads, {size} tokens, width {width}"
+        case, operations = CASES[name], 4 * heads * size**2 * width * CASES[name].share(size)
+        made = functools.cache(functools.partial(_made, how, case, (1, heads, size, width)))
+
+        def forward(made: Any = made, operations: float = operations) -> Ready:
+            return Ready(how.kept(made()[1]), operations)
+
+        def backward(made: Any = made, operations: float = operations) -> Ready:
+            operands, calls = made()
+            grad = torch.randn_like(operands[0])
+            backwards = {n: _Backward(c, operands, grad) for n, c in calls.items()}
+            made.cache_clear()
+            return Ready(how.kept(backwards), 2.5 * operations)  # type: ignore[arg-type]
+
+        yield Work(cell, forward)
+        yield Work(f"{cell}, backward", backward)
+
+
+def _made(how: How, case: Case, shape: tuple[int, ...]) -> tuple[list[Tensor], dict[str, Call]]:
+    _forget()
+    q, k, v = operands = [how.noise(*shape).requires_grad_() for _ in "qkv"]
+    if how.tune is not None:
+        how.tune(case.program(shape[-1]), (q.detach(), k.detach(), v.detach()), gradients=True)
+    return operands, _candidates(case, q, k, v)
 
 
 def _forget() -> None:
@@ -252,67 +306,64 @@ class _Backward:
 # --- over a cache ---
 
 
-def decode(
-    clock: Clock, cells: Sequence[tuple[int, int]], dtype: torch.dtype,
-    limit: Callable[[], Limits], say: Say, part: Part, heads: tuple[int, int] = (32, 4), width: int = 128,
-) -> Iterator[Row]:  # fmt: skip
+def decode(how: How) -> Iterator[Work]:
     """One new token of each row: cells of (rows, cached tokens), grouped heads."""
-    for rows, held in cells:
-        cell = f"decode, {rows} rows, {held} kept, {heads[0]} heads on {heads[1]}, width {width}"
-        if part.is_over or not part.has(cell):
-            continue
-        say(cell)
+    (heads, keys), width = ((4, 2), 16) if how.small else ((32, 4), 128)
+    sizes = ((2, 64),) if how.small else itertools.product((1, 8, 64), (4096, 16384, 65536))
+
+    def ready(rows: int, held: int) -> Ready:
         _forget()
-        k, v = (torch.randn(rows, heads[1], held, width, device=clock.device).to(dtype) for _ in "kv")
-        q = torch.randn(1, heads[0], rows, width, device=clock.device).to(dtype)
-        new = [torch.randn(1, heads[1], rows, width, device=clock.device).to(dtype) for _ in "kv"]
-        calls = _over_cache(q, new, (k, v), width, part)
-        operations, size = 4 * rows * held * heads[0] * width, k.nbytes + v.nbytes
-        yield from _Prepared(cell, calls, part, compared=False).timed(clock, operations, size, limit())
+        pages = how.noise(rows, keys, held, width), how.noise(rows, keys, held, width)
+        q, *new = how.noise(1, heads, rows, width), *(how.noise(1, keys, rows, width) for _ in "kv")
+        calls = _over_cache(q, new, pages, width, how)
+        return Ready(calls, 4 * rows * held * heads * width, 2 * pages[0].nbytes, compared=False)
+
+    for rows, held in sizes:
+        cell = f"decode, {rows} rows, {held} kept, {heads} heads on {keys}, width {width}"
+        yield Work(cell, functools.partial(ready, rows, held))
 
 
 def _over_cache(
-    q: Tensor, new: Sequence[Tensor], pages: tuple[Tensor, Tensor], scaled: int, part: Part
+    q: Tensor, new: Sequence[Tensor], pages: tuple[Tensor, Tensor], scaled: int, how: How
 ) -> dict[str, Call]:
     """Ours over pages and the new tokens, torch's over the pages alone."""
     where = _rows(pages[0].shape[0], pages[0].shape[2], str(q.device))
     text = f"s = {1 / math.sqrt(scaled)} * dot\nkeep k <= q"
     own = q.permute(2, 1, 0, 3)
-    if part.tune:
-        triton.tune(text, (q, new[0], new[1]), cache=(pages, where))
+    if how.tune is not None:
+        how.tune(text, (q, new[0], new[1]), cache=(pages, where))
 
     def ours() -> Tensor:
         found: Tensor = torch.ops.attngraph.cached_attention(q, *new, *pages, [], [], text, *where)
         return found
 
     flex: Any = torch.compile(flex_attention)
-    return {
+    return how.kept({
         "attngraph": ours,
         "sdpa": lambda: F.scaled_dot_product_attention(own, *pages, enable_gqa=True),
         "flex": lambda: flex(own, *pages, enable_gqa=True),
-    }
+    })  # fmt: skip
 
 
-def mla(
-    clock: Clock, cells: Sequence[tuple[int, int, int]], dtype: torch.dtype,
-    limit: Callable[[], Limits], say: Say, part: Part, latent: int = 512, rope: int = 64,
-) -> Iterator[Row]:  # fmt: skip
-    """One new token of each row over latents: cells of (rows, heads, cached tokens)."""
-    for rows, heads, held in cells:
-        cell = f"mla, {rows} rows, {held} kept, {heads} heads, latent {latent} + {rope}"
-        if part.is_over or not part.has(cell):
-            continue
-        say(cell)
+def mla(how: How) -> Iterator[Work]:
+    """One new token of each row over latents: cells of (heads, rows, cached tokens)."""
+    latent, rope = (16, 16) if how.small else (512, 64)
+    sizes = ((4, 2, 64),) if how.small else itertools.product((16, 128), (1, 16, 64), (4096, 16384))
+
+    def ready(heads: int, rows: int, held: int) -> Ready:
         _forget()
         width = latent + rope
-        pages = torch.randn(rows, 1, held, width, device=clock.device).to(dtype)
-        q = torch.randn(1, heads, rows, width, device=clock.device).to(dtype)
-        new = torch.randn(1, 1, rows, width, device=clock.device).to(dtype)
-        parts = (pages, pages[..., :latent])
-        calls = _over_cache(q, (new, new[..., :latent]), parts, 192, part)
-        operations = 2 * rows * held * heads * (width + latent)
-        ready = _Prepared(cell, calls, part, compared=False)
-        yield from ready.timed(clock, operations, pages.nbytes, limit())
+        pages, q, new = (
+            how.noise(rows, 1, held, width),
+            how.noise(1, heads, rows, width),
+            how.noise(1, 1, rows, width),
+        )
+        calls = _over_cache(q, (new, new[..., :latent]), (pages, pages[..., :latent]), 192, how)
+        return Ready(calls, 2 * rows * held * heads * (width + latent), pages.nbytes, compared=False)
+
+    for heads, rows, held in sizes:
+        cell = f"mla, {rows} rows, {held} kept, {heads} heads, latent {latent} + {rope}"
+        yield Work(cell, functools.partial(ready, heads, rows, held))
 
 
 def _rows(rows: int, held: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -322,151 +373,54 @@ def _rows(rows: int, held: int, device: str) -> tuple[Tensor, Tensor, Tensor, Te
     return table, torch.arange(rows + 1, device=device), kept, kept
 
 
-class _Prepared:
-    """A cell whose candidates have run once, so that all is compiled, and whose results were compared."""
-
-    def __init__(self, cell: str, calls: Mapping[str, Call], part: Part, compared: bool = True) -> None:
-        self.cell = cell
-        self.problems: list[Row] = []
-        self.running: dict[str, Call] = {}
-        self._wanted: Tensor | None = None
-        self._crowded: dict[str, Call] = {}
-        self._compared = compared
-        for name, call in ((n, c) for n, c in calls.items() if n not in part.without):
-            try:
-                self._run(name, call)
-            except torch.OutOfMemoryError:
-                self._crowded[name] = call
-            except Exception as problem:
-                self._fails(name, problem)
-            if isinstance(call, _Backward):
-                call.forget()
-        _forget_memory()
-
-    def _run(self, name: str, call: Call) -> None:
-        found = call().detach().float()
-        if self._compared and self._wanted is not None:
-            result = compare(found, self._wanted, Rule(0.05))
-            if not result.holds:
-                self.problems.append(Row(self.cell, name, problem=f"another answer: {result}"))
-                return
-        self._wanted = found if self._wanted is None else self._wanted
-        self.running[name] = call
-
-    def _fails(self, name: str, problem: Exception) -> None:
-        text = (str(problem).splitlines() or [""])[0][:120]
-        self.problems.append(Row(self.cell, name, problem=f"{type(problem).__name__}: {text}"))
-
-    def timed(self, clock: Clock, operations: float, size: float, limit: Limits) -> Iterator[Row]:
-        """A row for each candidate. What found no memory while other processes prepared is tried again."""
-        for name, call in self._crowded.items():
-            try:
-                self._run(name, call)
-            except Exception as problem:
-                self._fails(name, problem)
-        self._wanted = None
-        yield from self.problems
-        for name, (seconds, host) in clock.medians(self.running).items():
-            tflops, gbytes = operations / seconds / 1e12, size / seconds / 1e9
-            share = max(operations / seconds / limit.flops, size / seconds / limit.bytes)
-            yield Row(self.cell, name, seconds, tflops, gbytes if size else None, share, host=host)
-
-
 # --- a run ---
 
-SUITES = ("attention", "decode", "mla")
-Keep = Callable[[dict[str, Any], list[Row]], None]
+
+def works(how: How, suites: Collection[str] = SUITES) -> Iterator[Work]:
+    for name, make in (("attention", attention), ("decode", decode), ("mla", mla)):
+        if name in suites:
+            yield from make(how)
 
 
-def run(
-    suites: Sequence[str], device: str = "cuda", dtype: torch.dtype = torch.bfloat16, small: bool = False,
-    say: Say | None = None, part: Part | None = None, keep: Keep | None = None,
-    turn: Callable[[], None] = lambda: None,
-) -> tuple[dict[str, Any], list[Row]]:  # fmt: skip
-    """Measure suites and return a description of the machine, and all rows.
-
-    Args:
-        small: measure a few tiny cells, to see that it works.
-        part: the part of the suites to measure.
-        keep: called after every cell with the results so far.
-        turn: called when the first cell's candidates have run once; it returns when the device is free.
-    """
-    part = part or Part()
-    say = say or (lambda what: print(f"... {what}", file=sys.stderr, flush=True))
-    clock = Clock(device, turn)
-
-    @functools.cache
-    def limit() -> Limits:
-        say("limits of the device")
-        return limits(clock, dtype, 256 if small else 8192)
-
-    found: list[Iterator[Row]] = []
-    if "attention" in suites:
-        tokens = (64,) if small else (4096, 8192, 16384)
-        sizes = [(2 if small else 16, t, d) for d in ((16,) if small else (64, 128)) for t in tokens]
-        found.append(attention(clock, sizes, list(CASES), dtype, limit, say, part))
-    if "decode" in suites:
-        cells = [(2, 64)] if small else [(b, t) for b in (1, 8, 64) for t in (4096, 16384, 65536)]
-        found.append(decode(clock, cells, dtype, limit, say, part, *(((4, 2), 16) if small else ())))
-    if "mla" in suites:
-        three = [(2, 4, 64)] if small else [
-            (b, h, t) for h in (16, 128) for b in (1, 16, 64) for t in (4096, 16384)
-        ]  # fmt: skip
-        found.append(mla(clock, three, dtype, limit, say, part, *((16, 16) if small else ())))
-    name = torch.cuda.get_device_name() if clock.is_cuda else "cpu"
-    about = {
-        "device": name, "torch": torch.__version__, "dtype": str(dtype), "date": time.strftime("%Y-%m-%d"),
-        "limits": {},
-    }  # fmt: skip
-    rows: list[Row] = []
-    for _, cell in itertools.groupby(itertools.chain.from_iterable(found), key=lambda row: row.cell):
-        rows += cell
-        about["limits"] = dataclasses.asdict(limit())
-        if keep is not None:
-            keep(about, rows)
-    return {**about, "limits": dataclasses.asdict(limit())}, rows
+@functools.cache
+def _limits(device: str, small: bool) -> tuple[Clock, Limits]:
+    clock = Clock(device)
+    return clock, limits(clock, How(device).dtype, 256 if small else 8192)
 
 
-def table(about: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The results as text."""
-    limit = about["limits"]
-    lines = [
-        f"{about['device']}, torch {about['torch']}, {about['dtype']}: "
-        f"{limit['flops'] / 1e12:.1f} TFLOP/s in a product, {limit['bytes'] / 1e9:.0f} GB/s in a copy"
-    ]
-    cell = ""
-    for row in rows:
-        if row.cell != cell:
-            cell = row.cell
-            lines += ["", cell]
-        if row.seconds is None:
-            continue
-        speed = f"{row.tflops:8.1f} TFLOP/s" if row.gbytes is None else f"{row.gbytes:8.0f} GB/s"
-        host = "" if row.host is None else f", launched in {row.host * 1e6:.0f} us"
-        lines.append(
-            f"  {row.name:16} {row.seconds * 1e3:9.3f} ms {speed} {row.share:6.0%} of the limit{host}"
+def cells(options: Options) -> Iterator[Cell]:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise TargetError(
+            "--device cuda: PyTorch finds no GPU here; --device cpu --small shows that it works."
         )
-    return "\n".join([*lines, *_not_measured(rows)])
+    if options.device == "cpu" and not options.small:
+        raise TargetError(
+            "--device cpu measures tiny cells, with --small; `attention` is the suite of a CPU."
+        )
+    how = How(options.device, options.small, options.without, triton.tune if options.tune else None)
+    for work in works(how, options.suite):
+        yield Cell(work.name, lambda work=work: work.prepare().timed(*_limits(how.device, how.small)))  # type: ignore[misc]
 
 
-def _not_measured(rows: Sequence[Row]) -> list[str]:
-    """Why candidates were not measured, each reason once."""
-    names: dict[str, dict[str, int]] = {}
-    for row in rows:
-        if row.seconds is None:
-            counts = names.setdefault(row.problem, {})
-            counts[row.name] = counts.get(row.name, 0) + 1
-    lines = ["", "not measured"] if names else []
-    for problem, counts in names.items():
-        lines.append(f"  {', '.join(counts)} ({max(counts.values())} cells): {problem}")
-    return lines
+def facts(options: Options) -> Row:
+    """Of the card, with its measured limits."""
+    _, limit = _limits(options.device, options.small)
+    return about(How(options.device)) | {"limits": dataclasses.asdict(limit)}
 
 
-def bars(about: dict[str, Any], rows: Sequence[Row]) -> Bars:
-    """Shares of the measured limits."""
-    cells: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row.share is not None:
-            cells.setdefault(row.cell, {})[row.name] = 100 * row.share
-    title = f"{about['device']}, torch {about['torch']}, {about['date']}"
-    return Bars(title, "% of the limit that was measured", cells)
+def about(how: How) -> Row:
+    name = torch.cuda.get_device_name() if how.device == "cuda" else "cpu"
+    return {"device": name, "torch": torch.__version__, "dtype": str(how.dtype)}
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default=here, help="default: the GPU if there is one"
+    )
+    parser.add_argument("--suite", nargs="+", default=["attention"], choices=SUITES)
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave out these candidates")
+    parser.add_argument("--tune", action="store_true", help="measure our block sizes first, and store them")
+
+
+MAIN = Suite("gpu", __doc__, cells, _arguments, facts, base="attngraph", bar="share", gradients=True).main

@@ -1,6 +1,6 @@
 """Decoding multi-head latent attention on the CPU: absorbed, expanded, and transformers' own cache.
 
-    python -m workshop.bench.latent [--lengths 1024 4096 16384] [--layers 2] [--json F]
+    python -m workshop mla [--lengths 1024 4096 16384] [--layers 2] [--json FILE]
 
 DeepSeek-V3 at an eighth of its width and heads (16 heads, latent 512 + 64), random weights, float32, dense
 feed-forward layers. For each length the caches are filled with random values, then one token is decoded by
@@ -18,12 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,22 +26,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import attngraph
-from workshop.bench.plot import Bars
+from workshop.bench import models
+from workshop.harness import Cell, Options, Row, Suite, in_turns
 
-ROUNDS = 15
-
-
-def model(layers: int) -> Any:
-    """DeepSeek-V3 at 1/8 of its width, with its own head sizes."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    config = DeepseekV3Config(
-        vocab_size=1024, hidden_size=896, intermediate_size=2304, num_hidden_layers=layers,
-        first_k_dense_replace=layers, num_attention_heads=16, num_key_value_heads=16, q_lora_rank=192,
-        kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
-        max_position_embeddings=1 << 16, attn_implementation="eager",
-    )  # fmt: skip
-    return DeepseekV3ForCausalLM(config).eval()
+ROUNDS, SKIPPED = 17, 2
 
 
 def filled(decoder: attngraph.Decoder, length: int) -> attngraph.KVCache:
@@ -91,12 +74,12 @@ def formulas(entry: Any, config: Any, linear: int, length: int) -> dict[str, int
     }
 
 
-def measure(theirs: Any, decoders: dict[str, attngraph.Decoder], length: int) -> dict[str, Any]:
-    token = torch.zeros(1, 1, dtype=torch.int64)
+def measured(theirs: Any, decoders: dict[str, attngraph.Decoder], length: int) -> dict[str, Row]:
     from attngraph.hf import CACHE
 
+    token = torch.zeros(1, 1, dtype=torch.int64)
     states = {name: filled(decoder, length) for name, decoder in decoders.items()}
-    cache = their_cache(theirs, length)
+    cache, config = their_cache(theirs, length), theirs.config
     candidates: dict[str, Callable[[], object]] = {
         name: functools.partial(_token, decoders[name], token, state) for name, state in states.items()
     }
@@ -105,21 +88,13 @@ def measure(theirs: Any, decoders: dict[str, attngraph.Decoder], length: int) ->
         theirs(token, **{CACHE: cache}, use_cache=True)
         cache.crop(-1)
 
-    candidates["transformers"] = transformers
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for turn in range(ROUNDS + 2):
-        for name, call in candidates.items():
-            start = time.perf_counter()
-            call()
-            if turn >= 2:
-                times[name].append(time.perf_counter() - start)
-    per_token = {name: state.bytes_per_token for name, state in states.items()}
-    config = theirs.config
+    found = in_turns({**candidates, "transformers": transformers}, ROUNDS, SKIPPED)
     kept = config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * 4
-    return {
-        "milliseconds": {name: statistics.median(spent) * 1000 for name, spent in times.items()},
-        "bytes per token": {**per_token, "transformers": kept},
-    }
+    counted = operations(theirs, length)
+    for name, row in found.items():
+        row["bytes_per_token"] = states[name].bytes_per_token if name in states else kept
+        row |= {"flop": counted["counted"][name], "formula": counted["formula"][name]}
+    return found
 
 
 def _token(decoder: attngraph.Decoder, token: Tensor, state: attngraph.KVCache) -> None:
@@ -147,55 +122,25 @@ def operations(theirs: Any, length: int) -> dict[str, dict[str, int]]:
     return {"counted": found, "formula": formulas(entry, theirs.config, linear, length)}
 
 
-def bars(result: dict[str, Any]) -> Bars:
-    """Times of one token, from what `--json` writes."""
-    cells = {
-        f"{length} kept": {name: float(spent) for name, spent in found["milliseconds"].items()}
-        for length, found in result.items()
-        if isinstance(found, dict)
-    }
-    title = f"one token of latent attention, torch {result['torch']}, {result['threads']} threads"
-    return Bars(title, "milliseconds", cells, log=True)
+def cells(options: Options) -> Iterator[Cell]:
+    lengths, layers = ([16], 1) if options.small else (options.lengths, options.layers)
+
+    @functools.cache
+    def made() -> tuple[Any, dict[str, attngraph.Decoder]]:
+        theirs = models.made(lambda: models.deepseek(layers))
+        ways = {"absorbed": "auto", "expanded": "never"}
+        return theirs, {
+            name: attngraph.compile(theirs, cache=True, absorb=absorb) for name, absorb in ways.items()
+        }
+
+    for length in lengths:
+        yield Cell(f"{length} kept", lambda length=length: measured(*made(), length))  # type: ignore[misc]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384])
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    options = parser.parse_args(argv)
-    torch.manual_seed(0)
-    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    with torch.no_grad():
-        theirs = model(options.layers)
-        print("... compiling", file=sys.stderr, flush=True)
-        decoders = {
-            name: attngraph.compile(theirs, cache=True, absorb=absorb)
-            for name, absorb in (("absorbed", "auto"), ("expanded", "never"))
-        }
-        for length in options.lengths:
-            print(f"... {length} tokens kept", file=sys.stderr, flush=True)
-            found = {**measure(theirs, decoders, length), "operations": operations(theirs, length)}
-            results[str(length)] = found
-            _print(length, found)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
-    return 0
 
 
-def _print(length: int, found: dict[str, Any]) -> None:
-    times, counted = found["milliseconds"], found["operations"]["counted"]
-    print(f"{length} tokens kept, one more:")
-    for name, spent in times.items():
-        formula = found["operations"]["formula"][name]
-        print(
-            f"  {name:14} {spent:9.2f} ms {times['transformers'] / spent:7.1f}x   "
-            f"{found['bytes per token'][name]:8,} bytes a token   {counted[name] / 1e6:10,.1f} MFLOP "
-            f"(formula {formula / 1e6:,.1f}, {counted[name] / formula - 1:+.1%})"
-        )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+SUITE = Suite("mla", __doc__, cells, _arguments, base="transformers")
+MAIN = SUITE.main

@@ -1,9 +1,9 @@
 """What is recognised: attngraph beside Inductor's numbered patterns, on the spellings of the test-suite and
 on stock transformers models.
 
-    python -m workshop.bench.recognition [--models] [--json FILE]
+    python -m workshop recognition [--models] [--json FILE]
 
-Run in a clone of the repository: the spellings are `tests/fusion/spellings/`, the models those of
+The spellings are `tests/fusion/spellings/`, the models those of
 `tests/fusion/test_transformers.py`. Inductor gets what it is best at: float32, no gradients, fixed sizes
 (and once more dynamic ones); counted are the attentions that its own counter says were fused. Only its
 graph passes are run, no code is generated. Every answer of ours is compared with eager's.
@@ -12,13 +12,13 @@ graph passes are run, no code is generated. Every answer of ours is compared wit
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
-import json
 import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,9 @@ from torch.utils import _pytree as pytree
 
 import attngraph
 from attngraph.meaning.check.comparison import compare, elementwise
+from workshop.harness import Cell, Options, Row, Suite
 
+FOLDER = Path(__file__).parents[2] / "tests" / "fusion"
 TOLERANCE = 2e-4
 """Largest accepted difference from eager in float32, relative to 1 + |value|; the tests check float64."""
 
@@ -40,8 +42,7 @@ def _load(path: Path) -> types.ModuleType:
     path = path / "__init__.py" if path.is_dir() else path
     name = path.parent.name if path.stem == "__init__" else path.stem
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise SystemExit(f"{path} is not there: run this in a clone of the repository.")
+    assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -82,85 +83,87 @@ def attngraph_fuses(
     return sum(a.merged for a in compiled.report.attention), same
 
 
-def _spellings(
-    root: Path,
-) -> dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, dict[str, Any]]], int]]:
-    found = _load(root / "tests" / "fusion" / "spellings")
-    heads: dict[str, int] = {name: found.COUNT.get(name, 1) for name in found.MUST_FUSE}
-
-    def inputs(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Any, dict[str, Any]]]:
-        return lambda: (tuple(t.float() if t.is_floating_point() else t for t in make()), {})
-
-    return {n: (f, inputs(make), heads[n]) for n, (f, make) in found.MUST_FUSE.items()}
+Entry = tuple[Callable[..., Any], Callable[[], tuple[Any, dict[str, Any]]], int]
+"""A function, what makes the arguments of a call, and how many attentions it has."""
 
 
-def _models(
-    root: Path,
-) -> dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, dict[str, Any]]], int]]:
-    found = _load(root / "tests" / "fusion" / "test_transformers.py")
+def _spellings() -> dict[str, Entry]:
+    found = _load(FOLDER / "spellings")
 
-    def inputs(case: Any) -> Callable[[], tuple[Any, dict[str, Any]]]:
-        return lambda: ((), case.inputs(found.T))
+    def inputs(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Any, dict[str, Any]]:
+        return tuple(t.float() if t.is_floating_point() else t for t in make()), {}
 
-    return {name: (case.build(), inputs(case), case.attentions) for name, case in found.CASES.items()}
-
-
-def measure(root: Path, models: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Counts for every spelling (or every model), and their totals."""
-    entries = _models(root) if models else _spellings(root)
-    rows: dict[str, dict[str, Any]] = {}
-    for place, (name, (function, make, wanted)) in enumerate(entries.items()):
-        progress(f"{place + 1} of {len(entries)}: {name}")
-        torch.manual_seed(0)
-        args, kwargs = make()
-        row: dict[str, Any] = {"attentions": wanted}
-        with torch.no_grad():
-            row["attngraph"], row["equal to eager"] = attngraph_fuses(function, args, kwargs)
-            for label, dynamic in (("inductor", False), ("inductor, dynamic", True)):
-                try:
-                    row[label] = inductor_fuses(function, args, kwargs, dynamic)
-                except Exception as problem:
-                    row[label], row[f"{label}: error"] = 0, f"{type(problem).__name__}: {problem}"[:200]
-        rows[name] = row
-    sums = {
-        key: sum(min(r[key], r["attentions"]) if key != "attentions" else r[key] for r in rows.values())
-        for key in ("attentions", "attngraph", "inductor", "inductor, dynamic")
-    }
-    whole = {
-        key: sum(r[key] >= r["attentions"] for r in rows.values())
-        for key in ("attngraph", "inductor", "inductor, dynamic")
-    }
-    wrong = [n for n, r in rows.items() if not r["equal to eager"]]
     return {
-        "entries": len(rows),
-        "fused whole": whole,
-        "attentions": sums,
-        "not equal to eager": wrong,
-        "rows": rows,
+        name: (function, functools.partial(inputs, make), found.COUNT.get(name, 1))
+        for name, (function, make) in found.MUST_FUSE.items()
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+def _models() -> dict[str, Entry]:
+    found = _load(FOLDER / "test_transformers.py")
+
+    def inputs(case: Any) -> tuple[Any, dict[str, Any]]:
+        return (), case.inputs(found.T)
+
+    return {n: (c.build(), functools.partial(inputs, c), c.attentions) for n, c in found.CASES.items()}
+
+
+def counted(
+    function: Callable[..., Any], make: Callable[[], tuple[Any, dict[str, Any]]], wanted: int
+) -> dict[str, Row]:
+    """How many of its attentions each of the compilers fuses."""
+    torch.manual_seed(0)
+    args, kwargs = make()
+    fused, same = attngraph_fuses(function, args, kwargs)
+    found: dict[str, Row] = {"attngraph": {"attentions": wanted, "fused": fused, "equal_to_eager": same}}
+    for label, dynamic in (("inductor", False), ("inductor, dynamic", True)):
+        try:
+            found[label] = {"attentions": wanted, "fused": inductor_fuses(function, args, kwargs, dynamic)}
+        except Exception as problem:
+            found[label] = {
+                "attentions": wanted,
+                "fused": 0,
+                "error": f"{type(problem).__name__}: {problem}"[:200],
+            }
+    return found
+
+
+def wrong(rows: Sequence[Row]) -> list[str]:
+    return [row["cell"] for row in rows if not row.get("equal_to_eager", True)]
+
+
+def summary(_: Options, rows: Sequence[Row]) -> str:
+    """Counts of each compiler."""
+    lines = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = [row for row in rows if row["name"] == name]
+        whole = sum(row["fused"] >= row["attentions"] for row in own)
+        each = sum(min(row["fused"], row["attentions"]) for row in own)
+        every = sum(row["attentions"] for row in own)
+        lines.append(f"{name:<20} {whole:>4} of {len(own)} whole, {each:>4} of {every} attentions")
+    return "\n".join([*lines, f"not equal to eager: {', '.join(wrong(rows)) or 'none'}"])
+
+
+def cells(options: Options) -> Iterator[Cell]:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("attngraph").setLevel(logging.ERROR)
+    entries: Mapping[str, Entry] = _models() if options.models else _spellings()
+    for name, entry in list(entries.items())[: 3 if options.small else None]:
+        yield Cell(name, functools.partial(counted, *entry))
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models", action="store_true", help="stock transformers models instead of spellings"
     )
-    parser.add_argument("--json", metavar="FILE", help="write every entry's counts here")
-    parser.add_argument("--root", default=".", help="the clone (default: the working directory)")
-    options = parser.parse_args(argv)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("attngraph").setLevel(logging.ERROR)
-    found = measure(Path(options.root), options.models, lambda text: print(text, file=sys.stderr, flush=True))
-    if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
-    whole, sums = found["fused whole"], found["attentions"]
-    kind = "models" if options.models else "spellings"
-    print(f"{found['entries']} {kind}, {sums['attentions']} attentions")
-    for name in ("attngraph", "inductor", "inductor, dynamic"):
-        print(f"  {name:<20} {whole[name]:>4} {kind} whole, {sums[name]:>4} attentions")
-    print(f"  not equal to eager: {', '.join(found['not equal to eager']) or 'none'}")
-    return 1 if found["not equal to eager"] else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+MAIN = Suite(
+    "recognition",
+    __doc__,
+    cells,
+    _arguments,
+    after=summary,
+    fails=lambda rows: bool(wrong(rows)),
+    tabled=False,
+).main

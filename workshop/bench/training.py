@@ -1,6 +1,6 @@
 """Training steps of two models at several sizes, compiled and not.
 
-    python -m workshop.bench.training --json training.json
+    python -m workshop training --json training.json
 
 A step is a forward pass, a loss and a backward pass. One model is the Transformer as first published, with
 padding masks; the other a decoder with rotary positions, grouped heads and SwiGLU. Both have 2 layers of
@@ -11,11 +11,8 @@ what our operations cost at sizes where nothing is gained.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +24,7 @@ from attngraph.meaning.check.comparison import compare
 from attngraph.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 from attngraph.models.targets import ragged_padding, seeded
-from attngraph.runtime.measure import measure
+from workshop.harness import Cell, Options, Row, Suite, times
 
 SIZES = ((1, 16), (8, 32), (4, 128), (8, 128), (2, 512), (2, 1024))
 Step = Callable[[nn.Module], list[Tensor]]
@@ -68,50 +65,45 @@ def _step(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
     return [value.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def run(name: str, sizes: Sequence[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
-    """The rows of one model."""
-    rows = []
+Made = tuple[nn.Module, dict[str, Callable[..., Any]], Callable[[int, int], Step]]
+
+
+def made(name: str) -> Made:
+    """A model, what is compiled of it, and what makes its steps."""
     with seeded():
         model, step_of = MODELS[name]()
-        ways = {"attngraph": attngraph.compile(model), "always fused": attngraph.compile(model, min_scores=0)}
-        for batch, tokens in sizes:
-            step = step_of(batch, tokens)
-            wanted = [t.clone() for t in step(model)]
-            for way, compiled in ways.items():
-                for found, tensor in zip(step(compiled), wanted, strict=True):
-                    result = compare(found, tensor)
-                    if result.problem or result.error > 1e-4:
-                        raise SystemExit(
-                            f"{name}, {batch} x {tokens} tokens, {way}: answers differ: {result}"
-                        )
-            calls: dict[str, Callable[[], object]] = {"eager": lambda step=step: step(model)}  # type: ignore[misc]
-            calls |= {w: lambda step=step, m=m: step(m) for w, m in ways.items()}  # type: ignore[misc]
-            measured = measure(calls, rounds=rounds, seconds=60.0)
-            row = {"model": name, "batch": batch, "tokens": tokens}
-            rows.append(row | {way: asdict(m) for way, m in measured.items()})
-            print(line(rows[-1]), flush=True)
-    return rows
+    return (
+        model,
+        {"attngraph": attngraph.compile(model), "always fused": attngraph.compile(model, min_scores=0)},
+        step_of,
+    )
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row of the table: eager's time, and how many times as fast the others are."""
-    eager = row["eager"]["seconds"]
-    speeds = [f"{eager / row[way]['seconds']:12.2f}x" for way in ("attngraph", "always fused")]
-    return f"{row['model']:16} {row['batch']:5} {row['tokens']:6} {eager * 1e3:9.1f}" + "".join(speeds)
+def measured(of: Callable[[], Made], batch: int, tokens: int, rounds: int) -> dict[str, Row]:
+    model, ways, step_of = of()
+    with seeded():
+        step = step_of(batch, tokens)
+        wanted = [t.clone() for t in step(model)]
+        for way, compiled in ways.items():
+            for found, tensor in zip(step(compiled), wanted, strict=True):  # type: ignore[arg-type]
+                result = compare(found, tensor)
+                if result.problem or result.error > 1e-4:
+                    raise SystemExit(f"{batch} x {tokens} tokens, {way}: answers differ: {result}")
+        everything = {"eager": model, **ways}
+        return times({way: functools.partial(step, m) for way, m in everything.items()}, rounds)  # type: ignore[arg-type]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+def cells(options: Options) -> Iterator[Cell]:
+    for name in MODELS:
+        of = functools.cache(functools.partial(made, name))
+        for batch, tokens in SIZES[:1] if options.small else SIZES:
+            measure = functools.partial(measured, of, batch, tokens, options.rounds)
+            yield Cell(f"{name}, {batch} x {tokens} tokens", measure)
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--small", action="store_true", help="the smallest size alone, to see that it works")
-    options = parser.parse_args(argv)
-    print(f"{'model':16} {'batch':>5} {'tokens':>6} {'eager, ms':>9}{'attngraph':>13}{'always fused':>13}")
-    rows = [r for name in MODELS for r in run(name, SIZES[:1] if options.small else SIZES, options.rounds)]
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+SUITE = Suite("training", __doc__, cells, _arguments, base="eager", gradients=True)
+MAIN = SUITE.main

@@ -1,6 +1,6 @@
 """What a rank of 1 to 1,024 holds and receives of large models, beside Megatron's formulas: counted, not run.
 
-    python -m workshop.bench.weak_scaling llama        # or deepseek
+    python -m workshop weak-scaling [--models llama deepseek]
 
 Eight ranks divide heads and units, the others tokens. Every layer of a kind is the same, so models are built
 with few layers of each kind, and what one more layer adds is counted as often as the model has it. Nothing is
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from attngraph.api.plan import Planner
 from attngraph.api.plan_memory import WithoutMemory, fill
 from attngraph.report.plan import Share
 from attngraph.report.words import size
+from workshop.harness import Cell, Options, Row, Suite
 
 RANKS = (1, 8, 16, 64, 256, 1024)
 HEADS = 8
@@ -147,20 +148,28 @@ def megatron(shape: Shape, ranks: int) -> dict[str, float]:
     return {"weights": weights * item / heads, "received": sums + keys}
 
 
-def main() -> None:
-    """Print the table of one model."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=SHAPES)
-    shape: Any = SHAPES[parser.parse_args().model]
-    print("ranks  weights  (Megatron)  received for each own token  (Megatron)")
-    for ranks, found in figures(shape):
-        theirs = megatron(shape, ranks)
-        print(
-            f"{ranks:>5}  {size(found['weights'])}  {size(theirs['weights'])}  {size(found['received'])}  "
-            f"{size(theirs['received'])}",
-            flush=True,
-        )
+def beside(name: str) -> dict[int, dict[str, Row]]:
+    """Of each number of ranks what one holds and receives for each token of its own."""
+
+    def told(found: dict[str, float]) -> Row:
+        return {key: size(found[key]) for key in ("weights", "received")}
+
+    shape = SHAPES[name]
+    return {
+        ranks: {"attngraph": told(found), "Megatron": told(megatron(shape, ranks))}
+        for ranks, found in figures(shape)
+    }
 
 
-if __name__ == "__main__":
-    main()
+def cells(options: Options) -> Iterator[Cell]:
+    for name in options.models:
+        counted = functools.cache(functools.partial(beside, name))
+        for ranks in RANKS:
+            yield Cell(f"{name}, {ranks} ranks", lambda ranks=ranks, counted=counted: counted()[ranks])  # type: ignore[misc]
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+
+
+MAIN = Suite("weak-scaling", __doc__, cells, _arguments).main

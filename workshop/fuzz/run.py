@@ -1,4 +1,7 @@
-"""Run many cases in several processes, up to a time or a number; then reduce the failures.
+"""Random attention-like functions against eager, in several processes, up to a time or a number.
+
+    python -m workshop fuzz --minutes 5 --seed 7         a failure is made small and printed as a test
+    python -m workshop fuzz --seed 7 --only 12           graph 12 of that seed alone, and its text
 
 A thread drives each process: it takes the next number, sends the case and stores the outcome. The result of a
 case does not depend on the process that runs it.
@@ -6,16 +9,23 @@ case does not depend on the process that runs it.
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
+import json
+import math
+import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from attngraph.cli.arguments import POSITIVE, at_least
+from attngraph.cli.terminal import Progress, TargetError
 from workshop.fuzz.compare import Outcome
 from workshop.fuzz.grammar import Case
 from workshop.fuzz.minimise import minimise, reproducer
@@ -23,6 +33,7 @@ from workshop.fuzz.sample import case_of
 from workshop.fuzz.source import render
 from workshop.fuzz.worker import Worker
 
+T = TypeVar("T")
 PER_KIND = 3
 """Most failures of one kind that are reduced; the others are reported as they were found."""
 MINIMISING = 180.0
@@ -41,7 +52,7 @@ class Options:
     first: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Failure:
     """A case that failed: what differed, the simplest case found that fails the same way, its test, and
     the file of the test, if it was written."""
@@ -50,8 +61,8 @@ class Failure:
     kind: str
     detail: str
     case: str
-    smallest: str
-    test: str
+    smallest: str = ""
+    test: str = ""
     path: str = ""
 
 
@@ -114,13 +125,6 @@ class Summary:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass
-class _Found:
-    number: int
-    case: Case
-    outcome: Outcome
-
-
 def run(options: Options, tell: Callable[[str], None] | None = None) -> Summary:
     """Fuzz until the time or the number of graphs is reached.
 
@@ -153,32 +157,44 @@ class _Run:
         self.start = time.perf_counter()
         self.stop = threading.Event()
         self.lock = threading.Lock()
-        self.numbers = itertools.count(options.first)
-        self.found: list[_Found] = []
+        self.cases: dict[int, tuple[Case, Outcome]] = {}
+        """Those that failed."""
         self.summary = Summary(options.seed)
         self.unfused: dict[str, Unfused] = {}
 
     def run(self) -> Summary:
-        interrupted = False
-        try:
-            self._in_threads([self._fuzz] * self.options.jobs, self._progress)
-        except KeyboardInterrupt:
-            interrupted = True
-        self.summary.seconds = time.perf_counter() - self.start
-        self.summary.unfused = sorted(self.unfused.values(), key=lambda u: -u.count)
-        self.found.sort(key=lambda f: f.number)
-        small: dict[int, Case] = {}
-        if self.found and not interrupted:
-            small = self._minimise_all()
-        self.summary.failures = [self._failure(f, small.get(f.number)) for f in self.found]
-        return self.summary
+        summary = self.summary
+        with contextlib.suppress(KeyboardInterrupt):
+            self._each(self._numbers(), self._try, self.options.jobs, self._progress)
+            chosen = self._chosen()
+            self._each(
+                iter(chosen),
+                self._reduce,
+                min(self.options.jobs, len(chosen)),
+                lambda: "making failures small",
+            )
+        summary.seconds = time.perf_counter() - self.start
+        summary.unfused = sorted(self.unfused.values(), key=lambda u: -u.count)
+        summary.failures.sort(key=lambda f: f.number)
+        return summary
 
-    def _in_threads(self, tasks: list[Callable[[Worker], None]], progress: Callable[[], str]) -> None:
-        """Run each task in a thread with a process of its own, which ends with the task."""
-        workers = [Worker() for _ in tasks]
+    def _each(
+        self, items: Iterator[T], work: Callable[[T, Worker], None], jobs: int, progress: Callable[[], str]
+    ) -> None:
+        """Work on the items in threads that have a process each, which end with the items."""
+        workers = [Worker() for _ in range(jobs)]
+
+        def take(worker: Worker) -> None:
+            while not self.stop.is_set():
+                with self.lock:
+                    item = next(items, None)
+                if item is None:
+                    return
+                work(item, worker)
+
         try:
-            with concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
-                waiting = {pool.submit(task, worker) for task, worker in zip(tasks, workers, strict=True)}
+            with concurrent.futures.ThreadPoolExecutor(max(1, jobs)) as pool:
+                waiting = {pool.submit(take, worker) for worker in workers}
                 try:
                     while waiting:
                         done, waiting = concurrent.futures.wait(waiting, timeout=1)
@@ -194,21 +210,23 @@ class _Run:
             for worker in workers:
                 worker.close()
 
-    def _fuzz(self, worker: Worker) -> None:
+    def _numbers(self) -> Iterator[int]:
+        """The numbers of graphs, until enough are drawn or the time is over."""
         options = self.options
-        while not self.stop.is_set():
-            with self.lock:
-                number = next(self.numbers)
-            if options.graphs is not None and number >= options.first + options.graphs:
+        last = math.inf if options.graphs is None else options.first + options.graphs
+        for number in itertools.count(options.first):
+            is_late = options.minutes is not None and time.perf_counter() - self.start >= 60 * options.minutes
+            if number >= last or is_late:
                 return
-            if options.minutes is not None and time.perf_counter() - self.start >= 60 * options.minutes:
-                return
-            case = case_of(options.seed, number)
-            outcome = worker.run(case, number)
-            if self.stop.is_set():
-                return
-            with self.lock:
-                self._count(number, case, outcome)
+            yield number
+
+    def _try(self, number: int, worker: Worker) -> None:
+        case = case_of(self.options.seed, number)
+        outcome = worker.run(case, number)
+        if self.stop.is_set():
+            return
+        with self.lock:
+            self._count(number, case, outcome)
 
     def _count(self, number: int, case: Case, outcome: Outcome) -> None:
         summary = self.summary
@@ -217,8 +235,9 @@ class _Run:
         summary.eager_raises += outcome.kind == "eager raises"
         summary.retraced += outcome.graphs > 1
         if outcome.failed:
-            self.found.append(_Found(number, case, outcome))
-            self._write(number, reproducer(case, outcome, number, self._origin(number)))
+            self.cases[number] = case, outcome
+            summary.failures.append(Failure(number, outcome.kind, outcome.detail, str(case)))
+            self._write(summary.failures[-1], case)
         elif case.is_attention and not outcome.kind:
             summary.attention += 1
             summary.fused += outcome.fused > 0
@@ -234,63 +253,85 @@ class _Run:
         share = f"{summary.fused / summary.attention:.0%}" if summary.attention else "-"
         return (
             f"{summary.graphs} graphs, {60 * summary.graphs / seconds:.0f} a minute, "
-            f"{share} of attention fused, {len(self.found)} failed"
+            f"{share} of attention fused, {len(summary.failures)} failed"
         )
 
-    def _minimise_all(self) -> dict[int, Case]:
-        """The simplest case for the first few failures of each kind."""
-        chosen: list[_Found] = []
-        for found in self.found:
-            if sum(c.outcome.kind == found.outcome.kind for c in chosen) < PER_KIND:
-                chosen.append(found)
-        left = iter(chosen)
-        small: dict[int, Case] = {}
+    def _chosen(self) -> list[Failure]:
+        """The first few failures of each kind, which are made small."""
+        chosen: list[Failure] = []
+        for failure in sorted(self.summary.failures, key=lambda f: f.number):
+            if sum(c.kind == failure.kind for c in chosen) < PER_KIND:
+                chosen.append(failure)
+        return chosen
 
-        def work(worker: Worker) -> None:
-            while not self.stop.is_set():
-                with self.lock:
-                    found = next(left, None)
-                if found is None:
-                    return
-                smallest = self._minimise(found, worker)
-                if smallest is None:
-                    found.outcome = dataclasses.replace(
-                        found.outcome, detail=f"{found.outcome.detail} (not in another process)"
-                    )
-                else:
-                    small[found.number] = smallest
-
-        jobs = min(self.options.jobs, len(chosen))
-        self._in_threads([work] * jobs, lambda: f"making failures small: {len(small)} of {len(chosen)} done")
-        return small
-
-    def _minimise(self, found: _Found, worker: Worker) -> Case | None:
-        """The simplest case; None if not even the case itself fails again."""
+    def _reduce(self, failure: Failure, worker: Worker) -> None:
+        """Find the simplest case, if the case itself fails again."""
         end = time.perf_counter() + MINIMISING
+        case, _ = self.cases[failure.number]
 
         def again(case: Case) -> Outcome:
-            return worker.run(case, found.number)
+            return worker.run(case, failure.number)
 
-        def may_go_on() -> bool:
-            return time.perf_counter() < end and not self.stop.is_set()
+        if again(case).kind != failure.kind:
+            failure.detail += " (not in another process)"
+            self._write(failure, case)
+            return
+        small = minimise(
+            case, failure.kind, again, lambda: time.perf_counter() < end and not self.stop.is_set()
+        )
+        failure.smallest = str(small)
+        self._write(failure, small)
 
-        if again(found.case).kind != found.outcome.kind:
-            return None
-        return minimise(found.case, found.outcome.kind, again, may_go_on)
+    def _write(self, failure: Failure, case: Case) -> None:
+        """Its test, in a file too if there is a folder for them."""
+        options, number = self.options, failure.number
+        origin = f"python -m workshop fuzz --seed {options.seed} --only {number}"
+        outcome = dataclasses.replace(self.cases[number][1], detail=failure.detail)
+        failure.test = reproducer(case, outcome, number, origin)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            path = options.out / f"test_seed_{options.seed}_graph_{number}.py"
+            path.write_text(failure.test, encoding="utf-8")
+            failure.path = str(path)
 
-    def _origin(self, number: int) -> str:
-        return f"python -m workshop fuzz --seed {self.options.seed} --only {number}"
 
-    def _failure(self, found: _Found, small: Case | None) -> Failure:
-        test = reproducer(small or found.case, found.outcome, found.number, self._origin(found.number))
-        path = self._write(found.number, test)
-        kind, detail = found.outcome.kind, found.outcome.detail
-        return Failure(found.number, kind, detail, str(found.case), str(small) if small else "", test, path)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m workshop fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    minutes = "how long to run (default 5, unless --graphs is given)"
+    parser.add_argument("--minutes", type=at_least(0, float), help=minutes)
+    parser.add_argument("--graphs", type=POSITIVE, help="how many graphs to run")
+    parser.add_argument("--seed", type=int, default=0, help="which graphs: the same seed, the same graphs")
+    parser.add_argument(
+        "--only", type=at_least(0), metavar="N", help="run graph N of the seed alone, and show it"
+    )
+    parser.add_argument(
+        "--jobs", type=POSITIVE, default=os.cpu_count() or 1, help="processes (default: all cores)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the test of each failure here")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
 
-    def _write(self, number: int, test: str) -> str:
-        if self.options.out is None:
-            return ""
-        self.options.out.mkdir(parents=True, exist_ok=True)
-        path = self.options.out / f"test_seed_{self.options.seed}_graph_{number}.py"
-        path.write_text(test, encoding="utf-8")
-        return str(path)
+
+def main(argv: Sequence[str]) -> int:
+    """The command; 1 if there was a failure."""
+    given = _parser().parse_args(argv)
+    first, graphs, minutes, jobs = 0, given.graphs, given.minutes, given.jobs
+    if given.only is not None:
+        first, graphs, minutes, jobs = given.only, 1, None, 1
+    elif graphs is None and minutes is None:
+        minutes = 5.0
+    if given.out is not None:
+        try:
+            given.out.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise TargetError(f"--out: cannot write to {given.out}: {problem.strerror}.") from problem
+    tell = Progress(every=10)
+    found = run(Options(given.seed, minutes, graphs, jobs, given.out, first), tell)
+    tell.done()
+    if given.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        print(found if given.only is None else f"{text_of(given.seed, given.only)}\n{found}")
+    return 1 if found.failures else 0

@@ -2,14 +2,13 @@
 in odd dtypes: eager is the truth, and nothing may end in an error of the compiler.
 
 A function is four statements: which tokens there are, what they are multiplied by, the attention, and what
-becomes of it. `search` draws them; a number stands for the same function always.
+becomes of it. A number stands for the same function always.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -206,11 +205,3 @@ def _difference(found: Any, want: Any, narrow: bool) -> str:
         if a.is_floating_point() and not torch.allclose(a.double(), b.double(), rough, rough, equal_nan=True):
             return f"off by {(a.double() - b.double()).abs().max():.3g}"
     return "" if len(found) == len(want) else f"{len(found)} results instead of {len(want)}"
-
-
-def search(first: int, count: int) -> Iterator[tuple[int, str]]:
-    """The functions with something wrong, and what."""
-    for number in range(first, first + count):
-        wrong = check(number)
-        if wrong:
-            yield number, wrong

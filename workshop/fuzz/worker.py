@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ import torch
 
 from workshop.fuzz.compare import Outcome, check
 from workshop.fuzz.grammar import Case
+from workshop.processes import Ended, Server
 
 LONGEST = 60.0
 """Seconds of processor time that a case may take before it counts as hanging."""
@@ -25,58 +25,36 @@ _MANY = 20
 
 
 class Worker:
-    """Handle of one process. Not safe for several threads at once, except `kill`."""
+    """Handle of one process, which is started when it is needed. Not safe for several threads at once, except
+    `kill`."""
 
     def __init__(self) -> None:
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._connection: Connection | None = None
+        self._server: Server | None = None
 
     def run(self, case: Case, seed: int) -> Outcome:
         """The outcome of a case; "crashes" and "hangs" are kinds of failure too."""
-        connection = self._connection or self._start()
+        server = self._server = self._server or Server(_serve)
         try:
-            connection.send((case, seed))
-            if not connection.poll(LONGEST_WAIT):
-                return self._replace("hangs", f"no answer for {LONGEST_WAIT:.0f} s")
-            outcome: Outcome = connection.recv()
+            outcome: Outcome = server.ask(case, seed, limit=LONGEST_WAIT)
             return outcome
-        except (EOFError, OSError):
-            process = self._process
-            assert process is not None
-            process.join(5)
-            code = process.exitcode
-            if hasattr(signal, "SIGPROF") and code == -signal.SIGPROF:
-                return self._replace("hangs", f"no answer after {LONGEST:.0f} s of processor time")
-            return self._replace("crashes", f"the process ended with exit code {code}")
+        except Ended as problem:
+            code = server.process.exitcode
+            self._server = None
+            server.close()
+            if code is not None and code == -getattr(signal, "SIGPROF", 0):
+                return Outcome("hangs", f"no answer after {LONGEST:.0f} s of processor time")
+            return Outcome("hangs" if code is None else "crashes", str(problem))
 
     def kill(self) -> None:
         """End the process at once, so that a waiting call of `run` returns. Callable from any thread."""
-        process = self._process
-        if process is not None:
-            process.kill()
+        if (server := self._server) is not None:
+            server.kill()
 
     def close(self) -> None:
         """Ask the process to end, and kill it if it does not."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            self._process.join(5)
-            self._process.kill()
-            self._process.join()
-        self._process = self._connection = None
-
-    def _start(self) -> Connection:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        return self._connection
-
-    def _replace(self, kind: str, detail: str) -> Outcome:
-        self.kill()
-        self.close()
-        return Outcome(kind, detail)
+        if self._server is not None:
+            self._server.close(patience=5)
+        self._server = None
 
 
 def _serve(connection: Connection) -> None:

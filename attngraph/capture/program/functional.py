@@ -1,9 +1,6 @@
-"""Removes in-place ops and composite views from a traced program, if possible without a second trace.
+"""A traced program as a pure function, by torch's own functionalisation, which traces it twice more.
 
-`ExportedProgram.run_decompositions({})` does that for every program, but traces it twice more, which takes as
-long as the first trace. Most programs need far less: ops that only make views (`flatten`, `mT`, `chunk`) can
-be decomposed during the first trace, and writes to tensors that the program itself made are replaced on the
-graph (`writes.py`). All other programs still go through torch. Used by `trace.py`.
+Ops that only make views (`flatten`, `mT`, `chunk`) are decomposed during the first trace.
 """
 
 from __future__ import annotations
@@ -14,14 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attngraph.capture.instead import replaced
 from attngraph.capture.lines import refused
-from attngraph.capture.program.writes import Writes, is_dense
 from attngraph.ir.graph.program_graph import may_alias
 from attngraph.ir.graph.source import source_of
 from attngraph.meaning.algebra.sizes import example_number
@@ -54,50 +50,42 @@ RECURRENT = [aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu
 @contextlib.contextmanager
 def views_taken_apart() -> Iterator[None]:
     """Let torch.export decompose composite views, and composite ops of other libraries, while it traces."""
-    traced = functools.partial(make_fx, decomposition_table=_composite_views() | _composite_of_others())
+    # Of torchao, say, whose integers with scales are then torch's operations, which have element rules.
+    others = {op: op.decompose for op in _composites(of_torch=False)}
+    traced = functools.partial(make_fx, decomposition_table=_composite_views() | others)
     with replaced("torch.export._trace", "make_fx", traced):
         yield
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
     """The program as a pure function of its inputs; composite ops without side effects are not decomposed.
-    May modify the given program."""
-    found = Writes(program)
-    if not found.are_plain():
-        taken_apart: ExportedProgram = program.run_decompositions(written_out())
-        _differentiate_rightly(taken_apart.graph)
-        return taken_apart
-    graph = program.graph
-    found.replace()
-    for node in graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
-        node.target = aten.clone.default
-        for user in [u for u in node.users if u.target is aten.detach.default]:
-            user.replace_all_uses_with(node)
-    graph.eliminate_dead_code()
-    results: Any = graph.output_node().args[0]
-    for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
-        if isinstance(result, fx.Node):
-            spec.arg.name = result.name
-    program.graph_module.recompile()
-    return program
-
-
-def _differentiate_rightly(graph: fx.Graph) -> None:
-    """Replace what torch's functionalisation writes and has a wrong derivative.
 
     Raises:
         CaptureError: a write through strides to a part of a tensor.
     """
-    for node in graph.find_nodes(op="call_function", target=aten.as_strided_scatter.default):
+    found: ExportedProgram = program.run_decompositions(written_out())
+    # What torch writes there has a wrong derivative.
+    for node in found.graph.find_nodes(op="call_function", target=aten.as_strided_scatter.default):
         whole, written, *given = node.args
         named = {**dict(zip(_STRIDES, given, strict=False)), **node.kwargs}
         if not is_dense(whole.meta["val"]):
             raise refused("forward() writes through as_strided to a part of a tensor", source_of(node))
         node.target = torch.ops.attngraph.strided_scatter.default
-        node.args, node.kwargs = (
-            (whole, written, *map(named.get, _STRIDES[:2]), named.get(_STRIDES[2]) or 0),
-            {},
-        )
+        node.args = (whole, written, *map(named.get, _STRIDES[:2]), named.get(_STRIDES[2]) or 0)
+        node.kwargs = {}
+    return found
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill its memory, in whatever order."""
+    sizes = [s if isinstance(s, int) else s.node.hint for s in tensor.shape]
+    strides = [s if isinstance(s, int) else s.node.hint for s in tensor.stride()]
+    expected = 1
+    for stride, size in sorted((t, s) for t, s in zip(strides, sizes, strict=True) if s != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 _STRIDES = "size", "stride", "storage_offset"
@@ -128,12 +116,6 @@ def _composites(of_torch: bool) -> Iterator[Any]:
             op = getattr(getattr(getattr(torch.ops, space), packet), which or "default")
             if not op._schema.is_mutable:
                 yield op
-
-
-def _composite_of_others() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of the composite ops that other libraries have registered (torchao's of integers with
-    scales): what they compute is written in torch's ops, which have element rules."""
-    return {op: op.decompose for op in _composites(of_torch=False)}
 
 
 @functools.cache

@@ -133,12 +133,29 @@ class ProgramGraph:
     def graph(self) -> fx.Graph:
         return self.module.graph
 
-    def given(self) -> list[tuple[fx.Node, Input]]:
-        """Each placeholder with what it is given."""
-        return list(zip(self.placeholders(), self.inputs, strict=True))
-
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.find_nodes(op="placeholder"))
+
+    def given(self) -> dict[fx.Node, Input]:
+        """What each placeholder stands for, in their order."""
+        return dict(zip(self.placeholders(), self.inputs, strict=True))
+
+    def results(self) -> list[Any]:
+        """The nodes of the results, in their order."""
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def add_input(self, given: Input, value: Any, name: str = "") -> fx.Node:
+        """A placeholder more, the last, of this fake value."""
+        placeholders = self.placeholders()
+        if placeholders:
+            place = self.graph.inserting_after(placeholders[-1])
+        else:
+            place = self.graph.inserting_before(next(iter(self.graph.nodes)))
+        with place:
+            node: fx.Node = self.graph.placeholder(name or f"{given.kind}_{len(placeholders)}")
+        node.meta["val"] = value
+        self.inputs = (*self.inputs, given)
+        return node
 
     def op_count(self) -> int:
         """The number of nodes that compute: inputs, the output and size queries are not counted."""
@@ -180,7 +197,7 @@ class ProgramGraph:
     def drop_inputs(self, unneeded: Callable[[fx.Node, Input], bool]) -> None:
         """Remove the placeholders for which `unneeded` is true; they must have no users."""
         kept: list[Input] = []
-        for node, given in self.given():
+        for node, given in self.given().items():
             if unneeded(node, given):
                 self.graph.erase_node(node)
             else:
@@ -210,13 +227,9 @@ def move_to_stage(graph: ProgramGraph, rate: Rate, values: Mapping[str, fx.Node]
     Inputs that only the stage needs move with it."""
     assert rate not in graph.stages, f"values move to the stage {rate.value} once"
     graph.stages[rate] = part_of(graph, values)
-    last = graph.placeholders()[-1]
     for number, (name, value) in enumerate(values.items()):
-        with graph.graph.inserting_after(last):
-            last = graph.graph.placeholder(f"{rate.value}_{number}")
-        last.meta = {"val": value.meta["val"]}
-        value.replace_all_uses_with(last)
-        graph.inputs = (*graph.inputs, Input(rate.value, name))
+        made = graph.add_input(Input(rate.value, name), value.meta["val"], f"{rate.value}_{number}")
+        value.replace_all_uses_with(made)
     moved = set(graph.stages[rate].inputs)
     graph.clean()
     graph.drop_inputs(lambda node, given: given in moved and not node.users)

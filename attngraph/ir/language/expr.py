@@ -138,6 +138,11 @@ def walk(node: Expr) -> Iterator[Expr]:
             stack.extend((arg, False) for arg in reversed(current.args))
 
 
+def reads(node: Expr) -> list[Expr]:
+    """Every distinct element of a tensor that an expression reads."""
+    return [n for n in walk(node) if n.op == "read"]
+
+
 def rebuild(node: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> Expr:
     """Map a tree bottom up: `leaf(node, new_args)` gives each node's replacement. Shared nodes
     are visited once."""

@@ -8,7 +8,6 @@ because few registers are left for what is not; how wide it is, is not.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from attngraph.codegen.cpu.native import header
 from attngraph.codegen.unsupported import UnsupportedError
@@ -39,11 +38,6 @@ class Kind:
     depth: int
     scales: tuple[int, ...]
     short: bool
-
-    @property
-    def pointer(self) -> str:
-        """The line of a program's source that declares it."""
-        return f"Product *{self.name};\n"
 
     @property
     def goes_across(self) -> bool:
@@ -82,7 +76,7 @@ def require_whole_groups(program: TokenProgram) -> None:
 
 def weight(program: TokenProgram, number: int) -> Given:
     """The weight of a product."""
-    return program.given[_product(program, number).weight]
+    return program.given[factors(program, number).weight]
 
 
 def row_length(program: TokenProgram, number: int) -> int:
@@ -90,20 +84,12 @@ def row_length(program: TokenProgram, number: int) -> int:
     width, depth = _extents(program, number)
     if weight(program, number).packed is not None:
         return depth // 2
-    return width if _product(program, number).turned else depth
-
-
-def scales(program: TokenProgram, number: int, given: Callable[[int], str]) -> str:
-    """The addresses of scales and zeros in C; `given` spells given tensors."""
-    by = program.scales(number)
-    if by is None:
-        return "0, 0"
-    return f"{given(by.scales)}, {'0' if by.zeros is None else given(by.zeros)}"
+    return width if factors(program, number).turned else depth
 
 
 def kind(program: TokenProgram, number: int) -> Kind:
     """What the code of a product depends on."""
-    by, about, turned = program.scales(number), weight(program, number), _product(program, number).turned
+    by, about, turned = program.scales(number), weight(program, number), factors(program, number).turned
     type_, word = _type_of(about)
     depth, zero = _extents(program, number)[1], None if by is None else by.zeros
     group = depth if by is None else by.group
@@ -123,7 +109,7 @@ def preamble(short: bool) -> str:
     return "#define FLOAT32\n" + "#define SHORT_ELEMENTS\n" * short
 
 
-def _product(program: TokenProgram, number: int) -> Product:
+def factors(program: TokenProgram, number: int) -> Product:
     found = program.product(number)
     assert found is not None
     return found

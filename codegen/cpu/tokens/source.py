@@ -1,25 +1,25 @@
-"""A token program as the source of a C library: a function for each phase, and one that runs them all."""
+"""A token program as the source of a C library: loops for the definitions of each phase, and tables of the
+phases, which the functions of `c/phases.h` share among threads."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from attngraph.codegen.cpu.native import header, numbers
+from attngraph.codegen.cpu.source import indented
 from attngraph.codegen.cpu.tokens import products
 from attngraph.codegen.cpu.tokens.formula import Formula
-from attngraph.codegen.cpu.tokens.ranges import divided
-from attngraph.codegen.cpu.tokens.reads import RANKS as RANKS
-from attngraph.codegen.cpu.tokens.reads import require_in_range
-from attngraph.codegen.cpu.tokens.schedule import Group, Phase, phases
+from attngraph.codegen.cpu.tokens.indices import RANKS, divided, require_in_range
+from attngraph.codegen.cpu.tokens.schedule import Group, phases
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.token_program import Definition, Given, TokenProgram, extent, index, parse
+from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
 
 PLACES = numbers("tokens.h")
 """Places of numbers in a call: those from PHASE on are counters."""
@@ -86,12 +86,11 @@ def write(text: str) -> str:
     program = parse(text)
     require_in_range(program)
     products.require_whole_groups(program)
-    emitter = _Emitter(program)
     head = "".join(f"// {line}\n" for line in ("attngraph, for each token", *text.splitlines()))
-    headers = (header(f"{name}.h") for name in products.HEADERS)
+    headers = (header(f"{name}.h") for name in (*products.HEADERS, "phases"))
     dtypes = {g.dtype for g in program.given} | {r.dtype for r in program.results}
     before = products.preamble(dtypes != {"float32"})
-    return "\n".join([f"{head}{before}", *headers, *emitter.functions()])
+    return "\n".join([f"{head}{before}", *headers, *map(indented, _Emitter(program).parts())])
 
 
 def kinds_of_products(program: TokenProgram) -> list[products.Kind]:
@@ -106,277 +105,138 @@ class _Emitter:
         self.first = len(program.given)
         self.rows = row_lengths(program)
 
-    def functions(self) -> Iterator[str]:
-        numbers = [n for phase in self.phases for group in phase.groups for n in group.products]
-        yield from (kind.pointer for kind in kinds_of_products(self.program))
-        yield from self._room(numbers)
+    def parts(self) -> Iterator[Iterable[str]]:
+        """The lines of each declaration and function."""
+        yield [f"Product *{kind.name};" for kind in kinds_of_products(self.program)]
+        table: list[str] = []
         for number, phase in enumerate(self.phases):
-            if phase.groups:
-                for place, group in enumerate(phase.groups):
-                    yield self._following(f"follow_{number}_{place}", group)
-                yield self._columns(number, phase)
-            elif phase.definitions:
+            if phase.definitions:
                 yield self._tokens(f"tokens_{number}", phase.definitions)
-        yield self._results()
-        yield self._all()
-        yield self._part()
-
-    def _room(self, numbers: Sequence[int]) -> Iterator[str]:
-        """Functions that tell how many elements a thread needs for panels, and for a token's row that is
-        arranged as packed elements lie, or turned to vectors of which more than half is filled; and how many
-        all threads need for sums of parts of the depth."""
-        depths = {n: self._width(f.left) for n in numbers if (f := self.program.product(n)) is not None}
-        depth = max(depths.values(), default=0)
-        packed = [d for n, d in depths.items() if products.weight(self.program, n).packed is not None]
-        turned = [2 * d for n, d in depths.items() if products.kind(self.program, n).goes_across]
-        yield f"int64_t attngraph_room(void) {{ return {f'room_of({depth})' if depth else '0'}; }}\n"
-        yield f"int64_t attngraph_arranged(void) {{ return {max([*packed, *turned], default=0)}; }}\n"
-        yield "int64_t attngraph_sums(int64_t tokens, int64_t members) {\n    int64_t most = 0;"
-        for phase in self.phases:
-            deep = [group for group in phase.groups if self._is_deep(group)]
-            if deep:
-                rooms = [
-                    f"{len(group.products)} * room_of_sums({width}, {depth}, tokens, members)"
-                    for group in deep
-                    for width, depth in [self._sizes(group)]
-                ]
-                yield f"    most = larger(most, {' + '.join(rooms)});"
-        yield "    return most;\n}\n"
-
-    # --- phases ---
-
-    def _results(self) -> str:
-        """A function that rounds the results in 16 bits of tokens `t0 .. t1 - 1`."""
-        lines = [
-            "static void results(const int64_t *c, int64_t t0, int64_t t1) {",
-            "    (void)c, (void)t0, (void)t1;",
-        ]
-        for place, (number, dtype) in enumerate(short_results(self.program)):
-            width, row = self._width(number), self.rows[number - self.first]
-            kind, at = NAMED[dtype].c, self.layout.results_at + place
-            lines += [
-                f"    const float *v{place} = {self._value(number)};",
-                f"    {kind} *to{place} = ({kind} *)c[{at}];",
-                "    for (int64_t t = t0; t < t1; ++t)",
-                f"        for (int64_t i = 0; i < {width}; ++i)",
-                f"            to{place}[t * {width} + i] = to_{dtype}(v{place}[t * {row} + i]);",
-            ]
-        return "\n".join([*lines, "}", ""])
-
-    def _tokens(self, name: str, numbers: Sequence[int]) -> str:
-        """A function that computes definitions for tokens `t0 .. t1 - 1`."""
-        lines = [f"static void {name}(const int64_t *c, int64_t t0, int64_t t1) {{"]
-        lines += [f"    {line}" for line in self._pointers(numbers)]
-        lines += ["    for (int64_t t = t0; t < t1; ++t) {"]
-        for number in numbers:
-            made = self._definition(number)
-            lines += [f"        {line}" for line in self._loops(number, made)]
-        return "\n".join([*lines, "    }", "}", ""])
-
-    def _following(self, name: str, group: Group) -> str:
-        """A function that computes columns `c0 .. c1 - 1` of what follows from products."""
-        lines = [f"static void {name}(const int64_t *c, int64_t t0, int64_t t1, int64_t c0, int64_t c1) {{"]
-        if group.following:
-            lines += [f"    {line}" for line in self._pointers(group.following)]
-            lines += ["    for (int64_t t = t0; t < t1; ++t) {"]
-            for number in group.following:
-                made = self._definition(number)
-                formula = Formula(made.value, self._read, made.indices[0])
-                place = made.indices[0].value
-                lines += [
-                    f"        {line}"
-                    for line in (
-                        "{",
-                        *formula.before,
-                        "#pragma omp simd",
-                        f"for (int64_t {place} = c0; {place} < c1; ++{place}) {{",
-                        *(f"    {line}" for line in formula.lines),
-                        f"    {self._element(number, [place])} = {formula.code};",
-                        "}",
-                        "}",
-                    )
-                ]
-            lines += ["    }"]
-        return "\n".join([*lines, "}", ""])
-
-    def _sizes(self, group: Group) -> tuple[int, int]:
-        """The outputs of products, and the most elements that they add up."""
-        factors = [f for n in group.products if (f := self.program.product(n)) is not None]
-        return self._width(group.products[0]), max(self._width(f.left) for f in factors)
-
-    def _is_deep(self, group: Group) -> bool:
-        """Whether threads may share the depth of a group's products."""
-        return all(products.kind(self.program, n).turned for n in group.products)
-
-    def _columns(self, number: int, phase: Phase) -> str:
-        """A function that takes columns of the products of a phase until there are none left."""
-        lines = [
-            f"static void columns_{number}(int64_t *c, int64_t member, int64_t *met) {{",
-            "    (void)met;",
-            "    float *panels = c[PANELS] ? (float *)c[PANELS] + member * attngraph_room() : 0;",
-            "    float *arranged = (float *)c[ARRANGED] + member * c[TOKENS] * attngraph_arranged();",
-            "    const int64_t tokens = c[TOKENS];",
-        ]
-        room = ["(float *)c[SUMS]"]  # and what is taken of it
-        deep = {place: group for place, group in enumerate(phase.groups) if self._is_deep(group)}
-        for place, group in enumerate(phase.groups):
-            width, depth = self._sizes(group)
-            kinds = [products.kind(self.program, n) for n in group.products]
-            turned, across = int(any(k.turned for k in kinds)), int(all(k.goes_across for k in kinds))
-            sizes = f"{width}, {depth}, c, {turned}, {across}, {int(place in deep)}"
-            lines.append(f"    const Items items_{place} = items_of({sizes});")
-            for n in group.products if place in deep else ():
-                lines.append(f"    float *const sums_{n} = {' + '.join(room)};")
-                room.append(f"(items_{place}.parts > 1 ? items_{place}.parts * tokens * {width} : 0)")
-        count = " + ".join(f"items_{place}.count" for place in range(len(phase.groups)))
-        lines += [f"    for (int64_t item; (item = take(c + COUNTERS + {number})) < {count};) {{"]
-        for place, group in enumerate(phase.groups):
-            width = self._width(group.products[0])
-            lines += [
-                f"        if (item < items_{place}.count) {{",
-                f"            const Items of = items_{place};",
-                "            const int64_t c0 = item % of.shares * of.columns;",
-                "            const int64_t part = item / of.shares % of.parts;",
-                "            const int64_t t0 = item / of.shares / of.parts * of.rows;",
-                f"            const int64_t c1 = smaller(c0 + of.columns, {width});",
-                "            const int64_t t1 = smaller(t0 + of.rows, tokens);",
-                *(f"            {line}" for n in group.products for line in self._product(n, place in deep)),
-                f"            if (of.parts == 1) follow_{number}_{place}(c, t0, t1, c0, c1);",
-                "            continue;",
-                "        }",
-                f"        item -= items_{place}.count;",
-            ]
-        lines += ["    }"]
-        if deep:
-            lines += [
-                f"    if ({' && '.join(f'items_{place}.parts == 1' for place in deep)}) return;",
-                "    meet(c, ++*met);",
-            ]
-        for place, group in deep.items():
-            width = self._width(group.products[0])
-            lines += [
-                f"    if (items_{place}.parts > 1) {{",
-                f"        const int64_t c0 = column_of(member, c[MEMBERS], {width});",
-                f"        const int64_t c1 = column_of(member + 1, c[MEMBERS], {width});",
-                *(
-                    f"        add_parts(sums_{n}, items_{place}.parts, tokens, {width}, c0, c1, "
-                    f"{self._value(n)}, {self.rows[n - self.first]});"
-                    for n in group.products
-                ),
-                f"        follow_{number}_{place}(c, 0, tokens, c0, c1);",
-                "    }",
-            ]
-        return "\n".join([*lines, "}", ""])
-
-    def _product(self, number: int, is_deep: bool) -> Iterator[str]:
-        about = self.program.product(number)
-        assert about is not None
-        function = products.kind(self.program, number).name
-        scales = products.scales(self.program, number, self._given)
-        ldx, ldy = (str(self.rows[n - self.first]) for n in (about.left, number))
-        width, depth = self._width(number), self._width(about.left)
-        x, y = f"{self._value(about.left)} + t0 * {ldx}", f"{self._value(number)} + t0 * {ldy} + c0"
-        begin, end = "0", str(depth)
-        if is_deep:
-            yield "{"
-            yield f"const int64_t d0 = {depth} * part / of.parts, d1 = {depth} * (part + 1) / of.parts;"
-            yield f"float *const to = of.parts > 1 ? sums_{number} + part * tokens * {width} + c0 : {y};"
-            begin, end, y, ldy = "d0", "d1", "to", f"of.parts > 1 ? {width} : {ldy}"
-        yield (
-            f"{function}({x}, {ldx}, {self._given(about.weight)}, {scales}, c0, {y}, {ldy}, t1 - t0, "
-            f"c1 - c0, {begin}, {end}, panels, arranged);"
-        )
-        if is_deep:
-            yield "}"
-
-    def _all(self) -> str:
-        """The function that each thread runs."""
-        lines = [
-            "void attngraph_tokens(int64_t *c) {",
-            "    const int64_t tokens = c[TOKENS], members = c[MEMBERS], member = take(c + MEMBER);",
-            "    const int64_t t0 = tokens * member / members, t1 = tokens * (member + 1) / members;",
-            "    int64_t met = 0;",
-        ]
-        for number, phase in enumerate(self.phases):
-            if number:
-                lines.append("    meet(c, ++met);")
-            call = f"columns_{number}(c, member, &met)" if phase.groups else f"tokens_{number}(c, t0, t1)"
-            lines.append(f"    {call};")
+                table.append(f"{{0, 0, tokens_{number}}}")
+                continue
+            groups = []
+            for place, group in enumerate(phase.groups):
+                name = f"{number}_{place}"
+                if group.following:
+                    yield self._following(f"follow_{name}", group.following)
+                factors = ",".join(map(self._factor, group.products))
+                yield [f"static const Factor factors_{name}[] = {{{factors}}};"]
+                groups.append(self._group(name, group))
+            yield [f"static const Products groups_{number}[] = {{{', '.join(groups)}}};"]
+            table.append(f"{{groups_{number}, {len(groups)}, 0}}")
+        yield [f"static const Phase phases[] = {{{', '.join(table)}}};"]
         if self.layout.results:
-            lines += ["    meet(c, ++met);", "    results(c, t0, t1);"]
-        return "\n".join([*lines, "}", ""])
+            yield self._results()
+        yield from self._exported()
 
-    def _part(self) -> str:
-        """The function that each thread runs for one phase of many tokens, whose products are computed
-        already."""
-        lines = [
-            "void attngraph_part(int64_t *c) {",
-            "    const int64_t tokens = c[TOKENS], members = c[MEMBERS], member = take(c + MEMBER);",
-            "    const int64_t t0 = tokens * member / members, t1 = tokens * (member + 1) / members;",
-            "    switch (c[PHASE]) {",
+    # --- products ---
+
+    def _factor(self, number: int) -> str:
+        """A product as a row of its group's table."""
+        about, by = products.factors(self.program, number), self.program.scales(number)
+        zeros = None if by is None else by.zeros
+        of_scales = 0 if by is None else self.layout.given_at + by.scales
+        of_zeros = 0 if zeros is None else self.layout.given_at + zeros
+        depth, weight = self._width(about.left), self.layout.given_at + about.weight
+        rows = ", ".join(str(self.rows[n - self.first]) for n in (about.left, number))
+        left, result = (self.layout.values_at + n - self.first for n in (about.left, number))
+        name = products.kind(self.program, number).name
+        return f"{{&{name}, {depth}, {rows}, {left}, {weight}, {of_scales}, {of_zeros}, {result}}}"
+
+    def _group(self, name: str, group: Group) -> str:
+        """A group as a row of its phase's table. Threads may share the depth if all weights are turned."""
+        kinds = [products.kind(self.program, n) for n in group.products]
+        width = self._width(group.products[0])
+        depth = max(self._width(products.factors(self.program, n).left) for n in group.products)
+        turned, across = any(k.turned for k in kinds), all(k.goes_across for k in kinds)
+        flags = ", ".join(str(int(flag)) for flag in (turned, across, all(k.turned for k in kinds)))
+        follow = f"follow_{name}" if group.following else "0"
+        return f"{{factors_{name}, {len(kinds)}, {width}, {depth}, {flags}, {follow}}}"
+
+    def _exported(self) -> Iterator[Iterable[str]]:
+        """The functions that are called: how much room a call needs, and what each thread runs."""
+        every = [n for phase in self.phases for group in phase.groups for n in group.products]
+        depths = {n: self._width(products.factors(self.program, n).left) for n in every}
+        packed = [d for n, d in depths.items() if products.weight(self.program, n).packed is not None]
+        across = [2 * d for n, d in depths.items() if products.kind(self.program, n).goes_across]
+        count, results = len(self.phases), "results" if self.layout.results else "0"
+        room = f"room_of({max(depths.values())})" if depths else "0"
+        yield [
+            f"int64_t attngraph_room(void) {{ return {room}; }}",
+            f"int64_t attngraph_arranged(void) {{ return {max([*packed, *across], default=0)}; }}",
+            "int64_t attngraph_sums(int64_t tokens, int64_t members) {",
+            f"return room_for_parts(phases, {count}, tokens, members);",
+            "}",
+            f"void attngraph_tokens(int64_t *c) {{ all_phases(c, phases, {count}, {results}); }}",
+            "void attngraph_part(int64_t *c) { one_phase(c, phases + c[PHASE]); }",
         ]
-        for number, phase in enumerate(self.phases):
-            calls = [f"tokens_{number}(c, t0, t1);"] if phase.definitions else [
-                f"follow_{number}_{place}(c, t0, t1, 0, {self._width(group.products[0])});"
-                for place, group in enumerate(phase.groups) if group.following
-            ]  # fmt: skip
-            lines.append(f"    case {number}: {' '.join([*calls, 'break;'])}")
-        return "\n".join([*lines, "    }", "}", ""])
 
     # --- definitions ---
 
+    def _results(self) -> Iterator[str]:
+        """A function that rounds the results in 16 bits of tokens `t0 .. t1 - 1`."""
+        yield "static void results(const int64_t *c, int64_t t0, int64_t t1) {"
+        for place, (number, dtype) in enumerate(short_results(self.program)):
+            width, row, kind = self._width(number), self.rows[number - self.first], NAMED[dtype].c
+            yield f"const float *v{place} = {self._value(number)};"
+            yield f"{kind} *to{place} = ({kind} *)c[{self.layout.results_at + place}];"
+            yield "for (int64_t t = t0; t < t1; ++t) {"
+            yield f"for (int64_t i = 0; i < {width}; ++i) {{"
+            yield f"to{place}[t * {width} + i] = to_{dtype}(v{place}[t * {row} + i]);"
+            yield from ("}", "}")
+        yield "}"
+
+    def _tokens(self, name: str, numbers: Sequence[int]) -> Iterator[str]:
+        """A function that computes definitions for tokens `t0 .. t1 - 1`."""
+        yield f"static void {name}(const int64_t *c, int64_t t0, int64_t t1) {{"
+        yield from self._pointers(numbers)
+        yield "for (int64_t t = t0; t < t1; ++t) {"
+        for number in numbers:
+            made, flat = _with_digits(self._definition(number))
+            for ranges, value in divided(made):
+                yield from self._loops(number, made, value, ranges, flat)
+        yield from ("}", "}")
+
+    def _following(self, name: str, numbers: Sequence[int]) -> Iterator[str]:
+        """A function that computes columns `c0 .. c1 - 1` of what follows from products."""
+        yield f"static void {name}(const int64_t *c, int64_t t0, int64_t t1, int64_t c0, int64_t c1) {{"
+        yield from self._pointers(numbers)
+        yield "for (int64_t t = t0; t < t1; ++t) {"
+        for number in numbers:
+            made = self._definition(number)
+            yield from self._loops(number, made, made.value, [("c0", "c1")], lambda names: names[0])
+        yield from ("}", "}")
+
+    def _loops(
+        self, number: int, made: Definition, value: Expr, ranges: Sequence[tuple[int | str, int | str]],
+        flat: Callable[[Sequence[str]], str],
+    ) -> Iterator[str]:  # fmt: skip
+        """The loops that compute one definition for token `t` in these ranges of its indices. `flat`: the
+        place of an element from their names."""
+        names = [i.value for i in made.indices]
+        inner = made.over or (made.indices[-1] if names else None)
+        formula = Formula(value, self._read, inner)
+        closing = 0
+        for name, (low, high) in zip(names, ranges, strict=True):
+            if inner is not None and name == inner.value:
+                yield from ("{", *formula.before, "#pragma omp simd")
+                closing += 1
+            yield f"for (int64_t {name} = {low}; {name} < {high}; ++{name}) {{"
+            closing += 1
+        target = self._element(number, flat(names))
+        if made.over is None:
+            yield from (*formula.lines, f"{target} = {formula.code};")
+        else:
+            yield from _fold(made, formula, target)
+        yield from ["}"] * closing
+
     def _definition(self, number: int) -> Definition:
-        found = self.program.definition(number)
-        assert found is not None
-        return found
+        return self.program.definitions[number - self.first]
 
     def _width(self, number: int) -> int:
         return math.prod(self._definition(number).extents)
 
-    def _loops(self, number: int, made: Definition) -> Iterator[str]:
-        """The loops that compute one definition for token `t`."""
-        made, flat = _with_digits(made)
-        for ranges, value in divided(made):
-            names = [i.value for i in made.indices]
-            inner = made.over or (made.indices[-1] if names else None)
-            formula = Formula(value, self._read, inner)
-            indent, closing = "", []
-            for name, (low, high) in zip(names, ranges, strict=True):
-                if inner is not None and name == inner.value:
-                    yield from (indent + line for line in ("{", *formula.before, "#pragma omp simd"))
-                    closing.append(indent + "}")
-                yield f"{indent}for (int64_t {name} = {low}; {name} < {high}; ++{name}) {{"
-                closing.append(indent + "}")
-                indent += "    "
-            target = self._element(number, [flat(names)])
-            if made.over is None:
-                yield from (f"{indent}{line}" for line in formula.lines)
-                yield f"{indent}{target} = {formula.code};"
-            else:
-                yield from (f"{indent}{line}" for line in self._fold(made, formula, target))
-            yield from reversed(closing)
-
-    @staticmethod
-    def _fold(made: Definition, formula: Formula, target: str) -> Iterator[str]:
-        assert made.over is not None
-        j, count = made.over.value, extent(made.over)
-        is_sum = made.fold == "sum"
-        yield "{"
-        yield from formula.before
-        yield f"float all = {'0.0f' if is_sum else '-INFINITY'};"
-        if is_sum:
-            yield "#pragma omp simd reduction(+:all)"
-        yield f"for (int64_t {j} = 0; {j} < {count}; ++{j}) {{"
-        yield from (f"    {line}" for line in formula.lines)
-        yield f"    all = {f'all + {formula.code}' if is_sum else f'maximum(all, {formula.code})'};"
-        yield "}"
-        yield f"{target} = all;"
-        yield "}"
-
     # --- memory ---
-
-    def _given(self, number: int) -> str:
-        return f"((const {_element_of(self.program.given[number])} *)c[{self.layout.given_at + number}])"
 
     def _value(self, number: int) -> str:
         return f"((float *)c[{self.layout.values_at + number - self.first}])"
@@ -387,21 +247,22 @@ class _Emitter:
             if n >= self.first:
                 yield f"float *const v{n} = {self._value(n)};"
                 continue
-            yield f"const {_element_of(self.program.given[n])} *const g{n} = {self._given(n)};"
-            if self.program.given[n].token_dim is not None:
-                rank = len(self.program.given[n].shape)
+            given, place = self.program.given[n], self.layout.given_at + n
+            element = "uint8_t" if given.packed is not None else NAMED[given.dtype].c
+            yield f"const {element} *const g{n} = ((const {element} *)c[{place}]);"
+            if given.token_dim is not None:
                 at = self.layout.strides_at + n * RANKS
-                names = ", ".join(f"s{n}_{d} = c[{at + d}]" for d in range(rank))
+                names = ", ".join(f"s{n}_{d} = c[{at + d}]" for d in range(len(given.shape)))
                 yield f"const int64_t {names};"
 
-    def _element(self, number: int, indices: Sequence[str]) -> str:
+    def _element(self, number: int, place: str) -> str:
         row = self.rows[number - self.first]
-        return f"v{number}[t]" if row == 1 else f"v{number}[t * {row} + {indices[0]}]"
+        return f"v{number}[t]" if row == 1 else f"v{number}[t * {row} + {place}]"
 
     def _read(self, node: Expr, indices: list[str]) -> str:
         number = node.value
         if number >= self.first:
-            return self._element(number, [_flattened(indices, self._definition(number).extents)])
+            return self._element(number, _flattened(indices, self._definition(number).extents))
         about = self.program.given[number]
         if about.packed is not None:
             raise UnsupportedError("single elements of 4 bits")
@@ -417,9 +278,16 @@ class _Emitter:
         return widened.format(f"g{number}[{' + '.join(terms) or '0'}]")
 
 
-def _element_of(given: Given) -> str:
-    """The C type of a given tensor's elements, or of the bytes in which they are packed."""
-    return "uint8_t" if given.packed is not None else NAMED[given.dtype].c
+def _fold(made: Definition, formula: Formula, target: str) -> Iterator[str]:
+    assert made.over is not None
+    j, is_sum = made.over.value, made.fold == "sum"
+    yield from ("{", *formula.before, f"float all = {'0.0f' if is_sum else '-INFINITY'};")
+    if is_sum:
+        yield "#pragma omp simd reduction(+:all)"
+    yield f"for (int64_t {j} = 0; {j} < {extent(made.over)}; ++{j}) {{"
+    yield from formula.lines
+    yield f"all = {f'all + {formula.code}' if is_sum else f'maximum(all, {formula.code})'};"
+    yield from ("}", f"{target} = all;", "}")
 
 
 def _flattened(indices: Sequence[str], extents: Sequence[int]) -> str:

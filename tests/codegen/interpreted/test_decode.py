@@ -12,8 +12,7 @@ import attngraph
 import attngraph.codegen
 from attngraph.codegen.triton import decode
 from attngraph.codegen.triton.decode import Decode
-from attngraph.codegen.triton.emit_decode import DecodePlan
-from attngraph.codegen.triton.plan import Blocks
+from attngraph.codegen.triton.plan import Blocks, DecodePlan
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.cached_attention import Rows, row_by_row
 from attngraph.ir.ops.quantised import quantise

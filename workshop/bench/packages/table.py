@@ -1,15 +1,27 @@
-"""The rows as a page of the documentation: what fused, what did not and why, what a first call costs."""
+"""Models of other packages, as their authors wrote them: what fused, what did not and why, what a first call
+costs.
+
+    python -m workshop packages --json rows.json --resume --table docs/packages.md
+
+`models.py` is the list; each model has a process of its own with each compiler
+(`examine.py`).
+"""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from workshop.bench.packages.description import Model, version
-from workshop.bench.packages.one import CLOSE, COMPILERS
-from workshop.bench.processes import Row, cell, machine
+from workshop.bench.packages.examine import CLOSE, COMPILERS, work
+from workshop.bench.packages.models import MODELS, Model
+from workshop.harness import Cell, Options, Row, Suite, in_one_cell, installed, machine
+from workshop.processes import Tasks, limits
+
+TASKS = Tasks(work, "workshop.bench.packages.preload")
 
 _HEAD = """# Models of other packages
 
@@ -19,7 +31,7 @@ eval mode, float32, one thread. {summary}
 One command makes this page, and goes on where it was cut off. The list of models is data
 (`workshop/bench/packages/models.py`); a package that is not installed is named in its row.
 
-    python -m workshop.bench.packages --json rows.jsonl --table docs/packages.md
+    python -m workshop packages --json rows.json --resume --table docs/packages.md
 
 - *fused*: of the softmax-like places, how many became attention. The others are listed with their reasons.
 - *graph*: whole, or the number of pieces that torch.compile captured it in, with the reason.
@@ -41,20 +53,25 @@ def page(models: Sequence[Model], rows: Mapping[str, Row]) -> str:
     packages = list(dict.fromkeys(model.package for model in models))
     lines = [_HEAD.format(
         models=len(models), packages=len(packages), summary=" ".join(summary(models, rows).split("\n")),
-        close=CLOSE, machine=machine(), python=platform.python_version(), torch=torch.__version__,
+        close=CLOSE, machine=_machine(), python=platform.python_version(), torch=torch.__version__,
     )]  # fmt: skip
     for package in packages:
-        installed = version(package)
+        version = installed(package)
         own = [model for model in models if model.package == package]
-        if installed is None:
+        if version is None:
             names = ", ".join(model.name for model in own)
-            lines.append(f"\n## {package}\n\nNot installed here, so not run: {cell(names)}.\n")
+            lines.append(f"\n## {package}\n\nNot installed here, so not run: {in_one_cell(names)}.\n")
             continue
-        lines.append(f"\n## {package} {installed}\n\n{_COLUMNS}")
+        lines.append(f"\n## {package} {version}\n\n{_COLUMNS}")
         lines += [_line(model, rows) for model in own]
-        notes = [f"- {cell(m.name)}: {note}\n" for m in own for note in _notes(_rows(m, rows)[0])]
+        notes = [f"- {in_one_cell(m.name)}: {note}\n" for m in own for note in _notes(_rows(m, rows)[0])]
         lines += ["\n", *notes] if notes else []
     return "".join(lines)
+
+
+def _machine() -> str:
+    here = machine()
+    return ", ".join((here["processor"], *here["features"]))
 
 
 def summary(models: Sequence[Model], rows: Mapping[str, Row]) -> str:
@@ -118,7 +135,7 @@ def _line(model: Model, rows: Mapping[str, Row]) -> str:
             f"{ours['fused']} of {ours['fused'] + _missed(ours)}", graph, _difference(ours), _seconds(ours),
             _seconds(theirs),
         ]  # fmt: skip
-    return "| " + " | ".join([cell(model.name), *cells]) + " |\n"
+    return "| " + " | ".join([in_one_cell(model.name), *cells]) + " |\n"
 
 
 def _difference(row: Row) -> str:
@@ -137,7 +154,36 @@ def _seconds(row: Row) -> str:
 def _notes(row: Row) -> list[str]:
     """Why something is not fused, in pieces, or does not run."""
     if "fused" not in row:
-        return [cell(row["reason"])] if "reason" in row else []
-    missed = [f"not fused{f' ({count})' if count > 1 else ''}: {cell(reason)}"
+        return [in_one_cell(row["reason"])] if "reason" in row else []
+    missed = [f"not fused{f' ({count})' if count > 1 else ''}: {in_one_cell(reason)}"
               for reason, count in row["missed"].items()]  # fmt: skip
-    return missed + [f"in pieces: {cell(reason)}" for reason in row["pieces"]]
+    return missed + [f"in pieces: {in_one_cell(reason)}" for reason in row["pieces"]]
+
+
+def cells(options: Options) -> Iterator[Cell]:
+    def measure(title: str) -> dict[str, Row]:
+        return {compiler: TASKS.one(f"{compiler}: {title}", options.seconds) for compiler in options.of}
+
+    for model in MODELS:
+        if installed(model.package) is not None:
+            yield Cell(model.title, functools.partial(measure, model.title))
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    limits(parser)
+    parser.add_argument("--of", nargs="+", choices=COMPILERS, default=COMPILERS, help="default: both")
+
+
+def _by_task(rows: Sequence[Row]) -> dict[str, Row]:
+    return {row["task"]: row for row in rows}
+
+
+def _chosen(rows: Sequence[Row]) -> list[Model]:
+    titles = {row["cell"] for row in rows}
+    return [m for m in MODELS if m.title in titles or installed(m.package) is None]
+
+
+MAIN = Suite(
+    "packages", __doc__, cells, _arguments, after=lambda _, rows: summary(_chosen(rows), _by_task(rows)),
+    page=lambda file, rows: file.write_text(page(_chosen(rows), _by_task(rows))), tabled=False,
+).main  # fmt: skip

@@ -14,9 +14,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from workshop.bench.peers.models import WithPast, past_of
+
+class WithPast(nn.Module):
+    """A model as a pure function: tokens and each layer's keys and values to logits and longer ones.
+
+    `beams` picks the rows of the past (`[B]`); engines that keep the past as state know it by this input.
+    """
+
+    def __init__(self, model: Any, has_beams: bool = False) -> None:
+        super().__init__()
+        self.model, self.has_beams = model, has_beams
+
+    def forward(self, ids: Any, *rest: Any) -> tuple[Any, ...]:
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
+        from attngraph.hf import CACHE
+
+        past = list(rest)
+        if self.has_beams:
+            beams = past.pop(0)
+            past = [p.index_select(0, beams) for p in past]
+        cache = DynamicCache()
+        for keys, values in zip(past[::2], past[1::2], strict=True):
+            layer = DynamicLayer()
+            layer.keys, layer.values, layer.is_initialized = keys, values, True
+            layer.dtype, layer.device = keys.dtype, keys.device
+            cache.layers.append(layer)
+        kept, new = past[0].shape[2], ids.shape[1]
+        positions = torch.arange(new) + kept
+        mask = (torch.arange(kept + new)[None] <= positions[:, None])[None, None]
+        found = self.model(
+            ids, attention_mask=mask, position_ids=positions[None], **{CACHE: cache}, use_cache=True
+        )
+        return found.logits, *(t for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+def past_of(model: Any, rows: int, kept: int) -> list[Tensor]:
+    """Keys and values of every layer, as `WithPast` takes them."""
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = config.hidden_size // config.num_attention_heads
+    return [torch.zeros(rows, heads, kept, width) for _ in range(2 * config.num_hidden_layers)]
 
 
 class OpenVINOState:

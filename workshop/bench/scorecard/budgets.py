@@ -1,8 +1,6 @@
 """Figures of our kernels that may not get worse, in `budgets.json` beside this file.
 
 They hold for the version of Triton that they were made with: another compiler makes other machine code.
-
-    python -m workshop bench --suite scorecard --rewrite-budgets      with --only and --target some
 """
 
 from __future__ import annotations

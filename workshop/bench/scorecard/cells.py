@@ -11,10 +11,10 @@ import torch
 from attngraph.codegen.triton import visits
 from attngraph.codegen.triton.ahead_of_time import Target
 from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
-from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.plan import (
     BackwardPlan,
     Blocks,
+    DecodePlan,
     Plan,
     Read,
     is_linear,

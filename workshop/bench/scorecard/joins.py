@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from attngraph.codegen.triton.ahead_of_time import TARGETS, compile_join_ahead
 from attngraph.codegen.triton.decode import LEAST_KEYS, parts_for, programs_in
-from attngraph.codegen.triton.emit_decode import COLUMNS, TOGETHER, DecodePlan
+from attngraph.codegen.triton.emit import TOGETHER, WIDEST_SHARE
+from attngraph.codegen.triton.plan import DecodePlan
 from workshop.bench.scorecard.cards import CARDS
 from workshop.bench.scorecard.cells import CELLS, HEADS, plan
 from workshop.bench.scorecard.run import OURS, Row
@@ -62,7 +63,7 @@ def join(name: str, target: str, speed: float) -> Join:
     width = cell.width + (0 if cell.shared else cell.values)
     keys = heads * KEPT * width * made.dtype.itemsize / (speed * 1e3)
     used = compile_join_ahead(made, TARGETS[target])
-    programs = heads * cell.group * -(-cell.values // COLUMNS)
+    programs = heads * cell.group * -(-cell.values // WIDEST_SHARE)
     at_once = card.multiprocessors * card.programs(used.registers, used.shared, WARPS)
     waits = (1 + 2 * -(-parts // TOGETHER)) * CACHED * -(-programs // at_once)
     moved = heads * cell.group * parts * cell.values * 4 / (card.cache_rate * card.multiprocessors)

@@ -8,9 +8,7 @@ file is read. What a graph computes is its author's: another answer, or an error
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -20,34 +18,24 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 SECONDS, WAITING, MEMORY = 60, 400, 6 << 30
 """Of a process's own time, and with what it waits for (a compiler)."""
 SHOW = "ATTNGRAPH_FUZZ_SHOW"
-"""Set to 1, every outcome is printed; set to 2, also what the process prints."""
+"""Set to anything, what the process prints is shown."""
 
 
-@dataclasses.dataclass
-class Found:
-    """What came of the edits: how often, by kind of file and outcome, and the failures."""
-
-    counts: dict[str, dict[str, int]]
-    failures: list[str]
-
-    def __str__(self) -> str:
-        lines = [f"{sum(sum(c.values()) for c in self.counts.values())} edits, {len(self.failures)} failures"]
-        for name, counts in self.counts.items():
-            told = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
-            lines.append(f"  {name}: {told}")
-        return "\n".join([*lines, *self.failures])
+FAULTS = ("crash", "hang", "escape", "unexpected")
+"""The outcomes that are failures."""
 
 
-def run(edits: int, seed: int = 0, first: int = 0, only: str = "", limit: int = MEMORY) -> Found:
-    """Try edits `first` .. `first + edits - 1` of a seed. `only`: of this kind of files."""
+@contextlib.contextmanager
+def tried(only: str, limit: int = MEMORY) -> Iterator[Callable[[int, int], tuple[str, str, str]]]:
+    """What tries edit `number` of a seed on files of the kinds with `only` in their names: the kind, the
+    outcome, and what was told."""
     import torch
 
     from workshop.fuzz.files.subjects import all_of
@@ -55,26 +43,18 @@ def run(edits: int, seed: int = 0, first: int = 0, only: str = "", limit: int = 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a fork has no other threads
     base = Path(tempfile.mkdtemp(prefix="attngraph-files-"))
-    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    failures: list[str] = []
+
+    def one(seed: int, number: int) -> tuple[str, str, str]:
+        rng = random.Random(f"{seed} {number}")
+        (subject,) = rng.choices(subjects, [s.weight for s in subjects])
+        return subject.name, *_apart(subject, rng, base, limit)
+
     try:
         subjects = all_of(base, only)
-        for number in range(first, first + edits):
-            rng = random.Random(f"{seed} {number}")
-            (subject,) = rng.choices(subjects, [s.weight for s in subjects])
-            outcome, told = _apart(subject, rng, base, limit)
-            counts[subject.name][outcome] += 1
-            if (number + 1 - first) % 100 == 0:
-                print(f"{number + 1 - first} edits", file=sys.stderr, flush=True)
-            if os.environ.get(SHOW):
-                print(f"edit {number}, {subject.name}: {outcome}: {told}", flush=True)
-            if outcome in ("crash", "hang", "escape", "unexpected"):
-                failures.append(f"edit {number} of seed {seed}, {subject.name}: {outcome}: {told}")
-                print(failures[-1], flush=True)
+        yield one
     finally:
         torch.set_num_threads(threads)
         shutil.rmtree(base, ignore_errors=True)
-    return Found({name: dict(c) for name, c in counts.items()}, failures)
 
 
 def _apart(subject: Any, rng: random.Random, base: Path, limit: int) -> tuple[str, str]:
@@ -114,7 +94,7 @@ def _child(subject: Any, rng: random.Random, work: Path, writing: int, limit: in
         if limit:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         out = os.open("output", os.O_WRONLY | os.O_CREAT)
-        for stream in (1, 2) if os.environ.get(SHOW) != "2" else ():
+        for stream in () if os.environ.get(SHOW) else (1, 2):
             os.dup2(out, stream)
         sys.addaudithook(lambda event, args: _look(event, args, escaped))
         try:
@@ -165,24 +145,5 @@ def with_sanitizer(arguments: Sequence[str]) -> int:
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:handle_segv=0:allocator_may_return_null=1",
             "ATTNGRAPH_CACHE": cache,
         }  # fmt: skip
-        command = [sys.executable, "-m", "workshop.fuzz.files", *arguments, "--no-limit"]
+        command = [sys.executable, "-m", "workshop", "search", *arguments, "--no-limit"]
         return subprocess.run(command, env=surroundings, check=False).returncode
-
-
-def main() -> int:
-    import argparse
-
-    parser = argparse.ArgumentParser(prog="python -m workshop.fuzz.files")
-    parser.add_argument("--edits", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--only", default="", help="a part of the name of a kind of files")
-    parser.add_argument("--sanitize", action="store_true", help="compile kernels with AddressSanitizer")
-    parser.add_argument("--no-limit", action="store_true", help="of memory")
-    options = parser.parse_args()
-    if options.sanitize:
-        return with_sanitizer([a for a in sys.argv[1:] if a != "--sanitize"])
-    start = time.time()
-    found = run(options.edits, options.seed, options.first, options.only, 0 if options.no_limit else MEMORY)
-    print(f"{found}\n{time.time() - start:.0f} s")
-    return 1 if found.failures else 0

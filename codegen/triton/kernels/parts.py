@@ -1,0 +1,58 @@
+"""Parts of several kernels, which are written out where they are called."""
+
+from attngraph.codegen.triton.fold import part
+
+
+@part
+def sum_weights(like):
+    """Join weights to the rows' sum, and round them to the dtype of the tile `like`."""
+    l = l * shrink + tl.sum(w, 1, keep_dims=True)
+    w = w * multiple
+    w = w.to(like.dtype)
+
+
+@part
+def find_bounds(ROWS_AT_ONCE, KEYS_AT_ONCE):
+    """How many tiles of keys are whole, how many are seen, and how many with those that only finite fills
+    hide."""
+    if LISTED:
+        find_line(tiles, counts, row_b, row_h, Skv, ROWS_AT_ONCE, KEYS_AT_ONCE)
+        every = last + 1
+    elif not CAUSAL:
+        whole = Skv // KEYS_AT_ONCE
+        stop = tl.cdiv(Skv, KEYS_AT_ONCE)
+    elif SHIFT:
+        whole = tl.maximum(tl.minimum(first + 1 + long(SHIFT), Skv), 0) // KEYS_AT_ONCE
+        stop = tl.cdiv(tl.maximum(tl.minimum(first + ROWS_AT_ONCE + long(SHIFT), Skv), 0), KEYS_AT_ONCE)
+        every = tl.cdiv(Skv, KEYS_AT_ONCE)
+    else:
+        whole = tl.minimum(first + 1, Skv) // KEYS_AT_ONCE  # every query sees all keys of these tiles
+        stop = tl.cdiv(
+            tl.minimum(first + ROWS_AT_ONCE, Skv), KEYS_AT_ONCE
+        )  # no query sees a key of later ones
+        every = tl.cdiv(Skv, KEYS_AT_ONCE)
+
+
+@part
+def find_line(lists, lengths, of_b, of_h, extent, OWN_AT_ONCE, OTHERS_AT_ONCE):
+    """The list of the tiles that a block visits, and how many of them are whole and seen."""
+    block = tl.cast(b, tl.int64) * of_b + tl.cast(h, tl.int64) * of_h + first // OWN_AT_ONCE
+    line = lists + block * tl.cdiv(extent, OTHERS_AT_ONCE)
+    last = tl.load(lengths + 3 * block + 2) - 1
+    whole = tl.load(lengths + 3 * block)
+    stop = tl.load(lengths + 3 * block + 1)
+
+
+long = part(lambda number: tl.cast(number, tl.int64) if WIDE else number)
+head_of_keys = part(lambda: h // GROUP if GROUP > 1 else h)
+dots = part(lambda: tl.dot(query_tile, tl.trans(key_tile), input_precision=EXACT))
+# The rows' maximum with a tile's scores.
+largest = part(
+    lambda: tl.maximum(m, tl.max(s, 1, keep_dims=True) * RATE if LINEAR else tl.max(s, 1, keep_dims=True))
+)
+# Of 2, for a tile's weights. Rounded once where that can be, so that the rounding error of top affects all
+# weights of the row alike.
+exponents_now = part(lambda: tl.fma(s, RATE, -top) if LINEAR else (s - top) * LOG2E)
+# The exponent of what sums weigh that were made with the maximum before.
+fall = part(lambda: m - top if LINEAR else (m - top) * LOG2E)
+weighted_sum = part(lambda values, total: tl.dot(w, values, total * shrink, input_precision=EXACT))

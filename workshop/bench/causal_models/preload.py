@@ -1,6 +1,0 @@
-"""What every process needs, imported once: a process per class is a copy of one that imported this."""
-
-import importlib
-
-for name in ("transformers.modeling_utils", "transformers.generation", "attngraph.api.compile"):
-    importlib.import_module(name)

@@ -1,0 +1,1 @@
+"""Stock classes of transformers, built small: as decoders, and as files for other runtimes."""

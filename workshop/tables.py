@@ -1,0 +1,137 @@
+"""The tables of docs/gpu.md, from the files in docs/measured: `python -m workshop tables [--write]`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; a test compares the page with what this
+prints. No figure is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from workshop.harness import Row, markdown
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "gpu.md"
+Cells = Mapping[str, Mapping[str, Row]]
+COLUMNS = {
+    "attngraph": "attngraph", "flex": "FlexAttention", "sdpa flash": "flash", "sdpa cudnn": "cuDNN",
+    "sdpa efficient": "efficient", "unfused": "unfused",
+}  # fmt: skip
+_NAMES = {"window": "window of 1024", "alibi": "ALiBi"}
+
+
+def measured(file: str) -> tuple[Row, Cells]:
+    """What a run of `card` says of the machine, and its measurements by cell and candidate."""
+    found = json.loads((DOCS / "measured" / file).read_text(encoding="utf-8"))
+    cells: dict[str, dict[str, Row]] = {}
+    for name, task in found["tasks"].items():
+        if name.startswith("measure: "):
+            for row in task.get("rows", ()):
+                cells.setdefault(row["cell"], {})[row["name"]] = row
+    return found["about"], cells
+
+
+def about(file: str) -> str:
+    """The card, the versions and the day of a run, and what it reached in a product and in a copy."""
+    said, _ = measured(file)
+    versions = f"torch {said['torch'].partition('+')[0]}, Triton {said['triton']}"
+    product, copy = said["limits"]["flops"] / 1e12, said["limits"]["bytes"] / 1e9
+    reached = f"a matrix product reached {product:.0f} TFLOP/s, a copy {copy:.0f} GB/s"
+    dtype, link = said["dtype"].removeprefix("torch."), f"[{file}](measured/{file})"
+    return f"{said['date']}: {said['device']}, {versions}, {dtype}; {reached} ({link})."
+
+
+def attention(file: str, backward: bool) -> str:
+    """Milliseconds of whole sequences, TFLOP/s, and the times of cuDNN and FlexAttention beside ours."""
+    lines = [["tokens, width", *COLUMNS.values(), "TFLOP/s", "beside cuDNN", "beside FlexAttention"]]
+    for (case, tokens, width), row in sorted(
+        _attention(measured(file)[1], backward), key=lambda one: _order(one[0])
+    ):
+        ours = row["attngraph"]
+        times = [_milliseconds(row.get(name, {})) for name in COLUMNS]
+        cudnn, flex = (_beside(row.get(name, {}), ours) for name in ("sdpa cudnn", "flex"))
+        beside = [cudnn, _bold(flex, float(flex) < 1)]
+        lines.append(
+            [f"{_NAMES.get(case, case)}, {tokens}, {width}", *times, f"{ours['tflops']:.0f}", *beside]
+        )
+    return markdown(lines)
+
+
+def _attention(cells: Cells, backward: bool) -> Iterator[tuple[tuple[str, int, int], Mapping[str, Row]]]:
+    shape = re.compile(r"(\w+), \d+ heads, (\d+) tokens, width (\d+)" + ", backward" * backward)
+    for cell, row in cells.items():
+        if found := shape.fullmatch(cell):
+            yield (found[1], int(found[2]), int(found[3])), row
+
+
+def _order(key: tuple[str, int, int]) -> tuple[int, int, int]:
+    return ("causal", "full", "window", "softcap", "alibi").index(key[0]), *key[1:]
+
+
+def decoding(file: str) -> str:
+    """Milliseconds of a new token of each row, bold where others take least; GB/s, share of the copy."""
+    lines = [["rows, tokens kept", "attngraph", "SDPA", "FlexAttention", "GB/s", "share"]]
+    for cell, row in sorted(measured(file)[1].items(), key=lambda one: one[0].startswith("mla")):
+        if found := re.match(r"(decode|mla), (\d+) rows, (\d+) kept, (\d+) heads", cell):
+            latents = f"latents of {found[4]} heads: " if found[1] == "mla" else ""
+            ours = row["attngraph"]
+            others = [row.get(name, {}) for name in ("sdpa", "flex")]
+            least = min(one["seconds"] for one in (ours, *others) if one.get("seconds"))
+            times = [_bold(_milliseconds(one), one.get("seconds") == least) for one in others]
+            speed = [f"{ours['gbytes']:.0f}", f"{ours['share']:.2f}"]
+            lines.append([f"{latents}{found[2]}, {found[3]}", _milliseconds(ours), *times, *speed])
+    return markdown(lines)
+
+
+def _milliseconds(row: Row) -> str:
+    if row.get("problem"):
+        return "out of memory" if row["problem"].startswith("OutOfMemoryError") else "does not compile"
+    return f"{row['seconds'] * 1e3:.3f}" if row else ""
+
+
+def _beside(other: Row, ours: Row) -> str:
+    return f"{other['seconds'] / ours['seconds']:.2f}" if other.get("seconds") else ""
+
+
+def _bold(text: str, is_bold: bool) -> str:
+    return f"**{text}**" if is_bold else text
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "about h100": lambda: about("h100.json"),
+    "forward h100": lambda: attention("h100.json", False),
+    "backward h100": lambda: attention("h100.json", True),
+    "decoding h100": lambda: decoding("h100.json"),
+    "about h200": lambda: about("h200.json"),
+}  # fmt: skip
+_PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n\n)(.*?)(\n\n<!-- end -->)", re.DOTALL)
+
+
+def written(page: str) -> str:
+    """The page with its tables as the files have them."""
+
+    def again(found: re.Match[str]) -> str:
+        return found[1] + TABLES[found[2]]() + found[4]
+
+    return _PLACE.sub(again, page)
+
+
+def names(page: str) -> list[str]:
+    """The tables that a page has."""
+    return [found[2] for found in _PLACE.finditer(page)]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print every table, or write them into the page."""
+    parser: Any = argparse.ArgumentParser("python -m workshop tables", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write them into docs/gpu.md")
+    if parser.parse_args(argv).write:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print("\n\n".join(f"{name}\n\n{make()}" for name, make in TABLES.items()))
+    return 0
