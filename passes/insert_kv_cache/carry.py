@@ -164,7 +164,7 @@ class _Sums:
         """By how much entries of tables, from which decays are read by comparing some, are off: a model with
         tables of a decay's powers computes them in its own dtype. 0 without such tables."""
         found = 0.0
-        for read in (n for e in self.scan.formulas for n in E.walk(e) if n.op == "read"):
+        for read in (n for e in self.scan.formulas for n in E.reads(e)):
             shape = self.tokens.meaning.shape(read.value)
             dtype = read.value.meta["val"].dtype
             if dtype.is_floating_point and any(

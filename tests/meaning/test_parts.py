@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import attngraph
+from attngraph.capture.assumed import Assumed
 from attngraph.capture.trace import capture
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
@@ -69,7 +70,7 @@ OF_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 def traced(function: Callable[..., Any], *operands: Tensor) -> tuple[ProgramGraph, list[fx.Node]]:
     """A function's graph in which every size is a number, and the nodes of its results."""
     fixed = frozenset((place, dim) for place, x in enumerate(operands) for dim in range(x.ndim))
-    graph = capture(function, operands, {}, fixed).graph
+    graph = capture(function, operands, {}, Assumed(fixed)).graph
     return graph, list(graph.graph.output_node().all_input_nodes)
 
 

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attngraph
-from attngraph.cli.problems import TargetError
+from attngraph.cli.terminal import TargetError
 from attngraph.codegen import triton
 from attngraph.codegen.triton.tuning import Clock
 from attngraph.meaning.check.comparison import Rule, compare

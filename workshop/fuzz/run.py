@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from attngraph.cli.arguments import POSITIVE, at_least
-from attngraph.cli.problems import TargetError
-from attngraph.cli.progress import Progress
+from attngraph.cli.terminal import Progress, TargetError
 from workshop.fuzz.compare import Outcome
 from workshop.fuzz.grammar import Case
 from workshop.fuzz.minimise import minimise, reproducer

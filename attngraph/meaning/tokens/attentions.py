@@ -94,7 +94,7 @@ def _layout_problem(space: Space, q: Fact, k: Fact, v: Fact) -> str:
 
 def _reads_problem(space: Space, expressions: tuple[Expr, ...], facts: list[Fact], keys: bool) -> str:
     """Why a tensor that the scores read cannot be followed token by token."""
-    for node in (n for e in expressions for n in E.walk(e) if n.op == "read"):
+    for node in (n for e in expressions for n in E.reads(e)):
         for digits, index in zip(facts[node.value].axes, node.args, strict=True):
             told = f"its scores read r{node.value} at {index!r}, which is"
             if not digits:

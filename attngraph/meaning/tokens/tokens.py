@@ -207,7 +207,7 @@ class Tokens:
 
     def _is_chosen_by_data(self, formula: Expr) -> bool:
         """Whether data choose tokens that a formula reads, or an unknown function reads all of them."""
-        reads = [n for n in E.walk(formula) if n.op == "read"]
+        reads = E.reads(formula)
         indices = {index for read in reads for index in read.args}
         return any(n.op == "read" for index in indices for n in E.walk(index)) or any(
             v.args and v not in self.space.both and self.space.counts(v.args[0]) for v in formula.free
@@ -375,7 +375,7 @@ class Tokens:
 
     def _is_formula(self, element: Expr) -> bool:
         """Whether an element depends only on its token's position and on fixed tensors without a batch."""
-        reads = [self.facts.get(n.value) for n in E.walk(element) if n.op == "read"]
+        reads = [self.facts.get(n.value) for n in E.reads(element)]
         if any(f is None or f.kind is not Kind.FIXED or any(f.axes) for f in reads):
             return False
         if any(n.op in E.BINDERS or n.op in ("raw", "random") for n in E.walk(element)):

@@ -136,7 +136,7 @@ def _offsets(
     """For every value with tokens that a formula reads: the earliest and the latest token, relative to the
     element's own. None if it reads anything else that follows the tokens."""
     found: dict[fx.Node, tuple[int, int]] = {}
-    for read in (n for n in E.walk(formula) if n.op == "read"):
+    for read in E.reads(formula):
         fact = facts.get(read.value)
         if fact is None or fact.kind is Kind.MIXING:
             return None

@@ -21,7 +21,7 @@ from attngraph.ir.ops.cached_attention import Rows
 def break_kernels(monkeypatch: pytest.MonkeyPatch, runs: Callable[[Plan], bool]) -> list[str]:
     """Make kernels of other plans fail; what the log says."""
     said: list[str] = []
-    real, back, few = launch.launch_forward.differentiate, decode.launch_decode
+    real, back, few = launch.launch_forward, launch.differentiate, decode.launch_decode
 
     def checked(plan: Any) -> None:
         if not runs(plan):
@@ -96,7 +96,7 @@ def test_an_error_during_the_capture_of_a_graph_is_told_and_says_nothing_of_the_
 
 
 def test_kernels_are_never_dropped_because_captured_graphs_hold_their_addresses() -> None:
-    for load in (launch.load.load_backward, decode.load):
+    for load in (launch.load, launch.load_backward, decode.load):
         assert load.cache_info().maxsize is None
 
 

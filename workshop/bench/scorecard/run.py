@@ -82,8 +82,8 @@ def _rows(cell: Cell, target: str, who: str, make: Callable[[Cell, Target, str],
         TARGETS[target].shared,
     )
     if needed > room:
-        problem = f"takes {needed} bytes of shared memory, of which there are {room}"
-        return [Row(cell.name, target, who, problem=problem)]
+        lacking = f"takes {needed} bytes of shared memory, of which there are {room}"
+        return [Row(cell.name, target, who, problem=lacking)]
     time = sum(seconds(one, parts, target) for parts, one in found)
     if not found:
         return []
