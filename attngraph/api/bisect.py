@@ -59,11 +59,9 @@ class Bisection:
 
 @LOCK.trace()  # the model itself is run as well, and must not meet a trace of another thread
 def bisect(
-    model: Callable[..., Any],
-    *args: Any,
-    options: Options | None = None,
+    model: Callable[..., Any], *args: Any, options: Options | None = None,
     progress: Callable[[str], None] | None = None,
-) -> Bisection:
+) -> Bisection:  # fmt: skip
     """Find the first pass after which `model(*args)` differs from eager.
 
     For each pass the model is captured again and run with the passes up to it, in its current mode (eval or

@@ -21,13 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attngraph.api import saving
 from attngraph.api.arguments import is_transformed, require_fit
 from attngraph.api.build import compile_graph
-from attngraph.api.methods import (
-    Generate,
-    bound,
-    generate,
-    is_generated_by_transformers,
-    with_signature_of,
-)
+from attngraph.api.methods import Generate, bound, generate, is_generated_by_transformers, with_signature_of
 from attngraph.api.options import Options
 from attngraph.api.progress_line import progress_line
 from attngraph.capture.first_call import fills_a_table

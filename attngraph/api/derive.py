@@ -27,8 +27,7 @@ from attngraph.api.rewritten import (
     place_of_logits,
     rewritten,
 )
-from attngraph.capture.assumed import Assumed
-from attngraph.capture.captured import Captured
+from attngraph.capture.captured import Assumed, Captured
 from attngraph.capture.sides import Sides
 from attngraph.capture.structure import Spread
 from attngraph.capture.trace_lock import LOCK
@@ -47,15 +46,7 @@ from attngraph.report.ranks import CacheRanksEntry
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.examples import Example
-from attngraph.runtime.proof import (
-    Proved,
-    of_few,
-    prove,
-    prove_alone,
-    prove_longer,
-    prove_storage,
-    varied,
-)
+from attngraph.runtime.proof import Proved, of_few, prove, prove_alone, prove_longer, prove_storage, varied
 from attngraph.runtime.step import Step
 from attngraph.runtime.step_sizes import StepSizes
 

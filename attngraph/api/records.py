@@ -24,12 +24,7 @@ from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.latent_attention import absorbed_operands
 from attngraph.ir.ops.loop import loop
 from attngraph.meaning.check.region import shape_at
-from attngraph.report.entries import (
-    AttentionEntry,
-    KernelEntry,
-    LaterEntry,
-    TokenProgramEntry,
-)
+from attngraph.report.entries import AttentionEntry, KernelEntry, LaterEntry, TokenProgramEntry
 
 
 def entries_of(graph: ProgramGraph) -> Iterator[AttentionEntry]:

@@ -1,12 +1,9 @@
 """In-flight batching: requests start and end while others run.
 
-Every step computes one packed sequence: the next token of each running request, and a chunk of the prompts
-that are not processed yet, so that a long prompt does not delay the other requests. When a request ends, its
-place and its pages are free for the next one at once. Nothing is padded, so requests of similar length need
-not be grouped: they run in order of arrival.
-
-How many tokens of a request were processed is what the state says, and only that, so a step that is
-interrupted leaves nothing that does not go together: the next one begins with what is there (`_tidy`).
+Every step computes one packed batch: the next token of each running request, and a chunk of the prompts that
+are not processed yet, so that a long prompt does not delay the others. Requests run in order of arrival; the
+place and the pages of one that ends are free at once. How many tokens of a request were processed is what the
+state says, and only that: after a step that is interrupted the next begins with what is there (`_tidy`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The state of a decoder: the cached values of every row, and the rows' lengths.
 
-`pages` decides where values are stored. Nothing is written before everything is known to fit, and what a call
-changes, it changes by one assignment, of `Contents`. So a call that fails or is interrupted anywhere leaves a
-state as it was. Memory that present contents need is written over in few places (a ring buffer, rows that
-change places in the contiguous layout); what fails there is an error whenever the state is used again.
-"""
+Nothing is written before everything is known to fit, and what a call changes, it changes by one assignment,
+of `Contents`. So a call that fails or is interrupted anywhere leaves a state as it was. Memory that present
+contents need is written over in few places (a ring buffer, rows that change places in the contiguous layout);
+what fails there is an error whenever the state is used again."""
 
 from __future__ import annotations
 

@@ -4,11 +4,9 @@ Such a result is an `Unseen`, a tensor that knows its shape, dtype and device, a
 through it. The first operation on it computes it, from values that the call kept, under the call's grad mode;
 from then on it *is* the computed tensor, a plain one.
 
-Python's functions ask a tensor on their way (`__torch_function__`); code in C does not, such as
-`autograd.Function.apply` or the autograd engine. There an `Unseen` is one operation, whose values are
-computed below autograd (`__torch_dispatch__`). While C holds it, it cannot become another tensor, and stays
-that operation.
-"""
+Python's functions ask a tensor on their way (`__torch_function__`); code in C does not, such as the autograd
+engine. There an `Unseen` is one operation, whose values are computed below autograd (`__torch_dispatch__`),
+and stays it as long as C holds it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """For which calls a decoder's graph is right: how many sequences, how many tokens in each, and other sizes.
 
-A decoder gives what the model gives for whole sequences. So what a trace decided about the number of tokens
-is asked of a row's length after each call, tokens that were cached before included: a row that crosses to the
-other side of a branch cannot go on with what was kept, because the model computes all of its tokens in
-another way there. The number of sequences is that of the call's rows; an engine's requests are each alone.
-"""
+What a trace decided about the number of tokens is asked of a row's whole length after each call: a row that
+crosses to the other side of a branch cannot go on with what was kept, because the model computes all of its
+tokens in another way there. The number of sequences is that of the call's rows; an engine's requests are
+alone."""
 
 from __future__ import annotations
 

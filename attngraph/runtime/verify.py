@@ -39,11 +39,9 @@ class Agreement(Comparison):
 
 
 def compare(
-    compiled: Callable[..., Any],
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
+    compiled: Callable[..., Any], model: Callable[..., Any], args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
-) -> Agreement:
+) -> Agreement:  # fmt: skip
     """Run the compiled model, the eager one and its float64 copy on the same inputs, without gradients.
 
     The model must be deterministic (eval mode, or no dropout).

@@ -1,10 +1,9 @@
-"""A module that stands for a model: it has its own forward, and everything else is the model's.
+"""A module that stands for a model: it has its own forward and what its class declares, and all else is the
+model's.
 
-Weights, submodules, their names, the training flag and attributes are those of the model, for reading and
-for writing, so that an optimiser, a state dict or an outer module sees no difference. torch.nn.Module keeps
-weights and submodules in three dictionaries; a wrapper shares its model's. What a wrapper has of its own is
-what its class declares.
-"""
+Weights, submodules, the training flag and attributes are read and written in the model, so that an optimiser,
+a state dict or an outer module sees no difference. torch.nn.Module keeps weights and submodules in three
+dictionaries; a wrapper shares its model's."""
 
 from __future__ import annotations
 

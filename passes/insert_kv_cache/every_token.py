@@ -23,7 +23,7 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.passes.build import Builder, built
+from attngraph.passes.build import Builder
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ def give_every_token(graph: ProgramGraph, tokens: Tokens) -> str:
         for size in [n for n in node.all_input_nodes if is_size(n) and n not in tail]:
             value = tokens.meaning.renamed(size_expression(size.meta["val"]))
             if tokens.space.counts(value):
-                node.replace_input_with(size, built(Builder(graph, node), value, sizes))
+                node.replace_input_with(size, Builder(graph, node).size(value, sizes))
         node.replace_input_with(pick.node, made)
         node.meta["val"] = infer(node.target, node.args, node.kwargs, graph.fake_mode())
     last = made if result is pick.node else result

@@ -21,7 +21,7 @@ from attngraph.ir.ops.cached_attention import Fixed
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.passes.build import Builder, built
+from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 
 aten = torch.ops.aten
@@ -121,7 +121,7 @@ class FixedValues:
         """The node that replaces a fixed operand in the graph of a step."""
         if is_size(operand):
             size = self.meaning.renamed(size_expression(operand.meta["val"]))
-            found: fx.Node = built(Builder(self.graph, node), size, self._known_sizes())
+            found: fx.Node = Builder(self.graph, node).size(size, self._known_sizes())
             return found
         fact = self.tokens[operand]
         made = self.value(operand)

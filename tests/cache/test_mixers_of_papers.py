@@ -34,7 +34,6 @@ class Mixer(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.more = nn.Parameter(torch.randn(4, EACH // 2) / 9)
-        self.forget, self.admit = nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, HEADS)
         self.table = nn.Parameter(torch.randn(LONGEST, EACH))
 
     def heads(self, x: Tensor, heads: int = HEADS) -> tuple[Tensor, ...]:
@@ -45,7 +44,24 @@ class Mixer(nn.Module):
         return found
 
 
-class AttentionFree(Mixer):
+class OfThree(nn.Module):
+    """A mixer with a projection for each of queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.forget, self.admit = nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, HEADS)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return q, k, v
+
+    def joined(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(x.transpose(1, 2).flatten(2))
+        return found
+
+
+class AttentionFree(OfThree):
     """Zhai et al. 2021, arXiv 2105.14103: weights of places and keys, and a gate of the query."""
 
     def __init__(self) -> None:
@@ -55,13 +71,12 @@ class AttentionFree(Mixer):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.shape[1]
         weights = self.places[:tokens, :tokens].masked_fill(~causal(tokens), -math.inf).exp()
-        q, k, v = self.qkv(x).chunk(3, -1)
-        k = k.exp()
-        found: Tensor = self.out(torch.sigmoid(q) * (weights @ (k * v)) / (weights @ k))
+        k = self.k(x).exp()
+        found: Tensor = self.out(torch.sigmoid(self.q(x)) * (weights @ (k * self.v(x))) / (weights @ k))
         return found
 
 
-class RandomFeatures(Mixer):
+class RandomFeatures(OfThree):
     """Performers (Choromanski et al. 2021, arXiv 2009.14794): positive features, and their sums."""
 
     def __init__(self) -> None:
@@ -79,7 +94,7 @@ class RandomFeatures(Mixer):
         return self.joined(found / torch.einsum("bhnm,bhnm->bhn", q, k.cumsum(2))[..., None])
 
 
-class ContextualPositions(Mixer):
+class ContextualPositions(OfThree):
     """Golovneva et al. 2024, arXiv 2405.18719: distances are counted by gates of the scores."""
 
     def __init__(self) -> None:
@@ -98,7 +113,7 @@ class ContextualPositions(Mixer):
         return self.joined(scores.masked_fill(~seen, -math.inf).softmax(-1) @ v)
 
 
-class Toeplitz(Mixer):
+class Toeplitz(OfThree):
     """Qin et al. 2023, arXiv 2305.04749: one weight for each distance."""
 
     def __init__(self) -> None:
@@ -108,11 +123,11 @@ class Toeplitz(Mixer):
     def forward(self, x: Tensor) -> Tensor:
         place = torch.arange(x.shape[1])
         weights = self.weights[(place[:, None] - place).clamp(min=0)] * causal(x.shape[1])
-        found: Tensor = self.out(weights @ self.qkv(x).chunk(3, -1)[2])
+        found: Tensor = self.out(weights @ self.v(x))
         return found
 
 
-class SpatialGate(Mixer):
+class SpatialGate(OfThree):
     """Liu et al. 2021, arXiv 2105.08050: one learned matrix of pairs of places."""
 
     def __init__(self) -> None:
@@ -121,12 +136,11 @@ class SpatialGate(Mixer):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.weights[: x.shape[1], : x.shape[1]].tril()
-        q, _, v = self.qkv(x).chunk(3, -1)
-        found: Tensor = self.out(q * (weights @ v))
+        found: Tensor = self.out(self.q(x) * (weights @ self.v(x)))
         return found
 
 
-class MatrixMemory(Mixer):
+class MatrixMemory(OfThree):
     """The mLSTM in parallel form (Beck et al. 2024, arXiv 2405.04517), with exponential gates."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +155,7 @@ class MatrixMemory(Mixer):
         return self.joined(weights / (total + 1e-6) @ v)
 
 
-class Forgetting(Mixer):
+class Forgetting(OfThree):
     """Lin et al. 2025, arXiv 2503.02130: attention with a bias of summed forget gates."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,7 +224,9 @@ class Retained(Mixer):
         return self.joined(scores / scores.detach().abs().sum(-1, keepdim=True).clamp(min=1) @ v)
 
 
-MIXERS: dict[str, type[Mixer]] = {m.__name__: m for m in Mixer.__subclasses__()}
+MIXERS: dict[str, type[nn.Module]] = {
+    m.__name__: m for kind in (OfThree, Mixer) for m in kind.__subclasses__()
+}
 
 
 @pytest.mark.few(2)

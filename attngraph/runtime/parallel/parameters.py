@@ -1,13 +1,10 @@
 """Parameters of a model that several ranks run: each a DTensor that says what a rank has of it.
 
-What a graph divides is `Shard`, or `_StridedShard` where a packed projection is cut in equal runs (heads
-inside of queries, keys and values side by side); everything else is replicated. As with `fully_shard`, an
-optimiser is made afterwards: compiling replaces the parameters by DTensors, and the first call lets each rank
-keep its part, in the same objects. DTensors have the shapes of the whole parameters, so optimisers, state
-dicts, gradient clipping and checkpoints work. While a graph is traced the model has stand-ins without memory
-in their place. Parameters of a model that was made on `meta` get memory for the rank's part alone
-(`loading.py` fills it).
-"""
+What a graph divides is `Shard`, or `_StridedShard` where a packed projection is cut in equal runs; everything
+else is replicated. Compiling replaces the parameters by DTensors of the whole shapes, so optimisers (made
+afterwards), state dicts, gradient clipping and checkpoints work; the first call lets each rank keep its part,
+in the same objects. While a graph is traced the model has stand-ins without memory in their place. Parameters
+on `meta` get memory for the rank's part alone (`loading.py` fills it)."""
 
 from __future__ import annotations
 
