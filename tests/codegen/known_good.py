@@ -50,8 +50,8 @@ class KnownGood:
         self.known = set() if updates or os.environ.get("ATTNGRAPH_INTERPRET") else self._read()
 
     def _read(self) -> set[str]:
-        first, *rest = TABLE.read_text().split() if TABLE.exists() else [""]
-        return set(rest) if first == self.around else set()
+        words = TABLE.read_text().split() if TABLE.exists() else []
+        return set(words[1:]) if words[:1] == [self.around] else set()
 
     def write(self) -> None:
         with TABLE.open("a") as lock:
