@@ -158,7 +158,7 @@ def _proved(
         NoDecoderError: they differ.
     """
     logits = place_of_logits(made.captured.structure)
-    if example.assumed.rows_alone:
+    if example.alone:
         prove_alone(target, example.calls, example.name, logits)
     if not config.proof or made.before is None:
         return None
