@@ -14,6 +14,11 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}."
 
 
+def first_line(problem: BaseException) -> str:
+    """The first line of what an exception says, or else its kind."""
+    return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+
+
 class AttnGraphError(RuntimeError):
     """Base class of attngraph's errors."""
 

@@ -15,7 +15,7 @@ from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.masks.blind_rows import warn_of_blind_rows
+from attngraph.meaning.masks.visible import warn_of_blind_rows
 from attngraph.report.entries import AttentionEntry, KernelEntry, TracedCall
 
 

@@ -7,7 +7,8 @@ Every new node gets its fake value at once, and the source line of the node that
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ _OF_SIZES: dict[str, Any] = {
     "add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
     "max": torch.sym_max, "min": torch.sym_min,
 }  # fmt: skip
+
+
+_NOTHING: Mapping[Expr, Any] = MappingProxyType({})
 
 
 class Refused(Exception):
@@ -80,28 +84,35 @@ class Builder:
             self.graph.graph.erase_node(node)
         self.made.clear()
 
-    def size(self, value: Expr) -> Any:
-        """A number, or a node that computes the size.
+    def size(self, value: Expr, known: Mapping[Expr, Any] = _NOTHING) -> Any:
+        """A number, or a node that computes the size. `known`: nodes of some sizes, or tensors and dimensions
+        that have them.
 
         Raises:
             NoSize: a symbol that is no tensor's dimension.
         """
+        if value in known:
+            found = known[value]
+            return self.call(aten.sym_size.int, *found) if isinstance(found, tuple) else found
         if value.op == "const" or is_example(value):
             return int(value.value)
-        if value not in self._sizes:
-            self._sizes[value] = self._size(value)
-        return self._sizes[value]
+        if value.op == "size" or not known:
+            if value not in self._sizes:
+                self._sizes[value] = self._size(value)
+            return self._sizes[value]
+        return self._size(value, known)
 
-    def _size(self, value: Expr) -> fx.Node:
+    def _size(self, value: Expr, known: Mapping[Expr, Any] = _NOTHING) -> Any:
         if value.op == "size":
             return self._symbol(value.value)
         if value.op not in _OF_SIZES:
             raise NoSize(f"a size has no {value.op}")
-        args = [self.size(a) for a in value.args]
-        node = args[0]
-        for arg in args[1:]:
-            node = self.call(_OF_SIZES[value.op], node, arg)
-        return node  # type: ignore[no-any-return]
+        whole, *rest = [self.size(a, known) for a in value.args]
+        for part in rest:
+            numbers = bool(known) and not any(isinstance(x, fx.Node) for x in (whole, part))
+            operation = _OF_SIZES[value.op]
+            whole = operation(whole, part) if numbers else self.call(operation, whole, part)
+        return whole
 
     def _symbol(self, name: str) -> fx.Node:
         """The symbol as the first number that it is (one that data tell), or the dimension of the first
@@ -183,20 +194,3 @@ class Builder:
 
     def _side_by_side(self, parts: list[fx.Node], dim: int) -> fx.Node:
         return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts, dim)
-
-
-def built(builder: Builder, value: Expr, known: dict[Expr, Any]) -> Any:
-    """A size expression computed from sizes that nodes (or dimensions of nodes) provide."""
-    if value in known:
-        found = known[value]
-        return builder.call(aten.sym_size.int, *found) if isinstance(found, tuple) else found
-    if value.op == "const":
-        return int(value.value)
-    if value.op not in _OF_SIZES:
-        return builder.size(value)
-    parts = [built(builder, a, known) for a in value.args]
-    whole = parts[0]
-    for part in parts[1:]:
-        both = any(isinstance(x, fx.Node) for x in (whole, part))
-        whole = builder.call(_OF_SIZES[value.op], whole, part) if both else _OF_SIZES[value.op](whole, part)
-    return whole

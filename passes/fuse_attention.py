@@ -368,10 +368,7 @@ def _build(
         (found,) = group
         claims = found.claims
         parts = [builder.view(_build_one(builder, c, leaves, seeds), c.output) for c in claims]
-        whole = parts[0]
-        for part in parts[1:]:
-            whole = builder.call(torch.ops.aten.add.Tensor, whole, part)
-        results[found.node] = whole
+        results[found.node] = builder.trace(lambda *parts: functools.reduce(operator.add, parts), *parts)
     for old, new in results.items():
         results[old] = builder.trace(lambda new, dtype: new.to(dtype), new, old.meta["val"].dtype)
     return results, claims, list(dict.fromkeys(leaves))

@@ -63,22 +63,6 @@ class Traced:
         """What is known of it: a fake tensor, a size, or several."""
         return self.node.meta["val"]
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.value.shape  # type: ignore[no-any-return]
-
-    @property
-    def ndim(self) -> int:
-        return self.value.ndim  # type: ignore[no-any-return]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype  # type: ignore[no-any-return]
-
-    @property
-    def device(self) -> torch.device:
-        return self.value.device  # type: ignore[no-any-return]
-
     def size(self, dim: int) -> Traced:
         """An extent as a node of its own, whether the trace knows it as a number or not."""
         return self._call(aten.sym_size.int, self, dim)
@@ -88,6 +72,9 @@ class Traced:
         return self if self.dtype == dtype else self._call(aten._to_copy.default, self, dtype=dtype)
 
     def __getattr__(self, name: str) -> Any:
+        """What is known of a tensor, or a method of tensors."""
+        if name in ("shape", "ndim", "dtype", "device"):
+            return getattr(self.value, name)
         return functools.partial(self._call, getattr(aten, name), self)
 
     def __getitem__(self, place: int) -> Traced:

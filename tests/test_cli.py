@@ -12,9 +12,8 @@ import torch
 
 import attngraph
 from attngraph import cli, passes
-from attngraph.api import options
-from attngraph.cli import choices
 from attngraph.exporter import export
+from attngraph.ir import choices
 
 TINY = "attngraph.models.targets:tiny_decoder_lm"
 COMMANDS = ("compile", "demo", "export", "inspect", "opt", "bisect", "show", "bench", "cache", "plan")
@@ -229,10 +228,8 @@ def test_help_and_version_import_no_torch() -> None:
 
 
 def test_what_arguments_may_be_is_what_there_is() -> None:
-    assert choices.BACKENDS == options.BACKENDS
-    assert choices.ABSORB == options.ABSORB
     assert tuple(step.name for step in passes.PASSES) == choices.PASSES
-    assert (tuple(export.FORMATS), export.FALLBACKS) == (choices.FORMATS, choices.FALLBACKS)
+    assert tuple(format.name for format in export.FORMATS.values()) == choices.FORMATS
 
 
 @pytest.mark.slow

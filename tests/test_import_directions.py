@@ -33,7 +33,7 @@ FLOORS = (
 """Rooms from the ground up: a file may import from its own room and from lower floors, nothing else."""
 FLOORS_INSIDE = {
     "ir": (
-        {"budgets", "versions", "cache_folder", "garbage", "records", "operations", "dtypes"},
+        {"budgets", "choices", "versions", "cache_folder", "garbage", "records", "operations", "dtypes"},
         {"language"}, {"ops"}, {"graph"},
     ),
     "meaning": (
@@ -42,7 +42,7 @@ FLOORS_INSIDE = {
     ),
     "capture": (
         {"instead", "structure", "trace_lock"}, {"state"}, {"lines", "sides"},
-        {"asked", "attributes", "captured"}, {"assumed", "guards", "program", "side_effects", "subgraphs"},
+        {"asked", "attributes"}, {"captured", "guards", "program", "side_effects", "subgraphs"},
         {"compared", "faster", "first_call", "flat", "graph_breaks"}, {"trace"}, {"__init__"},
     ),
     "codegen": ({"unsupported", "remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),

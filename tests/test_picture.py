@@ -116,7 +116,7 @@ def test_tiles_that_bounds_leave_open_are_evaluated_where_tensors_are_given() ->
 
 def test_heads_share_a_panel_where_they_look_alike() -> None:
     drawn = mask_map("keep k <= q + h // 2", 4, 4, heads=range(4))
-    assert [p.pairs for p in drawn.panels] == [((0, 0), (0, 1)), ((0, 2), (0, 3))]
+    assert [p.heads for p in drawn.panels] == [(0, 1), (2, 3)]
     assert len(mask_map("keep k <= q", 4, 4, heads=range(4)).panels) == 1
     assert drawn.pairs["full"] == 2 * (10 + 13)
     text = to_text(drawn, color=False)

@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attngraph.cli.arguments import POSITIVE, at_least
-from attngraph.cli.problems import TargetError, check_writable
-from attngraph.cli.progress import Progress
+from attngraph.cli.terminal import Progress, TargetError, check_writable
 from attngraph.codegen.triton import store
 from attngraph.runtime.measure import measure
 

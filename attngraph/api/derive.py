@@ -27,8 +27,7 @@ from attngraph.api.rewritten import (
     place_of_logits,
     rewritten,
 )
-from attngraph.capture.assumed import Assumed
-from attngraph.capture.captured import Captured
+from attngraph.capture.captured import Assumed, Captured
 from attngraph.capture.sides import Sides
 from attngraph.capture.structure import Spread
 from attngraph.capture.trace_lock import LOCK

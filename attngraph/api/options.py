@@ -10,9 +10,9 @@ from typing import Any, TypedDict, Unpack
 
 from attngraph.errors import meant
 from attngraph.ir import budgets
+from attngraph.ir.choices import ABSORB, BACKENDS
 from attngraph.ir.graph.program_graph import RESULTS
 from attngraph.passes import PASSES, order, pass_named, waiting_at_most
-from attngraph.passes.absorb_mla.absorb import WAYS as ABSORB
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.pipeline import Pass, without
@@ -20,7 +20,6 @@ from attngraph.runtime.devices import ONE, OneDevice
 from attngraph.runtime.parallel.mesh import ShardConfig
 from attngraph.runtime.parallel.several import devices_of
 
-BACKENDS = ("auto", "cpu", "triton", "reference")
 __all__ = ["ABSORB", "BACKENDS", "CompileOptions", "Options", "make_options"]
 
 

@@ -17,8 +17,7 @@ import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.options import Options
 from attngraph.api.records import entries_of
 from attngraph.capture import trace as capturing
-from attngraph.capture.assumed import NOTHING, Assumed
-from attngraph.capture.captured import Captured, Structure
+from attngraph.capture.captured import NOTHING, Assumed, Captured, Structure
 from attngraph.capture.compared import compared
 from attngraph.capture.first_call import answers_alike, fills_a_table, run_first, writes_to_tensors
 from attngraph.capture.flat import closed_over_modules

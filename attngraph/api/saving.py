@@ -45,8 +45,8 @@ from attngraph.saved.entry import (
     describe,
     executable_from,
     files_of,
+    of_files,
     step_from,
-    told,
     unfit_contents,
 )
 from attngraph.saved.folder import read_file, read_manifest, write_folder
@@ -144,7 +144,7 @@ class Call:
 
     def known(self, files: Files) -> Known:
         """What a graph in files is put in place with."""
-        scope = told(describe(files)["ran"].scope, self.content)
+        scope = of_files(describe(files)["ran"].scope)(self.content)
         return Known(self.content(scope).objects, self.owner, scope)
 
     def unfit(self, files: Files) -> list[str]:
@@ -153,7 +153,7 @@ class Call:
         content = self.content(known.scope)
         if not self.checks_model:
             found, content = {**found, "state": {}}, Content()
-        answers = told(guards.describe_answers, self.tensors, found["ran"])
+        answers = of_files(guards.describe_answers)(self.tensors, found["ran"])
         unlike = guards.differences(found, {**self.described, **answers}, content, found["left_out"])
         reasons = [reason for reason, _ in zip(unlike, range(_TOLD), strict=False)]
         return reasons or [r for r in (unfit_contents(files, known),) if r]
@@ -358,7 +358,7 @@ def _taken(
         for files, where in source.entries(call, reasons):
             try:
                 found = read(files)
-                fitting = told(fits, found)
+                fitting = of_files(fits)(found)
             except SavedError as problem:
                 log.info("not used: %s", problem)
                 reasons.append(str(problem).removesuffix("."))

@@ -10,6 +10,7 @@ other sizes has not been traced, so whoever uses the graph shows that it is righ
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -51,9 +52,12 @@ def compared(graphs: Sequence[Captured], place: int) -> Captured:
         CaptureError: they are not of the same operations, or a number in them is of another form.
     """
     first, *others = graphs
-    kinds = {(c.graph.inputs, c.graph.outputs, str(c.structure.tree), _operations(c.graph)) for c in graphs}
-    constants = [(c.graph.constants, c.graph.values) for c in graphs]
-    if len(kinds) > 1 or not all(_same_constants(constants[0], other) for other in constants[1:]):
+    kinds = {(c.graph.inputs, c.graph.outputs, str(c.structure.tree)) for c in graphs}
+    operations = {
+        tuple(n.target if n.op == "call_function" else n.op for n in c.graph.graph.nodes) for c in graphs
+    }
+    is_one = len(kinds) == len(operations) == 1
+    if not is_one or not all(_same_constants(first.graph, other.graph) for other in others):
         raise _unlike("the model does something else")
     found = first.graph.copy()
     writer = _Writer(found, place, [c.graph for c in others])
@@ -141,18 +145,16 @@ class _Writer:
         if formula not in self._made:
             rows, tokens = self._sizes
             with self.graph.graph.inserting_before(self._first):
-                terms = [
+                terms: list[Any] = [
                     self._call(operator.mul, number, what) if number != 1 else what
                     for number, what in ((formula.rows, rows), (formula.tokens, tokens))
                     if number
                 ]
                 if formula.both:
-                    terms.append(
-                        self._call(operator.mul, formula.both, self._call(operator.mul, rows, tokens))
-                    )
-                found: Any = terms[0]
-                for term in (*terms[1:], *([formula.constant] if formula.constant else [])):
-                    found = self._call(operator.add, found, term)
+                    both = self._call(operator.mul, rows, tokens)
+                    terms.append(self._call(operator.mul, formula.both, both))
+                terms += [formula.constant] if formula.constant else []
+                found = functools.reduce(functools.partial(self._call, operator.add), terms)
             self._made[formula] = found
         return self._made[formula]
 
@@ -181,19 +183,12 @@ def interpolated(numbers: Sequence[int]) -> _Formula:
     return found
 
 
-def _operations(graph: ProgramGraph) -> tuple[Any, ...]:
-    return tuple(n.target if n.op == "call_function" else n.op for n in graph.graph.nodes)
+def _same_constants(one: ProgramGraph, other: ProgramGraph) -> bool:
+    def equal(a: Tensor, b: Tensor) -> bool:
+        return a is b or (a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b)))
 
-
-def _same_constants(one: Sequence[dict[str, Tensor]], other: Sequence[dict[str, Tensor]]) -> bool:
-    return all(
-        a.keys() == b.keys() and all(a[n] is b[n] or _equal(a[n], b[n]) for n in a)
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
+    pairs = (one.constants, other.constants), (one.values, other.values)
+    return all(a.keys() == b.keys() and all(equal(a[n], b[n]) for n in a) for a, b in pairs)
 
 
 def _unlike(what: str) -> CaptureError:

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify
 
 from attngraph.capture.asked import Answered, Asked, Numbers, lend_attributes
-from attngraph.capture.assumed import Assumed, Dimension
 from attngraph.capture.attributes import Described, Watch, containers
-from attngraph.capture.captured import Attribute, Structure
+from attngraph.capture.captured import Assumed, Attribute, Dimension, Structure
 from attngraph.capture.guards import aliases, things
 from attngraph.capture.instead import products_cast
 from attngraph.capture.lines import label_of

@@ -68,7 +68,8 @@ class GraphBreaks:
                 raise
             # An invalid call fails in eager mode too, with a clearer error. If eager succeeds, warn.
             result = self.target(*args, **kwargs)
-            reason = f"torch.compile cannot capture it either: {_first_line(problem)}; it runs eagerly"
+            told = next(iter(str(problem).splitlines()), "") or type(problem).__name__
+            reason = f"torch.compile cannot capture it either: {told}; it runs eagerly"
             log.warning("%s", reason)
             self.breaks.append(Break(reason, ""))
             self.run = self.target
@@ -124,10 +125,6 @@ def _is_of_torch_compile(problem: Exception) -> bool:
 
 
 _TORCHS = os.path.dirname(torch._dynamo.__file__) + os.sep, torch._ops.__file__
-
-
-def _first_line(problem: Exception) -> str:
-    return next(iter(str(problem).splitlines()), "") or type(problem).__name__
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -62,14 +62,17 @@ def things(leaves: Sequence[Any]) -> list[Any]:
 
 def aliases(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """For each tensor the number of the first one that it shares its memory with."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(_storage(t), place) for place, t in enumerate(tensors))
+    return _firsts(map(_storage, tensors))
 
 
 def repeats(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """For each tensor the number of the first one that is the same object."""
+    return _firsts(map(id, tensors))
+
+
+def _firsts(values: Iterable[int]) -> tuple[int, ...]:
     first: dict[int, int] = {}
-    return tuple(first.setdefault(id(t), place) for place, t in enumerate(tensors))
+    return tuple(first.setdefault(value, place) for place, value in enumerate(values))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
+from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
 Row = tuple[Any, str, Callable[[Any], Any]]
@@ -124,7 +125,7 @@ _FOLLOWED: tuple[Row, ...] = (
     ("torch._functorch.vmap", "_remove_batch_dim", _batch_first),
     # torch.nn's transformer layers look whether a mask's values are causal, to pass a hint with the mask.
     (torch.nn.modules.transformer, "_detect_is_causal_mask", lambda _: _as_told),
-    (fx.experimental.proxy_tensor._ModuleStackTracer, "__init__", _without_stand_ins),
+    (proxy_tensor._ModuleStackTracer, "__init__", _without_stand_ins),
 )
 
 

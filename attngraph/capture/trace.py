@@ -28,8 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 
 from attngraph.capture import faster
-from attngraph.capture.assumed import NOTHING, Assumed
-from attngraph.capture.captured import Captured, Structure
+from attngraph.capture.captured import NOTHING, Assumed, Captured, Structure
 from attngraph.capture.first_call import extents_of_loop
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.guards import aliases, things

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from attngraph.cli.arguments import parser
-from attngraph.cli.problems import TargetError
+from attngraph.cli.terminal import TargetError
 from attngraph.errors import AttnGraphError, BackendError, DumpError, TextError
 
 

@@ -10,8 +10,8 @@ import torch
 
 from attngraph.api.bisect import bisect
 from attngraph.api.options import make_options
-from attngraph.cli.progress import Progress
 from attngraph.cli.target import load_target, run_as_given
+from attngraph.cli.terminal import Progress
 
 
 def run(options: argparse.Namespace) -> int:

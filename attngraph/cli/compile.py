@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.options import make_options
-from attngraph.cli.page import write_page
-from attngraph.cli.problems import TargetError, check_writable
-from attngraph.cli.progress import Progress
 from attngraph.cli.target import load_target, run_as_given, shapes_of
+from attngraph.cli.terminal import Progress, TargetError, check_writable
+from attngraph.errors import CaptureError
+from attngraph.report.entries import AttentionEntry, folded
 from attngraph.runtime.measure import Measurement, measure
 from attngraph.runtime.verify import compare
+
+_MOST_BYTES = 1 << 26
+"""Most bytes of the weights of one attention that is drawn in a page."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,7 +69,7 @@ def compile_target(
         )
         if options.page is not None:
             tell("measuring single operations")
-            write_page(compiled, inputs, options.page, target)
+            _write_page(compiled, inputs, options.page, target)
     tell.done()
     shapes = shapes_of(inputs)
     result = {
@@ -81,16 +86,10 @@ def compile_target(
 
 
 def _candidates(
-    model: nn.Module,
-    compiled: CompiledModule,
-    inputs: tuple[Any, ...],
-    options: argparse.Namespace,
+    model: nn.Module, compiled: CompiledModule, inputs: tuple[Any, ...], options: argparse.Namespace,
     tell: Progress,
-) -> dict[str, Any]:
-    candidates: dict[str, Any] = {
-        "eager": lambda: model(*inputs),
-        "attngraph": lambda: compiled(*inputs),
-    }
+) -> dict[str, Any]:  # fmt: skip
+    candidates: dict[str, Any] = {"eager": lambda: model(*inputs), "attngraph": lambda: compiled(*inputs)}
     if options.no_torch_compile:
         return candidates
     tell("torch.compile")
@@ -112,3 +111,38 @@ def _table(found: dict[str, Measurement]) -> str:
             f"{m.peak_bytes / 2**20:>10.0f} MiB"
         )
     return "\n".join(lines)
+
+
+def _write_page(compiled: CompiledModule, inputs: tuple[Any, ...], page: Path, title: str) -> None:
+    """Write the report as a page, with what a sample input shows (times of operations, and weights of one of
+    each group of equal attentions), and print its name.
+
+    Raises:
+        DumpError: it cannot be written.
+    """
+    report, times, weights = compiled.report, None, dict[str, Tensor]()
+    try:
+        times = compiled.times(*inputs)
+        for entry, *_ in folded(report.attention):
+            weights |= _weights(compiled, inputs, entry)
+    except CaptureError as problem:
+        print(f"attngraph: {problem.reason}: no times and no weights in the page", file=sys.stderr)
+    report.to_html(page, title, weights, times=times)
+    print(f"attngraph: the page is {page}", file=sys.stderr)
+
+
+def _weights(compiled: CompiledModule, inputs: tuple[Any, ...], entry: AttentionEntry) -> dict[str, Tensor]:
+    """The weights of an attention for the first row of the inputs; none if they are many."""
+    if entry.call is None or entry.score_bytes is None:
+        return {}
+    if entry.score_bytes // max(entry.call.batch, 1) > _MOST_BYTES:
+        return {}
+    name = entry.name or "attention"
+    for at in (name, f"{name}#0"):
+        try:
+            weights = compiled.weights(*inputs, at=[at], rows=slice(0, 1))
+        except ValueError:
+            continue  # a module with several attentions
+        assert isinstance(weights, dict)
+        return weights
+    return {}

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from attngraph.api.compile import compile as compiled_model
-from attngraph.cli.problems import TargetError
-from attngraph.cli.progress import Progress
 from attngraph.cli.target import load_target, run_as_given
+from attngraph.cli.terminal import Progress, TargetError
 from attngraph.errors import ExportError
 from attngraph.exporter.export import FORMATS, export
 from attngraph.exporter.formats import require_place

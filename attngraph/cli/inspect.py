@@ -13,9 +13,8 @@ import sys
 import webbrowser
 from typing import Any
 
-from attngraph.cli.choices import PAGE
-from attngraph.cli.problems import check_writable
-from attngraph.cli.progress import Progress
+from attngraph.cli.arguments import PAGE
+from attngraph.cli.terminal import Progress, check_writable
 from attngraph.report.dump import read_dump
 from attngraph.report.report import CompileReport, merge
 

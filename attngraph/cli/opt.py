@@ -9,8 +9,7 @@ import sys
 from dataclasses import asdict
 
 from attngraph import pipeline
-from attngraph.cli.problems import TargetError
-from attngraph.cli.progress import Progress
+from attngraph.cli.terminal import Progress, TargetError
 from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import ProgramGraph

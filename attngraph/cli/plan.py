@@ -9,9 +9,8 @@ from torch import nn
 
 from attngraph.api.plan import plan
 from attngraph.api.plan_memory import WithoutMemory, fill
-from attngraph.cli.problems import TargetError
-from attngraph.cli.progress import Progress
 from attngraph.cli.target import load_target, run_as_given
+from attngraph.cli.terminal import Progress, TargetError
 from attngraph.errors import CaptureError
 from attngraph.report.plan import Machine
 

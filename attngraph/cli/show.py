@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attngraph.cli.problems import TargetError
+from attngraph.cli.terminal import TargetError
 from attngraph.errors import meant
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ProgramError, ScoreProgram
@@ -170,7 +170,7 @@ def _cost(whole: TileMap, width: int) -> list[str]:
     """Lines of text with the operations that the tiles take."""
     operations = _operations(whole, width)
     total, least, most = (operations[name] for name in ("all", "least", "most"))
-    heads = sum(len(panel.pairs) for panel in whole.panels)
+    heads = sum(len(panel.heads) for panel in whole.panels)
     of = f"{_flops(total)} ({heads} head{'s' if heads > 1 else ''} of width {width}, {4 * width} for a pair)"
     if least == most:
         found = [f"  computed: {_flops(most)} of {of}, {most / total:.1%}"]
@@ -217,10 +217,7 @@ def _picture_json(drawn: TileMap) -> dict[str, Any]:
         "fills": list(drawn.fills),
         "decided_by": list(drawn.unknown),
         "heads": [
-            {
-                "heads": [h for _, h in panel.pairs],
-                "rows": ["".join(signs[s] for s in row) for row in panel.rows],
-            }
+            {"heads": list(panel.heads), "rows": ["".join(signs[s] for s in row) for row in panel.rows]}
             for panel in drawn.panels
         ],
     }

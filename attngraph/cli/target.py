@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attngraph.cli.problems import TargetError, first_line
+from attngraph.cli.terminal import TargetError, told
 from attngraph.errors import AttnGraphError
 
 
@@ -33,7 +33,7 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as problem:
-        raise TargetError(f"cannot import {module_name}: {first_line(problem)}") from problem
+        raise TargetError(f"cannot import {module_name}: {told(problem)}") from problem
     make = getattr(module, attribute, None)
     if make is None:
         found = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
@@ -50,7 +50,7 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
     try:
         made = make(**given)
     except (Exception, SystemExit) as problem:
-        raise TargetError(f"{name} failed: {first_line(problem)}") from problem
+        raise TargetError(f"{name} failed: {told(problem)}") from problem
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         raise TargetError(f"{name} must return (model, inputs), it returned {_kind(made)}.")
     model, inputs = made
@@ -81,6 +81,6 @@ def run_as_given(
             model(*inputs)
         except Exception as problem:
             raise TargetError(
-                f"{name}: the model cannot be run on the inputs of the target: {first_line(problem)}"
+                f"{name}: the model cannot be run on the inputs of the target: {told(problem)}"
             ) from problem
         raise

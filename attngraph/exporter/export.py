@@ -34,6 +34,7 @@ from attngraph.exporter.report import ExportReport, empty_cache
 from attngraph.exporter.step import StepModule
 from attngraph.exporter.tracing import became_numbers, traced, varies
 from attngraph.exporter.whole import REMARK, Whole
+from attngraph.ir import choices
 from attngraph.ir.ops.cached_attention import Store
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
@@ -42,8 +43,7 @@ from attngraph.passes.tidy import Tidy
 from attngraph.report.entries import Missed
 from attngraph.runtime.decoder import Decoder
 
-FORMATS: dict[str, Format] = {format.name: format for format in (PT2(), Onnx())}
-FALLBACKS = ("sdpa", "eager")
+FORMATS: dict[str, Format] = dict(zip(choices.FORMATS, (PT2(), Onnx()), strict=True))
 EXAMPLE = (2, 3, 4)
 """Rows, new tokens and cached tokens of the call that a decoder is traced with: torch.export takes sizes that
 are equal for one size, and sizes of 1 for fixed."""
@@ -83,8 +83,8 @@ def export(
     format = format or path.suffix.removeprefix(".")
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, found {format!r}.")
-    if fallback not in FALLBACKS:
-        raise ValueError(f"fallback must be one of {', '.join(FALLBACKS)}, found {fallback!r}.")
+    if fallback not in choices.FALLBACKS:
+        raise ValueError(f"fallback must be one of {', '.join(choices.FALLBACKS)}, found {fallback!r}.")
     chosen = FORMATS[format]
     chosen.require()
     formats.require_place(path)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -99,16 +99,17 @@ def _unwritable(path: Path, problem: OSError) -> ExportError:
     return ExportError(f"cannot write {path}: {why}. What to do: name a file where you may write.")
 
 
-def quietly(act: Callable[[], Any]) -> Any:
-    """Without the progress and the warnings of torch's exporters."""
-    loud = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
-    levels = [logger.level for logger in loud]
+@contextlib.contextmanager
+def quiet(*others: str) -> Iterator[None]:
+    """Without the progress and the warnings of torch's exporters, and what these `others` log."""
+    names = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export", *others)
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     try:
-        for logger in loud:
+        for logger in levels:
             logger.setLevel(logging.CRITICAL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return act()
+            yield
     finally:
-        for logger, level in zip(loud, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)

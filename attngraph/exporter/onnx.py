@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import ExportError
-from attngraph.exporter.formats import Format, Names, Run, quietly
+from attngraph.errors import ExportError, first_line
+from attngraph.exporter.formats import Format, Names, Run, quiet
 
 OPSET = 23
 """The first version of ONNX's operations that has Attention."""
@@ -47,13 +47,13 @@ class Onnx(Format):
             return found
 
         try:
-            with LOCK.trace():
-                quietly(lambda: made().save(str(path)))
+            with LOCK.trace(), quiet():
+                made().save(str(path))
         except Exception as problem:
             root: BaseException = problem
             while root.__cause__ is not None:
                 root = root.__cause__
-            raise ExportError(f"torch.onnx cannot write the model: {_first_line(root)}") from problem
+            raise ExportError(f"torch.onnx cannot write the model: {first_line(root)}") from problem
 
     def reader(self, path: Path, outputs: Sequence[str]) -> Run:
         if importlib.util.find_spec("onnxruntime") is None:
@@ -67,7 +67,7 @@ class Onnx(Format):
         try:
             session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as problem:
-            raise ExportError(f"onnxruntime does not load the file: {_first_line(problem)}") from problem
+            raise ExportError(f"onnxruntime does not load the file: {first_line(problem)}") from problem
         inputs = [given.name for given in session.get_inputs()]
 
         def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -75,7 +75,7 @@ class Onnx(Format):
                 feeds = {n: t.detach().cpu().numpy() for n, t in zip(inputs, tensors, strict=True)}
                 found = session.run(list(outputs), feeds)
             except Exception as problem:
-                raise ExportError(f"onnxruntime cannot run the file: {_first_line(problem)}") from problem
+                raise ExportError(f"onnxruntime cannot run the file: {first_line(problem)}") from problem
             return [torch.from_numpy(a) for a in found]
 
         return run
@@ -102,7 +102,3 @@ def _name_sizes(model: Any, sizes: Sequence[Mapping[int, str]]) -> None:
         for dim, size in enumerate(value.shape):
             if not isinstance(size, int) and size.value is not None:
                 value.shape[dim] = pattern.sub(lambda found: known[found[1]], str(size.value))
-
-
-def _first_line(problem: BaseException) -> str:
-    return next((line for line in str(problem).splitlines() if line.strip()), type(problem).__name__)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from attngraph.exporter.formats import Format, Names, Run, quietly
+from attngraph.exporter.formats import Format, Names, Run, quiet
 
 
 class PT2(Format):
@@ -20,10 +20,12 @@ class PT2(Format):
     name = "pt2"
 
     def save(self, program: ExportedProgram, path: Path, names: Names) -> None:
-        quietly(lambda: torch.export.save(program, path))
+        with quiet():
+            torch.export.save(program, path)
 
     def reader(self, path: Path, outputs: Sequence[str]) -> Run:
-        program = quietly(lambda: torch.export.load(path))
+        with quiet():
+            program = torch.export.load(path)
         module, spec = program.module(), program.call_spec.in_spec
         example = pytree.tree_leaves(program.example_inputs, is_leaf=lambda x: x is None)
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,10 +21,12 @@ from torch.utils import _pytree as pytree
 
 from attngraph.capture.sides import UNASKED, Sides, assumed, in_words
 from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import ExportError
-from attngraph.exporter.formats import Format
+from attngraph.errors import ExportError, first_line
+from attngraph.exporter.formats import Format, quiet
 from attngraph.ir.graph.conditions import test_of
 from attngraph.ir.modes import without_autocast
+
+_SIZES = "torch.fx.experimental.symbolic_shapes"
 
 
 def traced(
@@ -46,12 +46,8 @@ def traced(
     shapes: Any = {**({"args": of_args} if args else {}), **of_kwargs}
     if not any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values()):
         shapes = of_args
-    quiet = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = quiet.level
     try:
-        quiet.setLevel(logging.CRITICAL)
-        with LOCK.trace(), torch.no_grad(), without_autocast(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with LOCK.trace(), torch.no_grad(), without_autocast(), quiet(_SIZES):
             made = torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
         # Torch's text of guards fails on inputs of several kinds; sizes are checked by the range constraints.
         made._guards_code = []
@@ -59,10 +55,8 @@ def traced(
     except ExportError:
         raise
     except Exception as problem:
-        reason = next((line for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
-        raise ExportError(f"torch.export cannot trace the rewritten model: {reason}") from problem
-    finally:
-        quiet.setLevel(level)
+        why = first_line(problem)
+        raise ExportError(f"torch.export cannot trace the rewritten model: {why}") from problem
 
 
 def varies(size: Any) -> bool:

@@ -25,6 +25,7 @@ from attngraph.ir.graph.program_graph import RESULTS, Input, ProgramGraph, Rate,
 from attngraph.ir.ops import nodes
 from attngraph.meaning.placement.elements import grouped
 from attngraph.runtime.inputs import own_tensor
+from attngraph.saved.weights import put
 
 REMARK = "products of tokens with the weights of their expert: every expert multiplies all tokens"
 
@@ -157,7 +158,7 @@ class Weights(nn.Module):
 
     def __init__(self, graph: ProgramGraph, owner: nn.Module) -> None:
         super().__init__()
-        self._paths: dict[Input, tuple[str, str]] = {}
+        self._paths: dict[Input, str] = {}
         known: dict[int, nn.Parameter] = {}
         for given in graph.inputs:
             if given.kind in ("parameter", "buffer", "constant"):
@@ -177,20 +178,12 @@ class Weights(nn.Module):
     def _keep(self, given: Input, tensor: Tensor) -> None:
         """Register a tensor below modules with the names that the user knows."""
         kind = "" if given.kind in ("parameter", "buffer") else f"{given.kind}."
-        *path, name = (_free(step) for step in f"{kind}{given.label}".split("."))
-        module: nn.Module = self
-        for step in path:
-            if step not in module._modules:
-                module.add_module(step, nn.Module())
-            module = module.get_submodule(step)
-        if isinstance(tensor, nn.Parameter):
-            module.register_parameter(name, tensor)
-        else:
-            module.register_buffer(name, tensor)
-        self._paths[given] = (".".join(path), name)
+        name = ".".join(_free(step) for step in f"{kind}{given.label}".split("."))
+        put(self, name, tensor)
+        self._paths[given] = name
 
     def __getitem__(self, given: Input) -> Tensor:
-        path, name = self._paths[given]
+        path, _, name = self._paths[given].rpartition(".")
         found: Tensor = getattr(self.get_submodule(path), name)
         return found
 

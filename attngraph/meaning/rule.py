@@ -99,11 +99,6 @@ def is_part(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
-def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
-    """An argument given by position or by name."""
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
 def axis(dim: int, rank: int) -> int:
     """A dimension counted from the front."""
     return dim % rank if rank else 0

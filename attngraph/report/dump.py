@@ -76,10 +76,10 @@ class Dump:
         told: tuple[AttentionEntry | TokenProgramEntry, ...] = (*report.attention, *report.programs)
         kernels = list(dict.fromkeys(a.kernel for a in told if a.kernel.source))
         for number, kernel in enumerate(kernels):
-            (self.folder / _kernel_file(number, kernel)).write_text(kernel.source, encoding="utf-8")
+            (self.folder / kernel_file(number, kernel)).write_text(kernel.source, encoding="utf-8")
         for entry, given in zip((*found["attention"], *found["programs"]), told, strict=True):
             if given.kernel.source:
-                entry["kernel"]["file"] = _kernel_file(kernels.index(given.kernel), given.kernel)
+                entry["kernel"]["file"] = kernel_file(kernels.index(given.kernel), given.kernel)
         self._json("report.json", found)
         self._json(CODE, dataclasses.asdict(report.code))
 
@@ -95,7 +95,8 @@ class Dump:
         (self.folder / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def _kernel_file(number: int, kernel: KernelEntry) -> str:
+def kernel_file(number: int, kernel: KernelEntry) -> str:
+    """The name of the file with a kernel's source."""
     ending = _ENDINGS.get(kernel.name.split(".")[0], "txt")
     return f"kernel-{number:02d}.{re.sub(r'[^a-z0-9._-]', '-', kernel.name)}.{ending}"
 

@@ -85,11 +85,8 @@ def _fitting(drawn: TileMap, side: int) -> TileMap:
 
 
 def _heading(panel: Panel) -> str:
-    count = len(panel.pairs)
-    several_b = any(b > 0 for b, _ in panel.pairs)
-    heads = ", ".join(f"b {b} h {h}" if several_b else f"{h}" for b, h in panel.pairs[:6])
-    more = f" and {count - 6} more" if count > 6 else ""
-    return f"{'' if several_b else 'head '}{heads}{more}"
+    more = f" and {len(panel.heads) - 6} more" if len(panel.heads) > 6 else ""
+    return f"head {', '.join(map(str, panel.heads[:6]))}{more}"
 
 
 def _notes(shown: TileMap, mark: str) -> list[str]:

@@ -34,9 +34,9 @@ Rows = tuple[tuple[State, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """The tiles of an attention head, one row per block of queries, and all (b, h) that have these tiles."""
+    """The tiles of an attention head, one row per block of queries, and all heads that have these tiles."""
 
-    pairs: tuple[tuple[int, int], ...]
+    heads: tuple[int, ...]
     rows: Rows = dataclasses.field(repr=False)
 
 
@@ -47,7 +47,7 @@ class TileMap:
     "full": all are kept, and no mask has to be evaluated. "empty": none has any weight. "filled": none is
     kept, and the score of some is a fill instead of minus infinity. "partial": the mask has to be
     evaluated. "unknown": it depends on `unknown`, which only a call knows. `panels` has one entry for each
-    different picture among the heads (and batches) asked for; `fills` are the fills of the masks, `mask` is
+    different picture among the heads asked for; `fills` are the fills of the masks, `mask` is
     the mask in words. `looked`: some tiles were decided by evaluating their pairs, where the bounds that
     kernels use do not decide.
     """
@@ -75,7 +75,7 @@ class TileMap:
         for panel in self.panels:
             for height, row in zip(heights, panel.rows, strict=True):
                 for width, state in zip(widths, row, strict=True):
-                    found[state] += height * width * len(panel.pairs)
+                    found[state] += height * width * len(panel.heads)
         return found
 
     @property
@@ -107,16 +107,9 @@ class TileMap:
 
 
 def tile_map(
-    program: ScoreProgram | str,
-    queries: int,
-    keys: int,
-    tile: int,
-    reads: Sequence[Tensor] = (),
-    sizes: Sequence[int] = (),
-    *,
-    batch: Sequence[int] = (0,),
-    heads: Sequence[int] = (0,),
-) -> TileMap:
+    program: ScoreProgram | str, queries: int, keys: int, tile: int, reads: Sequence[Tensor] = (),
+    sizes: Sequence[int] = (), *, heads: Sequence[int] = (0,),
+) -> TileMap:  # fmt: skip
     """What has to be computed of an attention, tile by tile.
 
     Masks of positions are decided by bounds, as kernels do it. Where masks read tensors that are given in
@@ -124,7 +117,7 @@ def tile_map(
 
     Args:
         sizes: n0, n1, ...
-        batch, heads: the numbers b and h to look at.
+        heads: the numbers h to look at.
 
     Raises:
         ValueError: a size or a tensor that does not fit the program, too many tiles.
@@ -132,20 +125,20 @@ def tile_map(
     """
     program = parse(program) if isinstance(program, str) else program
     _check(program, queries, keys, tile, reads, sizes)
-    found: dict[Rows, list[tuple[int, int]]] = {}
-    seen: dict[tuple[int, int], Rows] = {}
+    found: dict[Rows, list[int]] = {}
+    seen: dict[int, Rows] = {}
     looked = False
-    by_batch, by_head = (_depends_on(program, name) for name in "bh")
-    for b, h in ((b, h) for b in batch for h in heads):
-        key = (b if by_batch else 0, h if by_head else 0)
+    by_head = any(v.value == "h" for e in program.expressions for v in e.free)
+    for h in heads:
+        key = h if by_head else 0
         if key not in seen:
-            cuts = Cut(b, b + 1, 1), Cut(h, h + 1, 1), Cut(0, queries, tile), Cut(0, keys, tile)
+            cuts = Cut(0, 1, 1), Cut(h, h + 1, 1), Cut(0, queries, tile), Cut(0, keys, tile)
             grid = Grid(*cuts, tuple(sizes), tuple(reads))
             bounded = _bounded(program, grid)
             seen[key] = _evaluated(program, grid, bounded)
             looked |= tile > 1 and seen[key] != bounded
-        found.setdefault(seen[key], []).append((b, h))
-    panels = tuple(Panel(tuple(pairs), rows) for rows, pairs in found.items())
+        found.setdefault(seen[key], []).append(h)
+    panels = tuple(Panel(tuple(alike), rows) for rows, alike in found.items())
     fills = dict.fromkeys(named(format_expr(k.fill)) for k in program.keeps if not k.is_hard and not k.lowers)
     unknown = unknown_names([k.predicate for k in program.keeps], len(reads))
     mask = describe(program)
@@ -153,17 +146,11 @@ def tile_map(
 
 
 def mask_map(
-    program: ScoreProgram | str,
-    queries: int = 24,
-    keys: int = 24,
-    reads: Sequence[Tensor] = (),
-    sizes: Sequence[int] = (),
-    *,
-    batch: Sequence[int] = (0,),
-    heads: Sequence[int] = (0,),
-) -> TileMap:
+    program: ScoreProgram | str, queries: int = 24, keys: int = 24, reads: Sequence[Tensor] = (),
+    sizes: Sequence[int] = (), *, heads: Sequence[int] = (0,),
+) -> TileMap:  # fmt: skip
     """Each pair of a small attention by itself: as `tile_map` with tiles of one pair, all evaluated."""
-    return tile_map(program, queries, keys, 1, reads, sizes, batch=batch, heads=heads)
+    return tile_map(program, queries, keys, 1, reads, sizes, heads=heads)
 
 
 def _bounded(program: ScoreProgram, grid: Grid) -> Rows:
@@ -216,10 +203,6 @@ def _states(pairs: Tensor, tile: int) -> list[State]:
     found = torch.stack([kept & dropped, open_question, kept, filled], 1).tolist()
     kinds: tuple[State, ...] = ("partial", "unknown", "full", "filled", "empty")
     return [kinds[(*holds, True).index(True)] for holds in found]
-
-
-def _depends_on(program: ScoreProgram, name: str) -> bool:
-    return any(v.value == name for e in program.expressions for v in e.free)
 
 
 def _check(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.assumed import Assumed
+from attngraph.capture.captured import Assumed
 from attngraph.capture.compared import SIZES
 from attngraph.capture.first_call import without_data
 from attngraph.capture.structure import Spread, flatten

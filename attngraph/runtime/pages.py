@@ -20,9 +20,9 @@ from torch import Tensor
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.cached_attention import Store, in_ring, tell, told
 from attngraph.ir.ops.divided_attention import own_count
-from attngraph.runtime import saved_cache
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.parts import Part
+from attngraph.runtime.saved_cache import number, numbers, require, tensor
 
 FEW = 16
 """Up to this many new tokens are copied one by one; up to this many runs of consecutive ones, run by run."""
@@ -336,7 +336,7 @@ class Pages(Part):
         }  # fmt: skip
 
     def restored(self, saved: Any, lengths: Sequence[int]) -> Pages:
-        saved_cache.fill_pages(self, saved, self.name, lengths)
+        _fill(self, saved, self.name, lengths)
         return self
 
 
@@ -393,3 +393,62 @@ class DividedPages(Pages):
         picked = {store.name: news[store.name].index_select(store.token_dim, places) for store in members}
         before, many = self._own_of(firsts, counts)
         super().write(picked, row[places], positions[places] // self.team, before, many)
+
+
+def _fill(group: Pages, kept: Any, name: str, lengths: Sequence[int]) -> None:
+    """Give pages what was saved of them, if it fits the rows of these lengths.
+
+    Raises:
+        CacheError: it does not.
+    """
+    require(isinstance(kept, dict), f"{name} is no record")
+    lacking = {"arenas", "page", "rows", "users", "free"} - kept.keys()
+    require(not lacking, f"{name} lacks {', '.join(sorted(lacking))}")
+    page = number(kept["page"], f"{name}.page", 1)
+    wanted = group.page if group.paged or group.ring else page
+    require(page == wanted, f"{name} has pages of {page} tokens, not of {wanted}")
+    users = numbers(kept["users"], f"{name}.users", 0, len(lengths))
+    _check_rows(group, kept, name, page, users, lengths)
+    arenas = kept["arenas"]
+    require(
+        type(arenas) is list and len(arenas) == len(group.arenas), f"{name} has other values than its plan"
+    )
+    places: set[int] = set()
+    for (kind, (members, empty)), arena in zip(list(group.arenas.items()), arenas, strict=True):
+        first = members[0]
+        shape = [len(members), *first.shape]
+        shape[1 + first.row_dim], shape[1 + first.token_dim] = len(users), page
+        found = tensor(arena, f"{name}.{first.name}", shape, empty.dtype, group.device)
+        place = found.untyped_storage().data_ptr()
+        require(not found.numel() or place not in places, f"{name} has two values in one place")
+        places.add(place)
+        group.arenas[kind] = members, found
+    group.page, group.users = page, users
+    group.rows, group.free = [list(pages) for pages in kept["rows"]], list(kept["free"])
+
+
+def _check_rows(
+    group: Pages, kept: Any, name: str, page: int, users: Sequence[int], lengths: Sequence[int]
+) -> None:  # fmt: skip
+    """Whether each row has the pages that it needs, and nobody else's."""
+    rows = kept["rows"]
+    own = type(rows) is list and len(rows) == len(lengths) and len(set(map(id, rows))) == len(rows)
+    require(own, f"{name} has not one list of pages for each of {len(lengths)} rows")
+    columns = -(-group.ring // page) if group.ring else None
+    counted: collections.Counter[int] = collections.Counter()
+    for number_, (pages, length) in enumerate(zip(rows, lengths, strict=True)):
+        where = f"{name}.rows[{number_}]"
+        numbers(pages, where, 0, len(users) - 1)
+        require(len(set(pages)) == len(pages), f"{where} has a page twice")
+        needed = -(-group.own(length) // page)
+        needed, most = (needed, len(users)) if columns is None else (min(needed, columns), columns)
+        most = most if group.paged else 1
+        fits = needed <= len(pages) <= most
+        require(fits, f"{where} has {len(pages)} page(s) of {page} tokens for {length} tokens")
+        counted.update(pages)
+    same = all(counted[n] == count for n, count in enumerate(users))
+    require(same, f"{name}.users does not say how many rows use a page")
+    require(group.paged or max(users, default=0) <= 1, f"{name} has a page of two rows")
+    free = numbers(kept["free"], f"{name}.free", 0, len(users) - 1)
+    unused = [n for n, count in enumerate(users) if not count]
+    require(sorted(free) == unused, f"{name}.free is not the pages that no row uses")

@@ -104,10 +104,14 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], result:
         difference = compare(found, wanted, Rule(max(TOLERANCE, ENTRIES * step.plan.rounding)))
     if not difference.holds:
         much = "" if difference.problem else f"; that is {difference.relative:.1e} of the largest logit"
-        raise NoDecoderError(
-            f"prefill and decode do not give what the whole sequence gives ({difference}{much}; places are "
-            "[row, token, logit]). Please report it."
-        )
+        differs = f"what the whole sequence gives ({difference}{much}; places are [row, token, logit])"
+        if step.plan.assumed:
+            raise NoDecoderError(
+                "with assume_causal it is taken that no token sees a later one, and one does: without later "
+                f"tokens the model does not give {differs}. It was not shown of "
+                f"{'; '.join(step.plan.assumed)}."
+            )
+        raise NoDecoderError(f"prefill and decode do not give {differs}. Please report it.")
     return Proved(difference.relative, logits, arguments)
 
 

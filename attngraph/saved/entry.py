@@ -13,10 +13,10 @@ own cache of compiled kernels or from the compiler.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
@@ -25,9 +25,11 @@ from attngraph.capture.sides import Decision, Same, Sides
 from attngraph.capture.state.content import Content, tensor_digest
 from attngraph.capture.state.scope import Scope
 from attngraph.errors import SavedError
+from attngraph.ir.graph.formula import size_of, size_text
 from attngraph.ir.graph.printer import parts_of
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.records import made, plain
+from attngraph.report.dump import kernel_file
 from attngraph.report.report import CompileReport
 from attngraph.report.user_code import UserCode
 from attngraph.runtime.executable import Executable
@@ -38,11 +40,11 @@ from attngraph.runtime.step_sizes import StepSizes
 from attngraph.saved import graphs
 from attngraph.saved.folder import as_bytes
 from attngraph.saved.guards import Names, Traced
-from attngraph.saved.size_texts import size_of, size_text
 from attngraph.saved.structure import read_structure, write_structure
 
 Files = Mapping[str, bytes]
-_ENDINGS = {"cpu": "c", "triton": "py"}
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 # --- to files ---
@@ -154,15 +156,26 @@ def _contents(graph: ProgramGraph, owner: nn.Module) -> dict[str, str]:
 
 
 def _kernels(report: CompileReport) -> dict[str, bytes]:
-    sources = {entry.kernel.source: entry.kernel.name for entry in report.attention if entry.kernel.source}
-    return {
-        f"kernel-{number:02d}.{re.sub(r'[^a-z0-9._-]', '-', name)}.{_ENDINGS.get(name.split('.')[0], 'txt')}":
-        source.encode()
-        for number, (source, name) in enumerate(sources.items())
-    }  # fmt: skip
+    kernels = {a.kernel.source: a.kernel for a in report.attention if a.kernel.source}
+    return {kernel_file(n, kernel): source.encode() for n, (source, kernel) in enumerate(kernels.items())}
 
 
 # --- from files ---
+
+
+def of_files(read: Callable[P, T]) -> Callable[P, T]:
+    """For what reads files: whatever fails in it is a SavedError, as the files may be anybody's."""
+
+    @functools.wraps(read)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return read(*args, **kwargs)
+        except SavedError:
+            raise
+        except Exception as problem:
+            raise SavedError(f"the files of a graph do not go together: {problem!r:.300}") from problem
+
+    return reading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,16 +188,13 @@ class Known:
     scope: Scope
 
 
+@of_files
 def unfit_contents(files: Files, known: Known) -> str:
     """The first buffer that does not hold what the graph relies on; "" if all do.
 
     Raises:
         SavedError: the files do not go together.
     """
-    return told(_unfit_contents, files, known)  # type: ignore[no-any-return]
-
-
-def _unfit_contents(files: Files, known: Known) -> str:
     graph_file, guards = json.loads(files["graph.json"]), json.loads(files["guards.json"])
     for label, digest in guards["contents"].items():
         kind, _, name = label.partition(" ")
@@ -211,16 +221,13 @@ def _own(owner: nn.Module, kind: str, name: str) -> Tensor | None:
     return found
 
 
+@of_files
 def executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Executable:
     """The executable that `files_of` wrote; its guards have been compared.
 
     Raises:
         SavedError: the files do not go together, or the model has not what the graph takes.
     """
-    return told(_executable_from, files, known, run)  # type: ignore[no-any-return]
-
-
-def _executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Executable:
     beside = json.loads(files["graph.json"])
     graph, names, report = _graph(files, beside, known)
     attributes = tuple(
@@ -255,16 +262,13 @@ def _owner(thing: Any, name: str) -> Any:
     return thing
 
 
+@of_files
 def step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Step:
     """The decoder's step that `files_of` wrote; its guards have been compared.
 
     Raises:
         SavedError: as `executable_from`.
     """
-    return told(_step_from, files, known, run)  # type: ignore[no-any-return]
-
-
-def _step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Step:
     beside = json.loads(files["graph.json"])
     graph, names, report = _graph(files, beside, known)
     _require_state(graph)
@@ -319,20 +323,6 @@ def _extent(text: Any, names: Mapping[str, str]) -> Any:
     return int(found) if getattr(found, "is_Integer", False) else found
 
 
-def told(read: Callable[..., Any], *args: Any) -> Any:
-    """What `read` makes of files.
-
-    Raises:
-        SavedError: it fails, for whatever reason: the files may be anybody's.
-    """
-    try:
-        return read(*args)
-    except SavedError:
-        raise
-    except Exception as problem:
-        raise SavedError(f"the files of a graph do not go together: {problem!r:.300}") from problem
-
-
 @dataclasses.dataclass(frozen=True)
 class Guards:
     """What `guards.json` has."""
@@ -344,11 +334,12 @@ class Guards:
     contents: dict[str, str]
 
 
+@of_files
 def describe(files: Files) -> Mapping[str, Any]:
     """The guards among the files.
 
     Raises:
         SavedError: there are none.
     """
-    found: Guards = told(lambda: made(Guards, json.loads(files["guards.json"]), "guards"))
+    found: Guards = made(Guards, json.loads(files["guards.json"]), "guards")
     return vars(found)

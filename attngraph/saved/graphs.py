@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import SavedError, TextError
+from attngraph.ir.graph.formula import size_of, size_text
 from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.printer import format_named, is_printed, parts_of
 from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate, is_size
@@ -24,7 +25,6 @@ from attngraph.ir.graph.values import decode, encode
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.records import made, plain
 from attngraph.report.entries import AttentionEntry
-from attngraph.saved.size_texts import size_of, size_text
 
 Names = dict[str, str]
 """Names of sizes in a file by those in a graph, or the other way round."""

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from attngraph.capture.captured import Structure
 from attngraph.errors import SavedError
+from attngraph.ir.graph.formula import size_of, size_text
 from attngraph.ir.records import dtype_of
-from attngraph.saved.size_texts import size_of, size_text
 
 _LEAF = pytree.tree_flatten(0)[1]
 _PLAIN = (str, int, float, bool, type(None))

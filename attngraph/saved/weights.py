@@ -50,6 +50,19 @@ def _safetensors() -> Any:
     return safetensors.torch
 
 
+def put(root: nn.Module, name: str, tensor: Tensor) -> None:
+    """Register a parameter or a buffer by its name in a module, in modules that are made where needed."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        root.register_parameter(last, tensor)
+    else:
+        root.register_buffer(last, tensor)
+
+
 class Skeleton(nn.Module):
     """A model's weights without its code: it has the names of its weights, and no forward of its own."""
 
@@ -57,22 +70,12 @@ class Skeleton(nn.Module):
         super().__init__()
         made_once: dict[str, Tensor] = {}
         for name, entry in about["weights"].items():
-            module: nn.Module = self
-            *path, last = name.split(".")
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                module = module._modules[part]  # type: ignore[assignment]
             if entry["same"] not in made_once:
                 value = weights[entry["same"]]
                 made_once[entry["same"]] = (
                     nn.Parameter(value, entry["gradient"]) if entry["parameter"] else value
                 )
-            found = made_once[entry["same"]]
-            if entry["parameter"]:
-                module.register_parameter(last, found)  # type: ignore[arg-type]
-            else:
-                module.register_buffer(last, found)
+            put(self, name, made_once[entry["same"]])
         self.train(about["training"])
         kinds = {kind.name: kind for kind in inspect._ParameterKind}
         parameters = [

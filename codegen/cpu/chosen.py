@@ -27,13 +27,14 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from attngraph.codegen.cpu import native, toolchain
+from attngraph.codegen.remarks import Remarks
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Operands
 
@@ -103,6 +104,16 @@ def measure(kind: str, ways: Mapping[str, Callable[[], _Result]]) -> _Result:
                 times[name] = min(times.get(name, float("inf")), seconds)
     _log.info("%s: %s", kind, ", ".join(f"{name} {1e3 * t:.2f} ms" for name, t in times.items()))
     return results[best(_keep(kind, times))]
+
+
+def fastest(
+    kind: str, ways: Mapping[str, Callable[[], _Result]], remarks: Remarks, program: Hashable
+) -> _Result:
+    """The result of the way that takes least time, which is measured first if not known, and remarked."""
+    times = known(kind)
+    result = measure(kind, ways) if times is None else ways[best(times)]()
+    remarks.add(program, said(kind, times or known(kind) or {}))
+    return result
 
 
 def said(kind: str, times: Times) -> str:

@@ -10,6 +10,7 @@ logged once. Where ATen's kernel serves numbers of 16 bits, the one that takes l
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -70,12 +71,8 @@ class Compiled(Kernel):
     def forward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        def flash() -> tuple[Tensor, Tensor]:
-            return self._flash.forward(program, operands, reads, sizes)
-
-        def ours() -> tuple[Tensor, Tensor]:
-            return self._forward(program, operands, reads, sizes)
-
+        given = program, operands, reads, sizes
+        flash, ours = (functools.partial(way, *given) for way in (self._flash.forward, self._forward))
         return self._faster("forward", program, operands, flash, ours)
 
     def _faster(
@@ -87,13 +84,7 @@ class Compiled(Kernel):
         if not (short and is_worth_compiling(operands) and self._flash.refuse(program, operands) is None):
             return ours()
         kind = chosen.kind_of(step, program, operands)
-        times = chosen.known(kind)
-        if times is None:
-            found = chosen.measure(kind, {self._flash.name: flash, self.name: ours})
-            _remarks.add(program, chosen.said(kind, chosen.known(kind) or {}))
-            return found
-        _remarks.add(program, chosen.said(kind, times))
-        return flash() if chosen.best(times) == self._flash.name else ours()
+        return chosen.fastest(kind, {self._flash.name: flash, self.name: ours}, _remarks, program)
 
     def _forward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
@@ -112,12 +103,8 @@ class Compiled(Kernel):
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip
-        def flash() -> list[Tensor | None]:
-            return self._flash.backward(program, operands, reads, sizes, results, grads)
-
-        def ours() -> list[Tensor | None]:
-            return self._backward(program, operands, reads, sizes, results, grads)
-
+        given = program, operands, reads, sizes, results, grads
+        flash, ours = (functools.partial(way, *given) for way in (self._flash.backward, self._backward))
         return self._faster("backward", program, operands, flash, ours)
 
     def _backward(

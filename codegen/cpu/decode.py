@@ -9,7 +9,6 @@ computed once (`_Prepared`).
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -91,7 +90,7 @@ class Decode:
         made = _prepare(program, q, pages, reads)
         if made is None:
             return None
-        return made.link(q, new, pages, reads, tuple(sizes), about, scales, _threads())
+        return made.link(q, new, pages, reads, tuple(sizes), about, scales, torch.get_num_threads())
 
     @staticmethod
     def most_kept(program: ScoreProgram, q: Tensor, reads: Sequence[Tensor]) -> int:
@@ -151,7 +150,8 @@ class _Prepared:
         call = made.argument
         if lse is not None:
             call.lse = lse.data_ptr()
-        native.run(self.function, call, min(_threads(), self.items(q, pages[0], rows) * call.parts))
+        items = self.items(q, pages[0], rows) * call.parts
+        native.run(self.function, call, min(torch.get_num_threads(), items))
         return None if call.bad else made.results[0]
 
     @staticmethod
@@ -182,7 +182,8 @@ class _Prepared:
             if not (run.set_numbers() and run.set_reads()):
                 return None
             call, held = run.call, [*held, *run.held]
-        if at_once and (rows.copies or not _in_place((q, k, v, *(t for t in new if t.shape[2])))):
+        in_place = all(t.stride(3) == 1 for t in (q, k, v, *(t for t in new if t.shape[2])))
+        if at_once and (rows.copies or not in_place):
             return None  # copies would keep the values of this call
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
         _, h, _, d = q.shape
@@ -203,12 +204,8 @@ class _Prepared:
         call.table, call.starts, call.first, call.held = rows.places
         call.columns, call.window = rows.columns, self.window
         counters = self._share(call, q, k, rows, at_once, held)
-        if not at_once:
-            held += [
-                k,
-                v,
-                *(by for by in scales if by is not None),
-            ]  # a link that stays is told where they are
+        if not at_once:  # a link that stays is told where they are
+            held += [k, v, *(by for by in scales if by is not None)]
         return Link(
             self.function, call, counters, [out], [q, *held, *rows.held],
             native.counters(call, "bad")[0][0], lambda *pages: _move_pages(call, *pages),
@@ -219,7 +216,7 @@ class _Prepared:
     ) -> list[tuple[int, int]]:
         """Set how threads share the work, with memory for them, which `held` keeps alive. Returns the
         counters."""
-        threads = _threads()
+        threads = torch.get_num_threads()
         call.step = _queries_of_item(call.H // call.Hkv)
         items = self.items(q, k, rows, bool(at_once))
         most = -(-threads // items)
@@ -240,11 +237,6 @@ class _Prepared:
         return counters
 
 
-def _in_place(tensors: Sequence[Tensor]) -> bool:
-    """Whether the C can read all of them where they lie."""
-    return all(t.stride(3) == 1 for t in tensors)
-
-
 def _move_pages(
     call: Any, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None
 ) -> None:
@@ -260,12 +252,6 @@ def _queries_of_item(group: int) -> int:
     return max(1, BLOCK_Q // min(group, BLOCK_Q))
 
 
-@functools.lru_cache(maxsize=256)
-def _prepared(program: ScoreProgram, plan: Plan) -> _Prepared | None:
-    found = library(plan)
-    return _Prepared(found, program) if isinstance(found, Library) else None
-
-
 _known: dict[tuple[object, ...], _Prepared | None] = {}
 
 
@@ -278,7 +264,8 @@ def _prepare(
     key = (program.text, q.dtype, dtypes, k.dtype, v.dtype, q.shape[3], v.shape[3])
     if key not in _known:
         serves = _serves(program, q, pages)
-        _known[key] = _prepared(program, _plan(program, q.dtype, dtypes, k.dtype)) if serves else None
+        found = library(_plan(program, q.dtype, dtypes, k.dtype)) if serves else None
+        _known[key] = _Prepared(found, program) if isinstance(found, Library) else None
     return _known[key]
 
 
@@ -337,7 +324,3 @@ def _about(rows: Rows) -> _Rows:
     if found is None or any(a is not b for a, b in zip(found.rows, rows, strict=True)):
         found = _last.rows = _Rows(rows)
     return found
-
-
-def _threads() -> int:
-    return torch.get_num_threads()

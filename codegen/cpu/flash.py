@@ -93,20 +93,14 @@ class Flash(Kernel):
         grad_k, grad_v = found[0][1], found[0][2]
         for _, more_k, more_v in found[1:]:
             grad_k, grad_v = grad_k + more_k, grad_v + more_v
-        none: list[Tensor | None] = [None] * len(reads)
-        for place, read in enumerate(reads):
-            if read.is_floating_point():
-                none[place] = torch.zeros_like(read)
-        return [_join([f[0] for f in found]), grad_k, grad_v, *none]
+        of_reads = (torch.zeros_like(r) if r.is_floating_point() else None for r in reads)
+        return [_join([f[0] for f in found]), grad_k, grad_v, *of_reads]
 
     def _fill_hides(
         self, program: ScoreProgram, dot: float, keys: int, lse: Tensor, sizes: Sequence[int]
     ) -> bool:
-        """Whether the fill hides its keys: a row's largest score is at least lse - log(number of keys)."""
-        if not soft.has_finite_fill(program):
-            return True
-        lowest = float(lse.amin()) - math.log(keys)
-        return soft.hides(program, lowest, dot, tuple(sizes), lse.dtype)
+        """Whether the fill hides its keys."""
+        return not soft.has_finite_fill(program) or soft.hides(program, lse, keys, dot, tuple(sizes))
 
 
 def _bound(q: Tensor, k: Tensor, v: Tensor) -> float:

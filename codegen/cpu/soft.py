@@ -44,15 +44,13 @@ def largest_score(
     return abs(scale) * largest_dot(q, k)
 
 
-def hides(
-    program: ScoreProgram, lowest_top: float, dot: float, sizes: tuple[int, ...], dtype: torch.dtype
-) -> bool:
+def hides(program: ScoreProgram, lse: Tensor, keys: int, dot: float, sizes: tuple[int, ...]) -> bool:
     """Whether keys behind a finite fill get a weight of exactly zero in every row.
 
     Args:
-        lowest_top: a lower bound, over all rows, of the row's largest unmasked score.
-        dot: a bound of |dot|. dtype: the accumulation dtype.
+        lse: the rows' log-sum-exp over so many `keys`: a row's largest unmasked score is at least that
+            without the logarithm of their number.
+        dot: a bound of |dot|.
     """
-    if lowest_top != lowest_top:
-        return False
-    return lowest_top - hidden_below(program, dot, sizes) > UNDERFLOW[dtype]
+    lowest = float(lse.amin()) - math.log(keys)
+    return lowest - hidden_below(program, dot, sizes) > UNDERFLOW[lse.dtype]

@@ -41,16 +41,15 @@ class Tiled(kernels.Kernel):
     def forward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = operands
-        if min(*q.shape, *k.shape, v.shape[3]) == 0:
+        q, _, v = operands
+        if _is_empty(operands):
             return kernels.KERNELS["reference"].forward(program, operands, reads, sizes)
         require_in_range(program, operands, reads, sizes)
-        dtype = kernels.accumulation_dtype(q.dtype)
-        work = _Work(program, q.to(dtype), k.to(dtype), v.to(dtype), reads, tuple(sizes))
+        work = _Work(program, operands, reads, tuple(sizes))
         b, h, sq, _ = q.shape
         dv = v.shape[3]
         out = kernels.empty_result(v, (b, h, sq, dv))
-        lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=work.q.dtype, device=q.device)
         for tile in work.tiles():
             part, part_lse = work.attend(tile)
             place = (slice(*tile.b), slice(None), slice(*tile.q))
@@ -61,12 +60,10 @@ class Tiled(kernels.Kernel):
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip
-        q, k, v = operands
-        if min(*q.shape, *k.shape, v.shape[3]) == 0:
+        if _is_empty(operands):
             reference = kernels.KERNELS["reference"]
             return reference.backward(program, operands, reads, sizes, results, grads)
-        dtype = kernels.accumulation_dtype(q.dtype)
-        work = _Work(program, q.to(dtype), k.to(dtype), v.to(dtype), reads, tuple(sizes))
+        work = _Work(program, operands, reads, tuple(sizes))
         each, numbers = wanted_gradients(operands, reads)
         needed = [*each, *(n in numbers for n in range(len(reads)))]
         totals = [
@@ -75,24 +72,24 @@ class Tiled(kernels.Kernel):
         ]
         for tile in work.tiles():
             work.add_gradients(tile, (grads[0], grads[1]), totals)
-        inputs = (q, k, v, *reads)
         return [
-            total.to(like.dtype)
-            if total is not None
-            else torch.zeros_like(like)
-            if like.is_floating_point()
-            else None
-            for total, like in zip(totals, inputs, strict=True)
-        ]
+            (torch.zeros_like(like) if like.is_floating_point() else None) if total is None
+            else total.to(like.dtype) for total, like in zip(totals, (*operands, *reads), strict=True)
+        ]  # fmt: skip
+
+
+def _is_empty(operands: Operands) -> bool:
+    q, k, v = operands
+    return 0 in (*q.shape, *k.shape, v.shape[3])
 
 
 class _Work:
     """One call: the operands in the accumulation dtype, and how a block is computed."""
 
     def __init__(
-        self, program: ScoreProgram, q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Tensor],
-        sizes: tuple[int, ...],
-    ) -> None:  # fmt: skip
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: tuple[int, ...]
+    ) -> None:
+        q, k, v = (t.to(kernels.accumulation_dtype(operands[0].dtype)) for t in operands)
         self.scale = 1.0 if program.scale is None else program.scale
         self.program = program.without_scale
         self.q, self.k, self.v, self.reads, self.sizes = q, k, v, reads, sizes
@@ -133,8 +130,7 @@ class _Work:
     def _hidden(self, lse: Tensor, runs: tuple[Run, ...]) -> bool:
         """Whether keys hidden by a finite fill have a weight of zero in every row of the block."""
         count = sum(run.stop - run.start for run in runs)
-        lowest = float(lse.amin() - torch.tensor(float(count), dtype=lse.dtype).log())
-        return soft.hides(self.program, lowest, self.dot, self.sizes, lse.dtype)
+        return soft.hides(self.program, lse, count, self.dot, self.sizes)
 
     def _part(
         self, tile: Tile, run: Run, k: Tensor | None = None, v: Tensor | None = None,

@@ -90,9 +90,9 @@ def _part(node: Expr, p: Multiple) -> Multiple | None:
         case "neg", [Multiple() as a]:
             return dataclasses.replace(a, factor=operation("neg", a.factor))
         case "mul", [Multiple() as a, None]:
-            return dataclasses.replace(a, factor=_times(a.factor, node.args[1]))
+            return dataclasses.replace(a, factor=operation("mul", a.factor, node.args[1]))
         case "mul", [None, Multiple() as a]:
-            return dataclasses.replace(a, factor=_times(a.factor, node.args[0]))
+            return dataclasses.replace(a, factor=operation("mul", a.factor, node.args[0]))
         case "div", [Multiple() as a, None]:
             return dataclasses.replace(a, factor=operation("div", a.factor, node.args[1]))
         case "add" | "sub", [Multiple() as a, Multiple() as b]:
@@ -113,10 +113,6 @@ def _choice(node: Expr, p: Multiple) -> Multiple:
     if asked is None:
         raise _refusal(node)
     return Multiple(no.factor, yes.keeps_nan if asked.keeps_nan else no.keeps_nan)
-
-
-def _times(factor: Expr, other: Expr) -> Expr:
-    return operation("mul", factor, other)
 
 
 def _refusal(node: Expr) -> UnsupportedError:

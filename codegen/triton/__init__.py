@@ -1,20 +1,14 @@
-"""The Triton backend: one readable kernel for each score program.
+"""The Triton backend: readable kernels for each score program.
 
-    plan.py        all that fixes a kernel        expression.py  formulas as Triton
-    ../scalar/     what C and Triton share        helpers.py     functions that Triton lacks
-    emit.py        a plan as source               store.py       where the source is kept
-   emit_ahead.py  the same, with products a tile ahead of weights (emit_forward.py chooses)
-    blocks.py      block sizes by rule
-    launch.py      `triton.forward`, the kernel of the registry
-    call.py        their arguments, and the launch      device.py      the GPU and its limits
-    visits.py      which tiles of keys are visited
-    emit_backward.py  gradients as source, the tiles of which are in emit_gradients.py
-    launch_backward.py  from a call's gradients to launched kernels
-    emit_decode.py attention over a cache as source     decode.py  `triton.decode`, its kernel
-    emit_sums.py   sums carried from token to token as source     sums.py    their kernel
-    compiler.py    compiling one kernel            attempts.py    fallbacks when one does not compile
-    tuned.py       tables of measured block sizes       tuning.py      measuring them
-    clock.py       how long a call takes
+    kernels/         the kernels, written once, and the functions that Triton lacks
+    plan.py          all that fixes a kernel            fold.py       a kernel's file as the source of a plan
+    formulas.py      formulas as Triton                 emit.py       what a plan knows of kernels
+    blocks.py        block sizes by rule                tuned.py      tables of measured block sizes
+    tuning.py        measuring them                     visits.py     which tiles of keys are visited
+    launch.py        `triton.forward`, and gradients    decode.py     `triton.decode`, over a cache
+    sums.py          sums carried from token to token   attempts.py   plans that are kept; fallbacks
+    store.py         where sources are kept; launches   device.py     the GPU and its limits
+    ahead_of_time.py compiling for a GPU that is not here
 
 For CUDA and AMD GPUs. On a CPU it runs only if requested by name, under TRITON_INTERPRET=1; the tests without
 a GPU do so.

@@ -1,22 +1,24 @@
 """Compile a plan ahead of time, for a GPU that need not be present, and read the binary's resource usage.
 
 For tests and for tuning: registers, spills and shared memory decide whether a choice of block sizes is
-useful, and the binary states all three. The compilation is that of a call with contiguous rows and
-strides divisible by 16.
-"""
+useful, and the binary states all three. The compilation is that of a call with contiguous rows and strides
+divisible by 16."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from attngraph.codegen.triton import decode, launch, launch_backward, sums
-from attngraph.codegen.triton.call import launch_options
-from attngraph.codegen.triton.compiler import Request, Usage, compile_kernel
+from attngraph.codegen.triton import decode, launch, sums
 from attngraph.codegen.triton.plan import BackwardPlan, DecodePlan, Plan, SumsPlan, padded
+from attngraph.codegen.triton.store import launch_options
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
@@ -92,7 +94,7 @@ def compile_sums_ahead(plan: SumsPlan, target: Target) -> Usage:
 def compile_backward_ahead(plan: BackwardPlan, target: Target) -> tuple[Usage, ...]:
     """Compile the backward kernels of a plan: those for queries, keys and reads. Raises as
     `compile_ahead`."""
-    module = launch_backward.load_backward(plan)
+    module = launch.load_backward(plan)
     kernels = [value for name, value in vars(module).items() if name.startswith("gradient")]
     return tuple(_compile(kernel, plan, target) for kernel in kernels)
 
@@ -103,7 +105,7 @@ def requests(plan: Plan, target: Target) -> tuple[tuple[Any, Request], ...]:
     if isinstance(plan, DecodePlan):
         return ((kernel := decode.load(plan)[0], _request(kernel, plan, target)),)
     if isinstance(plan, BackwardPlan):
-        module = launch_backward.load_backward(plan)
+        module = launch.load_backward(plan)
         kernels = [value for name, value in vars(module).items() if name.startswith("gradient")]
         return tuple((kernel, _request(kernel, plan, target)) for kernel in kernels)
     kernel = launch.load(plan)
@@ -155,3 +157,89 @@ def _type(plan: Plan, name: str) -> str:
 def _is_aligned(name: str, kind: str) -> bool:
     strides = re.fullmatch(r"(query|key|value|grad|out|new_key|new_value)_[bphs]", name)
     return kind.startswith("*") or strides is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to compile: the kernel `name` in the module at `path`, for arguments of these types ("constexpr":
+    the number 1), of which those numbered in `aligned` are multiples of 16, and those in `small` tensors of
+    less than 2 GiB (which AMD's compiler makes use of); for which GPU, with which options."""
+
+    path: str
+    name: str
+    signature: tuple[tuple[str, str], ...]
+    aligned: tuple[int, ...]
+    backend: str
+    architecture: int | str
+    warp: int
+    options: tuple[tuple[str, Any], ...]
+    small: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Resources of one program of a compiled kernel: bytes of shared memory, registers per thread, bytes
+    (NVIDIA) or registers (AMD) per thread spilled to memory."""
+
+    shared: int
+    registers: int
+    spilled: int
+
+
+def build(kernel: Any, request: Request) -> Any:
+    """Triton's compiled kernel, with the text of each stage in `asm` and the binary.
+
+    Args:
+        kernel: the Triton function that the request names.
+
+    Raises:
+        Errors of the compiler are passed on.
+    """
+    compiler = importlib.import_module("triton.compiler")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget
+    signature = dict(request.signature)
+    ones = {(place,): 1 for place, kind in enumerate(signature.values()) if kind == "constexpr"}
+    attributes = {(place,): [["tt.divisibility", 16]] for place in request.aligned}
+    for place in request.small:
+        attributes.setdefault((place,), []).append(["tt.pointer_range", 32])
+    return importlib.import_module("triton").compile(
+        compiler.ASTSource(kernel, signature, ones, attributes),
+        target=target(request.backend, request.architecture, request.warp), options=dict(request.options),
+    )  # fmt: skip
+
+
+def compile_kernel(kernel: Any, request: Request) -> Usage:
+    """Compile in this process.
+
+    Raises:
+        RuntimeError: the output of Triton's tools cannot be parsed. Errors of the compiler are passed on.
+    """
+    return usage(build(kernel, request), request)
+
+
+def usage(binary: Any, request: Request) -> Usage:
+    """What a compiled kernel uses. Raises RuntimeError as `compile_kernel`."""
+    if request.backend != "cuda":
+        return Usage(int(binary.metadata.shared), *_read_assembly(binary.asm["amdgcn"]))
+    return Usage(int(binary.metadata.shared), *_read_cubin(binary.asm["cubin"]))
+
+
+def _read_cubin(cubin: bytes) -> tuple[int, int]:
+    nvidia = Path(importlib.import_module("triton.backends.nvidia").__path__[0])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [str(nvidia / "bin" / "cuobjdump"), "--dump-resource-usage", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing about registers:\n{text}")
+    return int(found[1]), int(found[2])
+
+
+def _read_assembly(text: str) -> tuple[int, int]:
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
+    spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", text)
+    if registers is None or spilled is None:
+        raise RuntimeError("the assembly says nothing about registers.")
+    return int(registers[1]), int(spilled[1])

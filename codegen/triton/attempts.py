@@ -1,22 +1,26 @@
-"""When a kernel does not compile or launch: smaller tiles are tried, then other kernels.
+"""What a process remembers of kernels: the plans of calls, and what did not run.
 
-Failures are remembered for the process and reported once, in the log and in reports (`remarks`), with the
-reason: out of shared memory or registers, or a compiler error. Device errors (an illegal address) also occur
-in the next kernel, so the user sees them. While a CUDA graph is captured, drivers refuse much that works
-otherwise and the capture is lost with the first error, so nothing is concluded from it: the user sees it.
-"""
+A plan takes hundreds of microseconds (formulas are walked, tiles are chosen), a launch some tens, so plans
+are kept. When a kernel does not compile or launch, smaller tiles are tried, then other kernels. Failures are
+reported once, in the log and in reports (`remarks`), with the reason: out of shared memory or registers, or a
+compiler error. Device errors (an illegal address) also occur in the next kernel, so the user sees them. While
+a CUDA graph is captured, drivers refuse much that works otherwise and the capture is lost with the first
+error, so nothing is concluded from it: the user sees it."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from attngraph.codegen.remarks import Remarks
-from attngraph.codegen.triton.device import is_captured
+from attngraph.codegen.scalar.form import SMALL
+from attngraph.codegen.triton import tuned, visits
+from attngraph.codegen.triton.device import is_captured, name_of
 from attngraph.codegen.triton.plan import Blocks, Plan
 from attngraph.ir.language.score import ScoreProgram
 
@@ -84,3 +88,40 @@ def note(program: ScoreProgram, what: str) -> None:
 def remarks(program: ScoreProgram) -> tuple[str, ...]:
     """The failures and remarks of a program in this process."""
     return _said.of(program)
+
+
+MOST = 4096
+"""Plans that are kept, of one kernel."""
+K = TypeVar("K")
+
+
+class KeptPlans(Generic[K]):
+    """The plans of one kernel, by all that they follow from."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, K] = {}
+
+    def get(self, key: Hashable, make: Callable[[], K]) -> K:
+        """The plan of this key, made where it is not known."""
+        try:
+            return self._found[key]
+        except KeyError:
+            if len(self._found) >= MOST:
+                self._found.clear()
+            found = self._found[key] = make()
+            return found
+
+
+def key_of(
+    program: ScoreProgram, operands: Sequence[Tensor], reads: Sequence[Tensor], sizes: Sequence[int],
+    gradients: bool = False,
+) -> Hashable:  # fmt: skip
+    """All that the plan of a call follows from: the program, how its tensors lie in memory, whether sizes are
+    large, the device, and what was measured on it. `gradients`: also which tensors want gradients."""
+    device = operands[0].device
+    found: tuple[Hashable, ...] = (
+        program, device, max(map(abs, sizes), default=0) >= SMALL,
+        name_of(device), tuned.changes(), visits.WORTH,
+        *[(t.dtype, t.shape, t.stride()) for t in (*operands, *reads)],
+    )  # fmt: skip
+    return (*found, *[t.requires_grad for t in (*operands, *reads)]) if gradients else found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from torch._subclasses import FakeTensor
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.scalar.read_ranges import are_in_range
 from attngraph.codegen.triton import attempts, store, tuned
+from attngraph.codegen.triton.attempts import KeptPlans, key_of
 from attngraph.codegen.triton.blocks import decode_blocks
-from attngraph.codegen.triton.call import is_wide, launch_kernel, launch_options, read_arguments
 from attngraph.codegen.triton.device import (
     capability,
     is_captured,
@@ -32,9 +31,9 @@ from attngraph.codegen.triton.device import (
     shared_of_multiprocessor,
 )
 from attngraph.codegen.triton.emit import JOIN, WIDEST_SHARE, emit_decode
-from attngraph.codegen.triton.kept_plans import KeptPlans, key_of
 from attngraph.codegen.triton.launch import is_served, unsupported
 from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, DecodePlan, Read, padded, window_of
+from attngraph.codegen.triton.store import is_wide, launch_kernel, launch_options, read_arguments
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import UNSCALED, Counts, Rows, Scales, counts, told
 from attngraph.ir.ops.quantised import LARGEST
@@ -311,6 +310,5 @@ def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:
 def load(plan: DecodePlan) -> tuple[Any, Any]:
     """The plan's two kernels, imported from their file, and never dropped (`launch.load`)."""
     kernel = emit_decode(plan)
-    version = importlib.import_module("triton").__version__
-    module = store.import_source(kernel.source, kernel.name, version)
+    module = store.import_source(kernel.source, kernel.name)
     return getattr(module, kernel.name), getattr(module, JOIN)

@@ -171,10 +171,10 @@ def emit_decode(plan: DecodePlan) -> Kernel:
     values = {
         **known(plan, formulas), "KERNEL": name, "SINK": formulas.sink(), "HELD": held, "NEW": new,
         "BEFORE": formulas.before, "PAGED": plan.page, "WINDOW": plan.window, "OLDER": plan.window - 1,
-        "D": padded(keys), "IN_D": padded(keys) == keys or f"d < {keys}",
+        "D": padded(keys), "IN_D": True if padded(keys) == keys else f"d < {keys}",
         "D_REST": padded(plan.rest) if plan.rest else 0,
-        "IN_D_REST": padded(plan.rest or 1) == plan.rest or f"rest < {plan.D}",
-        "DV": Dv, "dv": dv, "IN_DV": Dv == plan.Dv or f"{dv} < {plan.Dv}",
+        "IN_D_REST": True if padded(plan.rest or 1) == plan.rest else f"rest < {plan.D}",
+        "DV": Dv, "dv": dv, "IN_DV": True if Dv == plan.Dv else f"{dv} < {plan.Dv}",
         "WIDTH_OF_VALUES": plan.Dv, "VALUES_APART": dv != "d",
         "VALUE_TILE": "key_tile" if plan.shared else "value_tile",
         # A tile has fewer rows than warp groups multiply, so its columns must be shared out.
@@ -264,8 +264,8 @@ def rows(plan: Plan, split: bool) -> dict[str, Any]:
     ):
         tile, rest = in_two(width) if split else (padded(width), 0)
         values |= {
-            name: tile, f"IN_{name}": rest > 0 or width == tile or f"{columns} < {width}",
-            f"{name}_REST": rest, f"IN_{name}_REST": width == tile + rest or f"{columns}_rest < {width}",
+            name: tile, f"IN_{name}": True if rest or width == tile else f"{columns} < {width}",
+            f"{name}_REST": rest, f"IN_{name}_REST": True if width == tile + rest else f"{columns}_rest < {width}",
             **absent(of_rest, unless=rest > 0),
         }  # fmt: skip
     return values

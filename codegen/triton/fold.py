@@ -278,15 +278,14 @@ class _Folder:
 
     def chosen(self, node: ast.expr, values: Values) -> tuple[ast.expr, Values]:
         """What an expression comes down to: the branch that is taken, the value of a part."""
-        while True:
-            if isinstance(node, ast.IfExp) and self.is_known(node.test, values, texts=True):
-                node = node.body if self.value(node.test, values) else node.orelse
-            elif isinstance(node, ast.Call) and _name(node.func) in self.file.parts:
-                called = self.file.parts[_name(node.func)]
-                assert isinstance(called, ast.Lambda), _name(node.func)
-                node, values = called.body, self.bound(called, node, values)
-            else:
-                return node, values
+        match node:
+            case ast.IfExp() if self.is_known(node.test, values, texts=True):
+                return self.chosen(node.body if self.value(node.test, values) else node.orelse, values)
+            case ast.Call(func=ast.Name(id=name)) if name in self.file.parts:
+                called = self.file.parts[name]
+                assert isinstance(called, ast.Lambda), name
+                return self.chosen(called.body, self.bound(called, node, values))
+        return node, values
 
 
 def _name(node: ast.AST) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,18 +18,19 @@ from torch import Tensor
 
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.scalar.form import SMALL
+from attngraph.codegen.scalar.read_gradients import (
+    COLUMNS,
+    PAIRS,
+    ROWS,
+    Totals,
+    read_gradients,
+    wanted_gradients,
+)
 from attngraph.codegen.scalar.read_ranges import reads_by_data, require_in_range
-from attngraph.codegen.triton import attempts, launch_backward, store, tuned, visits
+from attngraph.codegen.triton import attempts, store, tuned, visits
+from attngraph.codegen.triton.attempts import KeptPlans, key_of
 from attngraph.codegen.triton.blocks import WIDEST_BACKWARD, backward_blocks
 from attngraph.codegen.triton.blocks import blocks_for as choose_blocks
-from attngraph.codegen.triton.call import (
-    described,
-    is_describable,
-    is_wide,
-    launch_kernel,
-    launch_options,
-    read_arguments,
-)
 from attngraph.codegen.triton.device import (
     capability,
     is_interpreted,
@@ -37,8 +38,7 @@ from attngraph.codegen.triton.device import (
     no_device,
     shared_memory,
 )
-from attngraph.codegen.triton.emit import emit
-from attngraph.codegen.triton.kept_plans import KeptPlans, key_of
+from attngraph.codegen.triton.emit import OF_KEYS, OF_QUERIES, OF_READ, emit, emit_backward
 from attngraph.codegen.triton.plan import (
     DTYPES,
     READS,
@@ -48,6 +48,15 @@ from attngraph.codegen.triton.plan import (
     Plan,
     Read,
     is_linear,
+    stays_trusted,
+)
+from attngraph.codegen.triton.store import (
+    described,
+    is_describable,
+    is_wide,
+    launch_kernel,
+    launch_options,
+    read_arguments,
 )
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
@@ -118,7 +127,7 @@ class Forward(Kernel):
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip
-        """By kernels (`launch_backward.py`); calls that these do not support by blocks of plain PyTorch."""
+        """By kernels (`py`); calls that these do not support by blocks of plain PyTorch."""
         key = key_of(program, operands, reads, sizes, gradients=True)
         found = self._backward_plans.get(key, lambda: self._plan_backward(program, operands, reads, sizes))
 
@@ -130,7 +139,7 @@ class Forward(Kernel):
             return otherwise()
         return attempts.run(
             found, operands[0].device,
-            lambda plan: launch_backward.differentiate(plan, operands, reads, sizes, results, grads),
+            lambda plan: differentiate(plan, operands, reads, sizes, results, grads),
             otherwise,
         )  # fmt: skip
 
@@ -186,7 +195,7 @@ class Forward(Kernel):
             capability(q.device),
         )  # fmt: skip
         plan = _listed(plan_call(program, operands, reads, sizes, blocks), operands)
-        return launch_backward.plan_gradients(plan, operands, reads)
+        return plan_gradients(plan, operands, reads)
 
 
 def launch_forward(
@@ -263,8 +272,7 @@ def load(plan: Plan) -> Any:
     """The plan's kernel, a Triton function, imported from its file. It is never dropped: Triton unloads a
     kernel that nobody holds, and a captured CUDA graph holds its address alone."""
     kernel = emit(plan)
-    version = importlib.import_module("triton").__version__
-    return getattr(store.import_source(kernel.source, kernel.name, version), kernel.name)
+    return getattr(store.import_source(kernel.source, kernel.name), kernel.name)
 
 
 def is_served(program: ScoreProgram, number: int, dtype: torch.dtype) -> bool:
@@ -296,3 +304,88 @@ def _check_reads(program: ScoreProgram, q: Tensor, k: Tensor, reads: Sequence[Te
                     f"attention: `{node}` needs {needed} elements along axis {axis}, "
                     f"r{node.value} has shape {tuple(reads[node.value].shape)}."
                 )
+
+
+def plan_gradients(plan: Plan, operands: Operands, reads: Sequence[Tensor]) -> BackwardPlan | None:
+    """The plan of a call's backward kernels, or None if they do not support it."""
+    _, wanted = wanted_gradients(operands, reads)
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(Plan)}
+    found = BackwardPlan(**fields, wanted=tuple(n for n in wanted if n in plan.program.reads))
+    return found if has_backward(found) else None
+
+
+def differentiate(
+    plan: BackwardPlan, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+    results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of q, k, v and of every floating-point read (zeros where none is wanted)."""
+    (q, k, v), (out, lse), (grad, grad_lse) = operands, results, grads
+    B, Hq, Sq, Skv = *q.shape[:3], k.shape[2]
+    unseen = torch.zeros((B, k.shape[1]), dtype=torch.float32, device=q.device)
+    found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in operands]
+    summed = read_gradients(plan.program, plan.wanted)
+    totals = Totals(plan.wanted, reads, sizes, (B, Hq, Sq, Skv), lse)
+    lengths = {ROWS: Sq, COLUMNS: Skv, PAIRS: 0}
+    sums = [torch.empty((B, Hq, lengths[s.kind]), dtype=torch.float32, device=q.device) for s in summed]
+    delta = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
+    rows = [lse.contiguous(), grad_lse.contiguous(), delta]
+    if not stays_trusted(plan.program):
+        rows += torch.empty((2, B, Hq, Sq), dtype=torch.float32, device=q.device)
+    first: list[Any] = [q, k, v, grad, out, *rows, unseen, *found, Hq, Sq, Skv]
+    first += [stride for tensor in (q, k, v, grad, out) for stride in tensor.stride()]
+    lists: list[Any] = []
+    for turned in (False, True) if plan.listed else ():
+        own, other = plan.blocks.q, plan.blocks.k
+        tile = dataclasses.replace(plan.blocks, q=other, k=own) if turned else plan.blocks
+        found_lists = visits.find(plan.program, tile, operands, reads, sizes, turned)
+        lists += [found_lists.tiles, found_lists.counts, found_lists.b, found_lists.h]
+    last = [*read_arguments(plan, reads), *sizes[: plan.program.sizes]]
+    kernels, blocks, options = load_backward(plan), plan.blocks, launch_options(plan)
+    has_pairs = any(s.kind == PAIRS for s in summed)
+
+    def run(name: str, grid: tuple[int, ...], sums: Sequence[Tensor], *pairs: int) -> None:
+        given = (pairs or (B, 0, 0, 0, 0)) if has_pairs else ()
+        arguments = [*first, *lists, *sums, *given, *last]
+        launch_kernel(getattr(kernels, name), grid, arguments, options, q.device)
+
+    def of_pairs(number: int, here: Tensor, batch: int, row: int) -> None:
+        owners = here.shape[0] * here.shape[1]
+        grid = owners, -(-Skv // blocks.k), here.shape[2] // blocks.q
+        places = [here if n == number else s for n, s in enumerate(sums)]
+        run(f"{OF_READ}{number}", grid, places, B, batch, row, here.stride(1), here.stride(2))
+
+    run(OF_QUERIES, (-(-Sq // blocks.q) * B * Hq,), sums)
+    run(OF_KEYS, (-(-Skv // blocks.q) * B * k.shape[1],), sums)  # rows of tiles are keys
+    for number, one in enumerate(summed):
+        if one.kind == ROWS:
+            totals.add_rows(one, sums[number])
+        elif one.kind == COLUMNS:
+            totals.add_columns(one, sums[number])
+        else:
+            totals.add_pairs(one, blocks.q, functools.partial(of_pairs, number))
+    if plan.program.sink is not None:
+        totals.add_sink(plan.program, _exactly(plan, *rows[3:]) if rows[3:] else lse, delta)
+    return [*found, *totals.results()]
+
+
+def _exactly(plan: BackwardPlan, tops: Tensor, totals: Tensor) -> Tensor:
+    """The log-sum-exp of rows in float64, from `tops` and `totals`: float32 has too few digits."""
+    scale = plan.program.scale or 1.0 if plan.is_linear else 1.0
+    return tops.double() * scale + totals.double() * math.log(2)
+
+
+@functools.cache
+def load_backward(plan: BackwardPlan) -> Any:
+    """The module of the plan's backward kernels, imported from its file and never dropped (`load`)."""
+    kernel = emit_backward(plan)
+    return store.import_source(kernel.source, kernel.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def has_backward(plan: BackwardPlan) -> bool:
+    """Whether the backward kernels of a plan can be emitted."""
+    try:
+        emit_backward(plan)
+    except UnsupportedError:
+        return False
+    return True

@@ -1,29 +1,38 @@
-"""Where emitted kernels are stored: one file per source in the user's cache, imported from there.
+"""Emitted kernels: files that hold their source, and their launch.
 
-Triton reads a kernel's source from its file, and so can people, debuggers and tracebacks. The directory is
-private (mode 0700, owner checked); if that is not possible, a temporary one is used for this process. A
-file's name contains the kernel's name and identifies the source and Triton's version. It is written
-atomically, and written again if its contents differ from the source.
-"""
+One file per source lies in the user's cache and is imported from there: Triton reads a kernel's source from
+its file, and so can people, debuggers and tracebacks. The directory is private (mode 0700, owner checked); if
+that is not possible, a temporary one is used for this process. A file's name contains the kernel's name and
+identifies the source and Triton's version. It is written atomically, and written again if its contents differ
+from the source."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.util
 import os
 import stat
 import tempfile
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from attngraph.codegen.triton.device import is_interpreted, on
+from attngraph.codegen.triton.plan import Plan, padded
 from attngraph.ir import cache_folder
 
 
-def import_source(source: str, name: str, version: str) -> ModuleType:
-    """The module with this source, imported from a file. `name` is its kernel's name, made by
-    `module.name_of`."""
+def import_source(source: str, name: str, version: str = "") -> ModuleType:
+    """The module with this source, imported from a file. `name`: its kernel's, made by `emit.name_of`.
+    `version`: of Triton."""
+    version = version or importlib.import_module("triton").__version__
     key = hashlib.sha256(f"{version}\n{source}".encode()).hexdigest()[:16]
     path = directory() / f"{name}_{key}.py"
     write(path, source)
@@ -74,3 +83,96 @@ def write(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def read_arguments(plan: Plan, reads: Sequence[Tensor]) -> list[Any]:
+    """A kernel's arguments for the tensors that its program reads."""
+    found: list[Any] = []
+    for read in plan.reads:
+        tensor = reads[read.number]
+        # Triton has no pointers to single bits.
+        found.append(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
+        found += tensor.stride()
+        found += [tensor.shape[axis] for axis in plan.guarded_axes(read.number)]
+    return found
+
+
+def launch_options(plan: Plan) -> dict[str, Any]:
+    """Compilation options. Multiplications and additions may be fused (FMA), as in PyTorch's own kernels."""
+    return {"num_warps": plan.blocks.warps, "num_stages": plan.blocks.stages, "enable_fp_fusion": True}
+
+
+def is_wide(tensor: Tensor) -> bool:
+    """Whether the tensor spans so much memory that offsets need 64 bits."""
+    return sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) >= 1 << 31
+
+
+_ALIGNED = 16
+"""Bytes of which addresses are multiples, or not. Of a described tensor, strides too."""
+
+
+def is_describable(tensor: Tensor) -> bool:
+    """Whether the machine's own copies of blocks (TMA) can read a tensor: its rows are dense, and begin at
+    multiples of 16 bytes."""
+    size, strides = tensor.element_size(), tensor.stride()
+    return (
+        strides[-1] == 1
+        and not any(stride * size % _ALIGNED for stride in strides[:-1])
+        and tensor.data_ptr() % _ALIGNED == 0
+    )
+
+
+def described(tensor: Tensor, rows: int) -> Any:
+    """A tensor `[B, H, S, D]` as an argument of kernels that copy so many of its rows at a time."""
+    block = [1, 1, rows, padded(tensor.shape[-1])]
+    return _descriptor()(tensor, list(tensor.shape), list(tensor.stride()), block)
+
+
+@functools.cache
+def _descriptor() -> Any:
+    return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+
+
+MOST = 4096
+"""Compiled kernels that are kept, by the arguments that they serve."""
+_compiled: dict[Hashable, Any] = {}
+
+
+def launch_kernel(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Launch a kernel on a device.
+
+    Triton finds the compiled kernel of a call from each argument: its type, whether it is one, whether it is
+    a multiple of 16. That takes longer than the launch, so the compiled kernel is kept for arguments of which
+    all that is the same.
+
+    Args:
+        kernel: a Triton function that lives as long as the process (`launch.load`). options: always the same
+            names for one kernel.
+    """
+    with on(device):
+        if device.type != "cuda" or torch.version.hip is not None or is_interpreted():
+            kernel[grid](*arguments, **options)  # on AMD's GPUs it also matters how large tensors are
+            return
+        key = id(kernel), device.index, *options.values(), *map(_specialised, arguments)
+        found = _compiled.get(key)
+        if found is not None:
+            found[(*grid, 1, 1)[:3]](*arguments)
+            return
+        if len(_compiled) >= MOST:
+            _compiled.clear()
+        _compiled[key] = kernel[grid](*arguments, **options)
+
+
+def _specialised(argument: Any) -> Hashable:
+    """What of an argument compiled code follows from. Descriptors are aligned, and of the kernel's tiles."""
+    if isinstance(argument, int):
+        return argument
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % _ALIGNED
+    return type(argument).__name__

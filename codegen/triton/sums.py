@@ -6,7 +6,6 @@ Longer runs of tokens are left to PyTorch, which computes them in chunks by matr
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import logging
 from typing import Any
@@ -16,11 +15,11 @@ from torch import Tensor
 
 from attngraph.codegen.triton import store
 from attngraph.codegen.triton.attempts import IN_CAPTURE
-from attngraph.codegen.triton.call import launch_kernel
 from attngraph.codegen.triton.decode import FEW
 from attngraph.codegen.triton.device import is_captured, no_device
 from attngraph.codegen.triton.emit import emit_sums
 from attngraph.codegen.triton.plan import DEEPEST, DTYPES, STATES, SumsPlan
+from attngraph.codegen.triton.store import launch_kernel
 from attngraph.ir.ops.cached_attention import numbers_of, told
 
 _log = logging.getLogger("attngraph.codegen.triton")
@@ -109,5 +108,4 @@ def launch_sums(
 def load(plan: SumsPlan) -> Any:
     """The plan's kernel, imported from its file, and never dropped (`launch.load`)."""
     kernel = emit_sums(plan)
-    version = importlib.import_module("triton").__version__
-    return getattr(store.import_source(kernel.source, kernel.name, version), kernel.name)
+    return getattr(store.import_source(kernel.source, kernel.name), kernel.name)

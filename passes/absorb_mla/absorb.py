@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from attngraph.ir import choices
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate, move_to_stage
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram
 from attngraph.ir.ops import cost
 from attngraph.ir.ops.cost import LatentSizes
-from attngraph.ir.ops.latent_attention import ABSORB, sizes_of
+from attngraph.ir.ops.latent_attention import sizes_of
 from attngraph.ir.ops.nodes import Attention, AttentionOp, LatentAttention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
@@ -53,7 +54,7 @@ from attngraph.report.entries import LatentEntry
 aten = torch.ops.aten
 
 
-WAYS = (*ABSORB, "fold")
+WAYS = choices.ABSORB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,9 @@ class _Absorption:
         """Absorb one attention; returns what was done, or why not ("" where no user would expect it)."""
         source = source_of(node)
         with Proposal(self.graph, node, self.checks, survives=True) as proposal:
-            self._require_own(node)
+            view = AttentionOp.of(node)
+            if not isinstance(view, Attention) or view.kernel or any(u.args[1] != 0 for u in node.users):
+                raise Refused("the model itself says how it is computed", tell=False)
             weights = join_heads(proposal, self.meaning, node)
             change = self._absorb(proposal, node, self._examine(node))
         if proposal.done:
@@ -147,16 +150,6 @@ class _Absorption:
         node.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=about)
         return f"left expanded at {source}: {proposal.problem}"
 
-    def _require_own(self, node: fx.Node) -> None:
-        """Refuse attentions that the model itself calls.
-
-        Raises:
-            Refused: the attention is one of these.
-        """
-        view = AttentionOp.of(node)
-        if not isinstance(view, Attention) or view.kernel or any(user.args[1] != 0 for user in node.users):
-            raise Refused("the model itself says how it is computed", tell=False)
-
     def _examine(self, node: fx.Node) -> Latent:
         """The latent of an attention whose program allows another order of multiplication.
 
@@ -170,7 +163,9 @@ class _Absorption:
         expanded = _width(view)
         if found.width >= expanded:
             raise Refused(f"a latent of {found.width} values saves nothing", tell=False)
-        if not found.values.up and found.projected is None and self._is_shared_already(found):
+        first, *more = found.keys
+        is_shared = not more and first.source.base is found.values.source.base
+        if not found.values.up and found.projected is None and is_shared:
             raise Refused("its values are a part of its keys already", tell=False)
         if found.projected and found.projected.bias and not _ignores_shift(view.program):
             raise Refused("a bias of its keys does not cancel: the scores are not only shifted by it")
@@ -180,10 +175,6 @@ class _Absorption:
                for v in (s.source, s.up, s.bias) if v is not None):  # fmt: skip
             raise Refused("its latent and its queries differ in dtype")
         return found
-
-    def _is_shared_already(self, found: Latent) -> bool:
-        (first, *more) = found.keys
-        return not more and first.source.base is found.values.source.base
 
     def _absorb(self, proposal: Proposal, node: fx.Node, found: Latent) -> _Change:
         """Propose to replace the attention.

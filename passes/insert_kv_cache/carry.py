@@ -33,9 +33,8 @@ from attngraph.meaning.tokens.recurrence import Sums
 from attngraph.meaning.tokens.transitions import RunningSum
 from attngraph.meaning.tokens.unfold import VIEWS
 from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.insert_kv_cache.shift_positions import NotWritten
 from attngraph.passes.insert_kv_cache.step import RefutedError, Step, carried_in, computed_in, extent_of
-from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter
+from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter, NotWritten
 
 aten = torch.ops.aten
 EXACT, ENTRIES = 1e-8, 16
@@ -165,7 +164,7 @@ class _Sums:
         """By how much entries of tables, from which decays are read by comparing some, are off: a model with
         tables of a decay's powers computes them in its own dtype. 0 without such tables."""
         found = 0.0
-        for read in (n for e in self.scan.formulas for n in E.walk(e) if n.op == "read"):
+        for read in (n for e in self.scan.formulas for n in E.reads(e)):
             shape = self.tokens.meaning.shape(read.value)
             dtype = read.value.meta["val"].dtype
             if dtype.is_floating_point and any(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.infer import infer
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size, op_name
+from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, is_size, op_name
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -23,7 +23,7 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.passes.build import Builder, built
+from attngraph.passes.build import Builder
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ def give_every_token(graph: ProgramGraph, tokens: Tokens) -> str:
         for size in [n for n in node.all_input_nodes if is_size(n) and n not in tail]:
             value = tokens.meaning.renamed(size_expression(size.meta["val"]))
             if tokens.space.counts(value):
-                node.replace_input_with(size, built(Builder(graph, node), value, sizes))
+                node.replace_input_with(size, Builder(graph, node).size(value, sizes))
         node.replace_input_with(pick.node, made)
         node.meta["val"] = infer(node.target, node.args, node.kwargs, graph.fake_mode())
     last = made if result is pick.node else result
@@ -103,13 +103,7 @@ def _last_token(tokens: Tokens, node: fx.Node) -> Pick | None:
 
 def _after(pick: fx.Node, result: fx.Node) -> list[fx.Node] | None:
     """The nodes that lead from a node to the result, in order; None if something else uses one of them."""
-    above: set[fx.Node] = set()
-    stack = [result]
-    while stack:
-        node = stack.pop()
-        if node not in above:
-            above.add(node)
-            stack += node.all_input_nodes
+    above = computed_from([result])
     below: dict[fx.Node, None] = {}
     for node in pick.graph.nodes:
         if node in above and any(n is pick or n in below for n in node.all_input_nodes):

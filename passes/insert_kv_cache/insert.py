@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import RESULTS, Level, Output, ProgramGraph, op_name
+from attngraph.ir.graph.program_graph import RESULTS, Level, Output, ProgramGraph, op_name, operands_first
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ScoreProgram
@@ -47,11 +47,11 @@ from attngraph.passes.insert_kv_cache.look_back import look_back
 from attngraph.passes.insert_kv_cache.own_places import leave_out_own_places, require_no_places
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
 from attngraph.passes.insert_kv_cache.run_again import run_again
-from attngraph.passes.insert_kv_cache.shift_positions import NotWritten
 from attngraph.passes.insert_kv_cache.step import RefutedError, Rewrite, Step
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
 from attngraph.passes.insert_kv_cache.take_steps import fold, take_steps
+from attngraph.passes.insert_kv_cache.write_formula import NotWritten
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
@@ -145,10 +145,10 @@ class _Insertion:
 
     def run(self) -> None:
         most_tokens = self.tokens.most_tokens()
-        attentions = [n for n in self.graph.attentions() if n in self.needed and self._looks_at_tokens(n)]
-        facts = self.tokens.facts.items()
-        scans = {n: f.scan for n, f in facts if f.scan is not None and n in self.needed}
-        require_no_places(self.tokens, (n for n in self.tokens.facts if n in self.needed))
+        needed = {n: f for n, f in self.tokens.facts.items() if n in self.needed}
+        attentions = [n for n in self.graph.attentions() if n in needed and needed[n].kind is Kind.ATTENTION]
+        scans = {n: f.scan for n, f in needed.items() if f.scan is not None}
+        require_no_places(self.tokens, needed)
         self.kept.choose([*attentions, *scans])
         for node in list(self.graph.graph.nodes):
             fact = self.tokens.facts.get(node)
@@ -194,18 +194,11 @@ class _Insertion:
         self._note(attentions)
 
     def _needed(self) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        stack = list(self.graph.graph.output_node().all_input_nodes)
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                found.add(node)
-                fact = self.tokens.facts.get(node)
-                stack += node.all_input_nodes if fact is None or fact.scan is None else fact.scan.reads
-        return found
+        def operands(node: fx.Node) -> Sequence[fx.Node]:
+            fact = self.tokens.facts.get(node)
+            return node.all_input_nodes if fact is None or fact.scan is None else fact.scan.reads
 
-    def _looks_at_tokens(self, node: fx.Node) -> bool:
-        return self.tokens[node].kind is Kind.ATTENTION
+        return set(operands_first(self.graph.graph.output_node().all_input_nodes, operands))
 
     # --- positions ---
 
@@ -279,7 +272,7 @@ class _Insertion:
     def _note_rows(self, program: ScoreProgram, reads: Sequence[fx.Node]) -> None:
         """Record the batch dimension of fixed values that scores read at index `b`, also where the trace does
         not show that it has the size of the batch."""
-        for node in (n for e in program.expressions for n in E.walk(e) if n.op == "read"):
+        for node in (n for e in program.expressions for n in E.reads(e)):
             for dim, index in enumerate(node.args):
                 if index.op == "var" and index.value == "b":
                     self.fixed.row_dims[reads[node.value]] = dim

@@ -22,7 +22,7 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.passes.build import Builder, built
+from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.free_tokens import replace_number
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 
@@ -138,10 +138,10 @@ class KeptValues:
             first = next(iter(copies))
             sizes = self._page_sizes(builder, done, first)
             for size in (n for n in node.all_input_nodes if is_size(n)):
-                copies[size] = built(builder, self.meaning.renamed(size_expression(size.meta["val"])), sizes)
+                copies[size] = builder.size(self.meaning.renamed(size_expression(size.meta["val"])), sizes)
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
             numbered = self.space.is_of_one_length
-            tokens = built(builder, self.space.tokens, sizes) if numbered else None
+            tokens = builder.size(self.space.tokens, sizes) if numbered else None
             done[node] = builder.call(node.target, *args, **kwargs)
             if numbered:
                 replace_number(done[node], self.tokens.traced, tokens, self.graph.fake_mode())

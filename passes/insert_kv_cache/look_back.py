@@ -26,7 +26,7 @@ from attngraph.meaning.tokens.windows import Window
 from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.kept_values import KeptValues
 from attngraph.passes.insert_kv_cache.run_again import rerun
-from attngraph.passes.insert_kv_cache.shift_positions import Emitter
+from attngraph.passes.insert_kv_cache.shift_positions import ByIndex
 from attngraph.passes.insert_kv_cache.step import Step
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 
@@ -57,7 +57,7 @@ class _LookBack:
             axis = self.tokens.space.place(self.tokens[node].axes, self.tokens.space.token)
             return self.builder.call(aten.index_select.default, done[node], axis, place)
         plain = dataclasses.replace(self.tokens[node], formula=self._without_beginning(scan.formula))
-        return _WithEarlier(self, node, plain, longer, place).emit()
+        return _WithEarlier(self, node, plain, longer, place).write()
 
     def _without_beginning(self, formula: Expr) -> Expr:
         """The formula without what chooses zero before the first token: a longer sequence has zeros there."""
@@ -96,7 +96,7 @@ class _LookBack:
         )  # fmt: skip
 
 
-class _WithEarlier(Emitter):
+class _WithEarlier(ByIndex):
     """Writes a formula that reads values at this token and at earlier ones."""
 
     def __init__(
@@ -126,7 +126,7 @@ class _WithEarlier(Emitter):
             indices = [self.space.token if place == dim else a for place, a in enumerate(node.args)]
         if self._is_whole(value, indices):
             return value
-        return self._indexed(value, [self._within(value, d, index) for d, index in enumerate(indices)])
+        return self.indexed(value, [self._within(value, d, index) for d, index in enumerate(indices)])
 
     def _shifted(self, value: fx.Node, dim: int, earlier: int) -> fx.Node:
         """The value that each token's predecessor `earlier` places before has; zero before the first."""
@@ -141,9 +141,8 @@ class _WithEarlier(Emitter):
 
     def _at_each_place(self, node: Expr, dim: int, earlier: Expr) -> fx.Node:
         """Elements of tokens that stand before the own one by another number at each place of a window."""
-        own = next(p for p, digits in enumerate(self.fact.axes) if self.space.token in digits)
-        there = self.builder.call(aten.sub.Tensor, self._along(self.place, own), self._value(earlier))
-        return self._indexed(self.longer[node.value], [
+        there = self.builder.call(aten.sub.Tensor, self.at_token(self.place), self.value(earlier))
+        return self.indexed(self.longer[node.value], [
             there if d == dim else self._within(node.value, d, index) for d, index in enumerate(node.args)
         ])  # fmt: skip
 
@@ -169,7 +168,4 @@ class _WithEarlier(Emitter):
         return self.builder.call(aten.clamp.default, written, 0, value.meta["val"].shape[dim] - 1)
 
     def _in_order(self, index: Expr) -> Any:
-        if index is not self.space.token:
-            return self._value(index)
-        place = next(p for p, digits in enumerate(self.fact.axes) if index in digits)
-        return self._along(self.back.in_order(), place)
+        return self.at_token(self.back.in_order()) if index is self.space.token else self.value(index)

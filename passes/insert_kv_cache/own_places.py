@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size, op_name
+from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, is_size, op_name
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.meaning.element import Meaning
@@ -60,15 +60,8 @@ def require_no_places(tokens: Tokens, nodes: Iterable[fx.Node]) -> None:
 
 def _is_of_places(index: fx.Node) -> bool:
     """Whether an index is computed from how many tokens there are alone."""
-    stack, seen = [index], set[fx.Node]()
-    while stack:
-        node = stack.pop()
-        if node.op == "placeholder":
-            return False
-        if node not in seen and not is_size(node):
-            seen.add(node)
-            stack += node.all_input_nodes
-    return True
+    sizes = {n for n in index.graph.nodes if is_size(n)}
+    return all(n.op != "placeholder" for n in computed_from([index], sizes))
 
 
 def _indexed(node: fx.Node) -> Iterator[tuple[fx.Node, int, fx.Node]]:

@@ -22,7 +22,7 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.passes.build import Builder, built
+from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.free_tokens import replace_number
 
 aten = torch.ops.aten
@@ -66,9 +66,9 @@ def pick_results(
                 value = tokens.meaning.renamed(size_expression(size.meta["val"]))
                 if space.counts(value):
                     value = M.substitute(value, one)
-                    user.replace_input_with(size, built(Builder(graph, user), value, sizes))
+                    user.replace_input_with(size, Builder(graph, user).size(value, sizes))
             if space.is_of_one_length:
-                replace_number(user, tokens.traced, built(Builder(graph, user), space.tokens, sizes),
+                replace_number(user, tokens.traced, Builder(graph, user).size(space.tokens, sizes),
                                graph.fake_mode())  # fmt: skip
             # Later passes build sizes from the shape that a value is said to have.
             user.meta["val"] = infer(user.target, user.args, user.kwargs, graph.fake_mode())

@@ -23,7 +23,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.history import History
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.passes.build import Builder, NoSize, built
+from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.insert_kv_cache.free_tokens import replace_number
 from attngraph.passes.insert_kv_cache.step import Step
 
@@ -47,13 +47,13 @@ def rerun(
     for step in region:
         for size in (n for n in step.all_input_nodes if is_size(n) and n not in done):
             formula = size_expression(size.meta["val"])
-            done[size] = built(builder, meaning.renamed(formula), sizes)
+            done[size] = builder.size(meaning.renamed(formula), sizes)
             if formula in extents and isinstance(done[size], fx.Node):
                 # Torch does not see it in every formula of an unknown number.
                 torch._check(done[size].meta["val"] >= 0)
         args, kwargs = fx.map_arg((step.args, step.kwargs), lambda n: done.get(n, n))
         numbered = space.is_of_one_length
-        count = built(builder, space.tokens, sizes) if numbered else None
+        count = builder.size(space.tokens, sizes) if numbered else None
         done[step] = builder.call(step.target, *args, **kwargs)
         if "attention" in step.meta:
             done[step].meta["attention"] = step.meta["attention"]

@@ -21,8 +21,8 @@ from attngraph.ir.ops.cached_attention import Carried
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.kept_values import KeptValues
-from attngraph.passes.insert_kv_cache.shift_positions import NotWritten
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
+from attngraph.passes.insert_kv_cache.write_formula import NotWritten
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from attngraph.ir.ops.cached_attention import Fixed
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.passes.build import Builder, built
+from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 
 aten = torch.ops.aten
@@ -75,7 +75,7 @@ class FixedValues:
     def take(self) -> None:
         """Cut the graph where values that do not depend on the tokens are used with ones that do, if they
         depend on other arguments; values computed from weights alone are not moved."""
-        kinds = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=False))
+        kinds = self.graph.given()
         arguments = {
             n for n, given in kinds.items()
             if given.kind == "argument" and n in self.tokens.facts and not self.tokens.depends_on_tokens(n)
@@ -100,7 +100,7 @@ class FixedValues:
     def _measure_own_arguments(self, stage: ProgramGraph) -> None:
         """Take sizes that the tokens share with the prompt's arguments (the number of sequences) from
         these: a prompt's stage is not given the tokens."""
-        told = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))[self.ids]
+        told = self.graph.given()[self.ids]
         inputs = list(zip(stage.placeholders(), stage.inputs, strict=True))
         others = [n for n, given in inputs if given.kind == "argument" and given != told]
         found = {
@@ -121,7 +121,7 @@ class FixedValues:
         """The node that replaces a fixed operand in the graph of a step."""
         if is_size(operand):
             size = self.meaning.renamed(size_expression(operand.meta["val"]))
-            found: fx.Node = built(Builder(self.graph, node), size, self._known_sizes())
+            found: fx.Node = Builder(self.graph, node).size(size, self._known_sizes())
             return found
         fact = self.tokens[operand]
         made = self.value(operand)

@@ -20,9 +20,8 @@ from attngraph.meaning.tokens.facts import Scan
 from attngraph.meaning.tokens.folds import RunningFold
 from attngraph.meaning.tokens.loops import TokenLoop
 from attngraph.passes.build import Builder
-from attngraph.passes.insert_kv_cache.shift_positions import NotWritten
 from attngraph.passes.insert_kv_cache.step import Step, carried_in, extent_of
-from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter
+from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter, NotWritten
 
 aten = torch.ops.aten
 

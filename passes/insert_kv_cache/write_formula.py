@@ -1,54 +1,163 @@
-"""Formulas of one token, written as operations on the packed tokens of a step.
+"""Formulas, written as operations on tensors.
 
-A formula reads values at its own token, tables, and runs over other axes of the model. Written here, it is a
-tensor `[tokens, ...]` with one dimension for each of the wanted variables. Used by `insert_kv_cache`.
+`Writer` computes a formula once for all its elements: its tensors have the same dimensions, each of extent 1
+where the formula does not vary along it. What a function is in PyTorch stands in `ir/language/functions.py`.
+How an element of a tensor is read, and what an index is, depends: `FormulaWriter` has the packed tokens of a
+step and reads views; `shift_positions.py` has the dimensions of a value and reads by index. Used by
+`insert_kv_cache`.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.functions import FUNCTIONS, OPERATORS
 from attngraph.meaning.attention.layout import NoView, solve
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.tokens.axes import Space
 from attngraph.passes.build import Builder
-from attngraph.passes.insert_kv_cache.shift_positions import FUNCTIONS, NotWritten
 
 aten = torch.ops.aten
 
 
-@dataclasses.dataclass
-class FormulaWriter:
+class NotWritten(Exception):
+    """A formula with something that cannot be written as operations on tensors."""
+
+
+_TAKES_NUMBERS = {"add": "add", "mul": "mul", "mod": "remainder", "le": "le", "lt": "lt", "eq": "eq"}
+"""Operations of a tensor and a tensor or number, with their names in PyTorch."""
+_OF_TENSORS: dict[str, Callable[..., Any]] = {"recip": torch.reciprocal} | {
+    name: row.torch for name, row in (FUNCTIONS | OPERATORS).items() if name not in ("float", "int", "random")
+}
+
+
+class Writer:
     """Writes formulas that share parts.
 
-    Every tensor that is made has the dimensions `[1, tokens, *variables]`, each of extent 1 where the formula
-    does not vary along it. `dtype`: what floating values are converted to before anything is computed.
+    Args:
+        rank: how many dimensions every tensor has.
+        dtype: of numbers that stand beside no other tensor of numbers.
     """
 
-    builder: Builder
-    meaning: Meaning
-    space: Space
-    variables: tuple[Expr, ...]
-    dtype: torch.dtype
-    device: torch.device
+    def __init__(
+        self, builder: Builder, meaning: Meaning, space: Space, rank: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.builder, self.meaning, self.space = builder, meaning, space
+        self.rank, self.dtype, self.device = rank, dtype, device
+        self.is_chosen = False
+        """Whether a condition decides if what is being written is used."""
+        self._made: dict[tuple[bool, Expr], Any] = {}
 
-    def __post_init__(self) -> None:
-        self._made: dict[Expr, Any] = {}
+    def read(self, node: Expr) -> fx.Node:
+        """An element of a tensor.
+
+        Raises:
+            NotWritten: it cannot be read here.
+        """
+        raise NotImplementedError
+
+    def index(self, variable: Expr) -> fx.Node:
+        """An index as numbers along its dimension.
+
+        Raises:
+            NotWritten: there is no such dimension.
+        """
+        raise NotImplementedError
+
+    def total(self, node: Expr) -> fx.Node:
+        """A sum over a variable."""
+        raise NotWritten(node.op)
+
+    def value(self, node: Expr) -> Any:
+        """A number, a size, or a tensor."""
+        key = self.is_chosen, node
+        if key not in self._made:
+            self._made[key] = self._value(node)
+        return self._made[key]
+
+    def _value(self, node: Expr) -> Any:
+        match node.op:
+            case "const":
+                return float("nan") if node.value == "nan" else node.value
+            case "size":
+                return self.builder.size(node)
+            case "read":
+                return self.read(node)
+            case "var":
+                return self.index(node)
+            case "sum":
+                return self.total(node)
+        before, self.is_chosen = self.is_chosen, self.is_chosen or node.op in ("where", "and", "or")
+        args = [self.value(a) for a in node.args]
+        self.is_chosen = before
+        if not any(map(is_tensor, args)):
+            raise NotWritten(f"{node!r}, which is computed from numbers alone,")
+        return self._computed(node.op, args)
+
+    def _computed(self, op: str, args: list[Any]) -> fx.Node:
+        if op in ("add", "mul"):  # a tensor first
+            place = next(place for place, a in enumerate(args) if is_tensor(a))
+            args = [args[place], *args[:place], *args[place + 1 :]]
+        if op in _TAKES_NUMBERS or op == "floordiv":
+            pair = functools.partial(self._pair, op)
+            return functools.reduce(pair, args[1:], self.as_tensor(args[0], args))
+        if op not in _OF_TENSORS:
+            raise NotWritten(f"the function {op}")
+        tensors = [self.as_tensor(a, args) for a in args]
+        if op in ("and", "or", "max", "min"):
+            return functools.reduce(functools.partial(self.builder.trace, _OF_TENSORS[op]), tensors)
+        return self.builder.trace(_OF_TENSORS[op], *tensors)  # type: ignore[no-any-return]
+
+    def _pair(self, op: str, one: fx.Node, other: Any) -> fx.Node:
+        overload = "Tensor" if is_tensor(other) else "Scalar"
+        if op == "floordiv":
+            return self.builder.call(getattr(aten.div, f"{overload}_mode"), one, other, rounding_mode="floor")
+        return self.builder.call(getattr(getattr(aten, _TAKES_NUMBERS[op]), overload), one, other)
+
+    def as_tensor(self, value: Any, beside: Sequence[Any]) -> fx.Node:
+        """A number as a tensor: whole beside whole numbers."""
+        if is_tensor(value):
+            return value  # type: ignore[no-any-return]
+        dtypes = [a.meta["val"].dtype for a in beside if is_tensor(a)]
+        dtype = torch.bool if isinstance(value, bool) else self.dtype
+        if not isinstance(value, bool | float) and not any(d.is_floating_point for d in dtypes):
+            dtype = torch.int64
+        elif isinstance(value, int) and dtype.is_floating_point:
+            value = float(value)  # as large as a float32 may be
+        return self.builder.call(aten.full.default, [1] * self.rank, value, dtype=dtype, device=self.device)
+
+    def along(self, vector: fx.Node, dim: int) -> fx.Node:
+        """A vector as a tensor that varies along one dimension."""
+        for _ in range(self.rank - 1 - dim):
+            vector = self.builder.call(aten.unsqueeze.default, vector, -1)
+        return vector
+
+
+class FormulaWriter(Writer):
+    """Writes formulas of one token as tensors `[1, tokens, *variables]`. `dtype`: what floating values are
+    converted to before anything is computed."""
+
+    def __init__(
+        self, builder: Builder, meaning: Meaning, space: Space, variables: tuple[Expr, ...],
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__(builder, meaning, space, 2 + len(variables), dtype, device)
+        self.variables = variables
 
     def tensor(self, formula: Expr, variables: tuple[Expr, ...]) -> fx.Node:
         """`[tokens, *variables]`, in which the formula may use no other variables."""
         call = self.builder.call
-        value = self._value(formula)
-        if not _is_tensor(value):
-            value = call(aten.full.default, [1] * (2 + len(self.variables)), value, dtype=self.dtype,
-                         device=self.device)  # fmt: skip
-        if value.meta["val"].dtype != self.dtype:
-            value = call(aten._to_copy.default, value, dtype=self.dtype)
+        value = self.value(formula)
+        if not is_tensor(value):
+            value = call(aten.full.default, [1] * self.rank, value, dtype=self.dtype, device=self.device)
+        value = self._converted(value)
         for place in reversed(range(len(self.variables))):
             if self.variables[place] not in variables:
                 value = call(aten.squeeze.dim, value, 2 + place)
@@ -59,120 +168,53 @@ class FormulaWriter:
         order = [0, *(1 + kept.index(v) for v in variables)]
         return value if order == sorted(order) else call(aten.permute.default, value, order)
 
-    def _value(self, node: Expr) -> Any:
-        if node not in self._made:
-            self._made[node] = self._written(node)
-        return self._made[node]
+    def _converted(self, value: fx.Node) -> fx.Node:
+        return self.builder.trace(lambda x: x.to(self.dtype), value)  # type: ignore[no-any-return]
 
-    def _written(self, node: Expr) -> Any:
-        match node.op:
-            case "const":
-                return float("nan") if node.value == "nan" else node.value
-            case "size":
-                return self.builder.size(node)
-            case "read":
-                return self._read(node)
-            case "var":
-                return self._index(node)
-            case "sum":
-                return self._sum(node)
-        args = [self._value(a) for a in node.args]
-        if not any(map(_is_tensor, args)):
-            raise NotWritten(f"{node.op} of numbers")
-        return self._computed(node.op, args)
-
-    def _computed(self, op: str, args: list[Any]) -> Any:
-        call = self.builder.call
-        like = next(a for a in args if _is_tensor(a))
-        if op in ("add", "mul"):
-            value = like
-            rest = list(args)
-            rest.remove(like)
-            for other in rest:
-                value = call(
-                    getattr(getattr(aten, op), "Tensor" if _is_tensor(other) else "Scalar"), value, other
-                )
-            return value
-        tensors = [a if _is_tensor(a) else self._number(a, args) for a in args]
-        if op == "where":
-            return call(aten.where.self, *tensors)
-        if op == "pow":
-            return call(aten.pow.Tensor_Tensor, *tensors)
-        target = _NAMED.get(op)
-        if target is None and len(tensors) == 1:
-            target = getattr(getattr(aten, op, None), "default", None)
-        if target is None:
-            raise NotWritten(f"the function {op}")
-        return call(target, *tensors)
-
-    def _number(self, value: Any, args: list[Any]) -> fx.Node:
-        """A number beside the tensors among `args`, of which some may be conditions: whole beside whole
-        numbers."""
-        others = [a.meta["val"].dtype for a in args if _is_tensor(a)]
-        dtype = torch.bool if isinstance(value, bool) else self.dtype
-        if not isinstance(value, bool | float) and not any(d.is_floating_point for d in others):
-            dtype = torch.int64
-        elif isinstance(value, int) and dtype.is_floating_point:
-            value = float(value)  # as large as a float32 may be
-        shape = [1] * (2 + len(self.variables))
-        made: fx.Node = self.builder.call(aten.full.default, shape, value, dtype=dtype, device=self.device)
-        return made
-
-    def _index(self, variable: Expr) -> fx.Node:
-        """The index along one of the variables, as numbers."""
+    def index(self, variable: Expr) -> fx.Node:
+        """The index along one of the variables."""
         if variable not in self.variables:
             raise NotWritten("the place of a token or a sequence as a number")
-        call = self.builder.call
-        count = self.builder.size(variable.args[0])
-        value = call(aten.arange.default, count, dtype=self.dtype, device=self.device)
-        for _ in self.variables[self.variables.index(variable) + 1 :]:
-            value = call(aten.unsqueeze.default, value, -1)
-        for _ in (None, None, *self.variables[: self.variables.index(variable)]):
-            value = call(aten.unsqueeze.default, value, 0)
+        count, dim = self.builder.size(variable.args[0]), 2 + self.variables.index(variable)
+        value = self.builder.call(aten.arange.default, count, dtype=self.dtype, device=self.device)
+        value = self.along(value, dim)
+        for _ in range(dim):
+            value = self.builder.call(aten.unsqueeze.default, value, 0)
         return value
 
-    def _sum(self, node: Expr) -> fx.Node:
+    def total(self, node: Expr) -> fx.Node:
+        """A sum, as one over the last dimension of a tensor with one dimension more."""
         variable, body = node.args
+        variables = (*self.variables, variable)
         inner = FormulaWriter(
-            self.builder, self.meaning, self.space, (*self.variables, variable), self.dtype, self.device
-        )
-        value = inner._value(body)
+            self.builder, self.meaning, self.space, variables, self.dtype, self.device
+        ).value(body)  # fmt: skip
         count = self.builder.size(variable.args[0])
-        if not _is_tensor(value):
+        if not is_tensor(inner):
             raise NotWritten("a sum of numbers")
-        size = value.meta["val"].shape[-1]
-        total: fx.Node = self.builder.call(aten.sum.dim_IntList, value, [-1])
-        return (
-            total if variable in body.free and size != 1 else self.builder.call(aten.mul.Scalar, total, count)
-        )
+        total = self.builder.call(aten.sum.dim_IntList, inner, [-1])
+        varies = variable in body.free and inner.meta["val"].shape[-1] != 1
+        return total if varies else self.builder.call(aten.mul.Scalar, total, count)
 
-    def _read(self, node: Expr) -> fx.Node:
-        source: fx.Node = node.value
-        call = self.builder.call
-        shape = self.meaning.shape(source)
-        used = [v for v in (self.space.row, self.space.token, *self.variables)
-                if v is not None and any(v in index.free for index in node.args)]  # fmt: skip
+    def read(self, node: Expr) -> fx.Node:
+        """An element of the token, as a view."""
+        places = (self.space.row, self.space.token, *self.variables)
+        used = [v for v in places if v is not None and any(v in index.free for index in node.args)]
         if any(n not in used for index in node.args for n in index.free):
             raise NotWritten("an element at another place")
         try:
-            steps = solve(shape, node.args, tuple((v,) for v in used))
+            steps = solve(self.meaning.shape(node.value), node.args, tuple((v,) for v in used))
         except NoView:
             raise NotWritten("elements that are no view of a tensor") from None
-        value = self.builder.view(source, steps)
-        dtype = value.meta["val"].dtype
-        if dtype.is_floating_point and dtype != self.dtype and self.dtype.is_floating_point:
-            value = call(aten._to_copy.default, value, dtype=self.dtype)
-        for place, variable in enumerate((self.space.row, self.space.token, *self.variables)):
+        value = self.builder.view(node.value, steps)
+        if value.meta["val"].dtype.is_floating_point and self.dtype.is_floating_point:
+            value = self._converted(value)
+        for place, variable in enumerate(places):
             if variable not in used:
-                value = call(aten.unsqueeze.default, value, place)
+                value = self.builder.call(aten.unsqueeze.default, value, place)
         return value
 
 
-_NAMED: dict[str, Any] = FUNCTIONS | {
-    "le": aten.le.Tensor, "lt": aten.lt.Tensor, "eq": aten.eq.Tensor, "and": aten.logical_and.default,
-    "or": aten.logical_or.default, "not": aten.logical_not.default, "mod": aten.remainder.Tensor,
-}  # fmt: skip
-
-
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a node with a tensor."""
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

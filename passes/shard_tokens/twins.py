@@ -34,7 +34,7 @@ from attngraph.meaning.placement.token_axis import (
 )
 from attngraph.meaning.rule import is_part
 from attngraph.meaning.tokens.axes import Axes
-from attngraph.passes.build import Builder, NoSize, built
+from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shard.entering import Entering
 
 aten = torch.ops.aten
@@ -113,7 +113,7 @@ class Twins:
         return [self._size(builder, e, d in own) for d, e in enumerate(shape)]
 
     def _size(self, builder: Builder, extent: Expr, own: bool) -> Any:
-        return built(builder, extent, {self.space.tokens: self.own_tokens}) if own else builder.size(extent)
+        return builder.size(extent, {self.space.tokens: self.own_tokens}) if own else builder.size(extent)
 
     # --- token by token ---
 

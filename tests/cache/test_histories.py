@@ -157,7 +157,14 @@ def _turned_round(scores: Tensor, keep: Tensor) -> Tensor:
     return scores.flip(-1).masked_fill(~keep.flip(-1), -math.inf).softmax(-1).flip(-1) * scores.tanh()
 
 
-@pytest.mark.parametrize("weights", [_of_the_largest_value, _added, _less_of_itself, _turned_round])
+def _of_the_largest_alone(scores: Tensor, keep: Tensor) -> Tensor:
+    scores = scores.relu().masked_fill(~keep, -math.inf)
+    return scores.masked_fill(scores < scores.topk(1, -1).values, -math.inf).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "weights", [_of_the_largest_value, _of_the_largest_alone, _added, _less_of_itself, _turned_round]
+)
 def test_what_algebra_shows_to_look_back_has_a_decoder(weights: Weights, decodes: Any) -> None:
     decodes(Model(weights))
 
@@ -241,6 +248,28 @@ class InChunks(nn.Module):
         keep = torch.ones(4, 4, dtype=torch.bool).tril()
         out = (q @ k.mT).masked_fill(~keep, -math.inf).softmax(-1) @ v
         return self.out(out.flatten(1, 2)[:, :tokens])
+
+
+class LaterQueries(InChunks):
+    """Each token is weighed by what the queries of its chunk give it, those of later tokens too."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        tokens = ids.shape[1]
+        padded = nn.functional.pad(self.qkv(self.embed(ids)), (0, 0, 0, -tokens % 4))
+        q, k, v = padded.unflatten(1, (-1, 4)).chunk(3, -1)
+        keep = torch.ones(4, 4, dtype=torch.bool).tril()
+        given = (q @ k.mT).masked_fill(~keep, -math.inf).softmax(-1).sum(-2)
+        return self.out((given.unsqueeze(-1) * v).flatten(1, 2)[:, :tokens])
+
+
+def test_weights_that_are_no_numbers_in_a_trial_show_nothing() -> None:
+    """Random masks may hide a whole row, and a sum over queries then is NaN for every token of the chunk."""
+    ids = torch.randint(0, 24, (2, 9))
+    with pytest.raises(attngraph.NoDecoderError, match="Token 0 sees token 1"):
+        attngraph.compile(LaterQueries().eval(), cache=True).prefill(ids)
+    config = attngraph.CacheConfig(assume_causal=True)
+    with pytest.raises(attngraph.NoDecoderError, match=r"with assume_causal it is taken.*and one does"):
+        attngraph.compile(LaterQueries().eval(), cache=config).prefill(ids)
 
 
 def test_attention_in_chunks_is_computed_anew_though_nobody_knows_how_many_there_will_be() -> None:

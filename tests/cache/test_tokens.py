@@ -18,8 +18,9 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.ops.cached_attention import CachePlan, Store
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks.causal import examine
+from attngraph.meaning.tokens.attentions import ending_at_query
 from attngraph.meaning.tokens.axes import Space
-from attngraph.meaning.tokens.shifts import ending_at_query
+from attngraph.meaning.tokens.numbers import OfSizes, reach
 from attngraph.meaning.tokens.token_probe import select
 from attngraph.meaning.tokens.tokens import Kind, Tokens
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
@@ -29,6 +30,25 @@ from attngraph.passes.insert_kv_cache import shift_positions
 from attngraph.pipeline import run
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.proof import poison
+
+REACHES: dict[str, tuple[Any, float]] = {
+    "a comparison": (lambda x, p: x * (p == 300), 300),
+    "bits": (lambda x, p: x * ((p ^ 300) == 0), 300),
+    "pieces of the tokens": (lambda x, p: x.split([300, x.shape[1] - 300], 1)[0], 600),
+    "places between taps": (lambda x, p: torch.conv1d(x.mT, torch.ones(8, 1, 2), None, 1, 300, 300, 8), 600),
+    "a new dimension": (lambda x, p: torch.stack([x, x], 3).unsqueeze(4), 0),
+    "pieces of the features": (lambda x, p: x.unflatten(2, (4, 2)).split([3, 1], 2)[0], 0),
+}
+
+
+@pytest.mark.parametrize("name", REACHES)
+def test_every_number_counts_that_may_set_tokens_apart(name: str) -> None:
+    """Whatever the operation is called; but not dimensions, shapes, and pieces of what is no token."""
+    function, least = REACHES[name]
+    x = torch.randn(2, 400, 8)
+    graph = capture(lambda x: function(x, torch.arange(x.shape[1])[:, None]), (x,), {}).graph
+    found = reach(list(graph.graph.nodes), {}, OfSizes())
+    assert least <= found <= least + 2
 
 
 def facts(function: Any, *shapes: tuple[int, ...]) -> tuple[Tokens, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import call, compiled, toolchain
 from attngraph.codegen.triton import device, launch, store, tuned
-from attngraph.codegen.triton.compiler import Usage
+from attngraph.codegen.triton.ahead_of_time import Usage
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.functions import FUNCTIONS, Operation
 

@@ -45,7 +45,7 @@ F = "def f():"
         ("def f(\n    x,\n    B,\n):\n    x", {"B": "r\ns"}, "def f(\n    x,\n    r,\n    s,\n):\n    x"),
         ("def f(B):\n    x\ndef g(*f):\n    x", {"B": "b"}, "def f(b):\n    x\n\n\ndef g(b):\n    x"),
         ("@part\ndef f(x):\n    'Why.'\n    y = x + A\nf(z * 2)", {"A": 1}, "y = z * 2 + 1"),
-        ("@part\ndef f(x):\n    return g(x) if A else x\ny = f(z) + 1", {"A": True}, "y = g(z) + 1"),
+        ("f = part(lambda x: g(x) if A else x)\ny = f(z) + 1", {"A": True}, "y = g(z) + 1"),
     ],
     ids=range(24),
 )  # fmt: skip

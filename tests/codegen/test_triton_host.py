@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attngraph
-from attngraph.codegen.triton import attempts, call, decode, device, launch, launch_backward, tuned, visits
+from attngraph.codegen.triton import attempts, decode, device, launch, store, tuned, visits
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.emit import OF_KEYS, OF_QUERIES
 from attngraph.codegen.triton.launch import Forward
@@ -46,8 +46,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     found: list[Launch] = []
     monkeypatch.setattr(decode, "load", lambda plan: (Recorded(found), Recorded(found)))
     monkeypatch.setattr(decode, "multiprocessors", lambda where: 132)
-    monkeypatch.setattr(call, "on", lambda where: contextlib.nullcontext())
-    monkeypatch.setattr(call, "_specialised", lambda argument: None)  # tensors without memory have no address
+    monkeypatch.setattr(store, "on", lambda where: contextlib.nullcontext())
+    monkeypatch.setattr(store, "_specialised", lambda argument: None)  # there are no addresses
     return found
 
 
@@ -85,13 +85,13 @@ class _Code:
 
 
 def test_compiled_code_is_found_by_what_it_follows_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "on", lambda where: contextlib.nullcontext())
-    monkeypatch.setattr(call, "_compiled", {})
+    monkeypatch.setattr(store, "on", lambda where: contextlib.nullcontext())
+    monkeypatch.setattr(store, "_compiled", {})
     kernel, other = Compiling(), Compiling()
     a, b = torch.zeros(64, dtype=torch.float16), torch.ones(64, dtype=torch.float16)
 
     def run(which: Compiling, *arguments: Any, device: int = 0, warps: int = 4) -> int:
-        call.launch_kernel(which, (3,), arguments, {"num_warps": warps}, torch.device("cuda", device))
+        store.launch_kernel(which, (3,), arguments, {"num_warps": warps}, torch.device("cuda", device))
         return len(which.compiled)
 
     assert [run(kernel, a, 5, None), run(kernel, b, 5, None)] == [1, 1]
@@ -240,7 +240,7 @@ def on_any_device(monkeypatch: pytest.MonkeyPatch) -> Forward:
     monkeypatch.setattr(launch, "no_device", lambda tensor: None)
     monkeypatch.setattr(launch, "is_interpreted", lambda: True)
     monkeypatch.setattr(launch, "load", lambda plan: Recorded([]))
-    monkeypatch.setattr(launch_backward, "load_backward", lambda plan: types.SimpleNamespace(
+    monkeypatch.setattr(launch, "load_backward", lambda plan: types.SimpleNamespace(
         **dict.fromkeys((OF_QUERIES, OF_KEYS), Recorded([]))
     ))  # fmt: skip
     return Forward()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attngraph
 from attngraph.ir.language.parser import parse
-from attngraph.meaning.masks.blind_rows import warn_of_blind_rows
+from attngraph.meaning.masks.visible import warn_of_blind_rows
 
 Mask = Callable[[Tensor, Tensor], Tensor]
 """The pairs that a mask keeps, by the places of query and key."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attngraph.capture.assumed import Assumed
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
@@ -69,7 +70,7 @@ OF_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 def traced(function: Callable[..., Any], *operands: Tensor) -> tuple[ProgramGraph, list[fx.Node]]:
     """A function's graph in which every size is a number, and the nodes of its results."""
     fixed = frozenset((place, dim) for place, x in enumerate(operands) for dim in range(x.ndim))
-    graph = capture(function, operands, {}, fixed).graph
+    graph = capture(function, operands, {}, Assumed(fixed)).graph
     return graph, list(graph.graph.output_node().all_input_nodes)
 
 

@@ -12,7 +12,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import attngraph
-from attngraph.capture.assumed import Assumed
+from attngraph.capture.captured import Assumed
 from attngraph.capture.faster.calls import equal_calls_inferred_once
 from attngraph.capture.faster.formulas import equal_formulas_computed_once
 from attngraph.capture.trace import capture

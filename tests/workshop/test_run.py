@@ -79,10 +79,10 @@ def test_a_process_that_dies_or_hangs_is_a_failure_of_its_case_alone(
     assert worker.run(Case(), 0).kind == ""
     monkeypatch.setattr(workers, "LONGEST_WAIT", 0.5)
     waited = worker.run(Does(time.sleep, 600), 0)  # type: ignore[arg-type]
-    assert (waited.kind, waited.detail) == ("hangs", "no answer for 0 s")
+    assert (waited.kind, waited.detail) == ("hangs", "no answer in 0 s")
     monkeypatch.undo()
     died = worker.run(Does(os._exit, 3), 0)  # type: ignore[arg-type]
-    assert (died.kind, died.detail) == ("crashes", "the process ended with exit code 3")
+    assert (died.kind, died.detail) == ("crashes", "its process ended with 3")
     spent = worker.run(Does(signal.raise_signal, signal.SIGPROF), 0)  # type: ignore[arg-type]
     assert (spent.kind, spent.failed) == ("hangs", True)
 

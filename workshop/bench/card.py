@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from attngraph.cli.arguments import at_least
-from attngraph.cli.problems import TargetError, check_writable
-from attngraph.cli.progress import Progress
+from attngraph.cli.terminal import Progress, TargetError, check_writable
 from attngraph.codegen.triton import store
 from workshop.bench import card_tasks
 from workshop.bench.card_tasks import CHECK, MEASURE, TUNE, TUNED

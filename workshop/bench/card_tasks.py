@@ -23,11 +23,10 @@ import attngraph
 from attngraph.codegen import triton
 from attngraph.codegen.triton import attempts
 from attngraph.codegen.triton import device as devices
-from attngraph.codegen.triton.clock import Clock
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.codegen.triton.tuning import difference
+from attngraph.codegen.triton.tuning import Clock, difference
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.cached_attention import Rows, row_by_row
 from workshop.bench import gpu
@@ -57,7 +56,7 @@ def work(name: str, answer: Connection, device: str, small: bool, seconds: float
         if stage == CHECK:
             found = _check(cell, device, small)
         elif stage == TUNE:
-            found = _tune(cell, device, 1.0 if small else _SHARE * seconds, turn)
+            found = _tune(cell, device, small, 1.0 if small else _SHARE * seconds, turn)
         else:
             found = _measure(cell, device, small, _SLOW if stage == MEASURE else _OTHERS, turn)
         row = {"task": name, "outcome": "done", **found}
@@ -158,34 +157,21 @@ def _measure(
     return {"about": about, "rows": rows}
 
 
-def _tune(name: str, device: str, seconds: float, turn: Callable[[], None]) -> dict[str, Any]:
-    """Block sizes for a cell of `gpu.py`, whose operands are made as there."""
+def _tune(name: str, device: str, small: bool, seconds: float, turn: Callable[[], None]) -> dict[str, Any]:
+    """Block sizes for a cell of `gpu.py`, on its operands; no candidate is run."""
     if devices.no_triton() or (device == "cpu" and not devices.is_interpreted()):
         raise RuntimeError("block sizes are measured on a GPU, or with TRITON_INTERPRET=1")
-    clock = Clock(device)
     times: dict[str, dict[Any, float]] = {}
-    how: dict[str, Any] = {"seconds": seconds, "turn": turn, "times": times}
+    given: dict[str, Any] = {"seconds": seconds, "turn": turn, "times": times}
     if device == "cpu":
-        how |= {"timer": clock.once, "name": "interpreter"}
-    words = name.replace(" +", "").split()
-    numbers = [int(word.strip(",")) for word in words if word.strip(",").isdigit()]
-    kind = name.partition(",")[0]
-    if kind in gpu.CASES:
-        heads, tokens, width = numbers
-        q, k, v = (_random(device, 1, heads, tokens, width) for _ in "qkv")
-        found = triton.tune(gpu.CASES[kind].program(width), (q, k, v), gradients=True, **how)
-    else:
-        rows, held, heads, *rest = numbers
-        keys, width = rest if kind == "decode" else (1, sum(rest))
-        values = width if kind == "decode" else rest[0]
-        pages = _random(device, rows, keys, held, width)
-        v = _random(device, rows, keys, held, width) if kind == "decode" else pages[..., :values]
-        q, new = _random(device, 1, heads, rows, width), _random(device, 1, keys, rows, width)
-        scale = (192 if kind == "mla" else width) ** -0.5
-        cache = (pages, v), gpu._rows(rows, held, device)
-        found = triton.tune(
-            f"s = {scale} * dot\nkeep k <= q", (q, new, new[..., :values]), cache=cache, **how
-        )
+        given |= {"timer": Clock(device).once, "name": "interpreter"}
+    found: dict[str, Blocks] = {}
+
+    def tune(program: str, operands: Any, **more: Any) -> None:
+        found.update(triton.tune(program, operands, **more, **given))
+
+    how = gpu.How(device, small, gpu.NAMES, tune, narrow=True)
+    next(work for work in gpu.works(how) if work.name == name).prepare()
     return {
         "blocks": {line: list(dataclasses.astuple(blocks)) for line, blocks in found.items()},
         "times": {

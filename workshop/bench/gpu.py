@@ -6,7 +6,7 @@
 
 First the limits are measured: a large matrix product and a large copy. Then, cell by cell, candidates take
 turns for some rounds; medians are reported, with the cache emptied before each call. Times are the GPU's; the
-host's is said beside them (`codegen/triton/clock.py`). `attention`: our kernels forward and backward, the
+host's is said beside them (`codegen/triton/tuning.py`). `attention`: our kernels forward and backward, the
 unfused graph if it fits in memory, scaled_dot_product_attention with each of its backends pinned,
 FlexAttention with default and with tuned options, torch.compile of the unfused graph. `decode` and `mla`: one
 new token of each row over a cache, in bytes (and operations) per second. All candidates run once, and their
@@ -30,9 +30,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attngraph
-from attngraph.cli.problems import TargetError
+from attngraph.cli.terminal import TargetError
 from attngraph.codegen import triton
-from attngraph.codegen.triton.clock import Clock
+from attngraph.codegen.triton.tuning import Clock
 from attngraph.meaning.check.comparison import Rule, compare
 from workshop.harness import Cell, Options, Row, Suite
 
@@ -45,6 +45,8 @@ BACKENDS = {
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+NAMES = ("attngraph", "unfused", "torch.compile", *BACKENDS, "flex", "flex tuned", "sdpa")
+"""All candidates."""
 Call = Callable[[], Tensor]
 
 
@@ -129,17 +131,18 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How cells are measured: `without` these candidates; `tune`: block sizes are measured first, and
-    stored."""
+    """How cells are measured: `without` these candidates; `tune` is called with their operands first
+    (`triton.tune`). `narrow`: numbers have 16 bits on a CPU too."""
 
     device: str
     small: bool = False
     without: Collection[str] = ()
-    tune: bool = False
+    tune: Callable[..., object] | None = None
+    narrow: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device == "cuda" else torch.float32
+        return torch.bfloat16 if self.device == "cuda" else torch.float16 if self.narrow else torch.float32
 
     def noise(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
@@ -224,8 +227,8 @@ def attention(how: How) -> Iterator[Work]:
 def _made(how: How, case: Case, shape: tuple[int, ...]) -> tuple[list[Tensor], dict[str, Call]]:
     _forget()
     q, k, v = operands = [how.noise(*shape).requires_grad_() for _ in "qkv"]
-    if how.tune:
-        triton.tune(case.program(shape[-1]), (q.detach(), k.detach(), v.detach()), gradients=True)
+    if how.tune is not None:
+        how.tune(case.program(shape[-1]), (q.detach(), k.detach(), v.detach()), gradients=True)
     return operands, _candidates(case, q, k, v)
 
 
@@ -327,8 +330,8 @@ def _over_cache(
     where = _rows(pages[0].shape[0], pages[0].shape[2], str(q.device))
     text = f"s = {1 / math.sqrt(scaled)} * dot\nkeep k <= q"
     own = q.permute(2, 1, 0, 3)
-    if how.tune:
-        triton.tune(text, (q, new[0], new[1]), cache=(pages, where))
+    if how.tune is not None:
+        how.tune(text, (q, new[0], new[1]), cache=(pages, where))
 
     def ours() -> Tensor:
         found: Tensor = torch.ops.attngraph.cached_attention(q, *new, *pages, [], [], text, *where)
@@ -394,7 +397,7 @@ def cells(options: Options) -> Iterator[Cell]:
         raise TargetError(
             "--device cpu measures tiny cells, with --small; `attention` is the suite of a CPU."
         )
-    how = How(options.device, options.small, options.without, options.tune)
+    how = How(options.device, options.small, options.without, triton.tune if options.tune else None)
     for work in works(how, options.suite):
         yield Cell(work.name, lambda work=work: work.prepare().timed(*_limits(how.device, how.small)))  # type: ignore[misc]
 

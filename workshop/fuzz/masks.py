@@ -5,8 +5,7 @@ A predicate is an expression with the letters of its dimensions; True means kept
 
 from __future__ import annotations
 
-from workshop.fuzz.body import Body
-from workshop.fuzz.letters import aligned
+from workshop.fuzz.body import Body, aligned
 
 LONGEST = 16
 """Queries, and keys, of a mask that is a constant."""

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from attngraph.cli.arguments import POSITIVE, at_least
-from attngraph.cli.problems import TargetError
-from attngraph.cli.progress import Progress
+from attngraph.cli.terminal import Progress, TargetError
 from workshop.fuzz.compare import Outcome
 from workshop.fuzz.grammar import Case
 from workshop.fuzz.minimise import minimise, reproducer
@@ -32,6 +33,7 @@ from workshop.fuzz.sample import case_of
 from workshop.fuzz.source import render
 from workshop.fuzz.worker import Worker
 
+T = TypeVar("T")
 PER_KIND = 3
 """Most failures of one kind that are reduced; the others are reported as they were found."""
 MINIMISING = 180.0
@@ -50,7 +52,7 @@ class Options:
     first: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Failure:
     """A case that failed: what differed, the simplest case found that fails the same way, its test, and
     the file of the test, if it was written."""
@@ -59,8 +61,8 @@ class Failure:
     kind: str
     detail: str
     case: str
-    smallest: str
-    test: str
+    smallest: str = ""
+    test: str = ""
     path: str = ""
 
 
@@ -123,13 +125,6 @@ class Summary:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass
-class _Found:
-    number: int
-    case: Case
-    outcome: Outcome
-
-
 def run(options: Options, tell: Callable[[str], None] | None = None) -> Summary:
     """Fuzz until the time or the number of graphs is reached.
 
@@ -162,32 +157,44 @@ class _Run:
         self.start = time.perf_counter()
         self.stop = threading.Event()
         self.lock = threading.Lock()
-        self.numbers = itertools.count(options.first)
-        self.found: list[_Found] = []
+        self.cases: dict[int, tuple[Case, Outcome]] = {}
+        """Those that failed."""
         self.summary = Summary(options.seed)
         self.unfused: dict[str, Unfused] = {}
 
     def run(self) -> Summary:
-        interrupted = False
-        try:
-            self._in_threads([self._fuzz] * self.options.jobs, self._progress)
-        except KeyboardInterrupt:
-            interrupted = True
-        self.summary.seconds = time.perf_counter() - self.start
-        self.summary.unfused = sorted(self.unfused.values(), key=lambda u: -u.count)
-        self.found.sort(key=lambda f: f.number)
-        small: dict[int, Case] = {}
-        if self.found and not interrupted:
-            small = self._minimise_all()
-        self.summary.failures = [self._failure(f, small.get(f.number)) for f in self.found]
-        return self.summary
+        summary = self.summary
+        with contextlib.suppress(KeyboardInterrupt):
+            self._each(self._numbers(), self._try, self.options.jobs, self._progress)
+            chosen = self._chosen()
+            self._each(
+                iter(chosen),
+                self._reduce,
+                min(self.options.jobs, len(chosen)),
+                lambda: "making failures small",
+            )
+        summary.seconds = time.perf_counter() - self.start
+        summary.unfused = sorted(self.unfused.values(), key=lambda u: -u.count)
+        summary.failures.sort(key=lambda f: f.number)
+        return summary
 
-    def _in_threads(self, tasks: list[Callable[[Worker], None]], progress: Callable[[], str]) -> None:
-        """Run each task in a thread with a process of its own, which ends with the task."""
-        workers = [Worker() for _ in tasks]
+    def _each(
+        self, items: Iterator[T], work: Callable[[T, Worker], None], jobs: int, progress: Callable[[], str]
+    ) -> None:
+        """Work on the items in threads that have a process each, which end with the items."""
+        workers = [Worker() for _ in range(jobs)]
+
+        def take(worker: Worker) -> None:
+            while not self.stop.is_set():
+                with self.lock:
+                    item = next(items, None)
+                if item is None:
+                    return
+                work(item, worker)
+
         try:
-            with concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
-                waiting = {pool.submit(task, worker) for task, worker in zip(tasks, workers, strict=True)}
+            with concurrent.futures.ThreadPoolExecutor(max(1, jobs)) as pool:
+                waiting = {pool.submit(take, worker) for worker in workers}
                 try:
                     while waiting:
                         done, waiting = concurrent.futures.wait(waiting, timeout=1)
@@ -203,21 +210,23 @@ class _Run:
             for worker in workers:
                 worker.close()
 
-    def _fuzz(self, worker: Worker) -> None:
+    def _numbers(self) -> Iterator[int]:
+        """The numbers of graphs, until enough are drawn or the time is over."""
         options = self.options
-        while not self.stop.is_set():
-            with self.lock:
-                number = next(self.numbers)
-            if options.graphs is not None and number >= options.first + options.graphs:
+        last = math.inf if options.graphs is None else options.first + options.graphs
+        for number in itertools.count(options.first):
+            is_late = options.minutes is not None and time.perf_counter() - self.start >= 60 * options.minutes
+            if number >= last or is_late:
                 return
-            if options.minutes is not None and time.perf_counter() - self.start >= 60 * options.minutes:
-                return
-            case = case_of(options.seed, number)
-            outcome = worker.run(case, number)
-            if self.stop.is_set():
-                return
-            with self.lock:
-                self._count(number, case, outcome)
+            yield number
+
+    def _try(self, number: int, worker: Worker) -> None:
+        case = case_of(self.options.seed, number)
+        outcome = worker.run(case, number)
+        if self.stop.is_set():
+            return
+        with self.lock:
+            self._count(number, case, outcome)
 
     def _count(self, number: int, case: Case, outcome: Outcome) -> None:
         summary = self.summary
@@ -226,8 +235,9 @@ class _Run:
         summary.eager_raises += outcome.kind == "eager raises"
         summary.retraced += outcome.graphs > 1
         if outcome.failed:
-            self.found.append(_Found(number, case, outcome))
-            self._write(number, reproducer(case, outcome, number, self._origin(number)))
+            self.cases[number] = case, outcome
+            summary.failures.append(Failure(number, outcome.kind, outcome.detail, str(case)))
+            self._write(summary.failures[-1], case)
         elif case.is_attention and not outcome.kind:
             summary.attention += 1
             summary.fused += outcome.fused > 0
@@ -243,66 +253,46 @@ class _Run:
         share = f"{summary.fused / summary.attention:.0%}" if summary.attention else "-"
         return (
             f"{summary.graphs} graphs, {60 * summary.graphs / seconds:.0f} a minute, "
-            f"{share} of attention fused, {len(self.found)} failed"
+            f"{share} of attention fused, {len(summary.failures)} failed"
         )
 
-    def _minimise_all(self) -> dict[int, Case]:
-        """The simplest case for the first few failures of each kind."""
-        chosen: list[_Found] = []
-        for found in self.found:
-            if sum(c.outcome.kind == found.outcome.kind for c in chosen) < PER_KIND:
-                chosen.append(found)
-        left = iter(chosen)
-        small: dict[int, Case] = {}
+    def _chosen(self) -> list[Failure]:
+        """The first few failures of each kind, which are made small."""
+        chosen: list[Failure] = []
+        for failure in sorted(self.summary.failures, key=lambda f: f.number):
+            if sum(c.kind == failure.kind for c in chosen) < PER_KIND:
+                chosen.append(failure)
+        return chosen
 
-        def work(worker: Worker) -> None:
-            while not self.stop.is_set():
-                with self.lock:
-                    found = next(left, None)
-                if found is None:
-                    return
-                smallest = self._minimise(found, worker)
-                if smallest is None:
-                    found.outcome = dataclasses.replace(
-                        found.outcome, detail=f"{found.outcome.detail} (not in another process)"
-                    )
-                else:
-                    small[found.number] = smallest
-
-        jobs = min(self.options.jobs, len(chosen))
-        self._in_threads([work] * jobs, lambda: f"making failures small: {len(small)} of {len(chosen)} done")
-        return small
-
-    def _minimise(self, found: _Found, worker: Worker) -> Case | None:
-        """The simplest case; None if not even the case itself fails again."""
+    def _reduce(self, failure: Failure, worker: Worker) -> None:
+        """Find the simplest case, if the case itself fails again."""
         end = time.perf_counter() + MINIMISING
+        case, _ = self.cases[failure.number]
 
         def again(case: Case) -> Outcome:
-            return worker.run(case, found.number)
+            return worker.run(case, failure.number)
 
-        def may_go_on() -> bool:
-            return time.perf_counter() < end and not self.stop.is_set()
+        if again(case).kind != failure.kind:
+            failure.detail += " (not in another process)"
+            self._write(failure, case)
+            return
+        small = minimise(
+            case, failure.kind, again, lambda: time.perf_counter() < end and not self.stop.is_set()
+        )
+        failure.smallest = str(small)
+        self._write(failure, small)
 
-        if again(found.case).kind != found.outcome.kind:
-            return None
-        return minimise(found.case, found.outcome.kind, again, may_go_on)
-
-    def _origin(self, number: int) -> str:
-        return f"python -m workshop fuzz --seed {self.options.seed} --only {number}"
-
-    def _failure(self, found: _Found, small: Case | None) -> Failure:
-        test = reproducer(small or found.case, found.outcome, found.number, self._origin(found.number))
-        path = self._write(found.number, test)
-        kind, detail = found.outcome.kind, found.outcome.detail
-        return Failure(found.number, kind, detail, str(found.case), str(small) if small else "", test, path)
-
-    def _write(self, number: int, test: str) -> str:
-        if self.options.out is None:
-            return ""
-        self.options.out.mkdir(parents=True, exist_ok=True)
-        path = self.options.out / f"test_seed_{self.options.seed}_graph_{number}.py"
-        path.write_text(test, encoding="utf-8")
-        return str(path)
+    def _write(self, failure: Failure, case: Case) -> None:
+        """Its test, in a file too if there is a folder for them."""
+        options, number = self.options, failure.number
+        origin = f"python -m workshop fuzz --seed {options.seed} --only {number}"
+        outcome = dataclasses.replace(self.cases[number][1], detail=failure.detail)
+        failure.test = reproducer(case, outcome, number, origin)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            path = options.out / f"test_seed_{options.seed}_graph_{number}.py"
+            path.write_text(failure.test, encoding="utf-8")
+            failure.path = str(path)
 
 
 def _parser() -> argparse.ArgumentParser:

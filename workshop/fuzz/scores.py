@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from workshop.fuzz.body import Body
-from workshop.fuzz.letters import aligned, dimension, transposed
+from workshop.fuzz.body import Body, aligned, dimension, transposed
 from workshop.fuzz.masks import apply_mask, positions, predicate
 
 

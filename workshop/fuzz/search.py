@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from attngraph.cli.arguments import POSITIVE, at_least
-from attngraph.cli.progress import Progress
+from attngraph.cli.terminal import Progress
 from workshop.harness import short
 
 Found = tuple[str, str, str]

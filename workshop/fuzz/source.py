@@ -17,8 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workshop.fuzz.body import Body
 from workshop.fuzz.grammar import Case
-from workshop.fuzz.spell import spell
+from workshop.fuzz.operands import change_operands, group_heads, read_inputs
+from workshop.fuzz.scores import add_bias, hide, multiply, scale_operands, scale_scores
+from workshop.fuzz.weights import attend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,24 @@ class Source:
         """The inputs of one call; those of floating types in float64."""
         names = {"torch": torch, "g": torch.Generator().manual_seed(seed)}
         return tuple(eval(text, names) for text in self.expressions(sizes).values())
+
+
+def spell(case: Case) -> Body:
+    """The lines and inputs of the function `f` of a case."""
+    body = Body(case)
+    read_inputs(body)
+    group_heads(body)
+    change_operands(body)
+    scale_operands(body)
+    multiply(body)
+    scale_scores(body)
+    add_bias(body)
+    hide(body)
+    if case.scale == "after_mask":
+        body.set_scores("scores * 0.3")
+    results = attend(body)
+    body.add(f"return {', '.join(results)}")
+    return body
 
 
 def render(case: Case) -> Source:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from workshop.fuzz.body import Body
-from workshop.fuzz.letters import aligned, dimension
+from workshop.fuzz.body import Body, aligned, dimension
 from workshop.fuzz.masks import positions, predicate
 from workshop.fuzz.scores import talk
 

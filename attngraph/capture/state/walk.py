@@ -4,7 +4,7 @@ code reads.
 One walk, with a visitor for each purpose: fingerprints compare by identity at every call (`fingerprint.py`),
 records tell whether another walk would read the same (`unchanged.py`), contents compare in another process
 (`content.py`), snapshots put back what a trace changed (`snapshot.py`), and differences are named
-(`capture/changes.py`). What counts is decided here, by a scope, and nowhere else.
+(`capture/guards.py`). What counts is decided here, by a scope, and nowhere else.
 """
 
 from __future__ import annotations

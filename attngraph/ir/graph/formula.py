@@ -1,41 +1,56 @@
-"""Formulas of sizes in the text of a graph: `s0 + 1`, `((s1//4))`, `Max(1, s0)`, `Eq(Mod(s0, 4), 0)`.
+"""Formulas of sizes in the text of a graph and in files: `s0 + 1`, `((s1//4))`, `Eq(Mod(s0, 4), 0)`.
 
-They are parsed as arithmetic, never evaluated as Python, and become nodes of the graph, as passes expect: a
-size query on an input for each symbol, and a node for each operation. They are bounded before they are
-computed, as anybody may have written them: in letters, and numbers to what 64 bits hold.
+They are parsed as arithmetic, never evaluated as Python. In a graph they become nodes, as passes expect: a
+size query on an input for each symbol, and a node for each operation; beside a graph they are formulas of
+sympy, as torch has them. They are bounded before they are computed, as anybody may have written them: in
+letters, and numbers to what 64 bits hold.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch.utils._sympy import functions as torchs
 
+from attngraph.errors import SavedError
 from attngraph.ir.graph.infer import infer
 
-_BINARY: dict[type[ast.operator], Callable[..., Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.truediv, ast.Mod: operator.mod, ast.Pow: operator.pow,
-    ast.BitOr: operator.or_, ast.BitAnd: operator.and_,
+_SIGNS: dict[type[ast.AST], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "FloorDiv", ast.Div: "/", ast.Mod: "Mod",
+    ast.Pow: "**", ast.BitOr: "Or", ast.BitAnd: "And", ast.USub: "neg", ast.Invert: "Not",
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "Eq", ast.NotEq: "Ne",
 }  # fmt: skip
-_COMPARE: dict[type[ast.cmpop], Callable[..., Any]] = {
-    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne,
+_OF_NODES: dict[str, Callable[..., Any]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "**": operator.pow,
+    "neg": operator.neg, "Not": torch.sym_not, "<": operator.lt, "<=": operator.le, ">": operator.gt,
+    ">=": operator.ge, "Max": torch.sym_max, "Min": torch.sym_min, "Mod": operator.mod,
+    "PythonMod": operator.mod, "FloorDiv": operator.floordiv, "IntTrueDiv": operator.truediv,
+    "FloatTrueDiv": operator.truediv, "Eq": operator.eq, "Ne": operator.ne, "ToFloat": torch.sym_float,
+    "TruncToInt": math.trunc, "CeilToInt": math.ceil, "FloorToInt": math.floor, "FloatPow": operator.pow,
+    "PowByNatural": operator.pow, "OpaqueUnaryFn_sqrt": torch.sym_sqrt, "And": operator.and_,
+    "Or": operator.or_,
 }  # fmt: skip
-_CALLS: dict[str, Callable[..., Any]] = {
-    "Max": torch.sym_max, "Min": torch.sym_min, "Mod": operator.mod, "PythonMod": operator.mod,
-    "FloorDiv": operator.floordiv, "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv,
-    "Eq": operator.eq, "Ne": operator.ne, "ToFloat": torch.sym_float, "TruncToInt": math.trunc,
-    "CeilToInt": math.ceil, "FloorToInt": math.floor, "FloatPow": operator.pow, "PowByNatural": operator.pow,
-    "OpaqueUnaryFn_sqrt": torch.sym_sqrt, "And": operator.and_, "Or": operator.or_,
+_OF_SYMPY: dict[str, Callable[..., Any]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "**": operator.pow,
+    "neg": operator.neg, "<": sympy.Lt, "<=": sympy.Le, ">": sympy.Gt, ">=": sympy.Ge,
+} | {name: getattr(sympy, name) for name in ("Eq", "Ne", "And", "Or", "Not")} | {
+    name: getattr(torchs, name)
+    for name in (
+        "FloorDiv", "Mod", "PythonMod", "CleanDiv", "CeilToInt", "FloorToInt", "IntTrueDiv", "FloatTrueDiv",
+        "FloatPow", "PowByNatural", "ToFloat", "TruncToInt", "TruncToFloat", "RoundToInt", "Max", "Min",
+        "OpaqueUnaryFn_sqrt", "Where", "ModularIndexing", "CeilDiv",
+    ) if hasattr(torchs, name)
 }  # fmt: skip
-
+"""Operations by their signs or names: on numbers and nodes of a graph, and on formulas of sympy."""
 
 MOST_LETTERS, MOST_DEEP = 1 << 14, 200
 LARGEST, MOST_POWER = 1 << 63, 64
@@ -65,7 +80,7 @@ class Formulas:
         Raises:
             ValueError: it is not a formula, or it names a size that the file's header does not declare.
         """
-        return self._walk(parsed(text), self._symbol, lambda function, *args: function(*args))
+        return _read(parsed(text), _OF_NODES, self._symbol, lambda number: number, _pairwise(_applied))
 
     def node(self, text: str) -> Any:
         """A number, or the node of the graph that computes the formula.
@@ -74,40 +89,10 @@ class Formulas:
             ValueError: as `value`, or no input has one of the named sizes.
         """
         if text not in self._nodes:
-            self._nodes[text] = self._walk(parsed(text), self._query, self._call)
+            self._nodes[text] = _read(
+                parsed(text), _OF_NODES, self._query, lambda number: number, _pairwise(self._call)
+            )
         return self._nodes[text]
-
-    def _walk(self, tree: ast.expr, name: Callable[[str], Any], call: Callable[..., Any]) -> Any:
-        def walk(tree: ast.expr) -> Any:
-            match tree:
-                case ast.Constant(value=int() | float() as number) if abs(number) <= LARGEST:
-                    return number
-                case ast.Name(id=known):
-                    return name(known)
-                case ast.UnaryOp(op=ast.USub(), operand=operand):
-                    return call(operator.neg, walk(operand))
-                case ast.UnaryOp(op=ast.Invert(), operand=operand):
-                    return call(torch.sym_not, walk(operand))
-                case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-                    first, second = walk(left), walk(right)
-                    if isinstance(op, ast.Pow):
-                        check_power(first, second)
-                    return call(_BINARY[type(op)], first, second)
-                case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
-                    return call(_COMPARE[type(op)], walk(left), walk(right))
-                case ast.Call(func=ast.Name(id=function), args=[first, *more], keywords=[]) if (
-                    function in _CALLS
-                ):
-                    found = walk(first)
-                    for other in more:
-                        second = walk(other)
-                        if _CALLS[function] is operator.pow:
-                            check_power(found, second)
-                        found = call(_CALLS[function], found, second)
-                    return found if more else call(_CALLS[function], found)
-            raise ValueError(f"{ast.unparse(tree)!r} is no formula of sizes")
-
-        return walk(tree)
 
     def _symbol(self, name: str) -> torch.SymInt:
         if name not in self.symbols:
@@ -133,8 +118,55 @@ class Formulas:
         return node
 
 
-def check_power(base: Any, exponent: Any) -> None:
+def _applied(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _pairwise(call: Callable[..., Any]) -> Callable[..., Any]:
+    """For functions of two arguments at most: of more, of two after the other."""
+
+    def called(function: Callable[..., Any], *args: Any) -> Any:
+        if len(args) < 3:
+            return call(function, *args)
+        return functools.reduce(functools.partial(call, function), args)
+
+    return called
+
+
+def _read(
+    tree: ast.expr, functions: Mapping[str, Callable[..., Any]], name: Callable[[str], Any],
+    number: Callable[[Any], Any], call: Callable[..., Any],
+) -> Any:  # fmt: skip
+    """What a formula is, put together from what its names, numbers and operations are."""
+
+    def made(sign: str, *parts: ast.expr) -> Any:
+        args = [read(part) for part in parts]
+        if sign == "**" or "Pow" in sign:
+            _check_power(*args)
+        return call(functions[sign], *args)
+
+    def read(tree: ast.expr) -> Any:
+        match tree:
+            case ast.Constant(value=int() | float() as known) if abs(known) <= LARGEST:
+                return number(known)
+            case ast.Name(id=known):
+                return name(known)
+            case ast.UnaryOp(op=op, operand=operand) if _SIGNS.get(type(op)) in functions:
+                return made(_SIGNS[type(op)], operand)
+            case ast.BinOp(left=left, op=op, right=right) if _SIGNS.get(type(op)) in functions:
+                return made(_SIGNS[type(op)], left, right)
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if _SIGNS.get(type(op)) in functions:
+                return made(_SIGNS[type(op)], left, right)
+            case ast.Call(func=ast.Name(id=known), args=[_, *_] as parts, keywords=[]) if known in functions:
+                return made(known, *parts)
+        raise ValueError(f"{ast.unparse(tree)!r} is no formula of sizes")
+
+    return read(tree)
+
+
+def _check_power(base: Any, exponent: Any = 1) -> None:
     """Raise ValueError unless a power is small enough to be computed."""
+    base, exponent = (float(n) if getattr(n, "is_number", False) else n for n in (base, exponent))
     whole = [n for n in (base, exponent) if isinstance(n, (int, float)) and not isinstance(n, bool)]
     if isinstance(exponent, (int, float)) and abs(exponent) > MOST_POWER:
         raise ValueError(f"the power {exponent} is larger than {MOST_POWER}")
@@ -169,3 +201,44 @@ def _powers(tree: ast.AST) -> int:
 
 def _all(names: Mapping[str, Any]) -> str:
     return ", ".join(names) or "none"
+
+
+def size_text(formula: Any, names: Mapping[str, str]) -> int | float | bool | str:
+    """A formula of sizes, or a relation of them, as it is written in a file. `names`: of sizes in the file by
+    those in the formula.
+
+    Raises:
+        SavedError: it cannot be read back.
+    """
+    if isinstance(formula, (bool, int, float)):
+        return formula
+    if isinstance(formula, (torch.SymInt, torch.SymBool, torch.SymFloat)):
+        formula = formula.node.expr
+    symbols = {s: sympy.Symbol(names.get(str(s), str(s)), integer=True) for s in formula.free_symbols}
+    text = str(formula.xreplace(symbols))
+    try:
+        same = str(size_of(text, {})) == text
+    except (ValueError, TypeError, SyntaxError):
+        same = False
+    if not same:
+        raise SavedError(f"the size {text} has no form in a file")
+    return text
+
+
+def size_of(text: int | float | bool | str, names: Mapping[str, str]) -> Any:
+    """The number, or the formula over symbols, that `size_text` wrote. `names`: of sizes in the formula by
+    those in the file.
+
+    Raises:
+        ValueError: it is no formula.
+    """
+    if not isinstance(text, str):
+        return text
+    symbol = functools.partial(sympy.Symbol, integer=True)
+    return _read(parsed(text), _OF_SYMPY, lambda name: symbol(names.get(name, name)), _number, _applied)
+
+
+def _number(known: bool | int | float) -> Any:
+    if isinstance(known, bool):
+        return sympy.true if known else sympy.false
+    return sympy.Integer(known) if isinstance(known, int) else sympy.Float(known)

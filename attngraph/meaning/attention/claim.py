@@ -92,7 +92,7 @@ class Attention:
     def sinks(self) -> frozenset[Source]:
         """What the program's sinks read."""
         sinks = [s.value for s in self.program.statements if isinstance(s, Sink)]
-        return frozenset(self.reads[n.value] for x in sinks for n in E.walk(x) if n.op == "read")
+        return frozenset(self.reads[n.value] for x in sinks for n in E.reads(x))
 
 
 NO_VIEW = "its queries, keys or values are no view of a tensor of the model"

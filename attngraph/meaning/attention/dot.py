@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from attngraph.ir import budgets
+from attngraph.ir.graph.program_graph import computed_from
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -154,7 +155,7 @@ def _is_long(node: Expr) -> bool:
 def one_name(score: Expr) -> Expr:
     """The score with each element written in one way: where `h == 0` holds, `m[0, q, k]` becomes `m[h, q, k]`
     if that is read elsewhere (one head, or one query, was edited by itself)."""
-    reads = [n for n in E.walk(score) if n.op == "read" and n.free]
+    reads = [n for n in E.reads(score) if n.free]
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
         if current.op == "where" and args[0].op == "eq":
@@ -206,7 +207,9 @@ def why_no_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...], dtype: tor
     """What separates the scores from a contraction that they are computed from, if anything does."""
     for read in (n for n in outermost_first(score) if n.op == "read" and isinstance(n.value, fx.Node)):
         node: fx.Node = read.value
-        if read.free.isdisjoint(keys) or node.op != "call_function" or not _holds_contraction(meaning, node):
+        if read.free.isdisjoint(keys) or node.op != "call_function":
+            continue
+        if not any(meaning.category(n) is Category.CONTRACTION for n in computed_from([node])):
             continue
         try:
             meaning.element(node, read.args)
@@ -221,9 +224,7 @@ def why_no_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...], dtype: tor
 
 def _tensor_of_scores(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> str | None:
     """The reason for scores that are elements of one tensor that the model has, not products."""
-    pairs = [
-        n for n in E.walk(score) if n.op == "read" and not n.free.isdisjoint(keys) and n.free - set(keys)
-    ]
+    pairs = [n for n in E.reads(score) if not n.free.isdisjoint(keys) and n.free - set(keys)]
     if len(pairs) != 1 or not isinstance(pairs[0].value, fx.Node):
         return None
     node = pairs[0].value
@@ -248,20 +249,6 @@ def _is_distance(node: fx.Node) -> bool:
         source = source.all_input_nodes[0] if source.all_input_nodes else source
         if str(source.target).startswith("aten.sub."):
             return True
-    return False
-
-
-def _holds_contraction(meaning: Meaning, node: fx.Node) -> bool:
-    """Whether a node is computed from a contraction."""
-    seen: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current not in seen:
-            seen.add(current)
-            if meaning.category(current) is Category.CONTRACTION:
-                return True
-            stack += current.all_input_nodes
     return False
 
 

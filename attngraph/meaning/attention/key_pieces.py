@@ -261,7 +261,7 @@ def _opened(meaning: Meaning, piece: Piece, look: Callable[[Piece, Expr], Expr])
         return meaning.lift(whole, lambda r: moves(r) or str(r.value.target) == "aten.mul.Tensor")
 
     score = look(piece, piece.score)
-    reads = {n: write_out(n) for n in E.walk(score) if n.op == "read" and isinstance(n.value, fx.Node)}
+    reads = {n: write_out(n) for n in E.reads(score) if isinstance(n.value, fx.Node)}
     score = M.canonical_binders(meaning.lift(M.substitute(score, reads), moves))
     return Piece(piece.keys, score, meaning.lift(piece.weighted, moves))
 

@@ -260,7 +260,7 @@ class _Side:
             E.var(f"e{n}", s) for n, s in enumerate(self.meaning.shape(node)))))  # fmt: skip
         turned = any(n.op in ("sin", "cos") for n in E.walk(lifted))
         by = ", by an angle that follows the token's place (rotary positions)" if turned else ""
-        contractions = [n for n in E.walk(lifted) if n.op == "read" and self._is_projection(n.value)]
+        contractions = [n for n in E.reads(lifted) if self._is_projection(n.value)]
         if len(contractions) > 1 and not turned and "add" in str(node.target):
             by = " (a sum of several products, as of a weight and its adapter)"
         near = any(self._rank(n) < self._whole_width() for n in contractions)

@@ -110,7 +110,7 @@ def examine(
 
 def _is_layer(node: Expr, weights: Set[fx.Node]) -> bool:
     """Whether it is a sum over the places of a tensor that follows from the model's own tensors alone."""
-    reads = (n for n in E.walk(node) if n.op == "read" and n.value in weights) if node.op == "sum" else ()
+    reads = (n for n in E.reads(node) if n.value in weights) if node.op == "sum" else ()
     return any(node.args[0] in read.free for read in reads)
 
 

@@ -124,7 +124,7 @@ def _combined(body: Expr, keys: tuple[Expr, ...]) -> list[Expr]:
     mixed: list[tuple[tuple[object, int], Expr]] = []
     summed: set[tuple[object, int]] = set()
     bound = {n.args[0] for n in E.walk(body) if n.op == "sum"}
-    for read in (n for e in E.walk(body) if e.op == "exp" for n in E.walk(e) if n.op == "read"):
+    for read in (n for e in E.walk(body) if e.op == "exp" for n in E.reads(e)):
         for axis, place in enumerate(read.args):
             if place in bound:
                 summed.add((read.value, axis))

@@ -227,7 +227,7 @@ class PartialSums:
             return self._selection(*node.args)
         if node.op == "read" and self._is_inside(node):
             return self._element(node)
-        if any(self._is_inside(n) for n in E.walk(node) if n.op == "read"):
+        if any(self._is_inside(n) for n in E.reads(node)):
             raise NotASum
         known = self.meaning.elementwise(node) if node.op == "read" and self._is_known(node.value) else node
         return self.value(known) if known is not node else single(E.ZERO, node)
@@ -304,7 +304,7 @@ class PartialSums:
         """Exponentials of which some are replaced by zero: these have scores of minus infinity."""
         if not E.is_const(no, 0):
             condition, yes, no = M.not_(condition), no, yes
-        if not E.is_const(no, 0) or any(self._is_inside(n) for n in E.walk(condition) if n.op == "read"):
+        if not E.is_const(no, 0) or any(self._is_inside(n) for n in E.reads(condition)):
             raise NotASum
         mask = M.where(condition, E.ZERO, E.NEG_INF)
         return multiply(self.value(yes), single(mask, E.ONE))

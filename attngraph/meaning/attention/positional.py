@@ -30,7 +30,7 @@ def has_no_product(part: KeyPart) -> bool:
     queries = score.free - value
     if not queries or score.free.isdisjoint(keys):
         return False
-    for read in (n for n in E.walk(score) if n.op == "read"):
+    for read in E.reads(score):
         over_pairs = not read.free.isdisjoint(keys) and not read.free.isdisjoint(queries)
         is_table = isinstance(read.value, fx.Node) and read.value.op == "placeholder"
         shared = value - keys - read.free  # the width of values, and what the table is the same for

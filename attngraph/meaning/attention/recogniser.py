@@ -390,7 +390,7 @@ class Recogniser:
 
     def _sources(self, node: Expr) -> frozenset[fx.Node]:
         """The floating inputs of the graph that an expression is computed from."""
-        reads = [n.value for n in E.walk(node) if n.op == "read"]
+        reads = [n.value for n in E.reads(node)]
         return frozenset().union(*map(self._sources_of, reads))
 
     def _sources_of(self, node: fx.Node) -> frozenset[fx.Node]:

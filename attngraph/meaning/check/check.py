@@ -13,20 +13,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.score import Keep, Score
+from attngraph.ir.ops import nodes
 from attngraph.meaning.check.comparison import compare, elementwise, largest
 from attngraph.meaning.check.parts import Box, choose_box
 from attngraph.meaning.check.region import bytes_in_float64, region, with_makers_of_sizes
-from attngraph.meaning.check.rounding import factors, rounding
 from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes
 
 TOLERANCE = 1e-10
 """Largest accepted difference, relative to 1 + |value|, in float64."""
+LARGEST_SUM = 1e10
+"""A number of this size, added to all scores of a row, leaves six of their digits in float64; with a larger
+one, sums in two different orders cannot be compared."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +99,30 @@ def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence
             if problem:
                 return Verdict(worst, tuple(tried), problem)
     return Verdict(worst, tuple(tried), "" if tried else problem)
+
+
+def rounding(order: Sequence[fx.Node]) -> float:
+    """The rounding error of scores in float64 where a mask subtracts a number from a whole row: the model may
+    add masks and biases in another order."""
+    found = [v for v in map(nodes.view, order) if isinstance(v, nodes.Attention)]
+    fills = [s.fill for v in found for s in v.program.statements if isinstance(s, Keep)]
+    added = [abs(n.value) for f in fills if f.op != "const" for n in E.walk(f) if n.op == "const"]
+    return 4 * torch.finfo(torch.float64).eps * max((x for x in added if x <= LARGEST_SUM), default=0.0)
+
+
+def factors(order: Sequence[fx.Node]) -> dict[fx.Node, float]:
+    """The largest number by which the scores multiply each tensor that they read (a mask, mostly): its
+    gradient is as many times that of the scores, rounding included."""
+    found: dict[fx.Node, float] = {}
+    for whole in (v for v in map(nodes.view, order) if isinstance(v, nodes.Attention)):
+        scores = [s.value for s in whole.program.statements if isinstance(s, Score)]
+        for product in (n for score in scores for n in E.walk(score) if n.op == "mul"):
+            numbers: list[Any] = [abs(n.value) for n in product.args if n.op == "const" and n is not E.NAN]
+            numbers = [number for number in numbers if number <= LARGEST_SUM]
+            for read in E.reads(product):
+                tensor = whole.reads[read.value]
+                found[tensor] = max([found.get(tensor, 0.0), *numbers])
+    return found
 
 
 def _drowned(

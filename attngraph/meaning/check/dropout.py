@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.ops.dropout import dropout, kept_elements
-from attngraph.meaning.rule import argument
 
 SEED = 2**31 + 12345
 
@@ -26,7 +26,7 @@ def draws(node: fx.Node) -> Callable[..., Any] | None:
             return lambda: torch.tensor(SEED)
         case "aten.dropout.default" | "aten.native_dropout.default":
             return lambda value, *_, **__: drop(node, value, value.shape)
-        case "aten.scaled_dot_product_attention.default" if argument(node, 4, "dropout_p", 0.0):
+        case "aten.scaled_dot_product_attention.default" if argument(node, "dropout_p"):
             return _attention
     return None
 
@@ -41,8 +41,8 @@ def drop(
         box: the indices that `value` has of each dimension; None: all.
     """
     parts = "native" in str(node.target)
-    rate = float(argument(node, 1, "p", 0.5))
-    if argument(node, 2, "train", parts) is False or rate == 0:
+    rate = float(argument(node, "p"))
+    if argument(node, "train") is False or rate == 0:
         return (value, torch.ones_like(value, dtype=torch.bool)) if parts else value
     kept = kept_elements(SEED, shape, rate, value.device, box)
     result = dropout(value, SEED, rate, kept)

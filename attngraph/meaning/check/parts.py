@@ -142,7 +142,7 @@ class Parts:
         if _occur(element, wanted):
             return None
         boxes: dict[fx.Node, Box] = {}
-        for read in (n for n in E.walk(element) if n.op == "read"):
+        for read in E.reads(element):
             if any(index not in wanted and _occur(index, wanted) for index in read.args):
                 return None
             found = tuple(wanted.get(index) for index in read.args)

@@ -19,11 +19,10 @@ from attngraph.ir.graph.program_graph import Input, ProgramGraph
 from attngraph.ir.graph.ranks import Ranks, Shard
 from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.ir.ops.exchange import EXCHANGING, together
-from attngraph.meaning.check.check import TOLERANCE, Verdict, _gradients, _one_thread
+from attngraph.meaning.check.check import TOLERANCE, Verdict, _gradients, _one_thread, rounding
 from attngraph.meaning.check.comparison import compare, elementwise, largest
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import bytes_in_float64, region
-from attngraph.meaning.check.rounding import rounding
 from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes
 
 TOO_LARGE = "too large to be checked in float64 at its fixed sizes"
@@ -144,7 +143,7 @@ class RankChecks(Checks):
 
 
 def _given(graph: ProgramGraph) -> dict[fx.Node, Input]:
-    return dict(zip(graph.placeholders(), graph.inputs, strict=True))
+    return graph.given()
 
 
 @_one_thread()

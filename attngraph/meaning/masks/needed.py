@@ -38,7 +38,7 @@ def visible_keys(program: ScoreProgram) -> tuple[ScoreProgram, tuple[int, ...]]:
         found = seen(program.statements)
     if found is E.TRUE or not _is_bounded_in_heads(found):
         return ScoreProgram(()), ()
-    used = tuple(sorted({int(n.value) for n in E.walk(found) if n.op == "read"}))
+    used = tuple(sorted({int(n.value) for n in E.reads(found)}))
     return ScoreProgram((Keep(_renumbered(found, used)),)), used
 
 

@@ -23,9 +23,9 @@ def describe(program: ScoreProgram, hiding: Collection[int] = (), given: Collect
     hold minus infinity, and of those `given` by the caller, which may; "none" without any."""
     words = [_describe_keep(k) for k in program.keeps]
     asked = {n for k in program.keeps for n in E.walk(k.predicate)}
-    read = dict.fromkeys(n for e in program.expressions for n in E.walk(e) if n.op == "read")
+    read = dict.fromkeys(n for e in program.expressions for n in E.reads(e))
     words += [f"{format_expr(n)} > -inf" for n in read if n.value in hiding and n not in asked]
-    added = dict.fromkeys(n for t in _added(program) for n in E.walk(t) if n.op == "read" and _K in n.args)
+    added = dict.fromkeys(n for t in _added(program) for n in E.reads(t) if _K in n.args)
     words += [f"whatever {format_expr(n)} adds" for n in added if n.value in given and n not in asked]
     return " & ".join(words) or "none"
 

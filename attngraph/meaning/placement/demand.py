@@ -289,7 +289,7 @@ def head_dims(attention: nodes.AttentionOp, number: int) -> list[int] | None:
 
 def _reads(value: Expr) -> Iterator[Expr]:
     """The elements of nodes that an expression reads, those that decide where others are read included."""
-    return (n for n in E.walk(value) if n.op == "read" and isinstance(n.value, fx.Node))
+    return (n for n in E.reads(value) if isinstance(n.value, fx.Node))
 
 
 def _mentions(index: Expr, variables: Mapping[Expr, Any] | tuple[Expr, ...]) -> bool:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, argument
+from attngraph.meaning.rule import Category, Indices, Unliftable
 
 GROUPED = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 """Products `x[t] @ weight[expert of t]` of tokens that are sorted by expert."""
@@ -86,13 +87,13 @@ def _loss(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
     """The loss of one entry, from its logits and the number (or the probabilities) of its class."""
     logits, target = node.args[:2]
     shape = meaning.shape(logits)
-    if len(shape) != len(at) + 1 or argument(node, 3, "reduction", 1) != 0:
+    if len(shape) != len(at) + 1 or argument(node, "reduction") != 0:
         raise Unliftable("a loss of several entries")
     classes = meaning.fresh(shape[min(1, len(at))])
     every = (*at[:1], classes, *at[1:])
     of_classes = len(meaning.shape(target)) == len(every)
     reads = [meaning.read(logits, every), meaning.read(target, every if of_classes else at)]
-    weight = argument(node, 2, "weight")
+    weight = argument(node, "weight")
     reads += [] if weight is None else [meaning.read(weight, (classes,))]
     return E.make("raw", tuple(reads), "loss")
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Input, ProgramGraph
+from attngraph.ir.graph.program_graph import Input, ProgramGraph, computed_from
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -83,7 +83,7 @@ class Regions:
         self.graph, self.meaning, self.ranks = graph, meaning, ranks
         self.demand = Demand(meaning, ranks)
         self.tails = Tails(graph, meaning, lambda node: self.chosen_from(node) is not None)
-        self.given: dict[fx.Node, Input] = dict(zip(graph.placeholders(), graph.inputs, strict=True))
+        self.given: dict[fx.Node, Input] = graph.given()
 
     def is_parameter(self, node: fx.Node) -> bool:
         return node in self.given and self.given[node].kind == "parameter"
@@ -206,17 +206,7 @@ class Regions:
     def _is_computed(self, node: fx.Node) -> bool:
         """Whether a value follows from a product or a table of the model, not from positions and
         constants."""
-        stack, seen = [node], set()
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                stack += node.all_input_nodes
-                if self.is_parameter(node) or (
-                    node.op == "placeholder" and self.given_kind(node) == "argument"
-                ):
-                    return True
-        return False
+        return any(self.given_kind(n) in ("parameter", "argument") for n in computed_from([node]))
 
     def given_kind(self, node: fx.Node) -> str:
         return self.given[node].kind if node in self.given else ""

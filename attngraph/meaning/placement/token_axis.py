@@ -77,7 +77,7 @@ class TokenAxis:
         self._called: set[fx.Node] = set()
         self._learned: set[fx.Node] = set()
         self._computed: set[fx.Node] = set()
-        given = dict(zip(graph.placeholders(), graph.inputs, strict=True))
+        given = graph.given()
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 self._note_input(node, given[node])
@@ -261,4 +261,4 @@ def dropout_of(node: fx.Node) -> fx.Node | None:
 
 
 def _reads(value: Expr) -> Iterator[Expr]:
-    return (n for n in E.walk(value) if n.op == "read" and isinstance(n.value, fx.Node))
+    return (n for n in E.reads(value) if isinstance(n.value, fx.Node))

@@ -15,12 +15,13 @@ import torch
 from torch import fx
 
 from attngraph.ir import budgets
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning import constants
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, is_part, rule
+from attngraph.meaning.rule import Category, Indices, Unliftable, axis, is_part, rule
 from attngraph.meaning.rules.movement import first_picked, is_mask
 
 Entry = tuple[Expr, Indices]
@@ -30,8 +31,8 @@ Entry = tuple[Expr, Indices]
 @rule(Category.MOVEMENT, "index_fill.int_Scalar", "index_fill.int_Tensor")
 def index_fill(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """A number at listed places of a dimension, the operand elsewhere."""
-    dim = axis(argument(node, 1, "dim"), len(at))
-    value, number = context.read(node.args[0], at), context.scalar(argument(node, 3, "value"))
+    dim = axis(argument(node, "dim"), len(at))
+    value, number = context.read(node.args[0], at), context.scalar(argument(node, "value"))
     if number.op == "const":
         number = E.const({"bool": bool, "int": int, "float": float}[value.kind](number.value))
     elif number.kind != value.kind:
@@ -47,7 +48,7 @@ def index_put(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     picks = {d: pick for d, pick in enumerate(listed) if pick is not None}
     first, covered = first_picked(list(picks)), set(picks)
     triangle, entries = _triangle(context, picks, at), list[Entry]()
-    if triangle is not None and not argument(node, 3, "accumulate", False):
+    if triangle is not None and not argument(node, "accumulate"):
         entries = [(triangle, (E.var("listed"),))]
     elif not any(is_mask(pick) for pick in picks.values()):
         try:
@@ -61,7 +62,7 @@ def index_put(context: Meaning, node: fx.Node, at: Indices) -> Expr:
         mask = context.read(picks[first], tuple(at[d] for d in sorted(covered)))
         entries = [(mask, (E.var("marked"),))]
     others = tuple(place for d, place in enumerate(at) if d not in covered)
-    adds, result = argument(node, 3, "accumulate", False), context.read(node.args[0], at)
+    adds, result = argument(node, "accumulate"), context.read(node.args[0], at)
     if adds and result.kind == "bool":
         raise Unliftable("truth values that are added up")
     for condition, entry in entries:
@@ -84,8 +85,8 @@ def _triangle(context: Meaning, picks: dict[int, Any], at: Indices) -> Expr | No
     kind = str(source.target)
     if kind not in ("aten.triu_indices.default", "aten.tril_indices.default"):
         return None
-    rows, columns = (context.scalar(argument(source, n, name)) for n, name in enumerate(("row", "col")))
-    first = M.add(row, context.scalar(argument(source, 2, "offset", 0)))
+    rows, columns = (context.scalar(argument(source, name)) for name in ("row", "col"))
+    first = M.add(row, context.scalar(argument(source, "offset")))
     ordered = M.le(first, column) if kind.startswith("aten.triu") else M.le(column, first)
     return M.and_(ordered, M.lt(row, rows), M.lt(column, columns))
 
@@ -96,7 +97,7 @@ def _part(pick: Any) -> tuple[fx.Node, int] | None:
         return cast(fx.Node, pick.args[0]), cast(int, pick.args[2])
     if isinstance(pick, fx.Node) and is_part(pick):
         unbound = cast(fx.Node, pick.args[0])
-        if str(unbound.target) == "aten.unbind.int" and not argument(unbound, 1, "dim", 0):
+        if str(unbound.target) == "aten.unbind.int" and not argument(unbound, "dim"):
             return cast(fx.Node, unbound.args[0]), cast(int, pick.args[1])
     return None
 
@@ -111,7 +112,7 @@ def _listed(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices)
     many = Unliftable("an index of many places that is no range")
     known = [context.known(pick) for pick in picks.values()]
     lists = [x.cpu() for x in known if x is not None and x.numel() and int(x.min()) >= 0]
-    if len(lists) < len(picks) or argument(node, 3, "accumulate"):
+    if len(lists) < len(picks) or argument(node, "accumulate"):
         raise many
     extents = [
         extent.value if extent.op == "const" else int(x.max()) + 1

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
@@ -17,7 +18,6 @@ from attngraph.meaning.rule import (
     Indices,
     Unliftable,
     UnliftableBecause,
-    argument,
     axis,
     of_each,
     rule,
@@ -93,7 +93,7 @@ def linear(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     value = M.total(
         inner, M.mul(context.read(node.args[0], (*outer, inner)), context.read(node.args[1], weight_at))
     )
-    bias = argument(node, 2, "bias")
+    bias = argument(node, "bias")
     return value if bias is None else M.add(value, context.read_broadcast(bias, at))
 
 
@@ -103,8 +103,7 @@ def convolution(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     its weight; others are followed only where the context asks for it (`along_tokens`)."""
     source, weight = node.args[:2]
     outputs, channels, *kernel = context.shape(weight)
-    names = (("stride", 1), ("padding", 0), ("dilation", 1))
-    given = [argument(node, 3 + number, name, default) for number, (name, default) in enumerate(names)]
+    given = [argument(node, name) for name in ("stride", "padding", "dilation")]
     if any(isinstance(value, str) for value in given):
         raise Unliftable("a convolution padded by name")
     stride, padding, dilation = (of_each(value, len(kernel)) for value in given)
@@ -115,7 +114,7 @@ def convolution(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     batch, place = at[: len(at) - len(kernel) - 1], at[len(at) - len(kernel) - 1]
     inner = context.fresh(channels)
     steps = [E.ZERO if extent is E.ONE else context.fresh(extent) for extent in kernel]
-    group = M.floordiv(place, M.floordiv(outputs, E.const(argument(node, 6, "groups", 1))))
+    group = M.floordiv(place, M.floordiv(outputs, E.const(argument(node, "groups"))))
     places = tuple(
         M.add(M.mul(o, E.const(s)), M.mul(k, E.const(d)), E.const(-p))
         for o, k, s, p, d in zip(spatial, steps, stride, padding, dilation, strict=True)
@@ -129,7 +128,7 @@ def convolution(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     value = M.mul(element, context.read(weight, (place, inner, *steps)))
     for variable in (inner, *(k for k in steps if k.op == "var")):
         value = M.total(variable, value)
-    bias = argument(node, 2, "bias")
+    bias = argument(node, "bias")
     return value if bias is None else M.add(value, context.read(bias, (place,)))
 
 
@@ -186,8 +185,8 @@ def subscripts(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[s
 def scaled_dot_product_attention(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """softmax(scale * q k^T + mask) v, as torch documents it; rows in which all keys are masked give zero."""
     q, k, v = node.args[:3]
-    mask, rate = argument(node, 3, "attn_mask"), float(argument(node, 4, "dropout_p", 0.0))
-    causal, scale = argument(node, 5, "is_causal", False), node.kwargs.get("scale")
+    mask, rate = argument(node, "attn_mask"), float(argument(node, "dropout_p"))
+    causal, scale = argument(node, "is_causal"), node.kwargs.get("scale")
     grouped = node.kwargs.get("enable_gqa", False)
     width = context.shape(q)[-1]
     if scale is None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, rule
+from attngraph.meaning.rule import Category, Indices, Unliftable, axis, rule
 
 INDEX = Category.INDEX
 
@@ -24,7 +25,7 @@ def _constant(context: Meaning, node: fx.Node, value: object) -> Expr:
 @rule(INDEX, "arange.default", "arange.start", "arange.start_step")
 def arange(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     first = context.scalar(node.args[0]) if len(node.args) > 1 else E.ZERO
-    step = context.scalar(argument(node, 2, "step", 1))
+    step = context.scalar(argument(node, "step", 1))
     return M.add(first, M.mul(at[0], step))
 
 
@@ -33,8 +34,8 @@ def arange(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     "fill.Tensor",
 )  # fmt: skip
 def full(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    place = 2 if "new_full" in str(node.target) else 0 if "scalar_tensor" in str(node.target) else 1
-    value = argument(node, place, "value" if "aten.fill." in str(node.target) else "fill_value")
+    name = str(node.target).split(".")[1]
+    value = argument(node, {"fill": "value", "scalar_tensor": "s"}.get(name, "fill_value"))
     if isinstance(value, fx.Node) and context.is_tensor(value):
         found = context.read(value, ())
         if context.kind(node) != found.kind:
@@ -60,7 +61,7 @@ def eye(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 @rule(Category.POINTWISE, "tril.default", "triu.default")
 def triangle(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    diagonal = context.integer(argument(node, 1, "diagonal", 0))
+    diagonal = context.integer(argument(node, "diagonal"))
     row, column = at[-2:]
     if "tril" in str(node.target):
         kept = M.le(column, M.add(row, diagonal))
@@ -74,7 +75,7 @@ def triangle(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 def cumsum(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """A running sum: of something that does not change along the dimension n + 1 times it; of other values
     only where the context asks for it (`along_tokens`)."""
-    dim = axis(argument(node, 1, "dim"), len(at))
+    dim = axis(argument(node, "dim"), len(at))
     place = E.var("i", context.shape(node)[dim])
     value = context.index_expression(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
     if value is not None and place not in value.free:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import ranges
@@ -18,7 +19,6 @@ from attngraph.meaning.rule import (
     Indices,
     Unliftable,
     UnliftableBecause,
-    argument,
     axis,
     part_rule,
     rule,
@@ -158,8 +158,8 @@ def expand(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return context.read_broadcast(node.args[0], at)
 
 
-def slice_start(context: Meaning, node: fx.Node, extent: Expr, argument_place: int = 2) -> Expr:
-    start = argument(node, argument_place, "start")
+def slice_start(context: Meaning, node: fx.Node, extent: Expr) -> Expr:
+    start = argument(node, "start")
     first = context.integer(0 if start is None else start)
     if first.op == "const" and first.value < 0:
         first = M.add(first, extent)
@@ -179,13 +179,13 @@ def _is_nonnegative(node: Expr) -> bool:
 
 @rule(MOVEMENT, "slice.Tensor", "narrow.default")
 def slice_(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    dim = axis(argument(node, 1, "dim", 0), len(at))
+    dim = axis(argument(node, "dim"), len(at))
     extent = context.shape(node.args[0])[dim]
     if "narrow" in str(node.target):
         return context.read(
             node.args[0], (*at[:dim], M.add(at[dim], slice_start(context, node, extent)), *at[dim + 1 :])
         )
-    end, step = argument(node, 3, "end"), argument(node, 4, "step", 1)
+    end, step = argument(node, "end"), argument(node, "step")
     if step == 1 and (end is None or end == END):
         first = M.sub(extent, context.shape(node)[dim])  # wherever it starts, it goes on to the end
     else:
@@ -194,18 +194,15 @@ def slice_(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
 
 
-def diagonal_of(node: fx.Node, rank: int, first: int, dims: tuple[int, int] = (0, 1)) -> tuple[int, int, int]:
+def diagonal_of(node: fx.Node, rank: int) -> tuple[int, int, int]:
     """The two dimensions of a diagonal, and its offset."""
-    offset, rows, columns = (
-        argument(node, first + i, name, default)
-        for i, (name, default) in enumerate(zip(("offset", "dim1", "dim2"), (0, *dims), strict=True))
-    )
+    offset, rows, columns = (argument(node, name) for name in ("offset", "dim1", "dim2"))
     return axis(rows, rank), axis(columns, rank), int(offset)
 
 
 @rule(MOVEMENT, "diagonal.default")
 def diagonal(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    rows, columns, offset = diagonal_of(node, len(at) + 1, 1)
+    rows, columns, offset = diagonal_of(node, len(at) + 1)
     places = list(at[:-1])
     for dim, start in sorted(((rows, max(0, -offset)), (columns, max(0, offset)))):
         places.insert(dim, M.add(at[-1], E.const(start)))
@@ -215,8 +212,8 @@ def diagonal(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(MOVEMENT, "select.int")
 def select(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     shape = context.shape(node.args[0])
-    dim = axis(argument(node, 1, "dim"), len(shape))
-    place = context.integer(argument(node, 2, "index"))
+    dim = axis(argument(node, "dim"), len(shape))
+    place = context.integer(argument(node, "index"))
     if place.op == "const" and place.value < 0:
         place = M.add(place, shape[dim])
     return context.read(node.args[0], (*at[:dim], place, *at[dim:]))
@@ -230,9 +227,9 @@ def split(context: Meaning, node: fx.Node, part: int, at: Indices) -> Expr:
     name = str(node.target).split(".")[1]
     source = context.shape(node.args[0])
     if name == "unbind":
-        dim = axis(argument(node, 1, "dim", 0), len(source))
+        dim = axis(argument(node, "dim"), len(source))
         return context.read(node.args[0], (*at[:dim], E.const(part), *at[dim:]))
-    dim = axis(argument(node, 2, "dim", 0), len(source))
+    dim = axis(argument(node, "dim"), len(source))
     first: Expr = E.ZERO
     for before in range(part):
         first = M.add(first, context.part_shape(node, before)[dim])
@@ -253,7 +250,7 @@ def repeat(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 @rule(MOVEMENT, "repeat_interleave.self_int")
 def repeat_interleave(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    dim = argument(node, 2, "dim")
+    dim = argument(node, "dim")
     times = context.integer(node.args[1])
     source = context.shape(node.args[0])
     if dim is None:
@@ -273,7 +270,7 @@ def flip(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 @rule(MOVEMENT, "roll.default")
 def roll(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    shape, dims = context.shape(node), argument(node, 2, "dims", ())
+    shape, dims = context.shape(node), argument(node, "dims")
     if len(dims) != len(node.args[1]):  # type: ignore[arg-type]
         raise Unliftable("a roll of all dimensions as one")
     places = [(at, E.TRUE)]
@@ -347,7 +344,7 @@ def wrapped(place: Expr, extent: Expr) -> Expr:
 
 @rule(MOVEMENT, "index_select.default")
 def index_select(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    dim = axis(argument(node, 1, "dim"), len(at))
+    dim = axis(argument(node, "dim"), len(at))
     places: Any = node.args[2]
     place = listed_place(context, places, at[dim : dim + 1] if context.shape(places) else ())
     return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
@@ -360,7 +357,7 @@ def embedding(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 @rule(MOVEMENT, "gather.default")
 def gather(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    dim = axis(argument(node, 1, "dim"), len(at))
+    dim = axis(argument(node, "dim"), len(at))
     place = listed_place(context, node.args[2], at)  # type: ignore[arg-type]
     return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
 
@@ -368,9 +365,9 @@ def gather(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(MOVEMENT, "diff.default")
 def diff(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """Neighbouring differences, with one element put in front if asked."""
-    dim = axis(argument(node, 2, "dim", -1), len(at))
-    before, after = argument(node, 3, "prepend"), argument(node, 4, "append")
-    if argument(node, 1, "n", 1) != 1 or after is not None:
+    dim = axis(argument(node, "dim"), len(at))
+    before, after = argument(node, "prepend"), argument(node, "append")
+    if argument(node, "n") != 1 or after is not None:
         raise Unliftable("differences of higher order")
 
     def element(place: Expr) -> Expr:

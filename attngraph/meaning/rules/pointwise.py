@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, argument, part_rule, rule
+from attngraph.meaning.rule import Category, Indices, Unliftable, part_rule, rule
 
 POINTWISE = Category.POINTWISE
 _SOFTMAX = ("aten.softmax.", "aten._softmax.", "aten._safe_softmax.")
@@ -97,17 +98,14 @@ _register(("isinf.default",), lambda x: M.eq(M.absolute(M.number(x)), E.INF), 1)
 @rule(POINTWISE, "leaky_relu.default")
 def leaky_relu(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     value = operand(context, node.args[0], at)
-    slope = context.scalar(argument(node, 1, "negative_slope", 0.01))
+    slope = context.scalar(argument(node, "negative_slope"))
     return M.where(M.lt(E.ZERO, value), value, M.mul(slope, value))
 
 
 @rule(POINTWISE, "elu.default")
 def elu(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     value = operand(context, node.args[0], at)
-    alpha, scale, inner = (
-        context.scalar(argument(node, place, name, 1))
-        for place, name in ((1, "alpha"), (2, "scale"), (3, "input_scale"))
-    )
+    alpha, scale, inner = (context.scalar(argument(node, name)) for name in ("alpha", "scale", "input_scale"))
     below = M.mul(alpha, scale, M.sub(M.exp(M.mul(inner, value)), E.ONE))
     return M.where(M.lt(E.ZERO, value), M.mul(scale, value), below)
 
@@ -115,9 +113,7 @@ def elu(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(POINTWISE, "softplus.default")
 def softplus(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     value = operand(context, node.args[0], at)
-    beta, threshold = (
-        context.scalar(argument(node, i, n, d)) for i, n, d in ((1, "beta", 1), (2, "threshold", 20))
-    )
+    beta, threshold = (context.scalar(argument(node, name)) for name in ("beta", "threshold"))
     inner = M.mul(beta, value)
     return M.where(M.lt(threshold, inner), value, M.mul(M.recip(beta), _log_of_one_plus(inner)))
 
@@ -135,16 +131,14 @@ def _log_of_one_plus(exponent: Expr) -> Expr:
 
 @rule(POINTWISE, "hardtanh.default")
 def hardtanh(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    low, high = (
-        context.scalar(argument(node, i, n, d)) for i, n, d in ((1, "min_val", -1), (2, "max_val", 1))
-    )
+    low, high = (context.scalar(argument(node, name)) for name in ("min_val", "max_val"))
     return _minimum(_maximum(operand(context, node.args[0], at), low), high)
 
 
 @rule(POINTWISE, "addcmul.default", "addcdiv.default")
 def addcmul(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     whole, a, b = (operand(context, x, at) for x in node.args[:3])
-    times = context.scalar(argument(node, 3, "value", 1))
+    times = context.scalar(argument(node, "value"))
     return M.add(whole, M.mul(times, a, M.recip(b) if "div" in str(node.target) else b))
 
 
@@ -196,7 +190,7 @@ def add(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     a, b = (M.number(operand(context, x, at)) for x in node.args[:2])
     if str(node.target).startswith("aten.rsub"):
         a, b = b, a
-    factor = context.scalar(argument(node, 2, "alpha", 1))
+    factor = context.scalar(argument(node, "alpha"))
     if str(node.target).startswith("aten.rsub"):
         return M.sub(a, M.mul(factor, b))
     return M.add(a, M.mul(factor, b)) if "add" in str(node.target) else M.sub(a, M.mul(factor, b))
@@ -220,7 +214,7 @@ def div(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(POINTWISE, "clamp.default", "clamp.Tensor")
 def clamp(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     value = operand(context, node.args[0], at)
-    low, high = argument(node, 1, "min"), argument(node, 2, "max")
+    low, high = argument(node, "min"), argument(node, "max")
     if low is not None:
         value = _maximum(value, operand(context, low, at))
     return value if high is None else _minimum(value, operand(context, high, at))
@@ -231,7 +225,7 @@ def nan_to_num(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """NaN becomes a number, and so do infinities, which weights of a softmax never are."""
     value = operand(context, node.args[0], at)
     limits = torch.finfo(node.meta["val"].dtype)
-    fills = [argument(node, 1 + i, name) for i, name in enumerate(("nan", "posinf", "neginf"))]
+    fills = [argument(node, name) for name in ("nan", "posinf", "neginf")]
     defaults = (0.0, limits.max, limits.min)
     nan, above, below = (E.const(float(d if f is None else f)) for f, d in zip(fills, defaults, strict=True))
     source = node.args[0]
@@ -245,16 +239,16 @@ def nan_to_num(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(POINTWISE, "dropout.default")
 def dropout(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     value = operand(context, node.args[0], at)
-    rate = float(argument(node, 1, "p", 0.5))
-    if not argument(node, 2, "train", False) or rate == 0:
+    rate = float(argument(node, "p"))
+    if not argument(node, "train") or rate == 0:
         return value
     return dropped(node, value, rate, at, context.shape(node.args[0]))
 
 
 @part_rule(POINTWISE, "native_dropout.default")
 def native_dropout(context: Meaning, node: fx.Node, part: int, at: Indices) -> Expr:
-    rate = float(argument(node, 1, "p", 0.5))
-    train = argument(node, 2, "train", True)
+    rate = float(argument(node, "p"))
+    train = argument(node, "train")
     if part != 0:
         raise Unliftable("the mask of a dropout")
     value = operand(context, node.args[0], at)

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, of_each, rule
+from attngraph.meaning.rule import Category, Indices, Unliftable, axis, of_each, rule
 
 REDUCTION, MOVEMENT = Category.REDUCTION, Category.MOVEMENT
 
@@ -18,7 +19,7 @@ REDUCTION, MOVEMENT = Category.REDUCTION, Category.MOVEMENT
 @rule(REDUCTION, "max_pool1d.default", "max_pool2d.default", "max_pool3d.default")
 def largest(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """The largest element of a window; there is none beyond the ends."""
-    dilation, ceil = argument(node, 4, "dilation", 1), argument(node, 5, "ceil_mode", False)
+    dilation, ceil = argument(node, "dilation"), argument(node, "ceil_mode")
     places, element, inside = _window(context, node, at, dilation, ceil)
     value = M.where(inside, element, E.NEG_INF)
     for place in places:
@@ -29,8 +30,8 @@ def largest(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(REDUCTION, "avg_pool1d.default", "avg_pool2d.default", "avg_pool3d.default")
 def mean(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """The mean of a window. Zeros beyond the ends count as elements, or there are none."""
-    ceil, divisor = argument(node, 4, "ceil_mode", False), argument(node, 6, "divisor_override")
-    counts_zeros = argument(node, 5, "count_include_pad", True)
+    ceil, divisor = argument(node, "ceil_mode"), argument(node, "divisor_override")
+    counts_zeros = argument(node, "count_include_pad")
     if counts_zeros and ceil and divisor is None:
         raise Unliftable("a mean of a window that ends beyond the padding")
     places, element, inside = _window(context, node, at, 1, ceil)
@@ -44,7 +45,7 @@ def mean(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(MOVEMENT, "unfold.default")
 def unfold(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """Windows of one dimension; the place in a window is the last index."""
-    dim, step = axis(argument(node, 1, "dimension"), len(at) - 1), argument(node, 3, "step")
+    dim, step = axis(argument(node, "dimension"), len(at) - 1), argument(node, "step")
     place = M.add(M.mul(at[dim], context.integer(step)), at[-1])
     return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 : -1]))
 
@@ -55,8 +56,8 @@ def _window(
     """Variables for the places of a window, the element there, and whether it is one of the operand's."""
     dims = int(str(node.target).partition("pool")[2][0])
     sizes = of_each(node.args[1], dims)
-    strides = of_each(argument(node, 2, "stride", []) or sizes, dims)
-    padding, dilations = of_each(argument(node, 3, "padding", 0), dims), of_each(dilation, dims)
+    strides = of_each(argument(node, "stride") or sizes, dims)
+    padding, dilations = of_each(argument(node, "padding"), dims), of_each(dilation, dims)
     places = [context.fresh(E.const(size)) if size > 1 else E.ZERO for size in sizes]
     indices = tuple(
         M.add(M.mul(o, E.const(s)), M.mul(k, E.const(d)), E.const(-p))

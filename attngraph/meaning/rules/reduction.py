@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, part_rule, rule
+from attngraph.meaning.rule import Category, Indices, Unliftable, axis, part_rule, rule
 
 REDUCTION = Category.REDUCTION
 
@@ -38,7 +39,7 @@ def _open(context: Meaning, source: Any, dims: Any, keepdim: bool, at: Indices) 
 
 @rule(REDUCTION, "sum.default", "sum.dim_IntList", "mean.default", "mean.dim")
 def total(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    dims, keepdim = argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
+    dims, keepdim = argument(node, "dim"), argument(node, "keepdim")
     variables, value = _open(context, node.args[0], dims, keepdim, at)
     for variable in variables:
         value = M.total(variable, value)
@@ -50,10 +51,10 @@ def total(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(REDUCTION, "linalg_vector_norm.default")
 def vector_norm(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """The sum of sizes (order 1), or the root of the sum of squares (order 2)."""
-    order = argument(node, 1, "ord", 2)
+    order = argument(node, "ord")
     if order not in (1, 2):
         raise Unliftable("a norm of another order than 1 or 2")
-    dims, keepdim = argument(node, 2, "dim"), argument(node, 3, "keepdim", False)
+    dims, keepdim = argument(node, "dim"), argument(node, "keepdim")
     variables, value = _open(context, node.args[0], dims, keepdim, at)
     value = M.absolute(value) if order == 1 else M.mul(value, value)
     for variable in variables:
@@ -71,7 +72,7 @@ def _extreme(context: Meaning, source: Any, dims: Any, keepdim: bool, at: Indice
 
 @rule(REDUCTION, "amax.default", "amin.default")
 def extreme(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    dims, keepdim = argument(node, 1, "dim", []), argument(node, 2, "keepdim", False)
+    dims, keepdim = argument(node, "dim"), argument(node, "keepdim")
     binder = "amax" if "amax" in str(node.target) else "amin"
     return _extreme(context, node.args[0], dims, keepdim, at, binder)
 
@@ -86,12 +87,12 @@ def extreme_with_place(context: Meaning, node: fx.Node, part: int, at: Indices) 
     if part != 0:
         raise Unliftable("the place of a maximum")
     binder = "amax" if "max" in str(node.target) else "amin"
-    return _extreme(context, node.args[0], node.args[1], argument(node, 2, "keepdim", False), at, binder)
+    return _extreme(context, node.args[0], node.args[1], argument(node, "keepdim"), at, binder)
 
 
 @rule(REDUCTION, "logsumexp.default")
 def logsumexp(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    variables, value = _open(context, node.args[0], node.args[1], argument(node, 2, "keepdim", False), at)
+    variables, value = _open(context, node.args[0], node.args[1], argument(node, "keepdim"), at)
     value = M.exp(value)
     for variable in variables:
         value = M.total(variable, value)

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, rule
+from attngraph.meaning.rule import Category, Indices, Unliftable, axis, rule
 from attngraph.meaning.rules.movement import END, diagonal_of, slice_start
 
 MOVEMENT = Category.MOVEMENT
@@ -35,11 +36,11 @@ def copy(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 def slice_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """The second operand where the slice is, the first elsewhere."""
     whole, part = node.args[:2]
-    dim = axis(argument(node, 2, "dim", 0), len(at))
+    dim = axis(argument(node, "dim"), len(at))
     extent, count = context.shape(whole)[dim], context.shape(part)[dim]
-    end, step = argument(node, 4, "end"), context.integer(argument(node, 5, "step", 1))
+    end, step = argument(node, "end"), context.integer(argument(node, "step"))
     to_the_end = step is E.ONE and (end is None or end == END)
-    first = M.sub(extent, count) if to_the_end else slice_start(context, node, extent, 3)
+    first = M.sub(extent, count) if to_the_end else slice_start(context, node, extent)
     place = M.sub(at[dim], first)
     inside = M.and_(M.le(E.ZERO, place), M.lt(place, M.mul(count, step)))
     if step is not E.ONE:
@@ -52,8 +53,8 @@ def slice_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 def select_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """The second operand at one place of a dimension, the first elsewhere."""
     whole, part = node.args[:2]
-    dim = axis(argument(node, 2, "dim"), len(at))
-    place = context.integer(argument(node, 3, "index"))
+    dim = axis(argument(node, "dim"), len(at))
+    place = context.integer(argument(node, "index"))
     if place.op == "const" and place.value < 0:
         place = M.add(place, context.shape(whole)[dim])
     inner = context.read(part, (*at[:dim], *at[dim + 1 :]))
@@ -63,7 +64,7 @@ def select_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(MOVEMENT, "diagonal_scatter.default")
 def diagonal_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """The second operand on a diagonal of two dimensions, the first elsewhere."""
-    rows, columns, offset = diagonal_of(node, len(at), 2)
+    rows, columns, offset = diagonal_of(node, len(at))
     others = tuple(place for dim, place in enumerate(at) if dim not in (rows, columns))
     place = M.sub(at[rows], E.const(max(0, -offset)))
     on_it = M.eq(at[columns], M.add(at[rows], E.const(offset)))
@@ -73,7 +74,7 @@ def diagonal_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(MOVEMENT, "diag_embed.default")
 def diag_embed(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """A vector on a diagonal of two dimensions, zero elsewhere."""
-    rows, columns, offset = diagonal_of(node, len(at), 1, (-2, -1))
+    rows, columns, offset = diagonal_of(node, len(at))
     others = tuple(place for dim, place in enumerate(at) if dim not in (rows, columns))
     place = M.sub(at[rows], E.const(max(0, -offset)))
     on_it = M.eq(at[columns], M.add(at[rows], E.const(offset)))
@@ -84,7 +85,7 @@ def diag_embed(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(MOVEMENT, "cat.default", "concat.default")
 def cat(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     tensors: Any = node.args[0]
-    dim = axis(argument(node, 1, "dim", 0), len(at))
+    dim = axis(argument(node, "dim"), len(at))
     pieces: list[tuple[Expr, Expr]] = []
     first: Expr = E.ZERO
     for tensor in tensors:
@@ -103,7 +104,7 @@ def cat(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(MOVEMENT, "stack.default")
 def stack(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     tensors: Any = node.args[0]
-    dim = axis(argument(node, 1, "dim", 0), len(at))
+    dim = axis(argument(node, "dim"), len(at))
     rest = (*at[:dim], *at[dim + 1 :])
     value = context.read(tensors[-1], rest)
     for place in range(len(tensors) - 2, -1, -1):
@@ -113,9 +114,9 @@ def stack(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 @rule(MOVEMENT, "constant_pad_nd.default", "pad.default")
 def pad(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    if str(node.target) == "aten.pad.default" and argument(node, 2, "mode", "constant") != "constant":
+    if str(node.target) == "aten.pad.default" and argument(node, "mode") != "constant":
         raise Unliftable("padding other than by a constant")
-    value = argument(node, 3 if "pad.default" in str(node.target) else 2, "value", 0) or 0
+    value = argument(node, "value") or 0
     widths: Any = node.args[1]
     shape = context.shape(node.args[0])
     places, inside = list(at), E.TRUE

@@ -67,7 +67,7 @@ def read_in(region: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
 
 def read_by(*formulas: Expr) -> tuple[fx.Node, ...]:
     """The values of which formulas read elements."""
-    return tuple({n.value: None for f in formulas for n in E.walk(f) if n.op == "read"})
+    return tuple({n.value: None for f in formulas for n in E.reads(f)})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import argument, is_part
+from attngraph.meaning.rule import is_part
 from attngraph.meaning.tokens.axes import Axes, Space
 from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_by
 
@@ -53,7 +54,7 @@ def find_fold(
         return None
     operand = called.args[0]
     fact, rank = facts.get(operand), len(axes)
-    over = int(argument(called, 1, "dim")) % max(rank, 1)
+    over = int(argument(called, "dim")) % max(rank, 1)
     if rank == 0 or axes[over] != (space.token,):
         return None
     if fact is None or fact.kind not in (Kind.TOKEN, Kind.POSITION, Kind.ATTENTION, Kind.SCAN):

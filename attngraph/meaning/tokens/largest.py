@@ -11,18 +11,19 @@ from typing import Any
 
 from torch import fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Indices, argument, axis, is_part
+from attngraph.meaning.rule import Indices, axis, is_part
 
 
 def is_choice(node: Any, part: int) -> bool:
     """Whether a node is the largest values (part 0), or their places (part 1)."""
     if not is_part(node) or node.args[1] != part or str(node.args[0].target) != "aten.topk.default":
         return False
-    return bool(argument(node.args[0], 3, "largest", True))
+    return bool(argument(node.args[0], "largest"))
 
 
 def chosen(meaning: Meaning, node: fx.Node, at: Indices) -> Expr | None:
@@ -31,7 +32,7 @@ def chosen(meaning: Meaning, node: fx.Node, at: Indices) -> Expr | None:
     if str(node.target) != "aten.scatter.value" or not is_choice(node.args[2], 1):
         return None
     topk: Any = node.args[2].args[0]  # type: ignore[union-attr]
-    source, dim = topk.args[0], axis(int(argument(topk, 2, "dim", -1)), len(at))
+    source, dim = topk.args[0], axis(int(argument(topk, "dim")), len(at))
     same = all(a is b for a, b in zip(meaning.shape(source), meaning.shape(node), strict=True))
     if axis(int(node.args[1]), len(at)) != dim or not same:  # type: ignore[arg-type]
         return None
@@ -58,7 +59,7 @@ def compared(meaning: Meaning, comparison: Expr, meant: Callable[[Expr], Expr]) 
     if read.op != "read" or not is_choice(read.value, 0):
         return comparison
     topk = read.value.args[0]
-    dim = axis(int(argument(topk, 2, "dim", -1)), len(read.args))
+    dim = axis(int(argument(topk, "dim")), len(read.args))
     # The r-th largest is at most y (below y) if fewer than r are larger than y (y or larger).
     strict = (comparison.op == "le") == (place == 0)
     count = _how_many(

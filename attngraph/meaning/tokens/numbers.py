@@ -1,35 +1,34 @@
 """How far apart the numbers in some operations can set two tokens.
 
-Operations on places (comparisons, shifts, slices, quotients) treat tokens alike beyond all their numbers:
-what they do for more tokens than these add up to, and than their divisors multiply to, they do for any more.
-So a trial of what the operations do is of so many tokens. Nothing here edits the graph.
+Operations on places treat tokens alike beyond all their numbers: what they do for more tokens than these add
+up to, and than their divisors multiply to, they do for any more. So a trial of what the operations do is of
+so many tokens. Every number counts that an operation is given, but dimensions, shapes, and what it does along
+a dimension of a fixed extent; fractions only where places or whole numbers are computed with. Nothing here
+edits the graph.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.graph.program_graph import is_measured, is_size, operands_first
 from attngraph.ir.language import expr as E
+from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import size_expression
 
 _NO_END = 1 << 31
 """Numbers from this one on mean "to the end"."""
 _FEW = 64
 """Known whole numbers in a tensor of so many elements or fewer may be such numbers, too."""
-_ADDED = frozenset({
-    "eq", "ne", "lt", "le", "gt", "ge", "isclose", "clamp", "clamp_min", "clamp_max", "hardtanh", "relu6",
-    "add", "sub", "rsub", "arange", "full", "full_like", "fill", "scalar_tensor", "slice", "narrow", "select",
-    "roll", "constant_pad_nd", "pad", "tril", "triu", "tril_indices", "triu_indices", "diagonal", "topk",
-    "kthvalue", "unfold", "slice_scatter", "select_scatter", "bucketize", "searchsorted", "maximum",
-    "minimum", "max", "min", "where", "masked_fill",
-})  # fmt: skip
-"""Operations that set places apart by their numbers, or compare them with these."""
+_SHAPES = re.compile(r"(start_|end_)?dim|size|shape|\w+_shape|output_size|(num_)?groups|source|destination")
+"""Arguments that say how a tensor is laid out: numbers of dimensions, extents, parts that do not mix."""
 _DIVIDED = frozenset({"floor_divide", "remainder", "fmod", "div", "mul", "bitwise_right_shift"})
 """Operations that may bring places together: a quotient by n sets apart what is n times as far."""
 _DECIDED = frozenset({
@@ -113,16 +112,26 @@ def _numbers(node: fx.Node, name: str, values: Mapping[fx.Node, Tensor], places:
     elif known is not None:
         if _is_whole(known) and known.numel() <= _FEW:
             yield from known.flatten().tolist()
-    elif node.op == "call_function" and name in _ADDED | _DIVIDED:
+    elif node.op == "call_function":
+        attention = nodes.view(node)
+        if attention is not None:
+            formulas = attention.program.expressions
+            yield from (n.value for e in formulas for n in E.walk(e) if n.op == "const" and n.kind == "int")
         whole = places or any(_is_whole(n.meta.get("val")) for n in (node, *node.all_input_nodes))
-        schema = getattr(node.target, "_schema", None)
-        names = [""] * len(node.args) if schema is None else [a.name for a in schema.arguments]
-        for called, given in (*zip(names, node.args, strict=False), *node.kwargs.items()):
-            if called.startswith(("dim", "size", "shape")):
-                continue
+        schema = getattr(node.target, "_schema", None) if whole or _may_move(node) else None
+        names = () if schema is None or attention is not None else [a.name for a in schema.arguments]
+        named = (*zip(names, node.args, strict=False), *node.kwargs.items())
+        for given in (value for called, value in named if not _SHAPES.match(called)):
             for number in given if isinstance(given, (list, tuple)) else (given,):
                 if type(number) is int or (whole and type(number) is float and math.isfinite(number)):
                     yield number
+
+
+def _may_move(node: fx.Node) -> bool:
+    """Whether an operation may move tokens: not along a dimension of a fixed extent."""
+    dim, values = argument(node, "dim"), [n.meta.get("val") for n in node.all_input_nodes]
+    shape = values[0].shape if values and isinstance(values[0], Tensor) else ()
+    return not (isinstance(dim, int) and -len(shape) <= dim < len(shape) and isinstance(shape[dim], int))
 
 
 def _is_whole(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, Sink
@@ -19,7 +20,7 @@ from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Indices, Unliftable, argument, axis, is_part
+from attngraph.meaning.rule import Indices, Unliftable, axis, is_part
 from attngraph.meaning.tokens.largest import chosen
 
 _ALONG = frozenset({
@@ -73,8 +74,7 @@ def _mixed(node: fx.Node) -> set[int]:
     if name == "_native_batch_norm_legit_no_training":
         return set()
     if name in _ALONG:
-        place = next((n for n, a in enumerate(node.target._schema.arguments) if a.name == "dim"), None)  # type: ignore[union-attr]
-        dims = None if place is None else argument(node, place, "dim", -1)
+        dims = argument(node, "dim")
         dims = (
             list(range(rank)) if dims in (None, []) else dims if isinstance(dims, (list, tuple)) else [dims]
         )

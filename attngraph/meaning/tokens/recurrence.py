@@ -189,7 +189,7 @@ def _canonical(term: Term) -> Term:
 
 
 def _reads_table(factor: Factor, tables: Collection[fx.Node]) -> bool:
-    return factor.token is None and any(n.value in tables for n in E.walk(factor.value) if n.op == "read")
+    return factor.token is None and any(n.value in tables for n in E.reads(factor.value))
 
 
 def _claims(terms: Sequence[Term], tables: Collection[fx.Node]) -> tuple[list[RunningSum], Expr]:

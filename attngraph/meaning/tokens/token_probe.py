@@ -86,15 +86,16 @@ class TokenProbe:
         self, node: fx.Node, resolved: Mapping[fx.Node, Axes],
         attempt: Callable[[Mapping[fx.Node, Axes]], int],
     ) -> int:  # fmt: skip
-        """What an attempt finds with values of known axes. If the region begins with integers, further
-        attempts compute them as the model does, and what else follows from them: random ones may be invalid
-        indices, or contradict each other."""
+        """What an attempt finds with values of known axes. If the region begins with integers or masks of
+        places, further attempts compute them as the model does, and what else follows from them: random ones
+        may be invalid indices, contradict each other, or hide all of a row."""
         computed: set[fx.Node] = set()
         for _ in range(budgets.PROBE_ATTEMPTS):
             known = {n: a for n, a in resolved.items() if n not in computed}
             found = attempt(known)
             more = {n for n in self.region(node, known)[1] if n.op == "call_function" and n not in computed
-                    and (_is_integer(n) or self._is_one_number(n) or _follows_from(n, computed))}  # fmt: skip
+                    and (_is_integer(n) or self._is_one_number(n) or _follows_from(n, computed)
+                         or (_is_mask(n) and self.of_sizes(n)))}  # fmt: skip
             if found or not more:
                 return found
             computed |= more
@@ -210,10 +211,12 @@ class TokenProbe:
     def _holds(
         self, runs: _Runs, axes: Axes, selections: Sequence[Sequence[Pick]], tokens: int, loud: bool
     ) -> bool:
-        """Whether a value with these axes has on each selection what it has for the same tokens among all."""
+        """Whether a value with these axes has on each selection what it has for the same tokens among all.
+        Where it is no number (the mask of a row happens to hide all), it would be none whatever is seen."""
         try:
             return all(
-                compare(found, self._select(whole, axes, picks, tokens), EQUAL).holds
+                not bool(whole.isnan().any())
+                and compare(found, self._select(whole, axes, picks, tokens), EQUAL).holds
                 for (whole, found), picks in zip(runs, selections, strict=True)
             )
         except Exception:  # it cannot be run like this, so nothing is proved; or, if loud, nothing is refuted
@@ -375,6 +378,11 @@ def _follows_from(node: fx.Node, values: set[fx.Node]) -> bool:
                 seen.add(operand)
                 stack.append(operand)
     return False
+
+
+def _is_mask(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype == torch.bool
 
 
 def _is_integer(node: fx.Node) -> bool:

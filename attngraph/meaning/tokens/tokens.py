@@ -19,7 +19,6 @@ edits the graph.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -33,9 +32,9 @@ from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens import opaque
+from attngraph.meaning.tokens.attentions import attention_fact, part_fact
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
 from attngraph.meaning.tokens.facts import ENTRIES, Fact, Finder, Kind, place_text, read_token
 from attngraph.meaning.tokens.folds import find_fold
@@ -43,7 +42,6 @@ from attngraph.meaning.tokens.history import HistoryFinder
 from attngraph.meaning.tokens.looks_back import LooksBack, NotShown
 from attngraph.meaning.tokens.loops import LoopFinder
 from attngraph.meaning.tokens.recurrence import SumFinder
-from attngraph.meaning.tokens.shifts import ending_at_query
 from attngraph.meaning.tokens.token_probe import TokenProbe
 from attngraph.meaning.tokens.windows import find_window
 
@@ -148,12 +146,12 @@ class Tokens:
             return self._input(node)
         attention = nodes.whole(node)
         if attention is not None:
-            found = self._attention(attention)
+            found = attention_fact(self.meaning, self.space, self.facts, attention)
             return found if found.kind is not Kind.MIXING else self._by_algebra(node) or found
         if is_part(node):
             whole: fx.Node = node.args[0]  # type: ignore[assignment]
             if nodes.whole(whole) is not None:
-                found = self._part_of_attention(node, self.facts[whole])
+                found = part_fact(self.meaning, node, self.facts[whole])
                 return found if found.kind is not Kind.MIXING else self._by_algebra(node) or found
         if not isinstance(node.meta.get("val"), Tensor):
             return self._several(node)
@@ -209,7 +207,7 @@ class Tokens:
 
     def _is_chosen_by_data(self, formula: Expr) -> bool:
         """Whether data choose tokens that a formula reads, or an unknown function reads all of them."""
-        reads = [n for n in E.walk(formula) if n.op == "read"]
+        reads = E.reads(formula)
         indices = {index for read in reads for index in read.args}
         return any(n.op == "read" for index in indices for n in E.walk(index)) or any(
             v.args and v not in self.space.both and self.space.counts(v.args[0]) for v in formula.free
@@ -306,8 +304,8 @@ class Tokens:
         for node in E.walk(element):
             if node.op != "read" or not isinstance(node.value, fx.Node):
                 continue
-            fact = self.facts[node.value]
-            if fact.kind is Kind.MIXING:
+            fact = self.facts.get(node.value)  # the largest few of a value stay as they are in its formula
+            if fact is None or fact.kind is Kind.MIXING:
                 return None, "computed from a value that mixes tokens"
             if fact.kind is Kind.FIXED and not any(fact.axes):
                 if any(self.space.moves(index) for index in node.args):
@@ -377,7 +375,7 @@ class Tokens:
 
     def _is_formula(self, element: Expr) -> bool:
         """Whether an element depends only on its token's position and on fixed tensors without a batch."""
-        reads = [self.facts.get(n.value) for n in E.walk(element) if n.op == "read"]
+        reads = [self.facts.get(n.value) for n in E.reads(element)]
         if any(f is None or f.kind is not Kind.FIXED or any(f.axes) for f in reads):
             return False
         if any(n.op in E.BINDERS or n.op in ("raw", "random") for n in E.walk(element)):
@@ -403,82 +401,6 @@ class Tokens:
 
     def _resolved(self) -> list[tuple[fx.Node, Fact]]:
         return [(n, f) for n, f in self.facts.items() if f.kind is not Kind.MIXING]
-
-    # --- attention ---
-
-    def _attention(self, view: nodes.AttentionOp) -> Fact:
-        q, k, v = (self.facts[n] for n in (view.q, view.keys[0], view.keys[-1]))
-        facts, weights = ([self.facts[n] for n in group] for group in (view.reads, view.projections))
-        if any(f.kind is Kind.MIXING for f in (q, k, v, *facts, *weights)):
-            return Fact(Kind.MIXING, reason="computed from a value that mixes tokens")
-        if any(f.kind is not Kind.FIXED or any(f.axes) for f in weights):
-            return Fact(Kind.MIXING, reason="its keys are projected by weights that follow the tokens")
-        keys_are_tokens = Kind.FIXED not in (k.kind, v.kind)
-        if q.kind is Kind.FIXED and k.kind is v.kind is Kind.FIXED:
-            return Fact(Kind.FIXED, q.axes, "attention among fixed values")
-        keys = self.meaning.shape(view.keys[0])[2]
-        times = M.floordiv(keys, self.space.tokens)
-        if times.op == "const" and times.value > 1 and M.mul(times, self.space.tokens) is keys:
-            return Fact(
-                Kind.MIXING, reason="it has several keys for each token, in parts one after the other"
-            )
-        problem = self._layout_problem(q, k, v)
-        problem = problem or self._reads_problem(view.program.expressions, facts, keys_are_tokens)
-        if problem:
-            return Fact(Kind.MIXING, reason=problem)
-        sizes = {f"n{n}": self._size(s) for n, s in enumerate(view.sizes)}
-        counted = frozenset(name for name, size in sizes.items() if self.space.counts(size))
-        tokens = [name for name, size in sizes.items() if size is self.space.tokens and keys_are_tokens]
-        causality = examine(ending_at_query(view.program, tokens), keys_are_tokens, counted)
-        if causality.problem:
-            return Fact(Kind.MIXING, reason=causality.problem, causality=causality)
-        reason = causality.describe() if keys_are_tokens else "tokens look at fixed keys"
-        return Fact(Kind.ATTENTION, q.axes, reason, causality=causality)
-
-    def _size(self, size: fx.Node | int) -> Expr:
-        return self.meaning.renamed(size_expression(size.meta["val"] if isinstance(size, fx.Node) else size))
-
-    def _layout_problem(self, q: Fact, k: Fact, v: Fact) -> str:
-        row: tuple[Expr, ...] = () if self.space.row is None else (self.space.row,)
-        wanted: Axes = (row, (), (self.space.token,), ())
-        if q.kind is Kind.FIXED:
-            return "its keys are tokens and its queries are not"
-        if q.axes != wanted:
-            return "its queries are not arranged as [batch, heads, tokens, width]"
-        if (k.kind is Kind.FIXED) != (v.kind is Kind.FIXED):
-            return "one of its keys and values is computed from the tokens, the other is not"
-        if k.kind is Kind.FIXED:
-            wanted = (row, (), (), ())
-            if k.axes[1:] != wanted[1:] or v.axes[1:] != wanted[1:]:
-                return "its fixed keys are not arranged as [batch, heads, tokens, width]"
-            return ""
-        if k.axes != wanted or v.axes != wanted:
-            return "its keys are not arranged as [batch, heads, tokens, width]"
-        return ""
-
-    def _reads_problem(self, expressions: tuple[Expr, ...], facts: list[Fact], keys: bool) -> str:
-        """Why a tensor that the scores read cannot be followed token by token."""
-        for node in (n for e in expressions for n in E.walk(e) if n.op == "read"):
-            for digits, index in zip(facts[node.value].axes, node.args, strict=True):
-                if not digits:
-                    if index.op != "var" and E.var("b") in index.free:
-                        return (
-                            f"its scores read r{node.value} at {index!r}, which is no sequence of the batch"
-                        )
-                    continue
-                own = self.space.token not in digits and self.space.follows_rows(digits, M.canonical(index))
-                names = {"q", "k"} if keys else {"q"}
-                at_token = digits == (self.space.token,) and index.op == "var" and index.value in names
-                if not own and not at_token:
-                    return f"its scores read r{node.value} at {index!r}, which is not the token's own place"
-        return ""
-
-    def _part_of_attention(self, node: fx.Node, whole: Fact) -> Fact:
-        if whole.kind is Kind.MIXING or whole.kind is Kind.FIXED:
-            return dataclasses.replace(whole, axes=whole.axes[: len(self.meaning.shape(node))])
-        if node.args[1] != 0:
-            return Fact(Kind.MIXING, reason="the log-sum-exp of an attention is used")
-        return Fact(Kind.TOKEN, whole.axes, "what attention gathered for the token")
 
     # --- for the error message ---
 

@@ -145,7 +145,7 @@ class Unfolding:
     def _work(self, factor: Expr) -> int:
         """What grows with the work of unfolding a factor: how late its values are computed."""
         found = -1
-        for value in (n.value for n in E.walk(factor) if n.op == "read"):
+        for value in (n.value for n in E.reads(factor)):
             while str(value.target) in VIEWS:
                 value = value.args[0]
             found = max(found, self._place.get(value, len(self._place)))
@@ -293,7 +293,7 @@ class Unfolding:
     # --- which sums run over tokens ---
 
     def _runs_over_tokens(self, variable: Expr, body: Expr) -> bool:
-        for read in (n for n in E.walk(body) if n.op == "read"):
+        for read in E.reads(body):
             along = self._dims_along_tokens(read.value)
             if any(variable in read.args[dim].free for dim in along):
                 return True
@@ -320,7 +320,7 @@ class Unfolding:
         except Unliftable:
             return set()
         found: set[int] = set()
-        for read in (n for n in E.walk(element) if n.op == "read"):
+        for read in E.reads(element):
             for dim in self._dims_along_tokens(read.value):
                 found |= {d for d, variable in enumerate(output) if variable in read.args[dim].free}
         return found

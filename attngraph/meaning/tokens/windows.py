@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from torch import fx
 
 from attngraph.ir import budgets
+from attngraph.ir.graph.call import argument
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable, argument
+from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable
 from attngraph.meaning.tokens.axes import Axes, Space, outside_reads
 from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_by, read_in
 
@@ -135,7 +136,7 @@ def _offsets(
     """For every value with tokens that a formula reads: the earliest and the latest token, relative to the
     element's own. None if it reads anything else that follows the tokens."""
     found: dict[fx.Node, tuple[int, int]] = {}
-    for read in (n for n in E.walk(formula) if n.op == "read"):
+    for read in E.reads(formula):
         fact = facts.get(read.value)
         if fact is None or fact.kind is Kind.MIXING:
             return None
@@ -222,7 +223,7 @@ def _reads_zeros(meaning: Meaning, facts: Mapping[fx.Node, Fact], convolution: f
     except Unliftable:
         return False
     if _is_of_convolutions(element, facts):
-        return not any(argument(convolution, 4, "padding", (0,)))
+        return not any(argument(convolution, "padding"))
     stack = [element]
     while stack:
         current = stack.pop()

@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ class Prepared:
 
     def __init__(self, program: TokenProgram, code: ctypes.CDLL) -> None:
         self.program, self.layout, self.phases = program, source.layout(program), phases(program)
-        self.whole, self.part = code.attngraph_tokens, code.attngraph_part
+        self.whole, self.part, self.sums = code.attngraph_tokens, code.attngraph_part, code.attngraph_sums
         self.first = len(program.given)
         self.widths = [math.prod(d.extents) for d in program.definitions]
         self.rows = source.row_lengths(program)
@@ -141,15 +141,11 @@ class Prepared:
         self.products = {n: f for n in numbers if (f := program.product(n)) is not None}
         weights = [program.given[f.weight] for f in self.products.values()]
         self.multiplications = sum(math.prod(n or 1 for n in w.shape) for w in weights)
-        code.attngraph_room.restype = ctypes.c_int64
+        self.sums.argtypes = ctypes.c_int64, ctypes.c_int64
+        for function in (code.attngraph_room, code.attngraph_arranged, self.sums):
+            function.restype = ctypes.c_int64
         self.room: int = code.attngraph_room()
-        code.attngraph_arranged.restype = ctypes.c_int64
         self.arranged: int = code.attngraph_arranged()
-        code.attngraph_sums.restype = ctypes.c_int64
-        code.attngraph_sums.argtypes = ctypes.c_int64, ctypes.c_int64
-        self.sums: Callable[[int, int], int] = code.attngraph_sums
-        self._told: set[str] = set()
-        """The kinds of calls whose choice the report has."""
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         if not self.has_types(given):
@@ -179,15 +175,10 @@ class Prepared:
         if not self._is_measured(tokens):
             ours()
             return
-        kind = self._kind(tokens)
-        times = chosen.known(kind)
-        if times is None:
-            chosen.measure(kind, {OURS: ours, PYTORCH: with_pytorch})
-            times = chosen.known(kind) or {}
-        if kind not in self._told:
-            self._told.add(kind)
-            _remarks.add(self.program.text, chosen.said(kind, times))
-        ours() if chosen.best(times) == OURS else with_pytorch()
+        kind, ways = self._kind(tokens), {OURS: ours, PYTORCH: with_pytorch}
+        if chosen.known(kind) is None:
+            chosen.measure(kind, ways)
+        chosen.fastest(kind, ways, _remarks, self.program.text)
 
     def _is_measured(self, tokens: int) -> bool:
         """Whether the products of a block are large enough to be computed by whoever takes less time."""

@@ -39,8 +39,7 @@ def phases(program: TokenProgram) -> list[Phase]:
     found: dict[int, Phase] = {}
     group_of: dict[int, Group] = {}
     for number in range(first, first + len(program.definitions)):
-        made = program.definition(number)
-        assert made is not None
+        made = program.definitions[number - first]
         before = {n: level[n] for n in made.reads}
         last = max(before.values(), default=0)
         joined: list[Group] = []
@@ -73,21 +72,16 @@ def phases(program: TokenProgram) -> list[Phase]:
 def _joined(program: TokenProgram, number: int, groups: list[Group]) -> list[Group]:
     """The groups of the phase that a definition can follow: it reads what they compute at its own index
     alone."""
-    made = program.definition(number)
-    assert made is not None
+    first = len(program.given)
+    made = program.definitions[number - first]
     if made.fold or len(made.indices) != 1 or not groups:
         return []
     members = {n for group in groups for n in (*group.products, *group.following)}
     for read in (n for n in E.walk(made.value) if n.op == "read" and n.value in members):
-        other = program.definition(read.value)
-        assert other is not None
+        other = program.definitions[read.value - first]
         if read.args != made.indices or other.extents != made.extents:
             return []
-    unique: list[Group] = []
-    for group in groups:
-        if all(group is not g for g in unique):
-            unique.append(group)
-    return unique
+    return list({id(group): group for group in groups}.values())
 
 
 def arranged(program: TokenProgram, sizes: Mapping[int, int]) -> tuple[dict[int, int], int]:
@@ -102,9 +96,7 @@ def arranged(program: TokenProgram, sizes: Mapping[int, int]) -> tuple[dict[int,
     for at, phase in enumerate(order):
         members = [*phase.definitions, *(n for g in phase.groups for n in (*g.products, *g.following))]
         for number in members:
-            made = program.definition(number)
-            assert made is not None
-            for used in (number, *made.reads):
+            for used in (number, *program.definitions[number - len(program.given)].reads):
                 lives.setdefault(used, [at, at])[1] = at
     for result in program.results:
         lives[result.number][1] = len(order)

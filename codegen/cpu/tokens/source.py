@@ -231,9 +231,7 @@ class _Emitter:
         yield from ["}"] * closing
 
     def _definition(self, number: int) -> Definition:
-        found = self.program.definition(number)
-        assert found is not None
-        return found
+        return self.program.definitions[number - self.first]
 
     def _width(self, number: int) -> int:
         return math.prod(self._definition(number).extents)

@@ -10,9 +10,9 @@ from frames import LISTED, agree, operands
 from torch import Tensor
 
 from attngraph.codegen.triton import launch
-from attngraph.codegen.triton.call import is_describable
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
+from attngraph.codegen.triton.store import is_describable
 from attngraph.ir.ops.kernels import Operands
 
 KERNEL = Forward(Blocks(32, 16, ahead=True))

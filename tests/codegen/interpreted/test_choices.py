@@ -10,7 +10,7 @@ from frames import REFERENCE, SMALL, agree, compare_gradients, operands, over_pa
 import attngraph
 import attngraph.codegen
 from attngraph.codegen.remarks import Remarks
-from attngraph.codegen.triton import attempts, decode, launch, launch_backward, tuned, tuning
+from attngraph.codegen.triton import attempts, decode, launch, tuned, tuning
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks, Plan
@@ -21,16 +21,14 @@ from attngraph.ir.ops.cached_attention import Rows
 def break_kernels(monkeypatch: pytest.MonkeyPatch, runs: Callable[[Plan], bool]) -> list[str]:
     """Make kernels of other plans fail; what the log says."""
     said: list[str] = []
-    real, back, few = launch.launch_forward, launch_backward.differentiate, decode.launch_decode
+    real, back, few = launch.launch_forward, launch.differentiate, decode.launch_decode
 
     def checked(plan: Any) -> None:
         if not runs(plan):
             raise RuntimeError("out of resources: shared memory")
 
     monkeypatch.setattr(launch, "launch_forward", lambda plan, *rest: (checked(plan), real(plan, *rest))[1])
-    monkeypatch.setattr(
-        launch_backward, "differentiate", lambda plan, *rest: (checked(plan), back(plan, *rest))[1]
-    )
+    monkeypatch.setattr(launch, "differentiate", lambda plan, *rest: (checked(plan), back(plan, *rest))[1])
     monkeypatch.setattr(decode, "launch_decode", lambda plan, *rest: (checked(plan), few(plan, *rest))[1])
     monkeypatch.setattr(attempts, "_failed", set())
     monkeypatch.setattr(attempts, "_said", Remarks())
@@ -98,7 +96,7 @@ def test_an_error_during_the_capture_of_a_graph_is_told_and_says_nothing_of_the_
 
 
 def test_kernels_are_never_dropped_because_captured_graphs_hold_their_addresses() -> None:
-    for load in (launch.load, launch_backward.load_backward, decode.load):
+    for load in (launch.load, launch.load_backward, decode.load):
         assert load.cache_info().maxsize is None
 
 
@@ -172,7 +170,7 @@ def test_a_choice_that_is_fast_but_wrong_is_not_kept(
     if step == "decode":
         wrong, right = Blocks(16, 16, 8, 2), Blocks(16, 32, 4, 2)
     module, name = {
-        "forward": (launch, "launch_forward"), "backward": (launch_backward, "differentiate"),
+        "forward": (launch, "launch_forward"), "backward": (launch, "differentiate"),
         "decode": (decode, "launch_decode"),
     }[step]  # fmt: skip
     real = getattr(module, name)

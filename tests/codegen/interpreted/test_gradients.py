@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.codegen.scalar import read_gradients
-from attngraph.codegen.triton import launch_backward
+from attngraph.codegen.triton import launch
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.parser import parse
@@ -110,13 +110,13 @@ def test_reads_of_other_dtypes_have_gradients_of_theirs(dtype: torch.dtype) -> N
 
 def test_gradients_that_nobody_wants_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    load = launch_backward.load_backward
+    load = launch.load_backward
 
     def loaded(plan: Any) -> Any:
         launched.extend(name for name in vars(load(plan)) if name.startswith("gradient"))
         return load(plan)
 
-    monkeypatch.setattr(launch_backward, "load_backward", loaded)
+    monkeypatch.setattr(launch, "load_backward", loaded)
     sizes = (1, 2, 2, 20, 24, 16, 16)
     for wanted in (False, True):
         launched.clear()

@@ -1,8 +1,9 @@
 """The list of models: attention as other people write it, each small enough to run in seconds.
 
 A model is a line below its package: its name, the expression that makes it, and the arguments of a call.
-`module:name` in an expression is what that module has; nothing is imported before a model is built, so the list
-can be read where its packages are missing. Sizes are small, but every part that the package gives the model is there.
+`module:name` in an expression is what that module has; nothing is imported before a model is built, so the
+list can be read where its packages are missing. Sizes are small, but every part that the package gives the
+model is there.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Model:
-    """A row of the table: `name` is unique within the package (a distribution); expressions of a model, and of
-    the arguments of a call."""
+    """A row of the table: `name` is unique within the package (a distribution); `made` and `arguments` are
+    expressions."""
 
     package: str
     name: str

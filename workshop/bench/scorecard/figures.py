@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from attngraph.codegen.triton import compiler
-from attngraph.codegen.triton.compiler import Request, build
+from attngraph.codegen.triton import ahead_of_time
+from attngraph.codegen.triton.ahead_of_time import Request, build
 from attngraph.codegen.triton.plan import Blocks
 from workshop.bench.scorecard import amd, nvidia
 from workshop.bench.scorecard.cards import ARRIVAL, CARDS, Card
@@ -92,7 +92,7 @@ def compile_and_read(kernel: Any, request: Request) -> Compiled:
         pointers = (place for place, (_, kind) in enumerate(request.signature) if kind.startswith("*"))
         request = dataclasses.replace(request, small=tuple(pointers))
     binary = build(kernel, request)
-    used = compiler.usage(binary, request)
+    used = ahead_of_time.usage(binary, request)
     if request.backend == "cuda":
         said = nvidia.remarks(
             binary.asm["ptx"], f"sm_{request.architecture}{'a' * (request.architecture == 90)}"

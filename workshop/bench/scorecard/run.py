@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from attngraph.codegen.triton import store
-from attngraph.codegen.triton.ahead_of_time import TARGETS, Target, requests
-from attngraph.codegen.triton.compiler import Request
+from attngraph.codegen.triton.ahead_of_time import TARGETS, Request, Target, requests
 from attngraph.codegen.triton.plan import Blocks
 from workshop.bench.scorecard import flex, plain
 from workshop.bench.scorecard.cells import (
@@ -27,7 +26,6 @@ from workshop.bench.scorecard.figures import Figures, Part, compile_and_read, fi
 from workshop.bench.scorecard.nvidia import ToolError
 
 OURS, FLEX, PLAIN = "attngraph", "flex", "plain"
-Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +47,8 @@ class Row:
 
 
 def run(
-    names: Sequence[str],
-    targets: Sequence[str],
-    say: Say = lambda _: None,
-    who: Sequence[str] = (OURS, FLEX, PLAIN),
-) -> Iterator[Row]:
+    names: Sequence[str], targets: Sequence[str], who: Sequence[str] = (OURS, FLEX, PLAIN)
+) -> Iterator[Row]:  # fmt: skip
     """The rows of these cells on these targets. A kernel that does not compile has a row that says why.
 
     Raises:
@@ -63,7 +58,6 @@ def run(
     for target in targets:
         for name in names:
             for one in who:
-                say(f"{target}: {name}, {one}")
                 yield from _rows(CELLS[name], target, one, makers[one])
 
 
@@ -88,14 +82,8 @@ def _rows(cell: Cell, target: str, who: str, make: Callable[[Cell, Target, str],
         TARGETS[target].shared,
     )
     if needed > room:
-        return [
-            Row(
-                cell.name,
-                target,
-                who,
-                problem=f"takes {needed} bytes of shared memory, of which there are {room}",
-            )
-        ]
+        lacking = f"takes {needed} bytes of shared memory, of which there are {room}"
+        return [Row(cell.name, target, who, problem=lacking)]
     time = sum(seconds(one, parts, target) for parts, one in found)
     if not found:
         return []

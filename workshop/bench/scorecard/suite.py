@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from attngraph.cli.problems import TargetError
+from attngraph.cli.terminal import TargetError
 from attngraph.codegen.triton import device
 from workshop import harness
 from workshop.bench.scorecard import budgets

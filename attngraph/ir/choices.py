@@ -1,7 +1,4 @@
-"""What the arguments of commands may be, as data, so that `--help` need not import torch.
-
-tests/test_cli.py compares each with what it is copied from.
-"""
+"""What users may choose by name. Nothing here imports torch: `--help` of a command answers at once."""
 
 BACKENDS = ("auto", "cpu", "triton", "reference")
 ABSORB = ("auto", "always", "never", "fold")
@@ -10,7 +7,6 @@ PASSES = (
     "shard-heads", "shard-tokens", "insert-kv-cache", "divide-cache", "tidy", "quantised-linear",
     "fuse-token-wise", "quantise-cache",
 )  # fmt: skip
-FORMATS = ("pt2", "onnx")
-FALLBACKS = ("sdpa", "eager")
-PAGE = "report.html"
-"""The file in which `attngraph inspect` writes its page, in the folder of the dump."""
+"""The names of what `attngraph.passes.PASSES` has."""
+FORMATS, FALLBACKS = ("pt2", "onnx"), ("sdpa", "eager")
+"""Of exported files, and how attention is written in them."""
