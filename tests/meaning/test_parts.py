@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attngraph.capture.assumed import Assumed
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import attngraph
+from attngraph.capture.captured import Assumed
 from attngraph.capture.trace import capture
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
