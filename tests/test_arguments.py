@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from attngraph.api.options import CompileOptions, Options
 
 
 class Attention(nn.Module):
@@ -21,6 +23,9 @@ class Attention(nn.Module):
 MODEL, X = Attention(), torch.randn(2, 5, 8)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "compile a number": (lambda: attngraph.compile(3), "takes an nn.Module or a function, found int"),
+    "compile with an unknown option": (
+        lambda: attngraph.compile(MODEL, strickt=True), "unexpected keyword argument 'strickt'"
+    ),
     "compile a class": (lambda: attngraph.compile(Attention), "an instance of Attention, found the class"),
     "explain a number": (lambda: attngraph.explain(3), "takes an nn.Module or a function, found int"),
     "explain without arguments": (lambda: attngraph.explain(MODEL), "missing a required argument: 'x'"),
@@ -51,6 +56,11 @@ def test_a_value_of_a_wrong_type_is_told(name: str) -> None:
 def test_min_scores_is_a_whole_number(scores: Any) -> None:
     with pytest.raises(ValueError, match="a whole number from 0 on; found"):
         attngraph.compile(MODEL, min_scores=scores)
+
+
+def test_every_option_of_compile_is_one_of_what_it_is_checked_as() -> None:
+    kept = {f.name for f in dataclasses.fields(Options)} - {"progress", "devices", "later"}
+    assert {*CompileOptions.__annotations__} == kept | {"mesh", "shard"}
 
 
 def test_a_decoder_is_not_compiled_again() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
-from attngraph.api.records import entries_of, later_of
+from attngraph.api.records import later_of
 from attngraph.api.rewritten import capture_call, capturing_again, owner_of, rewritten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.codegen.cpu.record.replay import Replay
@@ -27,7 +27,6 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops import cached_attention as cached
 from attngraph.ir.ops import latent_attention as latent
 from attngraph.ir.ops.token_program import token_program
-from attngraph.report.report import CompileReport
 from attngraph.runtime.devices import Runner
 from attngraph.runtime.executable import Executable
 
@@ -58,15 +57,9 @@ def compile_graph(
         again = capturing_again(target, made.assumed, tables=False)
         found_sides = compare_sides(made.captured, made.before, owner, args, kwargs, again)
         made.captured = dataclasses.replace(made.captured, sides=found_sides)
-    result, graph = made.result, made.captured.graph
-    entries = tuple(entries_of(graph))
+    graph = made.captured.graph
     found = Executable(made.captured, owner, *options.devices.runs(graph, owner, runner_of(options)))
-    seconds = time.perf_counter() - start
-    report = CompileReport(
-        entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured,
-        code=result.code, numbers=made.numbers, capture=made.seconds, later=later_of(made.captured),
-        **options.devices.reported(graph),
-    )  # fmt: skip
+    report = made.report(options, start, later=later_of(made.captured))
     if made.dump is not None:
         made.dump.finish(report)
     if options.strict and report.unfused:

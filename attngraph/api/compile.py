@@ -15,7 +15,7 @@ from attngraph.api.arguments import require_fit, require_model
 from attngraph.api.build import compile_graph
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.methods import decoder_of
-from attngraph.api.options import Asked, Options, make_options
+from attngraph.api.options import CompileOptions, Options, make_options
 from attngraph.errors import CaptureError
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
@@ -25,18 +25,21 @@ from attngraph.saved.weights import load_skeleton
 
 @overload
 def compile(
-    model: Callable[..., Any], *, cache: Literal[False] = ..., **options: Unpack[Asked]
+    model: Callable[..., Any], *, cache: Literal[False] = ..., **options: Unpack[CompileOptions]
 ) -> CompiledModule: ...
 @overload
 def compile(
-    model: Callable[..., Any], *, cache: Literal[True] | CacheConfig, **options: Unpack[Asked]
+    model: Callable[..., Any], *, cache: Literal[True] | CacheConfig, **options: Unpack[CompileOptions]
 ) -> Decoder: ...
 @overload
 def compile(
-    model: None = ..., *, cache: bool | CacheConfig = ..., **options: Unpack[Asked]
+    model: None = ..., *, cache: bool | CacheConfig = ..., **options: Unpack[CompileOptions]
 ) -> Callable[[Callable[..., Any]], Any]: ...
 def compile(
-    model: Callable[..., Any] | None = None, *, cache: bool | CacheConfig = False, **options: Unpack[Asked]
+    model: Callable[..., Any] | None = None,
+    *,
+    cache: bool | CacheConfig = False,
+    **options: Unpack[CompileOptions],
 ) -> Any:
     """Returns a module with the same results as `model`, in which attention runs as fused ops.
 

@@ -16,7 +16,7 @@ import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.build import step_runner_of
 from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
-from attngraph.api.records import entries_of, programs_of
+from attngraph.api.records import programs_of
 from attngraph.api.rewritten import (
     Found,
     Rewritten,
@@ -43,7 +43,6 @@ from attngraph.pipeline import Pass, Result, split_at
 from attngraph.pipeline import run as run_passes
 from attngraph.report.cache_entry import CacheEntry, Drift
 from attngraph.report.ranks import CacheRanksEntry
-from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.examples import Example
 from attngraph.runtime.proof import Proved, of_few, prove, prove_alone, prove_longer, prove_storage, varied
@@ -85,12 +84,8 @@ def derive_decoder(
         if proved is not None:
             drift = prove_storage(wide, step, proved)
     cache = _cache_entry(step, config, made.captured, None if proved is None else proved.error, drift, kept)
-    records = *made.result.records, *inserted.records, *rest.records
-    step.report = CompileReport(
-        tuple(entries_of(graph)), tuple(made.result.missed), records, captured=made.result.captured,
-        code=made.result.code, programs=programs_of(graph), numbers=made.numbers, capture=made.seconds,
-        cache=cache, seconds=time.perf_counter() - start, **options.devices.reported(graph),
-    )  # fmt: skip
+    records = (*inserted.records, *rest.records)
+    step.report = made.report(options, start, records, cache=cache, programs=programs_of(graph))
     if made.dump is not None:
         made.dump.finish(step.report)
     return step
@@ -162,7 +157,7 @@ def _proved(
         NoDecoderError: they differ.
     """
     logits = place_of_logits(made.captured.structure)
-    if example.assumed.rows_alone:
+    if example.alone:
         prove_alone(target, example.calls, example.name, logits)
     if not config.proof or made.before is None:
         return None

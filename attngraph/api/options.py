@@ -20,7 +20,7 @@ from attngraph.runtime.devices import ONE, OneDevice
 from attngraph.runtime.parallel.mesh import ShardConfig
 from attngraph.runtime.parallel.several import devices_of
 
-__all__ = ["ABSORB", "BACKENDS", "Asked", "Options", "make_options"]
+__all__ = ["ABSORB", "BACKENDS", "CompileOptions", "Options", "make_options"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _as_pass(step: Any) -> Pass:
     return found
 
 
-class Asked(TypedDict, total=False):
+class CompileOptions(TypedDict, total=False):
     """The options of `attngraph.compile`, which describes them."""
 
     backend: str
@@ -112,7 +112,9 @@ class Asked(TypedDict, total=False):
     shard: ShardConfig | None
 
 
-def make_options(progress: Callable[[str], None] | None = None, /, **asked: Unpack[Asked]) -> Options:
+def make_options(
+    progress: Callable[[str], None] | None = None, /, **asked: Unpack[CompileOptions]
+) -> Options:
     """Options from the arguments of `attngraph.compile`.
 
     Raises:
@@ -120,7 +122,7 @@ def make_options(progress: Callable[[str], None] | None = None, /, **asked: Unpa
         TypeError: there is no such option, or it is of another type.
     """
     for name in asked:
-        if name not in Asked.__annotations__:
+        if name not in CompileOptions.__annotations__:
             raise TypeError(f"compile() got an unexpected keyword argument {name!r}")
     given: dict[str, Any] = {"progress": progress, **asked}
     mesh, shard = given.pop("mesh", None), given.pop("shard", None)

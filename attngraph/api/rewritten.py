@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.options import Options
+from attngraph.api.records import entries_of
 from attngraph.capture import trace as capturing
 from attngraph.capture.captured import NOTHING, Assumed, Captured, Structure
 from attngraph.capture.compared import compared
@@ -27,7 +28,8 @@ from attngraph.passes.insert_kv_cache.insert import only_result
 from attngraph.pipeline import Pass, Result
 from attngraph.pipeline import run as run_passes
 from attngraph.report.dump import Dump
-from attngraph.report.entries import Break
+from attngraph.report.entries import Break, PassRecord
+from attngraph.report.report import CompileReport
 
 Found = tuple[Captured, tuple[Break, ...]]
 """A captured call, and why sizes are numbers that torch could not follow as symbols."""
@@ -48,6 +50,17 @@ class Rewritten:
     numbers: tuple[Break, ...]
     seconds: float
     assumed: Assumed = NOTHING
+
+    def report(
+        self, options: Options, start: float, records: Sequence[PassRecord] = (), **more: Any
+    ) -> CompileReport:
+        """What was done since `start`; `records`: of the passes that ran after these."""
+        graph, result = self.captured.graph, self.result
+        return CompileReport(
+            tuple(entries_of(graph)), tuple(result.missed), (*result.records, *records),
+            seconds=time.perf_counter() - start, captured=result.captured, code=result.code,
+            numbers=self.numbers, capture=self.seconds, **options.devices.reported(graph), **more,
+        )  # fmt: skip
 
 
 def rewritten(

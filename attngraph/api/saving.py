@@ -320,10 +320,9 @@ def step_for(
     Raises:
         as `derive.derive_decoder`. SavedError: as `executable_for`.
     """
-    assumed, compared = example.assumed, example.is_compared
-    kind = {"kind": "decoder", "tokens": example.name, "number of tokens": assumed.tokens}
+    kind = {"kind": "decoder", "tokens": example.name, "number of tokens": example.tokens}
     kind |= {"config": plain(config)}
-    kind |= {"compared": compared, "alone": assumed.rows_alone} if compared else {}
+    kind |= {"compared": True, "alone": example.alone} if example.is_compared else {}
     kind |= {"single": True} if example.single else {}
     call = Call(kind, target, example.arguments, options, not isinstance(target, Skeleton))
     return _taken_or_made(

@@ -48,32 +48,29 @@ class Example:
         name: the model's argument that has the tokens.
         calls: the arguments of a call; or of several, of the sizes `compared.SIZES`, where the graph is found
             by comparing traces.
-        assumed: what these take for granted.
+        tokens: their number, if it is a size of nothing else: the trace may then be for this number alone.
+        multiples: of that number, with which operations computed in a trace for another one.
+        alone: whether the model is called with one sequence at a time.
+        single: whether the graph is for calls of one sequence alone.
     """
 
     name: str
     calls: tuple[dict[str, Any], ...]
-    assumed: Assumed
+    tokens: int = 0
+    multiples: frozenset[int] = frozenset()
+    alone: bool = False
+    single: bool = False
 
-    @staticmethod
-    def of(
-        name: str, *calls: dict[str, Any], tokens: int = 0, multiples: frozenset[int] = frozenset(),
-        alone: bool = False, single: bool = False,
-    ) -> Example:  # fmt: skip
-        """An example of these calls.
-
-        Args:
-            tokens: their number, if it is a size of nothing else: the trace may then be one for this number
-                alone. multiples: of that number, with which operations computed in a trace for another one.
-            alone: whether the model is called with one sequence at a time.
-            single: whether the graph is for calls of one sequence alone.
-        """
-        made = Example(name, calls, Assumed(tokens=tokens, multiples=multiples, rows_alone=alone))
-        length, none = frozenset({(made.place, 1)}), frozenset[tuple[int, int]]()
-        row = (made.place, 0) if single else None
-        fixed, symbolic = (length, none) if tokens else (none, length)
-        assumed = dataclasses.replace(made.assumed, fixed=fixed, symbolic=symbolic, one_row=row)
-        return dataclasses.replace(made, assumed=assumed)
+    @property
+    def assumed(self) -> Assumed:
+        """What a trace takes for granted."""
+        length, none = frozenset({(self.place, 1)}), frozenset[tuple[int, int]]()
+        fixed, symbolic = (length, none) if self.tokens else (none, length)
+        row = (self.place, 0) if self.single else None
+        return Assumed(
+            fixed=fixed, symbolic=symbolic, tokens=self.tokens, multiples=self.multiples,
+            rows_alone=self.alone, one_row=row,
+        )  # fmt: skip
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -92,10 +89,6 @@ class Example:
     @property
     def is_compared(self) -> bool:
         return len(self.calls) > 1
-
-    @property
-    def single(self) -> bool:
-        return self.assumed.one_row is not None
 
 
 Derive = Callable[..., Step]
@@ -151,7 +144,7 @@ class Examples:
         derive, width = functools.partial(self._derive, fits=fits), self._packed.shape[1]
         tensors = {n: v for n, v in self._spread.items() if isinstance(v, Tensor)}
         try:
-            return derive(Example.of(self._name, self._call(self._spread, tokens, rows), single=single))
+            return derive(Example(self._name, (self._call(self._spread, tokens, rows),), single=single))
         except DisagreementError:
             raise
         except AttnGraphError as problem:
@@ -166,7 +159,7 @@ class Examples:
             if as_long and width not in (1, tokens):
                 with contextlib.suppress(AttnGraphError):
                     return derive(
-                        Example.of(self._name, self._call(self._spread, width, rows), single=single)
+                        Example(self._name, (self._call(self._spread, width, rows),), single=single)
                     )
             pairs = [n for n, v in tensors.items() if _is_of_pairs(v, width)]
             if not pairs:
@@ -185,7 +178,7 @@ class Examples:
             count = self._distinct(extents)
             call = self._call(self._spread, count)
             try:
-                return derive(Example.of(self._name, call, tokens=count, multiples=multiples, single=single))
+                return derive(Example(self._name, (call,), count, multiples, single=single))
             except NoDecoderError as problem:
                 found = frozenset(n // count for n in problem.extents if n % count == 0)
                 if found <= multiples:
@@ -204,7 +197,7 @@ class Examples:
         calls = [self._call(self._spread, tokens, rows) for rows, tokens in SIZES]
         for alone in (False, True) if problem.fixes_rows else (False,):
             try:
-                return derive(Example.of(self._name, *calls, alone=alone))
+                return derive(Example(self._name, tuple(calls), alone=alone))
             except AttnGraphError as other:
                 log.info("no decoder by comparing traces either: %s", other)
         raise problem

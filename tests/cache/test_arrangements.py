@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from tests.cache.small import by_steps
 
 HEADS, WIDTH = 4, 8
 BYTES = 4 * WIDTH
@@ -103,10 +104,9 @@ def test_every_arrangement_has_a_decoder_that_keeps_each_key_head_once(name: str
     model = Layer(attention, key_heads).eval()
     ids = torch.randint(0, 40, (3, 9))
     compiled = attngraph.compile(model, cache=True)
-    logits, state = compiled.prefill(ids[:, :4])
-    pieces = [logits, *(compiled.decode(ids[:, n : n + 1], state) for n in range(4, 9))]
+    found, _ = by_steps(compiled, ids, 4)
     with torch.no_grad():
-        torch.testing.assert_close(torch.cat(pieces, 1), model(ids), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, model(ids), rtol=1e-5, atol=1e-5)
     assert compiled.report.cache is not None
     assert compiled.report.cache.bytes_per_token == 2 * key_heads * BYTES
 
@@ -123,10 +123,9 @@ def test_a_bag_of_words_has_a_decoder_that_keeps_values_alone(by_softmax: bool) 
     model = Layer(average, HEADS).eval()
     ids = torch.randint(0, 40, (3, 9))
     compiled = attngraph.compile(model, cache=True)
-    logits, state = compiled.prefill(ids[:, :4])
-    pieces = [logits, *(compiled.decode(ids[:, n : n + 1], state) for n in range(4, 9))]
+    found, _ = by_steps(compiled, ids, 4)
     with torch.no_grad():
-        torch.testing.assert_close(torch.cat(pieces, 1), model(ids), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, model(ids), rtol=1e-5, atol=1e-5)
     assert compiled.report.cache is not None
     assert compiled.report.cache.bytes_per_token == HEADS * BYTES
 

@@ -17,19 +17,11 @@ import attngraph
 from attngraph import CacheConfig, CacheError, Decoder, KVCache, NoDecoderError
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
+from tests.cache.small import stirred
 
 pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
 
 VOCABULARY = 40
-
-
-def stirred(model: nn.Module, seed: int = 0) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise, alpha=0.2 if parameter.ndim > 1 else 0.1)
-    return model.eval()
 
 
 def learned_positions() -> nn.Module:

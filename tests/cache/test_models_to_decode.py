@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import attngraph
 from attngraph.models import targets
@@ -14,6 +14,7 @@ from attngraph.models.linear_transformer import LinearTransformer, LinearTransfo
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 from attngraph.models.post_norm_decoder import PostNormDecoder
 from attngraph.models.sparse_transformer import SparseTransformer, SparseTransformerConfig
+from tests.cache.small import stirred
 
 SMALL = DecoderLMConfig(layers=2, width=16, heads=2, max_tokens=32)
 MODELS = {
@@ -27,14 +28,6 @@ MODELS = {
     ),
     "sparse": lambda: SparseTransformer(SparseTransformerConfig(layers=2, width=16, heads=2, max_tokens=32)),
 }
-
-
-def stirred(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-    return model.eval()
 
 
 def logits_of(result: object) -> Tensor:

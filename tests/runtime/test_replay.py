@@ -19,16 +19,9 @@ from attngraph.codegen.cpu.record.recording import Recording
 from attngraph.ir import budgets
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
+from tests.cache.small import stirred
 
 VOCABULARY = 40
-
-
-def stirred(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.15)
-    return model.eval()
 
 
 def learned() -> nn.Module:
