@@ -8,12 +8,11 @@ afterwards, by the analysis of the rewritten graph. Used by `insert_kv_cache`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, is_size, op_name
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
@@ -24,6 +23,7 @@ from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder
+from attngraph.passes.insert_kv_cache.free_tokens import resized
 
 aten = torch.ops.aten
 
@@ -56,14 +56,10 @@ def give_every_token(graph: ProgramGraph, tokens: Tokens) -> str:
     ids = next(n for n in tokens.facts if n.op == "placeholder" and tokens[n].kind is Kind.TOKEN)
     ends: Builder = Builder(graph, graph.graph.output_node())
     made = _as_rows(Builder(graph, pick.node), pick)
-    sizes = {tokens.space.rows: (made, min(pick.row, pick.token))}
+    sizes: dict[Expr, Any] = {tokens.space.rows: (made, min(pick.row, pick.token))}
     for node in tail:
-        for size in [n for n in node.all_input_nodes if is_size(n) and n not in tail]:
-            value = tokens.meaning.renamed(size_expression(size.meta["val"]))
-            if tokens.space.counts(value):
-                node.replace_input_with(size, Builder(graph, node).size(value, sizes))
         node.replace_input_with(pick.node, made)
-        node.meta["val"] = infer(node.target, node.args, node.kwargs, graph.fake_mode())
+        resized(tokens, node, sizes)
     last = made if result is pick.node else result
     rest = [int(n) for n in last.meta["val"].shape[1:]]
     rest = rest[1:] if pick.keeps and rest[:1] == [1] else rest

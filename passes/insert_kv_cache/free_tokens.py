@@ -18,9 +18,14 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.infer import infer_once
-from attngraph.ir.graph.program_graph import ProgramGraph, op_name
+from attngraph.ir.graph.infer import infer, infer_once
+from attngraph.ir.graph.program_graph import ProgramGraph, is_size, op_name
 from attngraph.ir.graph.source import source_of
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.tokens.tokens import Tokens
+from attngraph.passes.build import Builder
 
 aten = torch.ops.aten
 _RANGES = "aten.arange"
@@ -74,6 +79,36 @@ def replace_number(node: fx.Node, number: int, value: Any, mode: Any) -> None:
                 f"{op_name(node)} at {source_of(node)}: how many results it has follows from how many tokens "
                 "there are."
             ) from problem
+
+
+def repeated(
+    tokens: Tokens, builder: Builder, node: fx.Node, done: dict[fx.Node, fx.Node], sizes: dict[Expr, Any]
+) -> fx.Node:  # fmt: skip
+    """One operation on other operands: those in `done`, to which sizes computed from `sizes` are added."""
+    for size in (n for n in node.all_input_nodes if is_size(n) and n not in done):
+        done[size] = builder.size(tokens.meaning.renamed(size_expression(size.meta["val"])), sizes)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: done.get(n, n))
+    count = builder.size(tokens.space.tokens, sizes) if tokens.space.is_of_one_length else None
+    made = builder.call(node.target, *args, **kwargs)
+    if count is not None:
+        replace_number(made, tokens.traced, count, tokens.graph.fake_mode())
+    return made
+
+
+def resized(tokens: Tokens, node: fx.Node, sizes: dict[Expr, Any], rows: Expr | None = None) -> None:
+    """Give an operation, some of whose operands have been replaced, the sizes that these have, and infer its
+    result anew. `rows`: how many sequences there are, where `sizes` do not tell."""
+    space, graph = tokens.space, tokens.graph
+    for size in [n for n in node.all_input_nodes if is_size(n)]:
+        value = tokens.meaning.renamed(size_expression(size.meta["val"]))
+        if space.counts(value):
+            value = value if rows is None else M.substitute(value, {space.rows: rows})
+            node.replace_input_with(size, Builder(graph, node).size(value, sizes))
+    if space.is_of_one_length:
+        count = Builder(graph, node).size(space.tokens, sizes)
+        replace_number(node, tokens.traced, count, graph.fake_mode())
+    # Later passes build sizes from the shape that a value is said to have.
+    node.meta["val"] = infer(node.target, node.args, node.kwargs, graph.fake_mode())
 
 
 def _change(node: fx.Node, changed: Callable[[Any], Any]) -> None:

@@ -13,17 +13,16 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size, op_name
+from attngraph.ir.graph.program_graph import ProgramGraph, op_name
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.cached_attention import Store
 from attngraph.ir.ops.nodes import AttentionOp
-from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder
-from attngraph.passes.insert_kv_cache.free_tokens import replace_number
+from attngraph.passes.insert_kv_cache.free_tokens import repeated
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 
 aten = torch.ops.aten
@@ -137,14 +136,7 @@ class KeptValues:
             copies = {n: replay(n) for n in moved_operands(self.tokens, node)}
             first = next(iter(copies))
             sizes = self._page_sizes(builder, done, first)
-            for size in (n for n in node.all_input_nodes if is_size(n)):
-                copies[size] = builder.size(self.meaning.renamed(size_expression(size.meta["val"])), sizes)
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
-            numbered = self.space.is_of_one_length
-            tokens = builder.size(self.space.tokens, sizes) if numbered else None
-            done[node] = builder.call(node.target, *args, **kwargs)
-            if numbered:
-                replace_number(done[node], self.tokens.traced, tokens, self.graph.fake_mode())
+            done[node] = repeated(self.tokens, builder, node, copies, sizes)
             return done[node]
 
         return replay(operand)

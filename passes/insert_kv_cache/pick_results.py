@@ -8,22 +8,20 @@ by `insert_kv_cache`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import networkx as nx
 import torch
 from torch import fx
 
-from attngraph.ir.graph.infer import infer
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder
-from attngraph.passes.insert_kv_cache.free_tokens import replace_number
+from attngraph.passes.insert_kv_cache.free_tokens import resized
 
 aten = torch.ops.aten
 
@@ -54,24 +52,13 @@ def pick_results(
         for user in list(node.users):
             if user in tail or (user.op == "output" and not tail):
                 user.replace_input_with(node, made)
-        sizes = {space.tokens: (made, place)}
+        sizes: dict[Expr, Any] = {space.tokens: (made, place)}
         row = space.place(tokens[node].axes, space.row)
-        one: dict[Expr, Expr] = {}
-        if row is None or row == place:
-            one = {space.rows: E.ONE}  # a step has one sequence
-        else:
+        one = row is None or row == place  # a step has one sequence
+        if not one:
             sizes[space.rows] = (made, row)
         for user in ordered:
-            for size in [n for n in user.all_input_nodes if is_size(n)]:
-                value = tokens.meaning.renamed(size_expression(size.meta["val"]))
-                if space.counts(value):
-                    value = M.substitute(value, one)
-                    user.replace_input_with(size, Builder(graph, user).size(value, sizes))
-            if space.is_of_one_length:
-                replace_number(user, tokens.traced, Builder(graph, user).size(space.tokens, sizes),
-                               graph.fake_mode())  # fmt: skip
-            # Later passes build sizes from the shape that a value is said to have.
-            user.meta["val"] = infer(user.target, user.args, user.kwargs, graph.fake_mode())
+            resized(tokens, user, sizes, E.ONE if one else None)
         return
 
 

@@ -24,7 +24,7 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.history import History
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.insert_kv_cache.free_tokens import replace_number
+from attngraph.passes.insert_kv_cache.free_tokens import repeated
 from attngraph.passes.insert_kv_cache.step import Step
 
 aten = torch.ops.aten
@@ -51,14 +51,9 @@ def rerun(
             if formula in extents and isinstance(done[size], fx.Node):
                 # Torch does not see it in every formula of an unknown number.
                 torch._check(done[size].meta["val"] >= 0)
-        args, kwargs = fx.map_arg((step.args, step.kwargs), lambda n: done.get(n, n))
-        numbered = space.is_of_one_length
-        count = builder.size(space.tokens, sizes) if numbered else None
-        done[step] = builder.call(step.target, *args, **kwargs)
+        done[step] = repeated(tokens, builder, step, done, sizes)
         if "attention" in step.meta:
             done[step].meta["attention"] = step.meta["attention"]
-        if numbered:
-            replace_number(done[step], tokens.traced, count, tokens.graph.fake_mode())
     return done
 
 

@@ -160,6 +160,20 @@ def test_features_that_are_exponentials_are_told() -> None:
     )
 
 
+def test_blocks_whose_weights_are_brought_to_one_scale_multiply_no_two_tensors() -> None:
+    def rescaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = [q @ block.mT for block in k.split(3, 2)]
+        most = [s.amax(-1, keepdim=True) for s in scores]
+        weights = [(s - m).exp() for s, m in zip(scores, most, strict=True)]
+        sums = [w.sum(-1, keepdim=True) for w in weights]
+        whole = sum(s * m.exp() for s, m in zip(sums, most, strict=True))
+        of_blocks = [w / s * (s * m.exp() / whole) for w, s, m in zip(weights, sums, most, strict=True)]
+        return torch.cat(of_blocks, -1) @ v
+
+    reasons = why(rescaled, *qkv())
+    assert reasons and not any("two tensors" in reason for reason in reasons)
+
+
 def test_exponentials_as_values_of_a_loop_over_keys_are_told() -> None:
     def loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         maximum = torch.full((*q.shape[:-1], 1), -torch.inf, dtype=q.dtype)

@@ -86,15 +86,20 @@ def _multiplies_exponentials(body: Expr) -> bool:
     """Whether a product has several factors with exponentials in them, besides what it is divided by."""
 
     def has_exponential(factor: Expr) -> bool:
-        stack = [factor]
-        while stack:
-            node = stack.pop()
-            if node.op == "exp":
-                return True
-            stack += () if node.op == "recip" else (a for a in node.args if isinstance(a, Expr))
-        return False
+        return any(n.op == "exp" for n in _multiplied(factor))
 
-    return any(n.op == "mul" and sum(map(has_exponential, n.args)) > 1 for n in E.walk(body))
+    return any(n.op == "mul" and sum(map(has_exponential, n.args)) > 1 for n in _multiplied(body))
+
+
+def _multiplied(node: Expr) -> set[Expr]:
+    """The parts of a formula that are in no divisor."""
+    found, stack = set[Expr](), [node]
+    while stack:
+        current = stack.pop()
+        if current not in found:
+            found.add(current)
+            stack += () if current.op == "recip" else current.args
+    return found
 
 
 def _is_banded(body: Expr, keys: tuple[Expr, ...]) -> bool:
