@@ -7,18 +7,18 @@ why the model could not be captured whole.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
+from attngraph.capture.instead import silenced
 from attngraph.capture.subgraphs import function_refusal
 from attngraph.errors import CaptureError
 from attngraph.report import report as reporting
@@ -61,7 +61,8 @@ class GraphBreaks:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            with _without_torchs_errors():
+            # Torch logs an operation that cannot be traced: an invalid call raises an error anyway.
+            with silenced("torch._subclasses.fake_tensor"):
                 return self.run(*args, **kwargs)
         except Exception as problem:
             if not _is_of_torch_compile(problem):
@@ -125,18 +126,6 @@ def _is_of_torch_compile(problem: Exception) -> bool:
 
 
 _TORCHS = os.path.dirname(torch._dynamo.__file__) + os.sep, torch._ops.__file__
-
-
-@contextlib.contextmanager
-def _without_torchs_errors() -> Iterator[None]:
-    """Hide what torch logs of an operation that cannot be traced: an invalid call raises an error anyway."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _place() -> object:

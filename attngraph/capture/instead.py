@@ -10,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
+T = TypeVar("T")
 Row = tuple[Any, str, Callable[[Any], Any]]
 """A class or a module (or the name of one), the name of an attribute, and what makes of this what is to stand
 in its place."""
@@ -55,6 +58,30 @@ def instead(*rows: Row) -> Iterator[None]:
             if hasattr(owner, name):
                 stack.enter_context(replaced(owner, name, make(getattr(owner, name))))
         yield
+
+
+@contextlib.contextmanager
+def holding(variable: ContextVar[Any], value: T) -> Iterator[T]:
+    """Give a context variable this value while the context is active."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
+def silenced(*names: str) -> Iterator[None]:
+    """Hide what these loggers of torch's say while the context is active, but for what is critical."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _found(owner: Any) -> Any:

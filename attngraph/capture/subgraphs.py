@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from attngraph.capture.instead import instead, replaced
+from attngraph.capture.instead import Row, holding, instead, replaced
 from attngraph.capture.lines import TORCH, line_at, outside
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import line_of, source_of
@@ -149,18 +149,15 @@ def _flex_followed() -> Iterator[None]:
 
         return made
 
-    token = _MADE.set([])
-    try:
-        with instead(
-            (_FLEX, "_create_sparse_block_from_block_mask", noting),
-            (_FLEX, "_create_empty_block_mask", noting),
-            (_FLEX, "_validate_device", lambda _: lambda *_: None),
-            (_FLEX, "_convert_mask_to_block_mask", lambda _: _blocks),
-            (_INDEX, "TransformGetItemToIndex", lambda _: _Indexed),
-        ):
-            yield
-    finally:
-        _MADE.reset(token)
+    rows: tuple[Row, ...] = (
+        (_FLEX, "_create_sparse_block_from_block_mask", noting),
+        (_FLEX, "_create_empty_block_mask", noting),
+        (_FLEX, "_validate_device", lambda _: lambda *_: None),
+        (_FLEX, "_convert_mask_to_block_mask", lambda _: _blocks),
+        (_INDEX, "TransformGetItemToIndex", lambda _: _Indexed),
+    )
+    with holding(_MADE, []), instead(*rows):
+        yield
 
 
 def _blocks(

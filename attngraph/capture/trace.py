@@ -13,7 +13,6 @@ import dataclasses
 import io
 import itertools
 import linecache
-import logging
 import os
 import re
 import traceback
@@ -32,7 +31,7 @@ from attngraph.capture.captured import NOTHING, Assumed, Captured, Structure
 from attngraph.capture.first_call import extents_of_loop
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.guards import aliases, things
-from attngraph.capture.instead import instead, python_followed
+from attngraph.capture.instead import instead, python_followed, silenced
 from attngraph.capture.lines import line_using, name_of, refused, whole_stack_traces
 from attngraph.capture.program import exported, regions
 from attngraph.capture.program.functional import functional, views_taken_apart
@@ -50,7 +49,6 @@ from attngraph.ir.graph.program_graph import Output, ProgramGraph
 from attngraph.ir.graph.source import short_path
 from attngraph.ir.graph.verify import accept
 
-log = logging.getLogger(__name__)
 _CHATTY = (
     "torch._export.non_strict_utils",
     "torch.fx.experimental.symbolic_shapes",
@@ -281,16 +279,8 @@ def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> list[int]
 def quiet() -> Iterator[None]:
     """Hide torch's messages about a failed or specialised export: attngraph's errors and reports contain what
     matters of them."""
-    loggers = [logging.getLogger(name) for name in _CHATTY]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    with silenced(*_CHATTY), contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 _IN_OUR_WORDS = (

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from attngraph.capture.captured import Captured
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import ExportError
+from attngraph.exporter.formats import Run
 from attngraph.exporter.report import empty_cache
 from attngraph.exporter.tracing import varies
 from attngraph.runtime.step import Step
 from attngraph.runtime.verify import compare, tensors_of
-
-Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def check_whole(
@@ -95,10 +94,7 @@ class _Whole(nn.Module):
 
     def __init__(self, model: Callable[..., Any], name: str, inputs: dict[str, Any], padding: bool) -> None:
         super().__init__()
-        if isinstance(model, nn.Module):
-            self.model = model
-        else:
-            self.function = model
+        self.model = model
         self.name, self.given, self.padding = name, inputs, padding
 
     def forward(self, ids: Tensor) -> list[Tensor]:
@@ -116,8 +112,7 @@ class _Whole(nn.Module):
         return torch.stack(parts, 1)
 
     def _call(self, ids: Tensor) -> Tensor:
-        call: Callable[..., Any] = getattr(self, "model", None) or self.function
-        result = call(**{self.name: ids, **self.given})
+        result = self.model(**{self.name: ids, **self.given})
         logits = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
         return logits if isinstance(logits, Tensor) else tensors_of(result)[0]
 

@@ -25,8 +25,8 @@ from attngraph.api.rewritten import owner_of
 from attngraph.capture.structure import flatten
 from attngraph.errors import ExportError
 from attngraph.exporter import formats
-from attngraph.exporter.check import Run, check_decoder, check_whole
-from attngraph.exporter.formats import Format
+from attngraph.exporter.check import check_decoder, check_whole
+from attngraph.exporter.formats import Format, Run
 from attngraph.exporter.lower import OPERATION, PLAIN, SDPA, Lowering
 from attngraph.exporter.onnx import Onnx
 from attngraph.exporter.pt2 import PT2

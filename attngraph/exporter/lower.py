@@ -88,7 +88,8 @@ class Lowering:
                     raise NotStandard("scores go through a tanh, which torch's operation does not have")
                 if how == OPERATION and varies(operands.q.shape[1]):
                     raise NotStandard("the number of heads follows from the sizes of the call")
-                form = _where_it_stands(form, joined, places)
+                if places.are_counted and not _same(joined.q.shape[2], joined.k.shape[2]):
+                    form = dataclasses.replace(form, sees_itself=False)  # there is no key for every query
             except NotStandard as problem:
                 how, reason, form = PLAIN, str(problem), None
         env = masks.environment(joined.q, joined.k, joined.reads, joined.sizes, places)
@@ -111,7 +112,8 @@ class Lowering:
         mask = None if by_itself else self._mask(form, env, dtype, places)
         words = "causal" if by_itself else "" if mask is None else "with a mask"
         if form.sink is not None:
-            joined = _with_one_more_key(joined)
+            k, v = (F.pad(t, (0, 0, 0, 1)) for t in (joined.k, joined.v))
+            joined = dataclasses.replace(joined, k=k, v=v)
             operands = dataclasses.replace(joined, q=q)
             mask, words = masks.with_sink(mask, form.sink, env, dtype), "with a mask; a sink is one more key"
         if self.way == SDPA:
@@ -141,21 +143,10 @@ class Lowering:
         return self._masks[key][1]
 
 
-def _where_it_stands(form: Standard, joined: Operands, places: Places) -> Standard:
-    """A query sees itself only where there is a key for every query."""
-    aligned = not places.are_counted or _same(joined.q.shape[2], joined.k.shape[2])
-    return form if aligned else dataclasses.replace(form, sees_itself=False)
-
-
 def _same(a: Any, b: Any) -> bool:
     """Whether two sizes are one number or one symbol; nothing is assumed about symbols."""
     left, right = (n if isinstance(n, int) else n.node.expr for n in (a, b))
     return bool(left == right)
-
-
-def _with_one_more_key(joined: Operands) -> Operands:
-    k, v = (F.pad(t, (0, 0, 0, 1)) for t in (joined.k, joined.v))
-    return dataclasses.replace(joined, k=k, v=v)
 
 
 def _sdpa(q: Tensor, joined: Operands, mask: Tensor | None, causal: bool, scale: float) -> Tensor:

@@ -7,7 +7,7 @@ cache, and padded rows begin later. Nothing here looks at values, so a trace can
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,15 +47,11 @@ def environment(
     """The names of a program for these operands; sizes become tensors, since a trace has them as symbols."""
     batch, heads, queries, _ = q.shape
     tile = Tile((0, batch), (0, heads), (0, queries), (0, k.shape[2]))
-    numbers: list[Any] = [_scalar(n, q.device) for n in sizes]
+    numbers: list[Any] = [
+        n if isinstance(n, int) else torch.scalar_tensor(n, dtype=torch.int64, device=q.device) for n in sizes
+    ]
     given = {} if places.q is None or places.k is None else {"q": places.q, "k": places.k}
     return Environment(tile, reads, numbers, accumulation_dtype(q.dtype), q.device, given)
-
-
-def _scalar(number: Any, device: torch.device) -> Any:
-    if isinstance(number, int):
-        return number
-    return torch.scalar_tensor(number, dtype=torch.int64, device=device)
 
 
 def mask_of(form: Standard, env: Environment, dtype: torch.dtype, places: Places) -> Tensor | None:
@@ -114,7 +110,7 @@ def _full(mask: Tensor, env: Environment) -> Tensor:
 def with_sink(mask: Tensor | None, sink: Expr, env: Environment, dtype: torch.dtype) -> Tensor:
     """The mask with one more key, whose score is the sink."""
     batch, heads, queries, keys = env.tile.shape
-    score = evaluate.tensor(evaluate.evaluate(sink, env, {}), env).to(dtype)
+    score = factor_of(sink, env).to(dtype)
     if mask is None:
         mask = torch.zeros((1, 1, queries, keys), dtype=dtype, device=env.device)
     elif mask.dtype == torch.bool:
@@ -123,6 +119,6 @@ def with_sink(mask: Tensor | None, sink: Expr, env: Environment, dtype: torch.dt
     return torch.cat([mask.expand(batch, heads, queries, keys), score], -1)
 
 
-def factor_of(value: Expr, env: Environment, names: Mapping[str, Any] | None = None) -> Tensor:
+def factor_of(value: Expr, env: Environment) -> Tensor:
     """A factor of queries or results, broadcastable to `[B, H, Sq, 1]`."""
-    return evaluate.tensor(evaluate.evaluate(value, env, dict(names or {})), env)
+    return evaluate.tensor(evaluate.evaluate(value, env, {}), env)

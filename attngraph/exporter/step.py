@@ -149,13 +149,13 @@ class _Run(Rewritten):
         results: Any = step.graph.graph.output_node().args[0]
         self._stores = {
             node: (about.name, result)
-            for node, about in zip(step.graph.placeholders(), step.graph.inputs, strict=True)
+            for node, about in step.graph.given().items()
             for result, output in zip(results, step.graph.outputs, strict=True)
             if about.kind == output.kind == "pages" and about.name == output.name
         }
         self._picked = {
             node
-            for node, about in zip(step.graph.placeholders(), step.graph.inputs, strict=True)
+            for node, about in step.graph.given().items()
             if about.kind == "rows" and about.name == "picked"
         }
 
@@ -214,7 +214,7 @@ def _refuse(step: Step) -> None:
     others = [a for a in step.arguments if a != step.name]
     if others:
         raise ExportError(f"the decoder takes {', '.join(sorted(others))} for every token, not tokens alone.")
-    for node, about in zip(graph.placeholders(), graph.inputs, strict=True):
+    for node, about in graph.given().items():
         known = about.kind in ("argument", "pages") or about.name in (*_PLACED, "picked")
         readers = [n for n in node.users if nodes.view(n) is None]
         if about.kind in ("rows", "carried") and not known and readers:
@@ -225,11 +225,7 @@ def _names_of_stores(step: Step) -> list[str]:
     """A name for each store: of what the first attention reads from it."""
     found: dict[str, str] = {}
     attentions = [n for n in step.graph.graph.nodes if isinstance(nodes.view(n), nodes.Cached)]
-    pages = {
-        node: about.name
-        for node, about in zip(step.graph.placeholders(), step.graph.inputs, strict=True)
-        if about.kind == "pages"
-    }
+    pages = {node: about.name for node, about in step.graph.given().items() if about.kind == "pages"}
     for number, node in enumerate(attentions):
         view = nodes.CachedAttention.of(node)
         for role, value in (("key", view.k_pages), ("value", view.v_pages)):

@@ -209,7 +209,7 @@ def write_values(graph: ProgramGraph, path: Path) -> None:
     """Write the known contents of a graph's inputs; no file if none are known."""
     known = {
         input_name(given): encode(graph.values[node.name])
-        for node, given in zip(graph.placeholders(), graph.inputs, strict=True)
+        for node, given in graph.given().items()
         if node.name in graph.values
     }
     if known:
@@ -249,7 +249,7 @@ def read_graph_file(path: Path, libraries: Collection[str] = ()) -> ProgramGraph
         return graph
     with _whole(beside):
         known = {name: decode(value) for name, value in json.loads(_text_of(beside)).items()}
-    for node, given in zip(graph.placeholders(), graph.inputs, strict=True):
+    for node, given in graph.given().items():
         if input_name(given) in known:
             found, wanted = known[input_name(given)], node.meta["val"]
             if found.dtype != wanted.dtype or found.ndim != wanted.ndim:

@@ -150,9 +150,8 @@ class AttentionEntry:
         both, queries = self.axes
         heads = self.heads // math.prod((*both, *queries))
         kv_heads = self.kv_heads // math.prod(both)
-        words = _heads(heads) + (
-            f" on {kv_heads:,} key/value head{'s' * (kv_heads > 1)}" * (heads != kv_heads)
-        )
+        words = f"{heads:,} head{'s' * (heads != 1)}"
+        words += f" on {kv_heads:,} key/value head{'s' * (kv_heads > 1)}" if heads != kv_heads else ""
         words += f", merged from {self.merged} attentions," if self.merged > 1 else ""
         words += f" of width {self.head_dim}"
         words += f" (values {self.value_dim})" if self.value_dim != self.head_dim else ""
@@ -195,10 +194,6 @@ class AttentionEntry:
     def _scores(self) -> int:
         call = self.call
         return 0 if call is None else call.batch * self.heads * call.queries * call.keys
-
-
-def _heads(count: int) -> str:
-    return f"{count:,} head{'s' * (count != 1)}"
 
 
 def _places(axes: tuple[int, ...]) -> str:

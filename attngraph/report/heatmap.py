@@ -2,7 +2,7 @@
 
 A square stands for some queries and keys, and is as dark as the largest weight among them, on a scale that
 all heads share. Weights that are not a number (a query that sees no key) are crossed. The SVG is
-self-contained (`svg.py`).
+self-contained (`picture.Sheet`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attngraph.report.svg import CELL, Sheet, clean
+from attngraph.report.picture import CELL, Sheet, clean
 
 SIDE = 48
 """Most squares along a side of a picture."""

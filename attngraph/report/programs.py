@@ -8,62 +8,40 @@ it computes, and these are only examples of the language (docs/score-programs.md
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Maker = Callable[[int, int, tuple[int, ...]], "tuple[Tensor, ...]"]
-
 
 @dataclasses.dataclass(frozen=True)
 class WellKnown:
     """`text` is the program, `about` describes it, `sizes` are the defaults of its n0, n1, ..., `small` those
-    for a picture of two dozen tokens; `reads` makes example tensors r0, r1, ... for a number of queries, a
-    number of keys and sizes."""
+    for a picture of two dozen tokens; `tensors` says what it reads."""
 
     text: str
     about: str
     sizes: tuple[int, ...] = ()
     small: tuple[int, ...] = ()
-    reads: Maker = lambda queries, keys, sizes: ()
+    tensors: str = ""
 
+    def reads(self, queries: int, keys: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Example tensors r0, r1, ... for numbers of queries and keys, and sizes."""
+        import torch
 
-def _documents(queries: int, keys: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """`[1, keys]` int64: four documents of an eighth, a half, a quarter and an eighth of the tokens."""
-    import torch
-
-    eighths = torch.arange(max(queries, keys)) * 8 // max(queries, keys)
-    return (torch.tensor([0, 1, 1, 1, 1, 2, 2, 3])[eighths][None],)
-
-
-def _padding(queries: int, keys: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """`[1, keys]` bool, True at tokens: the last quarter is padding."""
-    import torch
-
-    return ((torch.arange(keys) < keys - keys // 4)[None],)
-
-
-def _slopes(queries: int, keys: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """`[8]` float32: the slopes of ALiBi for 8 heads (Press et al. 2022)."""
-    import torch
-
-    return (2.0 ** -torch.arange(1, 9),)
-
-
-def _sinks(queries: int, keys: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """`[8]` float32: a logit for each of 8 heads."""
-    import torch
-
-    return (torch.zeros(8),)
-
-
-def _table(queries: int, keys: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """`[8, 2 * n0 + 1]` float32: one bias for each distance up to n0, before and behind."""
-    import torch
-
-    return (torch.zeros(8, 2 * sizes[0] + 1),)
+        match self.tensors:
+            case "documents":  # [1, keys]: an eighth, a half, a quarter and an eighth of the tokens
+                eighths = torch.arange(max(queries, keys)) * 8 // max(queries, keys)
+                return (torch.tensor([0, 1, 1, 1, 1, 2, 2, 3])[eighths][None],)
+            case "padding":  # [1, keys], true at tokens: the last quarter is padding
+                return ((torch.arange(keys) < keys - keys // 4)[None],)
+            case "slopes":  # [8]: those of ALiBi for 8 heads (Press et al. 2022)
+                return (2.0 ** -torch.arange(1, 9),)
+            case "sinks":  # [8]: a logit for each of 8 heads
+                return (torch.zeros(8),)
+            case "distances":  # [8, 2 * n0 + 1]: one bias for each distance up to n0, before and behind
+                return (torch.zeros(8, 2 * sizes[0] + 1),)
+        return ()
 
 
 WELL_KNOWN: dict[str, WellKnown] = {
@@ -120,23 +98,23 @@ WELL_KNOWN: dict[str, WellKnown] = {
         (128, 32),
         (6, 2),
     ),
-    "padding": WellKnown("s = 0.125 * dot; keep r0[b, k]", "keys at which r0 is true", reads=_padding),
+    "padding": WellKnown("s = 0.125 * dot; keep r0[b, k]", "keys at which r0 is true", tensors="padding"),
     "documents": WellKnown(
         "s = 0.125 * dot; keep k <= q and r0[b, k] == r0[b, q]",
         "causal, within the document that r0 numbers",
-        reads=_documents,
+        tensors="documents",
     ),
     "alibi": WellKnown(
         "s = 0.125 * dot + r0[h] * (k - q); keep k <= q",
         "causal, with a slope r0 for each head",
-        reads=_slopes,
+        tensors="slopes",
     ),
     "relative": WellKnown(
         "s = 0.125 * dot + r0[h, min(max(k - q, -n0), n0) + n0]",
         "a bias for each head and distance, distances beyond n0 alike (Shaw et al., T5)",
         (128,),
         (6,),
-        _table,
+        "distances",
     ),
     "softcap": WellKnown(
         "s = 50 * tanh(0.125 * dot / 50); keep k <= q", "causal, scores bent to within 50 (Gemma 2)"
@@ -144,7 +122,7 @@ WELL_KNOWN: dict[str, WellKnown] = {
     "sinks": WellKnown(
         "s = 0.125 * dot; keep k <= q; sink r0[h]",
         "causal, with a learned share of the weight that goes nowhere (gpt-oss)",
-        reads=_sinks,
+        tensors="sinks",
     ),
     "dropout": WellKnown(
         "s = 0.125 * dot; p = where(random(1, b, h, q, k) < 0.9, p / 0.9, 0.0)",

@@ -1,4 +1,4 @@
-"""How numbers, names and groups of equal things are told, and a part of an account."""
+"""How numbers, names and groups of equal things are told, and a part of an account (`account.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One thing that is told: `head` begins with what it is about."""
+    """One thing that is told: what it is about (with the space behind it), its head, and facts below."""
 
     about: str
     head: str

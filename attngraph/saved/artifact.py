@@ -56,10 +56,10 @@ def from_artifact(content: bytes) -> dict[str, bytes]:
     named, _, rest = body.partition(b"\n")
     try:
         lengths = json.loads(named)
+        if not isinstance(lengths, dict) or any(type(n) is not int or n < 0 for n in lengths.values()):
+            raise ValueError("no lengths by name")
     except (ValueError, RecursionError) as problem:
         raise SavedError("an artifact does not say which files it has.") from problem
-    if not isinstance(lengths, dict) or any(type(n) is not int or n < 0 for n in lengths.values()):
-        raise SavedError("an artifact does not say which files it has.")
     if sum(lengths.values()) != len(rest) or len(lengths) > MOST_FILES:
         raise SavedError("an artifact has other files than it says.")
     files: dict[str, bytes] = {}

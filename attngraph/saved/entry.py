@@ -290,7 +290,7 @@ def _graph(
     live = {name: known.objects[path] for name, path in beside["live"].items()}
     graph, names = graphs.read(files["graph.txt"].decode(), beside, live)
     for part in parts_of(graph).values():
-        for node, given in zip(part.placeholders(), part.inputs, strict=True):
+        for node, given in part.given().items():
             if given.kind in ("parameter", "buffer", "constant"):
                 require_own(given, known.owner, graph.constants, node.meta.get("val"))
     report: CompileReport = made(CompileReport, json.loads(files["report.json"]))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import SavedError, TextError
+from attngraph.ir.graph.call import arguments
 from attngraph.ir.graph.formula import size_of, size_text
 from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.printer import format_named, is_printed, parts_of
@@ -131,11 +132,7 @@ def give_entries(graph: ProgramGraph, entries: tuple[AttentionEntry, ...]) -> No
 
 def _beside(part: ProgramGraph, names: Mapping[str, str]) -> dict[str, Any]:
     """What the text of one part does not have."""
-    kept = [
-        (node, given)
-        for node, given in zip(part.placeholders(), part.inputs, strict=True)
-        if is_printed(node, given)
-    ]
+    kept = [(node, given) for node, given in part.given().items() if is_printed(node, given)]
     nodes = [n for n in part.graph.nodes if n.op == "call_function" and not is_size(n)]
     return {
         "inputs": [[given.kind, given.name] for _, given in kept],
@@ -156,7 +153,7 @@ def _sizes(
             its tokens are those of several sequences, one after another.
     """
     found: dict[str, dict[str, tuple[int, int]]] = {}
-    kinds = {node: given.kind for node, given in zip(part.placeholders(), part.inputs, strict=True)}
+    kinds = {node: given.kind for node, given in part.given().items()}
     of_step = part.state is not None or not set(kinds.values()).isdisjoint(("rows", "pages", "carried"))
     for node in part.graph.nodes:
         if node.target is not torch.ops.aten.sym_size.int:
@@ -194,8 +191,7 @@ def _complete(part: ProgramGraph, about: Mapping[str, Any]) -> None:
 
 def _assumed(part: ProgramGraph) -> list[Input]:
     """The inputs whose contents a part relies on. It may need no more of them than was read."""
-    inputs = zip(part.placeholders(), part.inputs, strict=True)
-    return [given for node, given in inputs if node.name in part.assumed]
+    return [given for node, given in part.given().items() if node.name in part.assumed]
 
 
 def _assume(part: ProgramGraph, assumed: list[Input]) -> None:
@@ -205,7 +201,7 @@ def _assume(part: ProgramGraph, assumed: list[Input]) -> None:
         with part.graph.inserting_after(nodes[-1] if nodes else None):
             nodes.append(part.graph.placeholder(f"assumed_{len(nodes)}"))
         part.inputs = (*part.inputs, given)
-    part.assumed = {node.name for node, given in zip(nodes, part.inputs, strict=True) if given in assumed}
+    part.assumed = {node.name for node, given in part.given().items() if given in assumed}
     part.module.recompile()
 
 
@@ -213,11 +209,7 @@ def _link_stages(graph: ProgramGraph) -> None:
     """A stage that takes results of another has it among its own stages, as the graph has."""
     weights = graph.stages.get(Rate.WEIGHTS)
     prompt = graph.stages.get(Rate.PROMPT)
-    if (
-        weights is not None
-        and prompt is not None
-        and any(i.kind == Rate.WEIGHTS.value for i in prompt.inputs)
-    ):
+    if weights and prompt and any(i.kind == Rate.WEIGHTS.value for i in prompt.inputs):
         prompt.stages = {Rate.WEIGHTS: weights}
 
 
@@ -244,27 +236,30 @@ def _difference(graph: ProgramGraph, again: ProgramGraph, names: Names, back: Na
         if ours != theirs:
             place = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
             return f"value {place} of {title}"
-        if _printed(part) != _printed(second[title]) or set(_assumed(part)) != set(_assumed(second[title])):
-            return f"inputs of {title}"
-        if part.outputs != second[title].outputs or part.gradients != second[title].gradients:
-            return f"results of {title}"
-        kinds = {i.kind for i in part.inputs}
-        if {r for r in part.stages if r.value in kinds} != {
-            r for r in second[title].stages if r.value in kinds
-        }:
-            return f"stages of {title}"
+        theirs_facts = _facts(second[title])
+        for what, fact in _facts(part).items():
+            if fact != theirs_facts[what]:
+                return f"{what} of {title}"
     return ""
 
 
+def _facts(part: ProgramGraph) -> dict[str, Any]:
+    """What has to be the same besides the calls."""
+    kinds = {given.kind for given in part.inputs}
+    return {
+        "inputs": (_printed(part), set(_assumed(part))), "results": (part.outputs, part.gradients),
+        "stages": {rate for rate in part.stages if rate.value in kinds},
+    }  # fmt: skip
+
+
 def _printed(part: ProgramGraph) -> list[Input]:
-    return [i for n, i in zip(part.placeholders(), part.inputs, strict=True) if is_printed(n, i)]
+    return [given for node, given in part.given().items() if is_printed(node, given)]
 
 
 def _lines(part: ProgramGraph) -> Iterator[tuple[Any, ...]]:
     """Every call with its operands, by number. Sizes are compared by the formulas in the text."""
     numbers: dict[fx.Node, Any] = {}
-    inputs = zip(part.placeholders(), part.inputs, strict=True)
-    for place, (node, _) in enumerate((n, i) for n, i in inputs if is_printed(n, i)):
+    for place, (node, _) in enumerate((n, i) for n, i in part.given().items() if is_printed(n, i)):
         numbers[node] = ("input", place)
     count = 0
 
@@ -289,20 +284,8 @@ def _lines(part: ProgramGraph) -> Iterator[tuple[Any, ...]]:
             continue
         numbers[node] = count
         count += 1
-        yield (str(node.target), _positional(node, named), "attention" in node.meta)
-
-
-def _positional(node: fx.Node, named: Any) -> tuple[Any, ...]:
-    """A call's arguments in the order of the op's schema, without defaults."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return named(node.args), named(dict(node.kwargs))
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-    return tuple(
-        (a.name, named(given[a.name]))
-        for a in schema.arguments
-        if a.name in given and not (a.has_default_value() and given[a.name] is a.default_value)
-    )
+        operands = arguments(node) or (node.args, dict(node.kwargs))
+        yield (str(node.target), named(operands), "attention" in node.meta)
 
 
 def contents(graph: ProgramGraph) -> Iterator[Input]:

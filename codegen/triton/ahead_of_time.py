@@ -2,7 +2,8 @@
 
 For tests and for tuning: registers, spills and shared memory decide whether a choice of block sizes is
 useful, and the binary states all three. The compilation is that of a call with contiguous rows and strides
-divisible by 16."""
+divisible by 16.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +20,12 @@ import torch
 from attngraph.codegen.triton import decode, launch, sums
 from attngraph.codegen.triton.plan import BackwardPlan, DecodePlan, Plan, SumsPlan, padded
 from attngraph.codegen.triton.store import launch_options
+from attngraph.ir.dtypes import DTYPES
 
-_POINTERS = {
-    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int8: "*i8", torch.float8_e4m3fn: "*u8",
-    "bool": "*u8", "int": "*i64", "half": "*fp16", "float": "*fp32", "double": "*fp64",
+_OF_READS = {
+    "bool": torch.bool, "int": torch.int64, "half": torch.float16, "float": torch.float32,
+    "double": torch.float64,
 }  # fmt: skip
-
-
 _OPERANDS = {"query", "key", "value", "out", "new_key", "new_value", "grad"} | {
     f"grad_{name}" for name in ("query", "key", "value")
 }
@@ -83,8 +81,8 @@ def compile_sums_ahead(plan: SumsPlan, target: Target) -> Usage:
     """Compile the kernel of sums that are carried. Raises as `compile_ahead`."""
     kernel, given = sums.load(plan), plan.operands
     types = {
-        **dict.fromkeys(given, _POINTERS[plan.dtype]), "out": _POINTERS[plan.dtype], "starts": "*i64",
-        **dict.fromkeys(("state", "after"), _POINTERS[plan.state]),
+        **dict.fromkeys(given, _pointer(plan.dtype)), "out": _pointer(plan.dtype), "starts": "*i64",
+        **dict.fromkeys(("state", "after"), _pointer(plan.state)),
     }  # fmt: skip
     names = kernel.arg_names
     signature = tuple((n, types.get(n) or ("constexpr" if n.endswith("_d") else "i32")) for n in names)
@@ -137,12 +135,12 @@ def _type(plan: Plan, name: str) -> str:
     kinds = {f"r{read.number}": read.kind for read in plan.reads}
     kept = plan.kept if isinstance(plan, DecodePlan) else None
     if kept is not None and name in ("key", "value"):
-        return _POINTERS[kept]
+        return _pointer(kept)
     if plan.blocks.ahead and name in ("key", "value"):
         width = padded(plan.D if name == "key" else plan.Dv)
-        return f"tensordesc<{_POINTERS[plan.dtype][1:]}[1, 1, {plan.blocks.k}, {width}]>"
+        return f"tensordesc<{DTYPES[plan.dtype].triton}[1, 1, {plan.blocks.k}, {width}]>"
     if name in _OPERANDS:
-        return _POINTERS[plan.dtype]
+        return _pointer(plan.dtype)
     if name in _NUMBERS or re.fullmatch(r"sums\d+", name):
         return "*fp32"
     if name in _LISTS:
@@ -150,8 +148,12 @@ def _type(plan: Plan, name: str) -> str:
     if name in _PLACES:
         return "*i64"
     if name in kinds:
-        return _POINTERS[kinds[name]]
+        return _pointer(_OF_READS[kinds[name]])
     return "constexpr" if name.endswith("_d") else "i32"
+
+
+def _pointer(dtype: torch.dtype) -> str:
+    return f"*{DTYPES[dtype].triton}"
 
 
 def _is_aligned(name: str, kind: str) -> bool:

@@ -5,7 +5,8 @@ are kept. When a kernel does not compile or launch, smaller tiles are tried, the
 reported once, in the log and in reports (`remarks`), with the reason: out of shared memory or registers, or a
 compiler error. Device errors (an illegal address) also occur in the next kernel, so the user sees them. While
 a CUDA graph is captured, drivers refuse much that works otherwise and the capture is lost with the first
-error, so nothing is concluded from it: the user sees it."""
+error, so nothing is concluded from it: the user sees it.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Kernels are written in `kernels/`. Here is what a plan makes known of their names (`fold.py`), and the
 comments at the head of a module. Formulas come first: which lines they need before loops is known when all
-tiles are written."""
+tiles are written.
+"""
 
 from __future__ import annotations
 
@@ -265,7 +266,8 @@ def rows(plan: Plan, split: bool) -> dict[str, Any]:
         tile, rest = in_two(width) if split else (padded(width), 0)
         values |= {
             name: tile, f"IN_{name}": True if rest or width == tile else f"{columns} < {width}",
-            f"{name}_REST": rest, f"IN_{name}_REST": True if width == tile + rest else f"{columns}_rest < {width}",
+            f"{name}_REST": rest,
+            f"IN_{name}_REST": True if width == tile + rest else f"{columns}_rest < {width}",
             **absent(of_rest, unless=rest > 0),
         }  # fmt: skip
     return values

@@ -4,7 +4,8 @@ One file per source lies in the user's cache and is imported from there: Triton 
 its file, and so can people, debuggers and tracebacks. The directory is private (mode 0700, owner checked); if
 that is not possible, a temporary one is used for this process. A file's name contains the kernel's name and
 identifies the source and Triton's version. It is written atomically, and written again if its contents differ
-from the source."""
+from the source.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from attngraph.codegen.triton.ahead_of_time import Usage
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.functions import FUNCTIONS, Operation
 
+sys.path[:0] = [str(Path(__file__).parent)]  # for `known_good`
 FLAGS = toolchain.FLAGS
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -33,6 +35,15 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is interpreted is stored apart from what is compiled."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     store.directory.cache_clear()
+
+
+@pytest.fixture(autouse=IS_INTERPRETED, scope="session")
+def known_good_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels whose sources were interpreted are not interpreted again (`known_good.py`)."""
+    from known_good import of_this_run
+
+    with of_this_run(request.config.getoption("update_golden")):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import attngraph
-from attngraph.capture.assumed import Assumed
+from attngraph.capture.captured import Assumed
 from attngraph.capture.trace import capture
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph

@@ -27,13 +27,12 @@ from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.report import page
 from attngraph.report.dump import read_dump
 from attngraph.report.entries import Missed, PassRecord
-from attngraph.report.page.chart import charts
+from attngraph.report.page.chart import charts, place
 from attngraph.report.page.diff import compare
 from attngraph.report.page.folding import Fold, Hunk, fold
 from attngraph.report.page.graphs import final_text
 from attngraph.report.page.html import TIMES, html, span_of_names, tag
 from attngraph.report.page.layers import read_lines
-from attngraph.report.page.layout import place
 from attngraph.report.ranks import ContextEntry, RanksEntry
 from attngraph.report.report import CompileReport
 

@@ -25,7 +25,7 @@ from typing import Any
 from attngraph.cli.arguments import at_least
 from attngraph.cli.terminal import Progress, TargetError, check_writable
 from attngraph.codegen.triton import store
-from workshop.bench import card_tasks
+from workshop.bench import card_tasks, gpu
 from workshop.bench.card_tasks import CHECK, MEASURE, TUNE, TUNED
 from workshop.bench.scorecard.cells import CELLS
 from workshop.harness import table as table_of
@@ -138,7 +138,7 @@ def table(found: Mapping[str, Any]) -> str:
     for stage in (MEASURE, TUNED):
         own = [one for row in rows if row["task"].startswith(f"{stage}:") for one in row.get("rows", ())]
         if own:
-            lines += ["", f"{stage}:", table_of(own, "attngraph")]
+            lines += ["", f"{stage}, {gpu.told(found['about'])}", "", table_of(own, "attngraph")]
     return "\n".join(lines)
 
 

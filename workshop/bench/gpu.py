@@ -413,6 +413,13 @@ def about(how: How) -> Row:
     return {"device": name, "torch": torch.__version__, "dtype": str(how.dtype)}
 
 
+def told(found: Row) -> str:
+    """The device and its limits, of what `facts` or a task of `card` says."""
+    flops, size = found["limits"]["flops"] / 1e12, found["limits"]["bytes"] / 1e9
+    where = f"{found['device']}, torch {found['torch']}, {found['dtype']}"
+    return f"{where}: {flops:.1f} TFLOP/s in a product, {size:.0f} GB/s in a copy"
+
+
 def _arguments(parser: argparse.ArgumentParser) -> None:
     here = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
@@ -423,4 +430,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune", action="store_true", help="measure our block sizes first, and store them")
 
 
-MAIN = Suite("gpu", __doc__, cells, _arguments, facts, base="attngraph", bar="share", gradients=True).main
+MAIN = Suite(
+    "gpu", __doc__, cells, _arguments, facts, base="attngraph", bar="share", gradients=True,
+    after=lambda options, rows: told(facts(options)),
+).main  # fmt: skip

@@ -18,11 +18,12 @@ import sysconfig
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from attngraph.capture.instead import holding, replaced
 from attngraph.capture.state.kinds import TOOLS, is_known
 from attngraph.capture.state.scope import Ran
 
@@ -64,15 +65,9 @@ class Executed:
 _CURRENT: contextvars.ContextVar[Executed | None] = contextvars.ContextVar("executed", default=None)
 
 
-@contextlib.contextmanager
-def collecting() -> Iterator[Executed]:
+def collecting() -> contextlib.AbstractContextManager[Executed]:
     """Collect the code that traces in the body run."""
-    found = Executed()
-    token = _CURRENT.set(found)
-    try:
-        yield found
-    finally:
-        _CURRENT.reset(token)
+    return holding(_CURRENT, Executed())
 
 
 @contextlib.contextmanager
@@ -84,10 +79,11 @@ def recorded(
     Args:
         begins: is called when code of the user's begins to run for the first time, before it does anything.
     """
-    profile = _Profile(into, begins)
+    profile, environment = _Profile(into, begins), cast(Any, os.environ)
+    _listen()
     with (
-        _heard_outside(into.outside),
-        _environment_read(into.ran.environment),
+        holding(_OUTSIDE_READ, into.outside),
+        replaced(os.environ, "_data", _Environment(environment._data, into.ran.environment)),
         profile.listening(),
         _Off(profile),
     ):
@@ -202,36 +198,14 @@ class _Environment(dict[Any, Any]):
         del self.held[key]
 
 
-@contextlib.contextmanager
-def _environment_read(read: set[str]) -> Iterator[None]:
-    """Note the variables of the environment that the body reads."""
-    environment: Any = os.environ
-    held = environment._data
-    environment._data = _Environment(held, read)
-    try:
-        yield
-    finally:
-        environment._data = held
-
-
 _OUTSIDE_READ: contextvars.ContextVar[dict[str, None] | None] = contextvars.ContextVar(
     "outside", default=None
 )
 
 
-@contextlib.contextmanager
-def _heard_outside(into: dict[str, None]) -> Iterator[None]:
-    """Note what the user's code reads from outside of the process in the body."""
-    _listen()
-    token = _OUTSIDE_READ.set(into)
-    try:
-        yield
-    finally:
-        _OUTSIDE_READ.reset(token)
-
-
 @functools.cache
 def _listen() -> None:
+    """Let Python tell what code reads from outside of the process."""
     sys.addaudithook(_heard)  # it cannot be removed; it returns at once outside of traces
 
 

@@ -3,7 +3,7 @@
     ../report.py, dump.py   what is shown (`CompileReport`, one for each graph)
       layers.py           a graph's text as lines that know their op and their layer
       diff.py, folding.py what a pass changed, and what of it is shown at once
-      chart.py, layout.py     equal layers as one chart
+      chart.py            equal layers as one chart
       attention.py, code.py, passes.py, graphs.py   the sections
       build.py            the page; page.css, page.js beside it
 

@@ -15,7 +15,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Literal
 
@@ -40,6 +40,10 @@ class Block:
     b: int
     c: int
     d: int
+
+    def cut(self, start: int, stop: int) -> Block:
+        """Some lines of a block that has as many on both sides."""
+        return Block(self.kind, self.a + start, self.a + stop, self.c + start, self.c + stop)
 
 
 def compare(old: Sequence[Line], new: Sequence[Line]) -> list[Block]:
@@ -179,18 +183,24 @@ def _in_new(name: str, counterpart: dict[str, str]) -> str:
 def _blocks(kinds: dict[tuple[int, int], Kind], old: int, new: int) -> list[Block]:
     found: list[Block] = []
     a = c = 0
-    for (i, j), kind in sorted(kinds.items()):
+    for (i, j), kind in [*sorted(kinds.items()), ((old, new), None)]:
         if (a, c) != (i, j):
             found.append(Block("replaced", a, i, c, j))
-        last = found[-1] if found else None
-        if last is not None and last.kind == kind and (last.b, last.d) == (i, j):
-            found[-1] = dataclasses.replace(last, b=i + 1, d=j + 1)
-        else:
+        if kind is not None:
             found.append(Block(kind, i, i + 1, j, j + 1))
         a, c = i + 1, j + 1
-    if (a, c) != (old, new):
-        found.append(Block("replaced", a, old, c, new))
-    return found
+    return list(joined(found))
+
+
+def joined(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Blocks of one kind that follow each other, as one."""
+    for kind, group in itertools.groupby(blocks, lambda block: block.kind):
+        first, *others = group
+        if kind == "replaced":
+            yield from (first, *others)
+        else:
+            last = others[-1] if others else first
+            yield Block(kind, first.a, last.b, first.c, last.d)
 
 
 def changed_words(old: Line, new: Line) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from attngraph.report.page.diff import Block
+from attngraph.report.page.diff import Block, joined
 from attngraph.report.page.html import plural, span_of_names
 from attngraph.report.page.layers import Line, shape_of, stretches
+from attngraph.report.words import alike
 
 _AROUND = 3
 """Equal lines shown before and after a change."""
@@ -125,8 +127,7 @@ def _by_layer(blocks: Iterable[Block], old: Sequence[Line], new: Sequence[Line])
             yield _Part(block, new[block.c].layer if block.c < block.d else old[block.a].layer)
             continue
         for cut in stretches(line.layer for line in new[block.c : block.d]):
-            c, d = block.c + cut.start, block.c + cut.stop
-            yield _Part(Block(block.kind, block.a + cut.start, block.a + cut.stop, c, d), cut.layer)
+            yield _Part(block.cut(cut.start, cut.stop), cut.layer)
 
 
 def _without_repeated_layers(parts: list[_Part], old: Sequence[Line], new: Sequence[Line]) -> list[_Part]:
@@ -160,15 +161,10 @@ def _with_context(parts: list[_Part]) -> Iterator[_Part]:
         if is_between and before + after and size < before + after + _LEAST_FOLDED:
             yield part
             continue
-        for start, stop, hidden in (
-            (0, before, False),
-            (before, size - after, True),
-            (size - after, size, False),
-        ):
+        ends = (0, before, size - after, size)
+        for (start, stop), hidden in zip(itertools.pairwise(ends), (False, True, False), strict=True):
             if start < stop:
-                b = part.block
-                cut = Block("equal", b.a + start, b.a + stop, b.c + start, b.c + stop)
-                yield _Part(cut, part.layer, hidden)
+                yield _Part(part.block.cut(start, stop), part.layer, hidden)
 
 
 def _near(parts: list[_Part], place: int, step: int) -> int:
@@ -188,31 +184,12 @@ def _near(parts: list[_Part], place: int, step: int) -> int:
 def _grouped(
     parts: list[_Part], repeated: set[str], old: Sequence[Line], new: Sequence[Line]
 ) -> Iterator[Hunk | Fold]:
-    start = 0
-    for place in range(1, len(parts) + 1):
-        if place < len(parts) and parts[place].hidden == parts[start].hidden:
-            continue
-        group = parts[start:place]
-        start = place
-        blocks = tuple(_joined(p.block for p in group))
+    for hidden, group in alike(parts, lambda part: part.hidden):
+        blocks = tuple(joined(p.block for p in group))
         other = [p for p in group if p.block.kind != "equal"]
-        if group[0].hidden:
+        if hidden:
             layers = tuple(dict.fromkeys(p.layer for p in other if p.layer in repeated))
             yield Fold(blocks, layers, sum(p.lines for p in other if p.layer not in repeated))
             continue
         lines = [line for p in other for line in (*old[p.block.a : p.block.b], *new[p.block.c : p.block.d])]
         yield Hunk(blocks, tuple(dict.fromkeys(line.module for line in lines if line.module)))
-
-
-def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Blocks of one kind that follow each other, as one."""
-    last: Block | None = None
-    for block in blocks:
-        if last is not None and last.kind == block.kind != "replaced":
-            last = Block(last.kind, last.a, block.b, last.c, block.d)
-            continue
-        if last is not None:
-            yield last
-        last = block
-    if last is not None:
-        yield last

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from attngraph.report.entries import Entries
-from attngraph.report.page.chart import Box, Chart, charts
+from attngraph.report.page.chart import Box, Chart, Key, Placed, charts, place
 from attngraph.report.page.code import Links, places, source_of, stored
 from attngraph.report.page.folding import Store
 from attngraph.report.page.html import Html, hint, html, joined, plural, repeated, span_of_names, tag
 from attngraph.report.page.layers import Line, read_lines
-from attngraph.report.page.layout import Key, Placed, place
+from attngraph.report.words import alike
 
 _MOST_OPS = 250
 """Most ops of a chart that is drawn; a longer one is shown only as text."""
@@ -226,20 +226,14 @@ def _bands(
     boxes: Sequence[Box], placed: Placed, tops: Sequence[float], heights: Sequence[float]
 ) -> Iterator[tuple[str, float, float]]:
     """The parts of the layer with where they begin and end; parts without a name are left out."""
-    rows = sorted({placed.row[n] for n, box in enumerate(boxes) if box.lines})
-    open_: tuple[str, float, float] | None = None
-    for row in rows:
-        inside = [n for n, box in enumerate(boxes) if box.lines and placed.row[n] == row]
-        label = boxes[inside[0]].band
-        top, end = min(tops[n] for n in inside), max(tops[n] + heights[n] for n in inside)
-        if open_ is not None and open_[0] == label:
-            open_ = label, open_[1], end
-            continue
-        if open_ is not None and open_[0]:
-            yield open_
-        open_ = label, top, end
-    if open_ is not None and open_[0]:
-        yield open_
+    rows: dict[int, list[int]] = {}
+    for n, box in enumerate(boxes):
+        if box.lines:
+            rows.setdefault(placed.row[n], []).append(n)
+    for label, group in alike(sorted(rows), lambda row: boxes[rows[row][0]].band):
+        inside = [n for row in group for n in rows[row]]
+        if label:
+            yield label, min(tops[n] for n in inside), max(tops[n] + heights[n] for n in inside)
 
 
 def _band(label: str, top: float, end: float, width: float) -> Html:
@@ -272,16 +266,13 @@ def _lines(placed: Placed, tops: Sequence[float], heights: Sequence[float], marg
 
 
 def _box(
-    box: Box,
-    texts: Sequence[str],
-    missed: Mapping[str, str],
-    at: tuple[float, float, float, float],
-    is_first: bool,
-    **links: str | None,
-) -> Html:
+    box: Box, texts: Sequence[str], missed: Mapping[str, str], at: tuple[float, float, float, float],
+    is_first: bool, **links: str | None,
+) -> Html:  # fmt: skip
     """One box; `at` is the middle of its upper edge, its width and its height."""
     x, y, w, h = at
-    reasons = [reason for line in box.lines if "softmax" in line.op for reason in _reasons(line, missed)]
+    sources = [source_of(line) for line in box.lines if "softmax" in line.op]
+    reasons = [missed[source] for source in sources if source in missed]
     kind = "attention" if box.is_attention else "missed" if reasons else "op" if box.lines else "value"
     ops = max(len(box.lines), 1)
     words = [
@@ -294,12 +285,6 @@ def _box(
         "g", tag("title", title), shape, tag("text", joined(words)),
         class_=kind, role="img", tabindex=0 if is_first else -1, **links,
     )  # fmt: skip
-
-
-def _reasons(line: Line, missed: Mapping[str, str]) -> list[str]:
-    """Why the softmax of a line was left alone, if it was."""
-    source = source_of(line)
-    return [missed[source]] if source in missed else []
 
 
 def _about(box: Box) -> list[str]:

@@ -23,7 +23,8 @@ The kernels have the same arguments: tensors; numbers per row (`delta`, `tops` a
 kernel computes for the others); `unseen` `[B, Hkv]`, zeros: the gradient that a row without keys gives to all
 values (where there is such a row, the first kernel makes it NaN, as its weights are); results (dense);
 lengths; strides; lists of tiles, and of the blocks of queries of a block of keys; sums for reads; for kernels
-of pairs, where the sums that they store begin, and their strides; reads and sizes."""
+of pairs, where the sums that they store begin, and their strides; reads and sizes.
+"""
 
 import triton
 import triton.language as tl

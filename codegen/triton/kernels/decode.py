@@ -7,7 +7,8 @@ part. The second combines the parts ("split-KV", Dao et al. 2023, Flash-Decoding
 query and head. Both take lengths from memory alone, so launches that a CUDA graph has captured serve rows
 that have grown. SHARED: values are the first elements of the keys, as for latents; each tile is loaded once
 and used as both. KEPT: pages of 8 bits have a scale for each token and head; a tile of them is widened,
-multiplied by its scales and rounded to the dtype of queries, as PyTorch does."""
+multiplied by its scales and rounded to the dtype of queries, as PyTorch does.
+"""
 
 import triton
 import triton.language as tl

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from known_good import check
 from torch import Tensor
 
 from attngraph.ir.language import evaluate
@@ -71,35 +72,42 @@ def assert_near(
     assert error <= allowed, f"{name}: error {error}, allowed {allowed}"
 
 
-def assert_results(kernel: Kernel, call: Call, has_lse_of_nothing: bool = True) -> Results:
+def assert_results(
+    kernel: Kernel, call: Call, has_lse_of_nothing: bool = True, needed: bool = False
+) -> Results | None:
     """Output and log-sum-exp (that of rows which see no key, if it has one): at most twice the reference's
-    own error."""
-    found, own, exact = forward(kernel, call), forward(REFERENCE, call), forward(REFERENCE, in_double(call))
-    amplitude = largest_score(call)
-    assert_near(found[0], own[0], exact[0], amplitude, "out")
-    assert_near(found[1], own[1], exact[1], amplitude, "lse", has_lse_of_nothing)
-    return found
+    own error. Returns them, if they are `needed`."""
+
+    def compare(found: Results) -> None:
+        own, exact = forward(REFERENCE, call), forward(REFERENCE, in_double(call))
+        amplitude = largest_score(call)
+        assert_near(found[0], own[0], exact[0], amplitude, "out")
+        assert_near(found[1], own[1], exact[1], amplitude, "lse", has_lse_of_nothing)
+
+    return check(lambda: forward(kernel, call), compare, needed)
 
 
 def assert_gradients(
-    kernel: Kernel, call: Call, results: Results, rounding: float, of_lse: float, same_nan: bool = True
-) -> list[Tensor | None]:
-    """Of q, k, v and all that is read: at most four times the reference's own error. Without `same_nan` what
-    is NaN in one of them is left out."""
+    kernel: Kernel, call: Call, results: Results | None, rounding: float, of_lse: float, same_nan: bool = True
+) -> None:
+    """Of q, k, v and all that is read: at most four times the reference's own error. `results`: None for the
+    kernel's own. Without `same_nan` what is NaN in one of them is left out."""
     exact_call = in_double(call)
     own_results, exact_results = forward(REFERENCE, call), forward(REFERENCE, exact_call)
-    grads = torch.randn_like(results[0]), of_lse * torch.randn_like(results[1])
-    found = backward(kernel, call, results, grads)
-    own = backward(REFERENCE, call, own_results, grads)
-    exact = backward(REFERENCE, exact_call, exact_results, (grads[0].double(), grads[1].double()))
-    for number, (mine, usual, wanted) in enumerate(zip(found, own, exact, strict=True)):
-        name = f"gradient of {'qkv'[number] if number < 3 else f'r{number - 3}'}"
-        assert (mine is None) == (usual is None), name
-        if mine is None or usual is None or wanted is None:
-            continue
-        assert (mine.dtype, mine.shape) == (usual.dtype, usual.shape), name
-        assert not same_nan or torch.equal(mine.isnan(), usual.isnan()), f"{name}: NaN elsewhere"
-        error, allowed = (largest(t.double() - wanted) for t in (mine, usual))
-        allowed = 4 * allowed + rounding * max(1.0, largest(wanted))
-        assert error <= allowed, f"{name}: error {error}, allowed {allowed}"
-    return found
+    grads = torch.randn_like(own_results[0]), of_lse * torch.randn_like(own_results[1])
+
+    def compare(found: list[Tensor | None]) -> None:
+        own = backward(REFERENCE, call, own_results, grads)
+        exact = backward(REFERENCE, exact_call, exact_results, (grads[0].double(), grads[1].double()))
+        for number, (mine, usual, wanted) in enumerate(zip(found, own, exact, strict=True)):
+            name = f"gradient of {'qkv'[number] if number < 3 else f'r{number - 3}'}"
+            assert (mine is None) == (usual is None), name
+            if mine is None or usual is None or wanted is None:
+                continue
+            assert (mine.dtype, mine.shape) == (usual.dtype, usual.shape), name
+            assert not same_nan or torch.equal(mine.isnan(), usual.isnan()), f"{name}: NaN elsewhere"
+            error, allowed = (largest(t.double() - wanted) for t in (mine, usual))
+            allowed = 4 * allowed + rounding * max(1.0, largest(wanted))
+            assert error <= allowed, f"{name}: error {error}, allowed {allowed}"
+
+    check(lambda: backward(kernel, call, results or forward(kernel, call), grads), compare)

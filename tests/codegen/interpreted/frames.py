@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from conformance.paging import Paged
+from known_good import check
 from torch import Tensor
 
 from attngraph.codegen.triton.decode import Decode
@@ -34,17 +35,20 @@ def operands(
 
 def agree(
     text: str, tensors: tuple[Tensor, Tensor, Tensor], reads: Sequence[Tensor] = (),
-    sizes: Sequence[int] = (), kernel: Forward = SMALL,
+    sizes: Sequence[int] = (), kernel: Forward = SMALL, needed: bool = False,
 ) -> Results:  # fmt: skip
-    """Assert that the kernel gives the reference's output, NaN for NaN, and its log-sum-exp."""
+    """Assert that the kernel gives the reference's output, NaN for NaN, and its log-sum-exp. Returns them if
+    they are `needed`."""
     program = parse(text)
-    found = kernel.forward(program, tensors, reads, sizes)
-    wanted = REFERENCE.forward(program, tensors, reads, sizes)
-    tolerance = TOLERANCE[tensors[0].dtype]
-    torch.testing.assert_close(found[0], wanted[0], equal_nan=True, **tolerance)
-    finite = wanted[1].isfinite()
-    torch.testing.assert_close(found[1][finite], wanted[1][finite], **tolerance)
-    return found
+
+    def compare(found: Results) -> None:
+        wanted = REFERENCE.forward(program, tensors, reads, sizes)
+        tolerance = TOLERANCE[tensors[0].dtype]
+        torch.testing.assert_close(found[0], wanted[0], equal_nan=True, **tolerance)
+        finite = wanted[1].isfinite()
+        torch.testing.assert_close(found[1][finite], wanted[1][finite], **tolerance)
+
+    return check(lambda: kernel.forward(program, tensors, reads, sizes), compare, needed)
 
 
 def bias(*shape: int) -> Tensor:
@@ -86,39 +90,48 @@ def over_pages(
     kernel = Decode(blocks, splits)
     asked = paged.packed(q)
     sums = torch.full(asked.shape[:3], 7.0)
-    found = kernel.attend(program, asked, paged.new, paged.pages, reads, (), paged.rows, lse=sums)
-    assert found is not None
-    exact = [r.double() if r.is_floating_point() else r for r in reads]
-    results = REFERENCE.forward(program, (q.double(), k.double(), v.double()), exact, ())
-    wanted, wanted_sums = paged.packed(results[0]), paged.packed(results[1][..., None]).squeeze(-1)
-    tolerance = {torch.float32: 3e-5, torch.float16: 5e-3}[dtype]
-    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
-    wanted_sums = wanted_sums.nan_to_num(-torch.inf, neginf=-torch.inf)  # a row without keys
-    torch.testing.assert_close(sums.double(), wanted_sums, rtol=tolerance, atol=tolerance)
+
+    def run() -> Tensor:
+        found = kernel.attend(program, asked, paged.new, paged.pages, reads, (), paged.rows, lse=sums)
+        assert found is not None
+        return found
+
+    def compare(found: Tensor) -> None:
+        exact = [r.double() if r.is_floating_point() else r for r in reads]
+        results = REFERENCE.forward(program, (q.double(), k.double(), v.double()), exact, ())
+        wanted, wanted_sums = paged.packed(results[0]), paged.packed(results[1][..., None]).squeeze(-1)
+        tolerance = {torch.float32: 3e-5, torch.float16: 5e-3}[dtype]
+        torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+        wanted_sums = wanted_sums.nan_to_num(-torch.inf, neginf=-torch.inf)  # a row without keys
+        torch.testing.assert_close(sums.double(), wanted_sums, rtol=tolerance, atol=tolerance)
+
+    check(run, compare)
 
 
 def compare_gradients(
     text: str, tensors: tuple[Tensor, Tensor, Tensor], reads: list[Tensor], sizes: Sequence[int],
-    kernel: Forward = SMALL, tolerance: float = 2e-4,
+    kernel: Forward = SMALL, tolerance: float = 2e-4, needed: bool = False,
 ) -> list[Tensor | None]:  # fmt: skip
     """Assert that a kernel's own gradients are those of the reference in float64, NaN for NaN."""
     program = parse(text)
     results = REFERENCE.forward(program, tensors, reads, sizes)
     grads = torch.randn_like(results[0]), 0.3 * torch.randn_like(results[1])
     assert kernel._plan_backward(program, tensors, reads, sizes) is not None, "it has kernels of its own"
-    found = kernel.backward(program, tensors, reads, sizes, results, grads)
-    q, k, v, g, g_lse, *others = (
-        t.double() if t.is_floating_point() else t for t in (*tensors, *grads, *reads)
-    )
-    exact = REFERENCE.forward(program, (q, k, v), others, sizes)
-    wanted = REFERENCE.backward(program, (q, k, v), others, sizes, exact, (g, g_lse))
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None and theirs is not None:
-            scale = max(1.0, theirs.nan_to_num().abs().amax().item())
-            close = {"rtol": tolerance, "atol": tolerance * scale, "equal_nan": True}
-            torch.testing.assert_close(mine.double(), theirs, **close)
-    return found
+
+    def compare(found: list[Tensor | None]) -> None:
+        q, k, v, g, g_lse, *others = (
+            t.double() if t.is_floating_point() else t for t in (*tensors, *grads, *reads)
+        )
+        exact = REFERENCE.forward(program, (q, k, v), others, sizes)
+        wanted = REFERENCE.backward(program, (q, k, v), others, sizes, exact, (g, g_lse))
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert (mine is None) == (theirs is None)
+            if mine is not None and theirs is not None:
+                scale = max(1.0, theirs.nan_to_num().abs().amax().item())
+                close = {"rtol": tolerance, "atol": tolerance * scale, "equal_nan": True}
+                torch.testing.assert_close(mine.double(), theirs, **close)
+
+    return check(lambda: kernel.backward(program, tensors, reads, sizes, results, grads), compare, needed)
 
 
 def quarters(tensor: Tensor) -> Tensor:
