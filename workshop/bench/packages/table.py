@@ -44,29 +44,26 @@ One command makes this page, and goes on where it was cut off. The list of model
 Machine: {machine}; Python {python}, PyTorch {torch}.
 """
 _COLUMNS = (
-    "| model | fused | graph | difference | attngraph, s | torch.compile, s |\n|---|---|---|---|---|---|\n"
+    "\n| package | model | fused | graph | difference | attngraph, s | torch.compile, s |\n"
+    "|---|---|---|---|---|---|---|\n"
 )
 
 
 def page(models: Sequence[Model], rows: Mapping[str, Row]) -> str:
-    """The page, with a table per package, in the order of the list."""
+    """The page: a line per model, in the order of the list, then each reason with the models that have it."""
     packages = list(dict.fromkeys(model.package for model in models))
-    lines = [_HEAD.format(
+    head = _HEAD.format(
         models=len(models), packages=len(packages), summary=" ".join(summary(models, rows).split("\n")),
         close=CLOSE, machine=_machine(), python=platform.python_version(), torch=torch.__version__,
-    )]  # fmt: skip
-    for package in packages:
-        version = installed(package)
-        own = [model for model in models if model.package == package]
-        if version is None:
-            names = ", ".join(model.name for model in own)
-            lines.append(f"\n## {package}\n\nNot installed here, so not run: {in_one_cell(names)}.\n")
-            continue
-        lines.append(f"\n## {package} {version}\n\n{_COLUMNS}")
-        lines += [_line(model, rows) for model in own]
-        notes = [f"- {in_one_cell(m.name)}: {note}\n" for m in own for note in _notes(_rows(m, rows)[0])]
-        lines += ["\n", *notes] if notes else []
-    return "".join(lines)
+    )  # fmt: skip
+    versions = {package: installed(package) for package in packages}
+    reasons: dict[str, list[str]] = {}
+    for model in models:
+        for reason in _notes(_rows(model, rows)[0]):
+            reasons.setdefault(reason, []).append(in_one_cell(model.name))
+    lines = [_line(model, versions[model.package], rows) for model in models]
+    told = [f"- {reason}: {', '.join(names)}\n" for reason, names in reasons.items()]
+    return "".join([head, _COLUMNS, *lines, "\n## Reasons\n\n", *told])
 
 
 def _machine() -> str:
@@ -125,9 +122,11 @@ def _missed(row: Row) -> int:
     return found
 
 
-def _line(model: Model, rows: Mapping[str, Row]) -> str:
+def _line(model: Model, version: str | None, rows: Mapping[str, Row]) -> str:
     ours, theirs = _rows(model, rows)
-    if "fused" not in ours:
+    if version is None:
+        cells = ["not installed here, so not run", "", "", "", ""]
+    elif "fused" not in ours:
         cells = [ours.get("outcome", "not run"), "", "", "", _seconds(theirs)]
     else:
         graph = f"{ours['graphs']} pieces" if ours["pieces"] else "whole"
@@ -135,7 +134,8 @@ def _line(model: Model, rows: Mapping[str, Row]) -> str:
             f"{ours['fused']} of {ours['fused'] + _missed(ours)}", graph, _difference(ours), _seconds(ours),
             _seconds(theirs),
         ]  # fmt: skip
-    return "| " + " | ".join([in_one_cell(model.name), *cells]) + " |\n"
+    named = [" ".join(filter(None, (model.package, version))), in_one_cell(model.name)]
+    return "| " + " | ".join([*named, *cells]) + " |\n"
 
 
 def _difference(row: Row) -> str:
@@ -155,8 +155,7 @@ def _notes(row: Row) -> list[str]:
     """Why something is not fused, in pieces, or does not run."""
     if "fused" not in row:
         return [in_one_cell(row["reason"])] if "reason" in row else []
-    missed = [f"not fused{f' ({count})' if count > 1 else ''}: {in_one_cell(reason)}"
-              for reason, count in row["missed"].items()]  # fmt: skip
+    missed = [f"not fused: {in_one_cell(reason)}" for reason in row["missed"]]
     return missed + [f"in pieces: {in_one_cell(reason)}" for reason in row["pieces"]]
 
 
