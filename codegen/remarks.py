@@ -1,4 +1,4 @@
-"""Remarks for the report on how programs ran: a choice that failed, a part that another kernel computes."""
+"""What backends say of programs: remarks for the report on how they ran, and that one cannot be emitted."""
 
 from __future__ import annotations
 
@@ -21,3 +21,7 @@ class Remarks:
 
     def of(self, program: Hashable) -> tuple[str, ...]:
         return tuple(self._said.get(program, ()))
+
+
+class UnsupportedError(Exception):
+    """A program cannot be emitted; the message says what is unsupported, for `refuse`."""

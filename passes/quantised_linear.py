@@ -25,7 +25,7 @@ from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.packed import Packed
-from attngraph.ir.ops.linear_q import linear_q, unpack
+from attngraph.ir.ops.quantised import linear_q, unpack
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.digits import recombined, split_digits
 from attngraph.meaning.algebra.packed import find_digits

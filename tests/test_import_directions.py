@@ -45,7 +45,7 @@ FLOORS_INSIDE = {
         {"asked", "attributes"}, {"captured", "guards", "program", "side_effects", "subgraphs"},
         {"compared", "faster", "first_call", "flat", "graph_breaks"}, {"trace"}, {"__init__"},
     ),
-    "codegen": ({"unsupported", "remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
+    "codegen": ({"remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
     "passes": (
         {"attention_entries", "build", "traced", "proposal", "named", "look_later",
          "shared_scores", "join_rows", "canonicalize", "slice_lists", "follows_arguments", "fuse_attention",

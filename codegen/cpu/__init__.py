@@ -10,13 +10,13 @@ from attngraph.codegen.cpu.loops import LOOPS
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir.ops import cached_attention as cache
-from attngraph.ir.ops import kernels, last_tokens, loop, running_sum, token_program
+from attngraph.ir.ops import history, kernels, loop, running_sum, token_program
 
 kernels.register(Compiled())
 kernels.register(Flash())
 kernels.register(Tiled())
 cache.CACHED.append(Decode())
 token_program.RUNNERS.append(TOKENS)
-last_tokens.RUNNERS.append(LAST_TOKENS)
+history.RUNNERS.append(LAST_TOKENS)
 running_sum.RUNNERS.append(RUNNING_SUM)
 loop.RUNNERS.append(LOOPS)

@@ -16,8 +16,8 @@ from attngraph.codegen.cpu import soft, source, source_backward, toolchain
 from attngraph.codegen.cpu.native import numbers, struct
 from attngraph.codegen.cpu.source import Plan, Source
 from attngraph.codegen.cpu.source_backward import BackwardPlan
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import SMALL
-from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import evaluate
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Operands

@@ -23,9 +23,8 @@ from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Library, Run, compile_s
 from attngraph.codegen.cpu.flash import Flash
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.cpu.tiled import Tiled
-from attngraph.codegen.remarks import Remarks
+from attngraph.codegen.remarks import Remarks, UnsupportedError
 from attngraph.codegen.scalar.read_ranges import require_in_range
-from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.dtypes import FLOATS
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Kernel, Operands, empty_result

@@ -21,8 +21,8 @@ from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Library, Run, lib
 from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.operands import attention_fits, most_tokens, rows_fit, table_range
 from attngraph.codegen.cpu.source import Plan
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import SMALL
-from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.dtypes import FLOATS, SCALED
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import memory

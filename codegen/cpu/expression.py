@@ -12,10 +12,10 @@ import struct
 
 import torch
 
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import Lowering, Place, Scalar, joined
 from attngraph.codegen.scalar.writer import ATOM
 from attngraph.codegen.scalar.writer import Writer as Common
-from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.dtypes import DTYPES
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S

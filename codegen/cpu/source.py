@@ -16,9 +16,9 @@ import torch
 from attngraph.codegen.cpu.expression import Writer
 from attngraph.codegen.cpu.native import header, numbers
 from attngraph.codegen.cpu.soft import UNDERFLOW
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import Place
 from attngraph.codegen.scalar.weights import is_multiple, refuse_dots
-from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.dtypes import DTYPES, SCALED
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 
-from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of

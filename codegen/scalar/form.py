@@ -14,7 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 
-from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.language import evaluate
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.derivative import ZERO, derivative
 from attngraph.codegen.scalar.weights import weight_multiple
-from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import evaluate
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr, format_expr
 from attngraph.ir.language.parser import operation

@@ -13,8 +13,8 @@ import collections
 import re
 from collections.abc import Mapping
 
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import Lowering, Scalar
-from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import Operation, operation_of

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.chain import Chain, use_score
 from attngraph.codegen.scalar.derivative import derivative
 from attngraph.codegen.scalar.form import Lowering, Place, Scalar
@@ -26,7 +27,6 @@ from attngraph.codegen.scalar.writer import Writer as Common
 from attngraph.codegen.triton import fold
 from attngraph.codegen.triton.fold import NOTHING
 from attngraph.codegen.triton.plan import Plan, is_checked_at_launch
-from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu.tiled import Tiled
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.scalar.read_gradients import (
     COLUMNS,
@@ -58,7 +59,6 @@ from attngraph.codegen.triton.store import (
     launch_options,
     read_arguments,
 )
-from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Kernel, Operands, empty_result

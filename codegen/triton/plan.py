@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr

@@ -23,7 +23,7 @@ from attngraph.ir.language.functions import operation_of
 from attngraph.ir.language.packed import Packed
 from attngraph.ir.language.parser import operation
 from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
-from attngraph.ir.ops.linear_q import unpack
+from attngraph.ir.ops.quantised import unpack
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
@@ -202,7 +202,7 @@ def _batch_sizes(graph: ProgramGraph, tokens: str) -> set[Any]:
 
 
 def _linear_q(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
-    """`ir/ops/linear_q.py`. Where each output has one scale and no zero, the sum is multiplied by it."""
+    """`attngraph::linear_q`. Where each output has one scale and no zero, the sum is multiplied by it."""
     x, weight, scales, zeros, bias = node.args
     depth = context.shape(weight)[1]
     over, out = context.fresh(depth), at[-1]

@@ -23,7 +23,7 @@ from torch import fx
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import token_program as op
-from attngraph.ir.ops.linear_q import linear_q
+from attngraph.ir.ops.quantised import linear_q
 from attngraph.passes.build import Builder
 from attngraph.passes.fuse_token_wise.formulas import Formula, Formulas
 from attngraph.passes.fuse_token_wise.program import Region

@@ -17,8 +17,7 @@ from attngraph.ir.graph.call import argument
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.ops.last_tokens import last_tokens
-from attngraph.ir.ops.with_earlier import with_earlier
+from attngraph.ir.ops.history import last_tokens, with_earlier
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import UnliftableBecause

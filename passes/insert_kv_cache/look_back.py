@@ -17,7 +17,7 @@ from attngraph.ir.graph.program_graph import op_name
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.ops.with_earlier import with_earlier
+from attngraph.ir.ops.history import with_earlier
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.facts import Fact

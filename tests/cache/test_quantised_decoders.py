@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.ir.language.token_program import parse
-from attngraph.ir.ops.linear_q import linear_q, unpack
+from attngraph.ir.ops.quantised import linear_q, unpack
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 
 WIDTH, VOCABULARY = 32, 61

@@ -13,7 +13,7 @@ from torch.nn import functional
 import attngraph
 from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
 from attngraph.codegen.cpu.record.recording import Recording
-from attngraph.ir.ops.last_tokens import last_tokens
+from attngraph.ir.ops.history import last_tokens
 from attngraph.ir.ops.running_sum import running_sum
 
 LENGTHS = [(1,), (1, 1, 1), (7, 0, 3), (0, 40)]

@@ -11,7 +11,7 @@ from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.record.copies import Keeping
 from attngraph.codegen.cpu.tokens.indices import require_in_range
 from attngraph.codegen.cpu.tokens.run import TOKENS
-from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.language import parser
 from attngraph.ir.language.token_program import parse
 from attngraph.ir.ops.cached_attention import Rows

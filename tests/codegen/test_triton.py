@@ -20,6 +20,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.read_gradients import FLOATING, PAIRS, ROWS, Totals, read_gradients
 from attngraph.codegen.triton import ahead_of_time, attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
@@ -35,7 +36,6 @@ from attngraph.codegen.triton.plan import (
 from attngraph.codegen.triton.plan import diagonal as find_diagonal
 from attngraph.codegen.triton.plan import is_linear as linear
 from attngraph.codegen.triton.tuning import ahead_choices, choices, difference
-from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import Score, ScoreProgram

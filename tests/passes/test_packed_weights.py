@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attngraph.capture.trace import capture
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language.packed import Packed
-from attngraph.ir.ops.linear_q import linear_q, unpack
+from attngraph.ir.ops.quantised import linear_q, unpack
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.quantised_linear import QuantisedLinear
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import attngraph
 from attngraph.capture.trace import capture
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.ops.linear_q import linear_q
+from attngraph.ir.ops.quantised import linear_q
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.quantised_linear import QuantisedLinear
 

@@ -1,20 +1,26 @@
-"""What is kept of every token, as a batch of sequences: for what reads earlier tokens and is no attention.
+"""What a step of a decoder reads of earlier tokens beside attention: all of them, or the last few.
 
     attngraph::history(pages, new, table, starts, held, dim, as_long=None) -> [rows, positions, ...]
+    attngraph::with_earlier(pages, new, table, starts, first, place, row_dim, dim, back) -> longer
+    attngraph::last_tokens(pages, new, table, starts, first, place, row_dim, dim, back) -> windows
 
-gives a stored value at every position of every row (`cached_attention.py` says how pages and rows lie); rows
-shorter than the longest are padded with zeros.
+`cached_attention.py` says how pages and rows lie. `history` gives a stored value at every position of every
+row, as a batch; rows shorter than the longest are padded with zeros. In `longer` every row's new tokens are
+preceded by the `back` tokens before them, and by zeros where the row begins, so a token's window never
+reaches into another row; `place` says where each new token stands in it. In `windows`, `[N, back + 1, ...]`,
+each new token has a window of its own, itself last: what is computed from a window is computed from each
+token alone.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.cached_attention import INSTEAD, numbers_of
+from attngraph.ir.ops.cached_attention import INSTEAD, Rows, counts, numbers_of
 from attngraph.ir.ops.transforms import refuse_derivatives
 
 torch.library.define(
@@ -58,3 +64,98 @@ def _history_fake(
 
 
 refuse_derivatives("history", INSTEAD)
+
+
+# --- windows over tokens ---
+
+torch.library.define(
+    "attngraph::with_earlier",
+    "(Tensor pages, Tensor new, Tensor table, Tensor starts, Tensor first, Tensor place, int row_dim, "
+    "int dim, int back) -> Tensor",
+)
+
+
+@torch.library.impl("attngraph::with_earlier", "CompositeExplicitAutograd")
+def _with_earlier(
+    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, place: Tensor, row_dim: int,
+    dim: int, back: int,
+) -> Tensor:  # fmt: skip
+    value = new.movedim((row_dim, dim), (0, 1))[0]  # [N, ...]
+    store = pages.movedim((row_dim, dim), (0, 1))  # [pages, page, ...]
+    rows, page = first.shape[0], store.shape[1]
+    own = (-1, *(1 for _ in value.shape[1:]))
+    before = first.unsqueeze(1) + torch.arange(-back, 0, device=first.device)  # [rows, back]
+    slot = before % (table.shape[1] * page)
+    held = store[table.gather(1, slot // page).flatten(), (slot % page).flatten()].to(value.dtype)
+    held.masked_fill_((before < 0).flatten().reshape(own), 0)
+    lengths = counts(Rows(table, starts, first, first)).new
+    if all(length == 1 for length in lengths):
+        shape = (rows, back, *value.shape[1:])
+        longer = torch.cat([held.reshape(shape), value.unsqueeze(1)], 1).flatten(0, 1)
+    else:
+        heads = starts[:-1].unsqueeze(1) + torch.arange(rows * back, device=starts.device).view(rows, back)
+        longer = value.new_empty((value.shape[0] + rows * back, *value.shape[1:]))
+        longer[heads.flatten()] = held
+        longer[place] = value
+    return longer.unsqueeze(0).movedim((0, 1), (row_dim, dim))
+
+
+@torch.library.register_fake("attngraph::with_earlier")  # type: ignore[untyped-decorator]
+def _with_earlier_fake(
+    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, place: Tensor, row_dim: int,
+    dim: int, back: int,
+) -> Tensor:  # fmt: skip
+    shape = list(new.shape)
+    shape[dim] = shape[dim] + first.shape[0] * back
+    return new.new_empty(shape)
+
+
+with_earlier = torch.ops.attngraph.with_earlier.default
+refuse_derivatives("with_earlier", INSTEAD)
+
+
+class Runner(Protocol):
+    """Collects windows; returns None for a call that it does not support."""
+
+    def run(
+        self, pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, row_dim: int,
+        dim: int, back: int,
+    ) -> Tensor | None: ...  # fmt: skip
+
+
+RUNNERS: list[Runner] = []
+"""In order of preference; plain PyTorch serves what none supports."""
+
+torch.library.define(
+    "attngraph::last_tokens",
+    "(Tensor pages, Tensor new, Tensor table, Tensor starts, Tensor first, Tensor place, int row_dim, "
+    "int dim, int back) -> Tensor",
+)
+
+
+@torch.library.impl("attngraph::last_tokens", "CompositeExplicitAutograd")
+def _last_tokens(
+    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, place: Tensor, row_dim: int,
+    dim: int, back: int,
+) -> Tensor:  # fmt: skip
+    for runner in RUNNERS:
+        made = runner.run(pages, new, table, starts, first, row_dim, dim, back)
+        if made is not None:
+            return made
+    longer = with_earlier(pages, new, table, starts, first, place, row_dim, dim, back)
+    value = longer.movedim((row_dim, dim), (0, 1))[0]
+    found: Tensor = value[place.unsqueeze(1) + torch.arange(-back, 1, device=place.device)]
+    return found
+
+
+@torch.library.register_fake("attngraph::last_tokens")  # type: ignore[untyped-decorator]
+def _last_tokens_fake(
+    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, place: Tensor, row_dim: int,
+    dim: int, back: int,
+) -> Tensor:  # fmt: skip
+    shape = [n for d, n in enumerate(new.shape) if d not in (row_dim % new.ndim, dim % new.ndim)]
+    return new.new_empty((new.shape[dim], back + 1, *shape))
+
+
+last_tokens = torch.ops.attngraph.last_tokens.default
+refuse_derivatives("last_tokens", INSTEAD)

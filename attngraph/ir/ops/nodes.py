@@ -22,13 +22,10 @@ from attngraph.ir.ops import (
     history,
     latent_attention,
     layout,
-    strided_scatter,
     tied,
 )
 
-assert (
-    attention and divided_attention and history and latent_attention and layout and strided_scatter and tied
-)
+assert attention and divided_attention and history and latent_attention and layout and tied
 # (imported for the ops that they register)
 Value = Any
 """A graph node, or the value passed for it in a call."""

@@ -1,12 +1,23 @@
-"""Values of 8 bits with scales: what a cache may keep in place of floating values.
+"""Numbers of 8 bits and fewer: rounded values with scales, products with weights of integers, packed integers.
 
     attngraph::quantised(Tensor[] values, str dtype) -> Tensor[]
+    attngraph::linear_q(x, w, scales?, zeros?, bias?) -> out
+    attngraph::unpack(w, outs, packed) -> whole
 
-Each vector along the last dimension (what one head has of one token) is divided by a float32 scale of its
-own, such that its largest magnitude becomes the largest number of the dtype ("int8", "float8_e4m3fn"), and
-rounded to nearest. The values have one shape; the results are all rounded values, then all scales, without
+`quantised` divides each vector along the last dimension (what one head has of one token) by a float32 scale
+of its own, such that its largest magnitude becomes the largest number of the dtype ("int8", "float8_e4m3fn"),
+and rounds to nearest. The values have one shape; the results are all rounded values, then all scales, without
 the last dimension. `widened` is the way back. A vector with an infinity or a NaN has a NaN as its scale, so
 what is read of it is NaN and nothing is lost silently.
+
+    out[.., o] = sum over d of x[.., d] * (w[o, d] - zeros[o, d // group]) * scales[o, d // group] + bias[o]
+
+`w` is `[out, in]` of int8 or uint8; `scales` and `zeros` are `[out, groups]`, `group` is in // groups. Without
+zeros nothing is subtracted, without scales nothing is multiplied; activations are not rounded. It consists of
+differentiable ops; integers have no gradient. A decoder on the CPU computes it in C that reads the integers.
+
+`whole` is the matrix `[outs, in]` of int8 whose elements lie in the bytes of `w` as the words in `packed` say
+(`ir/language/packed.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +25,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attngraph.ir.dtypes import DTYPES, SCALED
+from attngraph.ir.language.packed import Packed
 from attngraph.ir.ops.transforms import refuse_derivatives
 
 torch.library.define("attngraph::quantised", "(Tensor[] values, str dtype) -> Tensor[]")
@@ -72,3 +85,41 @@ def _quantised_fake(values: Sequence[Tensor], dtype: str) -> list[Tensor]:
 
 quantised = torch.ops.attngraph.quantised.default
 refuse_derivatives("quantised", "a decoder has no gradients: differentiate the model itself")
+
+
+# --- weights of integers ---
+
+torch.library.define("attngraph::unpack", "(Tensor w, int outs, str packed) -> Tensor")
+torch.library.define(
+    "attngraph::linear_q", "(Tensor x, Tensor w, Tensor? scales, Tensor? zeros, Tensor? bias) -> Tensor"
+)
+
+
+@torch.library.impl("attngraph::linear_q", "CompositeImplicitAutograd")
+def _linear_q(
+    x: Tensor, w: Tensor, scales: Tensor | None, zeros: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    return F.linear(x, dequantised(w, scales, zeros, x.dtype), bias)
+
+
+def dequantised(w: Tensor, scales: Tensor | None, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight `[out, in]` in a floating dtype."""
+    whole = w.to(dtype)
+    if scales is None and zeros is None:
+        return whole
+    groups = (zeros if scales is None else scales).shape[1]  # type: ignore[union-attr]
+    parts = whole.reshape(whole.shape[0], groups, -1)
+    if zeros is not None:
+        parts = parts - zeros.unsqueeze(-1).to(dtype)
+    if scales is not None:
+        parts = parts * scales.unsqueeze(-1)
+    return parts.reshape(whole.shape)
+
+
+@torch.library.impl("attngraph::unpack", "CompositeImplicitAutograd")
+def _unpack(w: Tensor, outs: int, packed: str) -> Tensor:
+    return Packed.of(packed).unpacked(w, outs)
+
+
+linear_q = torch.ops.attngraph.linear_q.default
+unpack = torch.ops.attngraph.unpack.default

@@ -22,7 +22,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of
 from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram, extent, parse
 from attngraph.ir.ops import memory
-from attngraph.ir.ops.linear_q import dequantised
+from attngraph.ir.ops.quantised import dequantised
 from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 
 INSTEAD = "a decoder has no gradients: differentiate the model itself"

@@ -23,7 +23,7 @@ from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Rows
-from attngraph.ir.ops.last_tokens import last_tokens
+from attngraph.ir.ops.history import last_tokens
 from attngraph.ir.ops.loop import loop
 from attngraph.ir.ops.running_sum import running_sum
 

@@ -11,7 +11,7 @@ import collections
 from collections.abc import Callable
 
 from attngraph.codegen.cpu.expression import number_literal
-from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import Operation, operation_of

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of

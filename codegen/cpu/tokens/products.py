@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from attngraph.codegen.cpu.native import header
-from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language.token_program import GROUP, Given, Product, TokenProgram, extent
 

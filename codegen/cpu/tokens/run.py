@@ -24,8 +24,7 @@ from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.indices import RANKS
 from attngraph.codegen.cpu.tokens.schedule import arranged, phases
 from attngraph.codegen.cpu.tokens.source import PLACES
-from attngraph.codegen.remarks import Remarks
-from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.codegen.remarks import Remarks, UnsupportedError
 from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language.token_program import Given, Result, TokenProgram, parse
 from attngraph.ir.ops import memory

@@ -14,7 +14,7 @@ from attngraph.codegen.cpu.tokens import products
 from attngraph.codegen.cpu.tokens.formula import Formula
 from attngraph.codegen.cpu.tokens.indices import RANKS, divided, require_in_range
 from attngraph.codegen.cpu.tokens.schedule import Group, phases
-from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr

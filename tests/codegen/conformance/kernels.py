@@ -18,11 +18,11 @@ from torch import Tensor
 
 import attngraph.codegen
 from attngraph.codegen.cpu import backward, compiled, source_backward
+from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.triton import attempts, visits
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS, Kernel
 
