@@ -32,7 +32,7 @@ aten = torch.ops.aten
 _WEIGHT_AXIS: dict[Any, int] = {aten.linear.default: 0, aten.matmul.default: 1, aten.mm.default: 1}
 """The axis of a projection's weight along which its results lie."""
 _WEIGHTS = ("parameter", "buffer", "constant")
-_APART = Refused("the heads' operands are no projections that can be joined")
+_APART = "the heads' operands are no projections that can be joined"
 
 
 def join_heads(proposal: Proposal, meaning: Meaning, node: fx.Node) -> tuple[fx.Node, ...]:
@@ -47,7 +47,7 @@ def join_heads(proposal: Proposal, meaning: Meaning, node: fx.Node) -> tuple[fx.
             if old is not new:
                 attempt.check(old, new, join.sources)
         if not join.weights:
-            raise _APART
+            raise Refused(_APART)
         attempt.undo_by(lambda: setattr(node, "args", args))
         node.args = view.replace(k=k, v=v).args
     return () if attempt.problem else tuple(join.weights)
@@ -69,11 +69,11 @@ class _Join:
         heads: list[fx.Node] = list(cat.args[0])  # type: ignore[arg-type]
         b, one, s, n = self.meaning.shape(heads[0])
         if cat.args[1] != 1 or not E.is_const(one, 1) or n.op != "const":
-            raise _APART
+            raise Refused(_APART)
         at = E.var("b", b), E.ZERO, E.var("s", s), E.var("d", n)
         columns = [self._stretches(head, at) for head in heads]
         if len({tuple((inner.args[0], start) for _, inner, start in column) for column in columns}) > 1:
-            raise _APART
+            raise Refused(_APART)
         parts = []
         for same in zip(*columns, strict=True):
             reads, inner = [read for read, _, _ in same], same[0][1]
@@ -96,12 +96,12 @@ class _Join:
         read = reads[0]
         if not all(r.op == read.op == "read" and self._same(r.value, read.value) for r in reads):
             if any(r.op != "read" or r.args != read.args for r in reads) or read.args[-1] is not d:
-                raise _APART
+                raise Refused(_APART)
             joined = self._projection([r.value for r in reads])
             place = M.add(M.mul(head, self.meaning.shape(read.value)[-1]), d)
             read = E.read(joined, (*read.args[:-1], place), read.kind)
         elif any(r.args != read.args for r in reads):
-            raise _APART
+            raise Refused(_APART)
         else:
             self._computed_from([r.value for r in reads])
         varied = (tuple(v for v in (x,) if not E.is_const(v.args[0], 1)) for x in (b, head, s, d))
@@ -134,7 +134,7 @@ class _Join:
             for n in nodes
         )
         if axis is None or not alike or any(n.kwargs for n in nodes):
-            raise _APART
+            raise Refused(_APART)
         operands = [[n.args[place] for n in nodes] for place in range(1, len(first.args))]
         joined = [None if all(w is None for w in own) else self._weights(own, axis) for own in operands]
         self._computed_from([n.args[0] for n in nodes])  # type: ignore[misc]
@@ -150,7 +150,7 @@ class _Join:
             or any(known[n].kind not in _WEIGHTS for n in above)
             or not ranks <= {1, 2}
         ):
-            raise _APART
+            raise Refused(_APART)
         self.sources += weights
         self.weights.append(self.builder.call(aten.cat.default, weights, axis if ranks == {2} else 0))
         return self.weights[-1]

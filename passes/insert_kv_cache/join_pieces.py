@@ -23,16 +23,14 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, is_random, is_size
 from attngraph.ir.graph.source import source_of
 from attngraph.meaning.check.once import Checks
-from attngraph.passes.build import Builder
+from attngraph.passes.build import Builder, Refused
+from attngraph.passes.proposal import Proposal
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections)
 _SLICES = (aten.slice.Tensor, aten.narrow.default)
-
-
-class _Differs(Exception):
-    """The pieces are not treated alike."""
+_DIFFER = "the pieces are not treated alike"
 
 
 def join_pieces(graph: ProgramGraph) -> list[str]:
@@ -43,24 +41,17 @@ def join_pieces(graph: ProgramGraph) -> list[str]:
         pieces = node.args[0] if node.target in (aten.cat.default, aten.concat.default) else ()
         if not isinstance(pieces, list | tuple) or len(pieces) < 2 or len(set(pieces)) < len(pieces):
             continue
-        builder = Builder(graph, node)
-        try:
-            joint = _Joint(node, pieces)
-            whole = joint.whole(builder)
-            others = [n for n in joint.others if not is_size(n)]
-            held = checks.same_value(node, whole, [joint.source, *others])
-        except _Differs:
-            builder.discard()
-            continue
-        except (AttnGraphError, RuntimeError, TypeError, ValueError, IndexError) as problem:
-            log.info("pieces at %s are not joined: %s", source_of(node), problem)
-            builder.discard()  # torch does not run the operations so
-            continue
-        if held.problem:
-            builder.discard()
-            continue
-        node.replace_all_uses_with(whole)
-        notes.append(f"{len(pieces)} pieces of one tensor are computed together ({source_of(node)})")
+        with Proposal(graph, node, checks) as proposal:
+            try:
+                joint = _Joint(node, pieces)
+                whole = joint.whole(proposal)
+                others = [n for n in joint.others if not is_size(n)]
+                proposal.replace(node, whole, [joint.source, *others])
+            except (AttnGraphError, RuntimeError, TypeError, ValueError, IndexError) as problem:
+                log.info("pieces at %s are not joined: %s", source_of(node), problem)
+                raise Refused("torch does not run the operations so") from problem
+        if proposal.done:
+            notes.append(f"{len(pieces)} pieces of one tensor are computed together ({source_of(node)})")
     if notes:
         graph.graph.eliminate_dead_code()
     return notes
@@ -77,7 +68,7 @@ class _Joint:
         self._match(tuple(pieces))
         found = {_source_of(group) for group in self.begins}
         if len(found) != 1:
-            raise _Differs
+            raise Refused(_DIFFER)
         (self.source,) = found
 
     def _match(self, same: tuple[fx.Node, ...]) -> None:
@@ -85,25 +76,25 @@ class _Joint:
         first = same[0]
         if first in self.order:
             if self.order[first] != same:
-                raise _Differs
+                raise Refused(_DIFFER)
             return
         if all(n is first for n in same):
             self.others[first] = None
             return
         if len(self.order) > budgets.PROBE_NODES or len(set(same)) < len(same):
-            raise _Differs
+            raise Refused(_DIFFER)
         if _are_pieces(same):
             self.begins.append(list(same))
             self.order[first] = same
             return
         if any(n.op != "call_function" or n.target is not first.target for n in same):
-            raise _Differs
+            raise Refused(_DIFFER)
         if is_random(first.target, first.args) or first.target in _SPLITS:
-            raise _Differs
+            raise Refused(_DIFFER)
         operands = [n.all_input_nodes for n in same]
         if any(len(o) != len(operands[0]) or n.kwargs.keys() != first.kwargs.keys()
                for o, n in zip(operands, same, strict=True)):  # fmt: skip
-            raise _Differs
+            raise Refused(_DIFFER)
         for group in zip(*operands, strict=True):
             self._match(group)
         self.order[first] = same
@@ -118,12 +109,12 @@ class _Joint:
                 return made.get(first, first)
             if isinstance(first, list | tuple):
                 if any(len(g) != len(first) for g in given):
-                    raise _Differs
+                    raise Refused(_DIFFER)
                 return type(first)(joined(*each) for each in zip(*given, strict=True))
             if all(g == first for g in given):
                 return first
             if any(type(g) is not int for g in given):
-                raise _Differs
+                raise Refused(_DIFFER)
             return sum(given)
 
         for first, same in self.order.items():
@@ -134,7 +125,7 @@ class _Joint:
             made[first] = builder.call(first.target, *args, **kwargs)
         found = made[self.pieces[0]]
         if tuple(found.meta["val"].shape) != tuple(self.node.meta["val"].shape):
-            raise _Differs
+            raise Refused(_DIFFER)
         return found
 
 

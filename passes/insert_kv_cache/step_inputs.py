@@ -21,7 +21,7 @@ class StepInputs:
     def __init__(self, graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> None:
         self.graph, self.ids, self.tokens = graph, ids, tokens
         self._fake = graph.fake_mode()
-        self._last = graph.placeholders()[-1]
+        self._device = graph.placeholders()[-1].meta["val"].device
         self._made: dict[str, fx.Node] = {}
         self._page_sizes: dict[int | None, Any] = {}
 
@@ -30,34 +30,25 @@ class StepInputs:
 
     def take(self, kind: str, name: str, shape: Sequence[Any], dtype: torch.dtype = torch.int64) -> fx.Node:
         """A new placeholder, or the existing one of that name; None in the shape is a new symbolic size."""
-        if name in self._made:
-            return self._made[name]
-        with self.graph.graph.inserting_after(self._last):
-            node = self.graph.graph.placeholder(f"{kind}_{name.replace('.', '_')}")
-        device = self._last.meta["val"].device
-        with self._fake:
-            sizes = [self._fake.shape_env.create_unbacked_symint() if s is None else s for s in shape]
-            for size in sizes:
-                if isinstance(size, torch.SymInt):
-                    torch._check(size >= 2)
-            node.meta["val"] = torch.empty(sizes, dtype=dtype, device=device)
-        self.graph.inputs = (*self.graph.inputs, Input(kind, name))
-        self._last = self._made[name] = node
-        return node
+        if name not in self._made:
+            with self._fake:
+                sizes = [self._new_size() if n is None else n for n in shape]
+                value = torch.empty(sizes, dtype=dtype, device=self._device)
+            called = f"{kind}_{name.replace('.', '_')}"
+            self._made[name] = self.graph.add_input(Input(kind, name), value, called)
+        return self._made[name]
+
+    def _new_size(self) -> Any:
+        size = self._fake.shape_env.create_unbacked_symint()
+        torch._check(size >= 2)
+        return size
 
     def rows(self, name: str) -> fx.Node:
         """An integer vector with an entry per row, or per token."""
-        if name not in ("positions", "row"):
-            return self.take("rows", name, [None])
-        made = self.take("rows", name, [])
         space = self.tokens.space
-        extents = self.ids.meta["val"].shape
         place = space.place(self.tokens[self.ids].axes, space.token)
-        with self._fake:
-            made.meta["val"] = torch.empty(
-                [extents[place]], dtype=torch.int64, device=made.meta["val"].device
-            )
-        return made
+        of_tokens = name in ("positions", "row")
+        return self.take("rows", name, [self.ids.meta["val"].shape[place] if of_tokens else None])
 
     def table(self, window: int | None) -> fx.Node:
         """The page table of the rows, for values that are cached for a window, or (None) without limit."""
@@ -74,11 +65,7 @@ class StepInputs:
     def carried(self, about: Carried) -> fx.Node:
         """What every row carries of a value."""
         rows = self.rows("first").meta["val"].shape[0]
-        made = self.take("carried", about.name, [], about.dtype)
-        device = made.meta["val"].device
-        with self._fake:
-            made.meta["val"] = torch.empty([rows, *about.shape], dtype=about.dtype, device=device)
-        return made
+        return self.take("carried", about.name, [rows, *about.shape], about.dtype)
 
     def fixed(self, name: str, value: Any) -> fx.Node:
         """A result of the prompt's stage, with the shape and dtype of `value`."""

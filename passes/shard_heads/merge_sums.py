@@ -23,7 +23,8 @@ from attngraph.meaning.check.ways import WayChecks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.differing import differing
 from attngraph.meaning.rule import Category
-from attngraph.passes.build import Builder
+from attngraph.passes.build import Builder, Refused
+from attngraph.passes.proposal import Proposal
 from attngraph.passes.shard.entering import Entering
 
 aten = torch.ops.aten
@@ -40,16 +41,15 @@ def merge_sums(graph: ProgramGraph, meaning: Meaning, entering: Entering) -> Non
         groups = {side.reduction.args[1] for side in sides if side is not None}
         if None in sides or len(groups) != 1 or node.args[0] is node.args[1]:
             continue
-        builder, merged = Builder(graph, node), [side for side in sides if side is not None]
-        found = _merged(builder, entering, merged, groups.pop())
-        one, other = found.meta["val"], node.meta["val"]
-        is_alike = list(map(str, one.shape)) == list(map(str, other.shape)) and one.dtype == other.dtype
-        leaves = [leaf for side in merged for leaf in side.begins()]
-        if not is_alike or checks.same_value(node, found, leaves).problem:
-            builder.discard()
-            continue
-        node.replace_all_uses_with(found)
-        own = checks.own = differing(graph)
+        merged = [side for side in sides if side is not None]
+        with Proposal(graph, node, checks) as proposal:
+            found = _merged(proposal, entering, merged, groups.pop())
+            one, other = found.meta["val"], node.meta["val"]
+            if list(map(str, one.shape)) != list(map(str, other.shape)) or one.dtype != other.dtype:
+                raise Refused("the sum of what ranks add has another form")
+            proposal.replace(node, found, [leaf for side in merged for leaf in side.begins()])
+        if proposal.done:
+            own = checks.own = differing(graph)
     graph.clean()
 
 

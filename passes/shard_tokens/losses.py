@@ -6,14 +6,16 @@ the logits of all.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
+from attngraph.ir.graph.call import arguments
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.meaning.check.once import Checks
-from attngraph.passes.build import Builder
+from attngraph.passes.proposal import Proposal
 
 aten = torch.ops.aten
 _CROSS_ENTROPY = aten.cross_entropy_loss.default
@@ -29,33 +31,21 @@ def sum_losses(graph: ProgramGraph) -> None:
     for node in list(graph.graph.nodes):
         if node.target is not _CROSS_ENTROPY or node.meta["val"].dtype not in _EXACT:
             continue
-        given: dict[str, Any] = {
-            a.name: node.args[n] if n < len(node.args) else node.kwargs.get(a.name, a.default_value)
-            for n, a in enumerate(_CROSS_ENTROPY._schema.arguments)
-        }
-        target = given["target"]
-        if given["weight"] is not None or target.meta["val"].is_floating_point():
+        given = arguments(node)
+        if given["weight"] is not None or given["target"].meta["val"].is_floating_point():
             continue
-        builder = Builder(graph, node)
-        found = _summed(builder, given)
-        leaves = [n for n in node.all_input_nodes if not is_size(n)]
-        if found is None or checks.same_value(node, found, leaves).problem:
-            builder.discard()
-            continue
-        node.replace_all_uses_with(found)
+        if given["reduction"] in (_MEAN, _SUM):
+            with Proposal(graph, node, checks) as proposal:
+                found = proposal.trace(functools.partial(_summed, tuple(given)), *given.values())
+                proposal.replace(node, found, [n for n in node.all_input_nodes if not is_size(n)])
     graph.clean()
 
 
-def _summed(builder: Builder, given: dict[str, Any]) -> fx.Node | None:
-    """The loss as a sum; None where it is none."""
-    reduction, target = given["reduction"], given["target"]
-    if reduction not in (_MEAN, _SUM):
-        return None
-    losses = builder.call(_CROSS_ENTROPY, *{**given, "reduction": _NONE}.values())
-    total = builder.call(aten.sum.default, losses)
-    if reduction == _SUM:
+def _summed(names: Sequence[str], *values: Any) -> Any:
+    """The loss as a sum."""
+    given = dict(zip(names, values, strict=True))
+    losses = _CROSS_ENTROPY(*{**given, "reduction": _NONE}.values())
+    total = losses.sum()
+    if given["reduction"] == _SUM:
         return total
-    counted = builder.call(aten.ne.Scalar, target, given["ignore_index"])
-    number = builder.call(aten.sum.default, counted)
-    number = builder.call(aten._to_copy.default, number, dtype=losses.meta["val"].dtype)
-    return builder.call(aten.div.Tensor, total, number)
+    return total / aten.ne.Scalar(given["target"], given["ignore_index"]).sum().to(losses.dtype)

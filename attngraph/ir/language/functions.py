@@ -8,6 +8,8 @@ parser, the evaluator, interval arithmetic, differentiation and both backends us
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -50,6 +52,14 @@ class Operation:
     triton: Spelling = ""
     triton_half: str = ""
     rounds: bool = False
+
+    @functools.cached_property
+    def limits(self) -> tuple[float, float] | None:
+        """The least and the largest value of a bounded function of one number; None for any other."""
+        if self.interval != "rising":
+            return self.interval if isinstance(self.interval, tuple) else None
+        low, high = self.torch(torch.tensor([-math.inf, math.inf], dtype=torch.float64)).tolist()
+        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
 def _real(

@@ -11,10 +11,12 @@ import math
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.functions import operation_of
 from attngraph.ir.language.score import DOT
 from attngraph.meaning.algebra import simplify as M
 
-_STAYS_FINITE = ("add", "mul", "neg", "min", "max", "abs", "sign", "tanh", "sigmoid", "sin", "cos", "erf")
+_STAYS_FINITE = ("add", "mul", "neg", "min", "max", "abs")
+"""Besides bounded functions."""
 
 
 def with_finite_dots(score: Expr) -> Expr:
@@ -47,6 +49,7 @@ def _is_finite(node: Expr) -> bool:
         return node is not E.NAN and math.isfinite(node.value)
     if node.op == "where":
         return all(_is_finite(a) for a in node.args[1:])
-    if node.op in _STAYS_FINITE:
+    row = operation_of(node.op)
+    if node.op in _STAYS_FINITE or (row is not None and row.limits is not None):
         return all(_is_finite(a) for a in node.args)
     return node is DOT or node.op in ("var", "size") or node.kind == "int"

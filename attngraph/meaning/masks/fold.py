@@ -23,6 +23,7 @@ from typing import Protocol, TypeVar
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.functions import operation_of
 from attngraph.ir.language.parser import operation
 from attngraph.ir.language.score import SCORE, WEIGHT, Keep, Score, Statement, Weight
 
@@ -159,12 +160,15 @@ def added_to_score(fill: Expr) -> float:
     return float(fill.args[1].value if fill.op == "add" else -fill.args[1].value)
 
 
-_BOUNDED = frozenset({"sign", "sigmoid", "tanh"})
-
-
 def is_of_row(value: Expr) -> bool:
     """Whether it is the same for all keys of a query."""
     return not any(n.op in ("dot", "s", "p") or (n.op == "var" and n.value == "k") for n in E.walk(value))
+
+
+def _is_bounded(factor: Expr) -> bool:
+    """Whether it is a function that is bounded, and a number at infinity too."""
+    row = operation_of(factor.op)
+    return row is not None and row.interval == "rising" and row.limits is not None
 
 
 def keeps_zero(weight: Expr) -> bool:
@@ -176,7 +180,7 @@ def keeps_zero(weight: Expr) -> bool:
         return True
     if weight.op == "neg":
         return keeps_zero(weight.args[0])
-    if weight.op == "mul" and any(factor.op in _BOUNDED for factor in weight.args):
+    if weight.op == "mul" and any(map(_is_bounded, weight.args)):
         return any(map(keeps_zero, weight.args))
     if weight.op in ("mul", "div"):
         a, b = weight.args

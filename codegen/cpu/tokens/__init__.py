@@ -1,2 +1,2 @@
-"""Token programs on the CPU: `schedule.py` puts their definitions in phases, `source.py` writes them as C,
-`run.py` calls it."""
+"""Token programs on the CPU: `schedule.py` puts their definitions in phases, `source.py` writes them as C
+between tables and `c/phases.h`, `run.py` calls it."""
