@@ -216,7 +216,7 @@ def registries_as_they_were() -> Iterator[None]:
         table.update(before)
 
 
-class CompileOptions(HTMLParser):
+class Asked(HTMLParser):
     """What a page loads by itself: scripts, styles, pictures, frames. Links that a reader follows are not."""
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ def test_no_page_of_the_site_loads_anything_from_outside(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 15
     for page in pages:
-        asked = CompileOptions()
+        asked = Asked()
         asked.feed(page.read_text(encoding="utf-8"))
         outside = [url for url in asked.found if re.match(r"(https?:)?//", url)]
         assert not outside, f"{page.name}: {outside}"

@@ -49,7 +49,7 @@ PICKS: dict[str, Callable[..., Sequence[Tensor]]] = {
     "weights and what follows from them": lambda a, b: (b[1], b[1].mT, (b[1] * b[1]).sum(), b[1].detach()),
     "what follows alone": lambda a, b: (a[1].mean(1), b[1][:, 0]),
 }
-CompileOptions = Callable[[Tensor, list[Tensor], Any], Sequence[Tensor | None]]
+Asked = Callable[[Tensor, list[Tensor], Any], Sequence[Tensor | None]]
 
 
 def _hooked(out: Tensor, maps: list[Tensor], model: Any) -> Sequence[Tensor | None]:
@@ -98,7 +98,7 @@ def _among(out: Tensor, maps: list[Tensor], model: Any) -> Sequence[Tensor | Non
     ]  # fmt: skip
 
 
-ASKED: dict[str, CompileOptions] = {
+ASKED: dict[str, Asked] = {
     "grad": lambda out, maps, _: torch.autograd.grad(out.square().sum(), maps, allow_unused=True),
     "grad of what is kept": lambda out, _, m: torch.autograd.grad(out.square().sum(), m.kept),
     "hooks": _hooked,
