@@ -1,4 +1,4 @@
-"""Numbers of 8 bits and fewer: rounded values with scales, products with weights of integers, packed integers.
+"""Numbers of 8 bits and fewer: rounded values with scales, products with weights of integers, packed ones.
 
     attngraph::quantised(Tensor[] values, str dtype) -> Tensor[]
     attngraph::linear_q(x, w, scales?, zeros?, bias?) -> out
@@ -12,9 +12,9 @@ what is read of it is NaN and nothing is lost silently.
 
     out[.., o] = sum over d of x[.., d] * (w[o, d] - zeros[o, d // group]) * scales[o, d // group] + bias[o]
 
-`w` is `[out, in]` of int8 or uint8; `scales` and `zeros` are `[out, groups]`, `group` is in // groups. Without
-zeros nothing is subtracted, without scales nothing is multiplied; activations are not rounded. It consists of
-differentiable ops; integers have no gradient. A decoder on the CPU computes it in C that reads the integers.
+`w` is `[out, in]` of int8 or uint8; `scales` and `zeros` are `[out, groups]`, `group` is in // groups.
+Without zeros nothing is subtracted, without scales nothing is multiplied; activations are not rounded. It
+consists of differentiable ops; integers have no gradient. A decoder on the CPU computes it in C that reads the integers.
 
 `whole` is the matrix `[outs, in]` of int8 whose elements lie in the bytes of `w` as the words in `packed` say
 (`ir/language/packed.py`).
