@@ -14,7 +14,8 @@ what is read of it is NaN and nothing is lost silently.
 
 `w` is `[out, in]` of int8 or uint8; `scales` and `zeros` are `[out, groups]`, `group` is in // groups.
 Without zeros nothing is subtracted, without scales nothing is multiplied; activations are not rounded. It
-consists of differentiable ops; integers have no gradient. A decoder on the CPU computes it in C that reads the integers.
+consists of differentiable ops; integers have no gradient. A decoder on the CPU computes it in C that reads
+the integers.
 
 `whole` is the matrix `[outs, in]` of int8 whose elements lie in the bytes of `w` as the words in `packed` say
 (`ir/language/packed.py`).
