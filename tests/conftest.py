@@ -100,21 +100,29 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # what is frozen when Python exits is reported as leaked by nanobind
 
 
+COSTS = Path(__file__).with_name("costs.json")
+"""Seconds that one case of a test takes, in the mean; tests that take less than 0.05 are left out. Measured
+by `pytest --measure-costs`, which writes what it ran."""
+SECONDS, LONGEST = 4.0, 8.0
+"""Of all cases of one test in a default run, and of one case that runs by default at all."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with many values of its parameters so many run by default as its marks say (`covering`,
-    `few`); the others are slow tests."""
-    tests: dict[str, list[pytest.Function]] = {}
+    """Of a test with many cases so many run by default as take `SECONDS`, one at least: first such that each
+    value of each parameter comes once. The others are slow tests, and so is one whose cases are too long."""
+    costs = json.loads(COSTS.read_text("utf-8"))
+    tests: dict[str, list[pytest.Function]] = collections.defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for several in tests.values():
-        run = [item for item in several if not item.get_closest_marker("slow")]
-        if several[0].get_closest_marker("covering"):
-            run = _covering(run)
-        few = several[0].get_closest_marker("few")
-        for item in set(several).difference(run[: few.args[0]] if few else run):
-            item.add_marker(pytest.mark.slow)
+        if isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, several in tests.items():
+        cost = costs.get(name, 0.05)
+        most = 0 if cost > LONGEST else max(1, int(SECONDS / cost))
+        if most < len(several):
+            first = _covering(several)[:most] if most and hasattr(several[0], "callspec") else several[:most]
+            for item in set(several).difference(first):
+                item.add_marker(pytest.mark.slow)
 
 
 def _covering(items: Sequence[pytest.Function]) -> list[pytest.Function]:
@@ -128,9 +136,6 @@ def _covering(items: Sequence[pytest.Function]) -> list[pytest.Function]:
     return found
 
 
-COSTS = Path(__file__).with_name("costs.json")
-"""Seconds that one case of a test takes, in the mean; tests that take less than 0.05 are left out. Measured
-by `pytest --measure-costs`, which writes what it ran."""
 _spent: dict[str, list[float]] = collections.defaultdict(list)
 
 
@@ -141,8 +146,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("measure_costs") and "PYTEST_XDIST_WORKER" not in os.environ:
-        known = json.loads(COSTS.read_text("utf-8")) if COSTS.exists() else {}
-        costs = known | {name: sum(times) / len(times) for name, times in _spent.items()}
+        costs = json.loads(COSTS.read_text("utf-8")) | {
+            name: sum(times) / len(times) for name, times in _spent.items()
+        }
         kept = {name: float(f"{seconds:.2g}") for name, seconds in sorted(costs.items()) if seconds >= 0.05}
         COSTS.write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")
 

@@ -41,7 +41,6 @@ def means(weight: Tensor, groups: int) -> Tensor:
     return torch.stack([part.mean(0) for part in heads.chunk(groups)]).flatten(0, 1)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_our_modern_decoder_becomes_the_one_with_pooled_weights(groups: int) -> None:
     model, wanted = modern(H), modern(groups)
@@ -59,10 +58,8 @@ def test_our_modern_decoder_becomes_the_one_with_pooled_weights(groups: int) -> 
 GROUPS = ([[0, 3], [1, 2]], [[2, 0, 1], [3]], [[1], [0, 2], [3]], [[3, 1, 0, 2]], [[2], [3], [0], [1]])
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
 @pytest.mark.parametrize("cached", [False, True], ids=["whole", "cached"])
-@pytest.mark.covering
 def test_heads_are_grouped_as_the_user_chooses(groups: list[list[int]], cached: bool) -> None:
     model = modern(H)
     wanted = copy.deepcopy(model)
@@ -88,7 +85,6 @@ def test_heads_are_grouped_as_the_user_chooses(groups: list[list[int]], cached: 
         assert decoder.report.cache.bytes_per_token == report.cache_bytes[1]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [1, 2, 3]], [[0, 1], [2, 4]], [[0, 1, 2, 3, 4]]])
 def test_every_head_is_in_one_group(groups: list[list[int]]) -> None:
     with pytest.raises(
@@ -284,7 +280,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_converted_is_refused_with_a_reason(name: str) -> None:
     make, kv_heads, reason = REFUSED[name]

@@ -56,7 +56,6 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
 def test_the_examples_of_a_page_run_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +76,6 @@ def without_measurements(report: str) -> str:
     return re.sub(r"\(error \S+\)|\bcpu\.\w+", "...", report).strip()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=name_of)
 def test_the_example_at_the_start_of_a_page_runs_when_pasted_and_prints_the_report_below_it(
     page: Path, tmp_path: Path

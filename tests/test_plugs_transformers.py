@@ -128,7 +128,6 @@ def test_greedy_tokens_of_a_padded_batch_are_those_of_eager(name: str) -> None:
 
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.covering
 def test_gradients_of_all_weights_are_those_of_eager(name: str, side: str) -> None:
     inputs = prompts(side)
     gradients = []
@@ -434,7 +433,6 @@ def derived(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.covering
 def test_generate_gives_the_tokens_of_transformers(derived: tuple[Any, Any], way: str) -> None:
     answers = []
     for model in derived:
@@ -533,7 +531,6 @@ def test_what_is_no_decoder_of_tokens_is_refused() -> None:
 # --- what transformers' models collect by hooks ------------------------------------------------------------
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("looked", [False, True], ids=["compiled first", "uncompiled first"])
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_attentions_and_hidden_states_are_collected_once_a_layer(name: str, looked: bool) -> None:

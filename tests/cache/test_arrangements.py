@@ -96,7 +96,6 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_every_arrangement_has_a_decoder_that_keeps_each_key_head_once(name: str) -> None:
     attention, key_heads = CASES[name]

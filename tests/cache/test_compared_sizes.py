@@ -93,7 +93,6 @@ class OfTriangle(Model):
         return self.out(x + scores.softmax(-1) @ v)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [Model, OfRows, OfDistances, OfALoop, OfTriangle])
 def test_numbers_that_follow_from_sequences_and_tokens(kind: type[Model], decodes: Any) -> None:
     decodes(kind())
@@ -114,7 +113,6 @@ class OfFourRows(OfRows):
         return found.sin() if int(ids.shape[0]) >= 4 else found
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [OfBlocks, OfFourRows])
 def test_where_sizes_say_more_the_first_reason_is_told(kind: type[Model]) -> None:
     """The prompt is of equal tokens, whose values are equal whatever weighs them: others are proved with."""

@@ -96,7 +96,6 @@ def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.covering
 def test_prefill_and_decode_give_what_the_whole_sequence_gives(
     model: str, config: str, poisoned: None
 ) -> None:
@@ -112,7 +111,6 @@ def test_prefill_and_decode_give_what_the_whole_sequence_gives(
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.covering
 def test_padding_changes_nothing(model: str, side: str) -> None:
     plain, compiled = decoder(model)
     tokens = ids(2, 9)
@@ -248,7 +246,6 @@ def test_memory_is_what_the_report_says() -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "length"), [(1, 12), (3, 9), (2, 2)])
-@pytest.mark.covering
 def test_the_report_tells_the_bytes_of_a_batch_of_any_length(
     rows: int, length: int, dtype: torch.dtype | None
 ) -> None:
@@ -343,7 +340,6 @@ class Run:
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.covering
 def test_random_programs_of_calls(model: str, config: str, poisoned: None) -> None:
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, 1 << 30))
@@ -419,7 +415,6 @@ def test_what_is_kept_may_be_of_fewer_digits() -> None:
 
 @pytest.mark.parametrize("config", ["contiguous", "paged"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
-@pytest.mark.covering
 def test_beams_as_many_as_there_are_sequences_find_the_best_one(config: str, penalty: float) -> None:
     plain, compiled = decoder("learned", config)
     prompt = ids(1, 4, 3)
@@ -545,7 +540,6 @@ WITHOUT = {
 }  # fmt: skip
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("name", WITHOUT)
 def test_what_lets_a_token_see_a_later_one_is_refused(name: str) -> None:
     make, message = WITHOUT[name]

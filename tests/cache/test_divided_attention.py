@@ -125,7 +125,7 @@ def test_kept_tokens_are_read_by_c_where_it_serves_them(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(cached, "row_by_row", row_by_row)
     monkeypatch.setattr(decode, "LEAST_KEYS", 2)
-    monkeypatch.setattr(decode, "_threads", lambda: 8)
+    torch.set_num_threads(8)
     test_ranks_that_divide_tokens_give_what_one_device_gives("window", 2, 2, torch.float32)
     test_ranks_that_divide_tokens_give_what_one_device_gives("documents", 3, 3, torch.bfloat16)
 

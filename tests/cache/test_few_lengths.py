@@ -69,10 +69,8 @@ class LoopThenAttention(nn.Module):
 
 
 # 40 is beyond what is traced, 22 a multiple of the traced number of tokens, 5 below it.
-@pytest.mark.few(1)
 @pytest.mark.parametrize("limit", [40, 22, 5])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.covering
 def test_far_tokens_are_as_in_the_model(kind: str, limit: int) -> None:
     model = LoopThenAttention(kind, limit).eval()
     decoder: Any = attngraph.compile(model, cache=True)

@@ -53,7 +53,6 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_its_decoder_gives_the_tokens_of_the_model(name: str) -> None:
     torch._dynamo.reset()

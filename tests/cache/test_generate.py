@@ -50,7 +50,6 @@ def theirs(model: Any, ids: Tensor, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("penalty", [-0.5, 0.0, 1.0, 2.0])
-@pytest.mark.covering
 def test_beams_with_end_tokens_are_those_of_transformers(
     model: Any, decoder: Any, early_stopping: bool | str, penalty: float
 ) -> None:

@@ -70,7 +70,6 @@ def _bounded(scores: Tensor, keep: Tensor) -> Tensor:
     return scores.tanh() * keep
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("weights", "layers"), [(_most_similar, 2), (_mixed_heads, 1), (_stick_breaking, 1), (_bounded, 1)]
 )

@@ -23,7 +23,7 @@ from attngraph.models.mla import MLAConfig, MLADecoder
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 inside, outside = torch.inference_mode, contextlib.nullcontext
 Mode = Callable[[], Any]
-pytestmark = [pytest.mark.covering, pytest.mark.usefixtures("graphs_of_this_run")]
+pytestmark = [pytest.mark.usefixtures("graphs_of_this_run")]
 CROSSINGS = pytest.mark.parametrize("first, second", [(inside, inside), (inside, outside), (outside, inside)])
 CONFIGS = {
     "contiguous": CacheConfig(),

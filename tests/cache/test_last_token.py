@@ -73,7 +73,6 @@ def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [*LAST, "tokens first"])
 def test_prefill_decode_and_generate_give_what_the_model_gives_for_each_beginning(name: str) -> None:
     first = name == "tokens first"

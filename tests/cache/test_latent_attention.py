@@ -102,7 +102,6 @@ class Case:
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("ups", ["kv", "k", "v"])
-@pytest.mark.covering
 def test_both_orders_of_multiplication_give_what_written_out_keys_give(
     program: str, absorb: str, dtype: torch.dtype, ups: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

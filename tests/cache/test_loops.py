@@ -144,7 +144,6 @@ DECODED: dict[str, Callable[[Mixing, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", DECODED)
 def test_a_loop_decodes(name: str, decodes: Any) -> None:
     decoder = decodes(Mixing(DECODED[name]), VOCABULARY, 24)
@@ -198,7 +197,6 @@ RECURRENT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_recurrent_network_of_pytorch_decodes(name: str, decodes: Any) -> None:
     decodes(RECURRENT[name](), VOCABULARY, 24)
@@ -293,7 +291,6 @@ REFUSED: dict[str, Callable[[Mixing, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_loop_that_is_not_of_equal_steps_is_refused(name: str) -> None:
     refuses(Mixing(REFUSED[name]), rows=2)

@@ -229,7 +229,6 @@ MIXERS: dict[str, type[nn.Module]] = {
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_mixer_of_a_paper_decodes(name: str, decodes: Any) -> None:
     if name == "SpatialGate" and OLD:
@@ -287,7 +286,6 @@ CUTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_layer_on_pieces_of_the_tokens_is_computed_as_one(cut: str, decodes: Any) -> None:
     decodes(language_model(functools.partial(InPieces, CUTS[cut])), VOCABULARY, 24)

@@ -36,7 +36,6 @@ def logits_of(result: object) -> Tensor:
     return found
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_decoders(name: str) -> None:
     model = stirred(MODELS[name]())

@@ -232,7 +232,6 @@ def fused_graph(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
     return graphs[-1]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("convert", [
     Int8Linear, TurnedLinear, GroupedLinear, SmallGroups, PackedLinear, HalvesLinear, WordsLinear, wrapped,
 ])  # fmt: skip
@@ -280,7 +279,6 @@ def test_c_reads_the_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("convert", [PackedLinear, HalvesLinear, WordsLinear])
 def test_c_reads_packed_integers(convert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they lie: nothing is unpacked, and no byte is copied to another tensor."""

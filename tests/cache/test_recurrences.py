@@ -59,7 +59,6 @@ def language_model(mixer: Callable[[], nn.Module], layers: int = 1) -> nn.Module
     return stirred(DecoderLM(config, mixer))
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_mixer_without_code_for_a_state_decodes(name: str, decodes: Any) -> None:
     layers = 2 if name == "a gated delta rule" else 1  # one model shows that layers keep states of their own
@@ -67,7 +66,6 @@ def test_a_mixer_without_code_for_a_state_decodes(name: str, decodes: Any) -> No
     assert (decoder.report.cache.error or 0.0) < 1e-12
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [n for n in MIXERS if n != "a causal convolution"])
 def test_the_memory_of_a_row_does_not_grow(name: str) -> None:
     decoder = attngraph.compile(language_model(MIXERS[name]), cache=True)
@@ -130,7 +128,6 @@ class Householder(nn.Module):
         return self.logits(torch.stack(found, 1))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("decays", [False, True])
 def test_a_loop_of_reflections_decodes(decodes: Any, decays: bool) -> None:
     decodes(Householder(decays), VOCABULARY, 24)
@@ -167,7 +164,6 @@ def test_decays_in_rounded_tables_decode(decodes: Any) -> None:
     assert any("rounded" in note for record in decoder.report.passes for note in record.notes)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("off", [1e-1, 1e-4, 1e-5])
 def test_a_table_that_holds_something_else_is_refused(off: float) -> None:
     refuses(Blocks(off), "three tokens look like")

@@ -99,7 +99,6 @@ PROGRAMS = (
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("dtype", [*EIGHT_BITS, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("width", "heads", "kv"), [(16, 2, 2), (80, 4, 2), (20, 12, 1), (150, 3, 3)])
-@pytest.mark.covering
 def test_attention_reads_what_was_written(
     dtype: torch.dtype, width: int, heads: int, kv: int, program: str, kernel: str
 ) -> None:
@@ -196,11 +195,9 @@ def close(found: Tensor, wanted: Tensor, error: float = 0.1) -> bool:
     return bool((found - wanted).abs().max() < error * wanted.abs().max())
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 @pytest.mark.parametrize("layout", CONFIGS)
 @pytest.mark.parametrize("make", BYTES)
-@pytest.mark.covering
 def test_stock_models_drift_little_for_a_quarter_of_the_bytes(
     make: Any, layout: str, dtype: torch.dtype, poisoned: None
 ) -> None:
@@ -225,7 +222,6 @@ def test_stock_models_drift_little_for_a_quarter_of_the_bytes(
     "make", [m if m is llama else pytest.param(m, marks=pytest.mark.slow) for m in BYTES]
 )
 @pytest.mark.parametrize("layout", CONFIGS)
-@pytest.mark.covering
 def test_stock_models_keep_the_other_bytes_where_nothing_is_rounded(make: Any, layout: str) -> None:
     decoder = attngraph.compile(model_of(make), cache=CacheConfig(proof=False, **CONFIGS[layout]))
     assert decoder.prefill(ids(1, 9))[1].bytes_per_token == BYTES[make][0]
@@ -233,7 +229,6 @@ def test_stock_models_keep_the_other_bytes_where_nothing_is_rounded(make: Any, l
 
 @pytest.mark.parametrize("layout", CONFIGS)
 @pytest.mark.parametrize("make", [llama, mistral, deepseek])
-@pytest.mark.covering
 def test_the_scales_go_with_the_rows(make: Any, layout: str, tmp_path: Path, poisoned: None) -> None:
     """Whatever is done to a state: rows of it then give what they give alone."""
     decoder, tokens, next_ids = decoder_of(make, torch.int8, layout), ids(3, 12), ids(3, 1, seed=9)

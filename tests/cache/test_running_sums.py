@@ -107,7 +107,6 @@ class Linear(nn.Module):
         return self.logits(x + self.mix(q, k, v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "mix", [masked_products, summed_products, beside_a_summed_normaliser, a_loop_over_tokens]
 )

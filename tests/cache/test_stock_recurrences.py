@@ -50,7 +50,6 @@ QUICK = ("Mamba2", "Qwen3Next")
 """The mixers of the others are written out in `test_recurrences.py` and `test_windows.py`."""
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CLASSES]
 )

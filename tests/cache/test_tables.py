@@ -62,7 +62,6 @@ class Model(nn.Module):
 WHEN = ("another length", "a longer one", "once")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("when", WHEN)
 def test_a_decoder_computes_tables_for_any_number_of_tokens(when: str) -> None:
     model = Model(Rotary(8, when)).eval()
@@ -192,7 +191,6 @@ class Registered(nn.Module):
         return x @ self.embed.weight.T
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("again", [False, True])
 def test_a_buffer_that_is_made_in_the_first_call_is_no_limit_of_a_decoder(again: bool) -> None:
     model, own = Registered(again).eval(), Registered(again).eval()

@@ -329,7 +329,6 @@ def test_the_proof_catches_what_reads_a_page_that_was_added_later_and_not_writte
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.covering
 def test_only_what_holds_a_token_is_a_number_in_the_proof(layout: str, window: int | None) -> None:
     shape = (0, 2, 0, 1)  # pages, heads, tokens of each, width
     plan = CachePlan((Store("kept", shape, 0, 2, torch.float64, window, ""),))

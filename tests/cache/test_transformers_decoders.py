@@ -108,7 +108,6 @@ def theirs(model: Any, new: int = NEW, **inputs: Any) -> Tensor:
     return found
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in DECODERS]
 )
@@ -195,10 +194,8 @@ def test_encoder_decoders_generate(name: str) -> None:
         decoder.prefill(start)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
-@pytest.mark.covering
 def test_beams_are_those_of_transformers(layout: str, penalty: float) -> None:
     model = build("GPT2LMHeadModel", *DECODERS["GPT2LMHeadModel"])
     decoder = attngraph.compile(model, cache=attngraph.CacheConfig(layout=layout, page=4))

@@ -137,7 +137,6 @@ def check(config: str, call: str, kind: str, most: int | None) -> collections.Co
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.covering
 def test_a_call_that_fails_changes_all_or_nothing(config: str, call: str, kind: str) -> None:
     found = check(config, call, kind, FEW)
     assert found.total() > 0

@@ -81,7 +81,6 @@ WINDOWS: dict[str, Mix] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_window_of_tokens_decodes(name: str, decodes: Any) -> None:
     decoder = decodes(Mixed(WINDOWS[name]), VOCABULARY, 24)

@@ -82,7 +82,6 @@ def test_reads_of_half_types_have_gradients_of_theirs(dtype: torch.dtype, served
 
 @pytest.mark.parametrize("place", ["q", "k", "v"])
 @pytest.mark.parametrize("program", ["keep k <= q", "s = 0.5 * dot", "keep k <= q else -1e9"])
-@pytest.mark.covering
 def test_nan_in_the_operands_comes_out_where_the_reference_has_it(
     place: str, program: str, served: None
 ) -> None:
@@ -102,7 +101,6 @@ def gradients(program: str, given: tuple[Tensor, ...], reads: Reads = ()) -> lis
 
 @pytest.mark.parametrize("threads", [2, 5])
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.covering
 def test_the_number_of_threads_changes_nothing(threads: int, heads: int, served: None) -> None:
     program = "s = 0.3 * dot + r0[h] * (k - q) + r1[h, k] + r2[r3[q, k]]; keep k <= q and q - k < 200"
     given = operands(1, heads, max(1, heads // 2), 400, 400)

@@ -29,7 +29,6 @@ def starts_of(lengths: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("inclusive", [True, False])
 @pytest.mark.parametrize("carried", [torch.float64, torch.float32])
 @pytest.mark.parametrize("less_one", [False, True])
-@pytest.mark.covering
 def test_running_sums(
     lengths: tuple[int, ...], width: int, kind: str, inclusive: bool, carried: torch.dtype, less_one: bool
 ) -> None:

@@ -43,7 +43,6 @@ OPTIMISED = frozenset({"documents", "fill of finfo.min", "sink", "weights moved"
 in `conformance`.)"""
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [n if n in OPTIMISED else pytest.param(n, marks=pytest.mark.slow) for n in SERVED]
 )
@@ -64,7 +63,6 @@ def check_sum(formulas: Iterable[str], reads: Sequence[Tensor]) -> None:
     check(f"s = dot + {' + '.join(terms)}", operands(Skv=70), reads)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", UNARY)
 def test_every_function_of_one_argument(name: str) -> None:
     of_numbers = name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt")
@@ -72,7 +70,6 @@ def test_every_function_of_one_argument(name: str) -> None:
     check_sum((f"{name}({argument})" for argument in arguments), (ODD,))
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("sign", [*BINARY, "min", "max"])
 def test_every_function_of_two_arguments(sign: str) -> None:
     pairs = [
@@ -98,7 +95,6 @@ OTHERS = (
 )  # fmt: skip
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("text", OTHERS)
 def test_other_functions(text: str) -> None:
     spoiled = ODD.clone()

@@ -77,7 +77,6 @@ def instructions(
         cached.cache_clear()
 
 
-@pytest.mark.few(3)
 @pytest.mark.usefixtures("instructions", "served")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_errors_are_at_most_twice_those_of_an_eager_model(program: str) -> None:
@@ -138,7 +137,6 @@ def count(body: list[str], name: str) -> int:
     return sum(line.split()[0].startswith(name) for line in body)
 
 
-@pytest.mark.few(1)
 @needs_gcc
 @pytest.mark.parametrize("target", ["cooperlake", "znver4", "sapphirerapids"])
 def test_the_inner_loop_multiplies_pairs(target: str) -> None:
@@ -151,7 +149,6 @@ def test_the_inner_loop_multiplies_pairs(target: str) -> None:
         assert len(body) <= 24 + 6 + 4 + 6  # products, numbers to all lanes, vectors, places and the end
 
 
-@pytest.mark.few(1)
 @needs_gcc
 @pytest.mark.parametrize(("target", "dtype"), [("cooperlake", torch.float16), ("x86-64-v4", torch.bfloat16)])
 def test_other_numbers_and_processors_have_no_pairs(target: str, dtype: torch.dtype) -> None:

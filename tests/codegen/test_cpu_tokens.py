@@ -75,11 +75,9 @@ def product(depth: int, width: int, turned: bool) -> str:
     )
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("tokens", ROWS)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (16, 3), (768, 129), (5, 1000)])
-@pytest.mark.covering
 def test_products(depth: int, width: int, turned: bool, tokens: int) -> None:
     check(product(depth, width, turned), tokens)
 
@@ -108,7 +106,6 @@ def gated(depth: int, width: int) -> str:
 @pytest.mark.parametrize("threads", [2, 3, 4])
 @pytest.mark.parametrize("tokens", [1, 2, 9, 32])
 @pytest.mark.parametrize(("depth", "width"), [(2051, 72), (2051, 1100)])
-@pytest.mark.covering
 def test_threads_share_the_depth_of_narrow_weights(depth: int, width: int, tokens: int, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -154,12 +151,10 @@ def test_sums_over_some_of_the_elements(weight: str, tokens: int) -> None:
     check(text, tokens)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [1, 2, 5, 32, 33, 600])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (768, 129)])
-@pytest.mark.covering
 def test_products_in_16_bits(depth: int, width: int, dtype: torch.dtype, turned: bool, tokens: int) -> None:
     """Read and returned in 16 bits, computed in float32; where PyTorch multiplies, in 16 bits."""
     word, generator = str(dtype).removeprefix("torch."), torch.Generator().manual_seed(0)
@@ -209,23 +204,19 @@ def integer_product(depth: int, width: int, kind: str, dtype: str) -> str:
     return "\n".join([*given, *made])
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7, 32, 33, 600])
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 @pytest.mark.parametrize("kind", ["plain", "turned", "scales", "scales and zeros"])
 @pytest.mark.parametrize(("depth", "width"), [(37, 53), (192, 129)])
-@pytest.mark.covering
 def test_products_with_integers(depth: int, width: int, kind: str, dtype: str, tokens: int) -> None:
     text = integer_product(depth, width, kind, dtype)
     assert parse(text).product(len(parse(text).given) + 1) is not None
     check(text, tokens)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [1, 5, 33, 600])
 @pytest.mark.parametrize("kind", ["scales by 32", "scales and zeros by 32"])
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
-@pytest.mark.covering
 def test_products_with_groups_of_integers(dtype: str, kind: str, tokens: int) -> None:
     text = integer_product(576, 53, kind, dtype)
     found = parse(text).scales(len(parse(text).given) + 1)
@@ -243,12 +234,10 @@ def packed_product(words: str, depth: int, width: int, kind: str, group: int) ->
         "// 32", f"// {group}").replace(f", {depth // 32}]", f", {depth // group}]")  # fmt: skip
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7, 9, 32, 33, 600])
 @pytest.mark.parametrize("words", PACKED)
 @pytest.mark.parametrize("kind", ["plain", "scales", "scales and zeros"])
 @pytest.mark.parametrize("width", [53, 129])
-@pytest.mark.covering
 def test_products_with_packed_integers(words: str, width: int, kind: str, tokens: int) -> None:
     text = packed_product(words, 192, width, kind, 192)
     program = parse(text)
@@ -256,14 +245,12 @@ def test_products_with_packed_integers(words: str, width: int, kind: str, tokens
     check(text, tokens)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [1, 5, 8, 33, 600])
 @pytest.mark.parametrize(
     ("words", "group"),
     [(w, g) for w in PACKED for g in (32, 64, 96) if Packed.of(w).splits(576, g, GROUP)],
 )
 @pytest.mark.parametrize("kind", ["scales", "scales and zeros"])
-@pytest.mark.covering
 def test_products_with_groups_of_packed_integers(words: str, group: int, kind: str, tokens: int) -> None:
     text = packed_product(words, 576, 53, kind, group)  # several parts of the depth, of whole runs
     found = parse(text).scales(len(parse(text).given) + 1)
@@ -271,14 +258,12 @@ def test_products_with_groups_of_packed_integers(words: str, group: int, kind: s
     check(text, tokens)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [1, 3, 33])
 @pytest.mark.parametrize("words", ["low first by 1", "high first by 37 less 8"])
 def test_products_with_packed_rows_that_are_no_whole_vectors(words: str, tokens: int) -> None:
     check(packed_product(words, 74, 41, "scales and zeros", 74), tokens)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
 def test_packed_integers_are_read_in_containers_of_any_size(dtype: torch.dtype) -> None:
     text = packed_product("low first by 1", 192, 53, "scales", 64)
@@ -345,7 +330,6 @@ return r9[t, 24]
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 32, 33, 512, 1100])
 @pytest.mark.parametrize("text", [MOVED, GATED])
-@pytest.mark.covering
 def test_selections_digits_folds_and_gates(text: str, tokens: int, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

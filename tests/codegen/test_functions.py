@@ -62,7 +62,6 @@ def check_bounds(node: Expr, spans: list[tuple[float, float]], points: list[floa
         )
 
 
-@pytest.mark.few(7)
 @pytest.mark.parametrize("integers", [False, True], ids=["reals", "integers"])
 @pytest.mark.parametrize("name", ROWS)
 @given(data=st.data())

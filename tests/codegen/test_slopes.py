@@ -23,7 +23,6 @@ SLOPED = (
 """Programs of which every row sees a key, even among five, so that their results have slopes."""
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize("kernel", ["reference", pytest.param("cpu.tiled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SLOPED)
 def test_gradients_are_the_slopes_of_results(name: str, kernel: str) -> None:

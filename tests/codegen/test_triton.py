@@ -481,7 +481,6 @@ def compile_and_check(text: str, D: int, target: ahead_of_time.Target, **changes
     assert usage.spilled <= 64, usage
 
 
-@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("text", ["s = 0.125 * dot", "s = 0.125 * dot; keep k <= q"])
 def test_kernels_compile_for_hopper(text: str, cache: Path) -> None:
@@ -544,7 +543,6 @@ DECODING = {
 }
 
 
-@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "target"),
@@ -571,7 +569,6 @@ def test_decoding_compiles_for_every_target_and_hardly_spills(
     assert usage.spilled <= (400 if many else 16 if page == 0 else 0), usage
 
 
-@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("kept", "name", "target"),
@@ -644,7 +641,6 @@ DIFFERENTIATED: dict[str, tuple[Read, ...]] = {
 }
 
 
-@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("text", "D", "target"),

@@ -106,7 +106,6 @@ def without_attngraph(code: str, folder: Path) -> str:
     return found.stdout
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_as_pt2(way: str, tmp_path: Path) -> None:
     model = Block(way).eval()
@@ -118,7 +117,6 @@ def test_a_module_as_pt2(way: str, tmp_path: Path) -> None:
     assert report.checked.startswith("equal to eager") and "other sizes" in report.checked
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_as_onnx(way: str, tmp_path: Path) -> None:
     as_onnx()
@@ -152,11 +150,9 @@ def test_a_pt2_file_runs_where_attngraph_is_not(tmp_path: Path) -> None:
     assert told.strip() == "False (3, 11, 32)"
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 @pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("way", ["causal", "window", "alibi", "softcap"])
-@pytest.mark.covering
 def test_a_decoder_with_its_cache(way: str, padding: bool, format: str, tmp_path: Path) -> None:
     if format == "onnx":
         as_onnx()
@@ -304,7 +300,6 @@ class Branches(nn.Module):
         return self.block(x) * 2 if x.shape[1] > 4 else self.block(x)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_a_file_refuses_sizes_for_which_the_model_takes_another_branch(format: str, tmp_path: Path) -> None:
     if format == "onnx":
@@ -323,7 +318,6 @@ def test_a_file_refuses_sizes_for_which_the_model_takes_another_branch(format: s
         run([torch.randn(3, 4, 32)])
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_a_decoder_refuses_more_tokens_than_its_table_of_positions(format: str, tmp_path: Path) -> None:
     if format == "onnx":
@@ -350,7 +344,6 @@ class HeadsOfTokens(nn.Module):
         return torch.einsum("btn,btnd->btd", s.softmax(-1), k[..., :4])
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_heads_whose_number_varies(format: str, tmp_path: Path) -> None:
     if format == "onnx":

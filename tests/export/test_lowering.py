@@ -83,7 +83,6 @@ def wanted(program: str, given: Operands) -> torch.Tensor:
 
 @pytest.mark.parametrize("program", STANDARD)
 @pytest.mark.parametrize("way", [SDPA, PLAIN])
-@pytest.mark.covering
 def test_standard_programs_are_written_as_torch_has_them(program: str, way: str) -> None:
     lowering, given_ = Lowering(way), operands()
     found = lowering.attention("a", parse(program), given_).out
@@ -143,7 +142,6 @@ def test_any_program_means_the_same(language: Any, data: st.DataObject) -> None:
     "program", ["s = 0.3 * dot; keep k <= q", "keep k > q - 3 and k <= q", "keep k <= q; sink r0[h]"]
 )
 @pytest.mark.parametrize("way", [SDPA, PLAIN])
-@pytest.mark.covering
 def test_padded_rows_in_a_cache_are_as_each_alone(program: str, way: str) -> None:
     """Row 1 has two padded tokens before its own; positions count from its own first token."""
     past, new, skips = 3, 2, (0, 2)

@@ -28,7 +28,6 @@ def report(keep: Mask, fill: float = -torch.inf, tabled: bool = False) -> attngr
     return attngraph.explain(model, *torch.randn(3, 2, 4, 7, 8, dtype=torch.float64))
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("fill", [-torch.inf, -1e9])
 @pytest.mark.parametrize(
     ("keep", "query", "tabled"),
@@ -48,7 +47,6 @@ def test_a_query_that_sees_no_key_is_told(keep: Mask, query: int, fill: float, t
     assert warning in str(found)
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize("tabled", [False, True])
 @pytest.mark.parametrize(
     "keep",

@@ -93,7 +93,6 @@ def _examined(monkeypatch: pytest.MonkeyPatch, kind: Callable[[int], nn.Module],
     return once
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [(Layer, 1), (OtherScale, 2), (OtherMask, 2), (OwnBuffer, LAYERS), (KeysFirst, 2)],

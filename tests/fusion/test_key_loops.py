@@ -46,7 +46,6 @@ def heads(tokens: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(3, 2, 4, tokens, 8, dtype=torch.float64))
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("wrong", REASONS)
 def test_what_is_wrong_with_a_loop_is_told_once(wrong: str) -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -64,10 +63,8 @@ def test_keys_in_two_blocks_are_told() -> None:
     assert missed.reason.startswith("some keys are in more than one of the 5 blocks")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block", [1, 5, 8, 64])
-@pytest.mark.covering
 def test_the_flash_model_is_one_attention_at_any_block(block: int, causal: bool) -> None:
     model = FlashAttention(block, causal=causal)
     q, k, v = (t.requires_grad_() for t in heads(24))
@@ -143,7 +140,6 @@ def levels(q: Tensor, k: Tensor, v: Tensor, added: float, twice: int = 1, maxima
     return o / (l + added)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("added", "twice"), [(0.0, 1), (1e-3, 1), (0.0, 2), (0.5, 3)])
 def test_blocks_that_some_queries_do_not_see_are_one_attention(added: float, twice: int) -> None:
     q, k, v = torch.randn(3, 2, 16, 4, dtype=torch.float64)

@@ -53,7 +53,6 @@ def of_different_queries(q, k, v, first_k, first_v):
     return p[..., :n] @ first_v + p[..., n:] @ v
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "function",
     [

@@ -380,7 +380,6 @@ SLOWER = {
 }
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOWER else n for n in CASES]
 )
@@ -414,7 +413,6 @@ def test_eval_mode_without_gradients_fuses_the_same(name: str, compare: Callable
 FAST_DROPOUT = {"causal", "grouped, broadcast", "padded and causal", "decoder", "sparse, fixed"}
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [n if n in FAST_DROPOUT else pytest.param(n, marks=pytest.mark.slow) for n in sorted(WITH_DROPOUT)],
@@ -498,7 +496,6 @@ def test_a_few_steps_of_training_go_the_same_way(name: str) -> None:
     assert curves[0][-1] < curves[0][0]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("dtype", "buckets", "max_distance", "causal"),
     [

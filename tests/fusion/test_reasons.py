@@ -98,7 +98,6 @@ def test_a_softmax_over_the_queries_is_told() -> None:
     assert reason.startswith(ANOTHER_DIMENSION)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_a_softmax_shared_by_a_row_and_a_column_is_told(is_cut: bool) -> None:
     def criss_cross(x: Tensor, y: Tensor) -> Tensor:

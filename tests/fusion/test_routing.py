@@ -50,7 +50,6 @@ def within_groups(scores: Tensor) -> tuple[Tensor, Tensor]:
 ROUTERS = [softmax_first, softmax_first_rescaled, softmax_last, within_groups]
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("choose", ROUTERS)
 def test_a_router_is_listed_but_does_not_count_as_left_alone(
     choose: Callable[[Tensor], tuple[Tensor, Tensor]],

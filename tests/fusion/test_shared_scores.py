@@ -139,7 +139,6 @@ class TwoValues(nn.Module):
         return logits
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_decoder_of_joined_values_gives_the_tokens_of_the_model(signed: bool) -> None:
     torch.manual_seed(0)

@@ -77,7 +77,6 @@ def a_measured_bound(x, w):
     return (q @ k.mT).masked_fill(torch.arange(x.shape[1]) >= n, -torch.inf).softmax(-1) @ v
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "function",
     [

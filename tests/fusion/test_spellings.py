@@ -118,7 +118,6 @@ def check_at_two_sizes(
     return compiled
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize("name", [slow_if(n in NEAR_ANOTHER, n) for n in spellings.MUST_FUSE])
 def test_a_spelling_of_attention_fuses_and_answers_as_eager_does(name: str, compare: Compare) -> None:
     compiled = check_at_two_sizes(name, *spellings.MUST_FUSE[name], compare)
@@ -184,7 +183,6 @@ def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [slow_if(n not in PLAIN, n) for n in spellings.MUST_FUSE])
-@pytest.mark.covering
 def test_the_error_is_at_most_twice_that_of_eager_in_the_same_dtype(name: str, dtype: torch.dtype) -> None:
     function, inputs = spellings.MUST_FUSE[name]
     longer = {} if is_of_one_size(name, function) else {"T": 33, "S": 40}

@@ -93,7 +93,6 @@ MODELS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.covering
 def test_what_is_read_prints_and_computes_the_same(name: str, gradients: bool) -> None:
     model, args = MODELS[name]
     with torch.set_grad_enabled(gradients):
@@ -122,7 +121,6 @@ def same_results(graph: ProgramGraph, again: ProgramGraph) -> bool:
     return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mla_decoder", "longformer", "encoder_decoder", "tiny_decoder_lm", "vit"])
 def test_whole_models_are_read_back_after_every_pass(name: str) -> None:
     make = getattr(targets, name)

@@ -67,7 +67,6 @@ def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, fill: float, bia
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kernel", ["cpu.flash", "cpu.tiled", "reference"])
 @pytest.mark.parametrize("name", ["plain", "causal", "soft", "grouped", "bias"])
-@pytest.mark.covering
 def test_errors_are_at_most_twice_those_of_the_eager_model(
     name: str, kernel: str, dtype: torch.dtype
 ) -> None:

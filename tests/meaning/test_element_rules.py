@@ -1136,7 +1136,6 @@ UNLIFTABLE = {
 }
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("what", list(UNLIFTABLE))
 def test_what_has_no_rule_is_left_as_a_leaf(what: str) -> None:
     """A rule that does not apply must refuse, never raise anything else or guess."""

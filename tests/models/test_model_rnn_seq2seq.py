@@ -81,7 +81,6 @@ def test_a_target_token_does_not_depend_on_later_ones(kind: type[nn.Module]) -> 
     assert not torch.allclose(a[:, 3:], b[:, 3:])
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_compiled_model_has_the_same_answer(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)

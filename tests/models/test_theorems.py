@@ -72,7 +72,6 @@ SELF_ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", SELF_ATTENTIONS)
-@pytest.mark.covering
 def test_without_positions_self_attention_commutes_with_every_permutation_of_the_tokens(
     name: str, how: str
 ) -> None:
@@ -120,7 +119,6 @@ QUICK = {"modern", "sparse, fixed", "linear"}
         for how in HOW
     ],
 )
-@pytest.mark.covering
 def test_a_causal_model_at_t_does_not_move_when_a_later_token_changes(name: str, how: str) -> None:
     model = run_as(how, CAUSAL[name]().double().eval())
     source, ids = byte_batch(2, 9), byte_batch(2, 12, seed=1)
@@ -147,7 +145,6 @@ class RotatedAttention(nn.Module):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.covering
 def test_with_rotary_positions_only_differences_of_positions_count(layout: RotaryLayout, how: str) -> None:
     module = run_as(how, RotatedAttention(layout))
     query, key, value = rand(3, 2, 7, 6), rand(3, 2, 7, 6), rand(3, 2, 7, 6)
@@ -215,7 +212,6 @@ MEMORY: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize(
     "name", [n if n in ("no mask", "window") else pytest.param(n, marks=pytest.mark.slow) for n in MEMORY]
 )
-@pytest.mark.covering
 def test_memory_grows_with_the_tokens_when_fused_and_with_their_square_when_not(
     name: str, training: bool
 ) -> None:

@@ -254,7 +254,6 @@ def test_an_attention_and_its_box_lead_to_each_other(show: Callable[..., Any], m
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
-@pytest.mark.covering
 def test_nothing_overflows_in_any_width_and_scheme(
     show: Callable[..., Any],
     evil: CompileReport,
@@ -304,7 +303,6 @@ def test_words_stand_out_from_what_is_behind_them(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
-@pytest.mark.covering
 def test_axe_finds_nothing_folded_or_unfolded(
     show: Callable[..., Any],
     evil: CompileReport,

@@ -76,12 +76,10 @@ def _on(ranks: int, model: nn.Module, **config: Any) -> attngraph.Decoder:
     return found
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CLASSES]
 )
-@pytest.mark.covering
 def test_a_stock_decoder_on_ranks_gives_the_tokens_of_one_device(name: str, ranks: int) -> None:
     model = _stock(name)
     ids = torch.randint(3, 64, (2, 5))
@@ -224,7 +222,6 @@ class Latent(nn.Module):
         return found
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_divide_the_tokens_of_a_latent(ranks: int) -> None:
     torch.manual_seed(0)

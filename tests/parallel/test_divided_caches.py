@@ -50,7 +50,6 @@ def _on(ranks: int, model: nn.Module, cache: str = "auto", **config: Any) -> att
     return found
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize(
     "ranks, team, sizes",
@@ -127,7 +126,6 @@ def test_ranks_send_what_the_report_says_and_nothing_for_a_first_prompt(
     assert sum(sent) == 2 * 6 * sum(told)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "most, options, kept, longest",
     [
@@ -187,7 +185,6 @@ class Windowed(Shared):
         return found
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("rollback, page", [(0, None), (1, None), (5, None), (0, 2), (3, 2)])
 @pytest.mark.parametrize(
     "ranks, team, size, sizes",

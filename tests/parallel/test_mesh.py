@@ -23,7 +23,6 @@ def _ids(tokens: int = 16) -> Tensor:
     return torch.randint(3, 32, (2, tokens))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["causal", "window", "rotary", "table", "slopes", "sink"])
 def test_each_rank_has_some_heads_of_some_tokens(same_on_mesh: Compared, kind: str) -> None:
     """Rotary positions, tables and sinks by head, masks: each rank of the first axis has its heads, each of
@@ -37,7 +36,6 @@ def test_each_rank_has_some_heads_of_some_tokens(same_on_mesh: Compared, kind: s
     assert max(keys.bytes) <= 2 * seen * (KV // 2) * 4 * 8
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, config, sizes",
     [

@@ -67,14 +67,12 @@ def _simulated(model: nn.Module, **ranks: int) -> Any:
     return compiled.report
 
 
-@pytest.mark.few(1)
 def test_every_way_is_planned(planned: tuple[nn.Module, dict[str, Share]]) -> None:
     names = ["data 4", "tensor 2", "tensor 4", "context 2", "context 4", "tensor 2 x context 2"]
     assert list(planned[1]) == names
     assert planned[1]["context 2"].cache is None
 
 
-@pytest.mark.few(1)
 def test_ranks_of_both_axes_hold_and_send_what_simulated_ones_report(
     planned: tuple[nn.Module, dict[str, Share]],
 ) -> None:
@@ -86,9 +84,7 @@ def test_ranks_of_both_axes_hold_and_send_what_simulated_ones_report(
     assert share.received == report.ranks.sent_per_token / 2 + max(report.context.received) / _ids().numel()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.covering
 def test_ranks_that_divide_heads_hold_and_send_what_simulated_ones_report(
     planned: tuple[nn.Module, dict[str, Share]], count: int
 ) -> None:
@@ -98,9 +94,7 @@ def test_ranks_that_divide_heads_hold_and_send_what_simulated_ones_report(
     assert share.sent == share.received == ranks.sent_per_token > 0
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.covering
 def test_ranks_that_divide_tokens_hold_and_send_what_simulated_ones_report(
     planned: tuple[nn.Module, dict[str, Share]], count: int
 ) -> None:
@@ -113,9 +107,7 @@ def test_ranks_that_divide_tokens_hold_and_send_what_simulated_ones_report(
     assert sum(sent) == sum(tokens.received) and share.sent == max(sent) / number
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "count"), [("data 4", None), ("tensor 2", 2), ("tensor 4", 4)])
-@pytest.mark.covering
 def test_what_a_rank_keeps_and_sends_for_a_new_token_is_that_of_a_simulated_decoder(
     planned: tuple[nn.Module, dict[str, Share]], name: str, count: int | None
 ) -> None:
@@ -138,7 +130,6 @@ def _steps(of: Callable[[], nn.Module]) -> dict[str, Share]:
     return _shares(plan(of(), (_ids(),), 2, training=True))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("of", [_lm, _grouped])
 def test_what_a_backward_pass_keeps_is_what_autograd_saves(of: Callable[[], nn.Module]) -> None:
     """To the byte: the storages that the compiled model's call saves, weights and the input left out."""

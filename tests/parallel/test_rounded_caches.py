@@ -20,7 +20,6 @@ def _latent() -> torch.nn.Module:
     return MLADecoder(MLAConfig(**sizes, query_rank=None, layers=1, hidden=48))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     "model, alone, held, alike",

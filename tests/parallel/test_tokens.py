@@ -95,10 +95,8 @@ def _keys(entry: ContextEntry, tokens: int, rows: int = 2) -> list[float]:
     return [n / each for n in found[0].bytes]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["causal", "full", "window", "chunks", "rotary", "table", "slopes", "sink"])
-@pytest.mark.covering
 def test_tokens_are_divided(same_by_tokens: Compared, kind: str, ranks: int) -> None:
     entry = same_by_tokens(Model(kind), ranks, _ids(16))
     assert [a.attentions for a in entry.axes] == [1]
@@ -128,7 +126,6 @@ def test_all_keys_or_none_are_fetched_as_the_mask_says(
     assert _keys(same_by_tokens(Model(kind), 4, _ids(32)), 32) == keys
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["pad", "pad and causal"])
 def test_padding_is_that_of_the_whole_sequence(same_by_tokens: Compared, kind: str) -> None:
     seen = torch.ones(2, 16, dtype=torch.bool)
@@ -209,7 +206,6 @@ class Encoded(nn.Module):
         return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("lengths, divided", [((8, 12), 2), ((12, 8), 2), ((8, 9), 1)])
 def test_an_encoder_and_its_decoder_are_each_divided(
     same_by_tokens: Compared, lengths: tuple[int, int], divided: int
@@ -258,7 +254,6 @@ class Mixing(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["mean", "cumsum", "flip", "conv", "last", "softmax over tokens"])
 def test_what_mixes_tokens_is_computed_from_all_and_told(same_by_tokens: Compared, how: str) -> None:
     entry = same_by_tokens(Mixing(how), 2, _ids(16))
@@ -266,7 +261,6 @@ def test_what_mixes_tokens_is_computed_from_all_and_told(same_by_tokens: Compare
     assert any("test_tokens.py" in w.source for w in entry.whole), entry.whole
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["places", "length", "rows", "width", "dropout"])
 def test_what_uses_places_lengths_or_random_numbers_is_divided(same_by_tokens: Compared, how: str) -> None:
     assert same_by_tokens(Mixing(how), 2, _ids(16)).whole == ()
@@ -284,7 +278,6 @@ class Learning(nn.Module):
         return F.cross_entropy(self.model(ids).flatten(0, 1), labels.flatten(), **self.how)  # type: ignore[arg-type]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("how", [("mean",), ("sum",), ("mean", 0.2)])
 def test_a_loss_gathers_one_number_a_token(same_by_tokens: Compared, how: tuple[Any, ...]) -> None:
     ids = _ids(16)
@@ -345,7 +338,6 @@ def test_a_model_without_attention_says_that_nothing_is_divided(same_by_tokens: 
     assert entry.axes == () and entry.received == (0, 0)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("absorb", ["always", "never"])
 def test_latents_are_fetched_instead_of_keys(absorb: str) -> None:
     """Of a latent attention a rank fetches one narrow vector a token, or keys and values of all heads."""

@@ -86,7 +86,6 @@ WITHOUT_GRADIENTS = ("BloomForCausalLM", "DeepseekV2ForCausalLM")
 """They define a gradient themselves in training, or their absorbed form has none."""
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CLASSES]

@@ -28,7 +28,6 @@ def _ids(tokens: int = 16) -> torch.Tensor:
     return torch.randint(3, 60, (2, tokens))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, config, sizes, chunks",
     [

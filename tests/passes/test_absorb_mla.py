@@ -171,10 +171,8 @@ ABSORBED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ABSORBED)
 @pytest.mark.parametrize("absorb", ["always", "never"])
-@pytest.mark.covering
 def test_a_latent_is_found_by_its_meaning(name: str, absorb: str) -> None:
     model, x = ABSORBED[name]().double().eval(), torch.randn(2, 9, C, dtype=torch.float64)
     with torch.no_grad():
@@ -283,7 +281,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_in_the_way_is_named(name: str) -> None:
     make, reason = REFUSED[name]
@@ -411,10 +408,8 @@ def agree(
 # --- decoders ---
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("scores", ["concatenated", "summed", "absorbed"])
 @pytest.mark.parametrize("absorb", ["auto", "always"])
-@pytest.mark.covering
 def test_a_decoder_keeps_the_latent_and_the_rotary_key(scores: str, absorb: str) -> None:
     import dataclasses
 
@@ -467,7 +462,6 @@ def test_folded_weights_are_multiplied_once_and_follow_the_weights() -> None:
     assert f"{after:,} parameters" in str(compiled.report)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ABSORBED)
 def test_folding_gives_what_eager_gives_and_says_what_stays_apart(name: str) -> None:
     model, x = ABSORBED[name]().double().eval(), torch.randn(2, 9, C, dtype=torch.float64)

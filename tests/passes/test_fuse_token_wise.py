@@ -151,7 +151,6 @@ def check(model: nn.Module, decoder: attngraph.Decoder, tokens: int = 12) -> Non
     torch.testing.assert_close(torch.cat(found, 1).double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_decoders_answer_as_their_models(name: str) -> None:
     model = MODELS[name]()
@@ -256,10 +255,8 @@ def test_other_dtypes_stay() -> None:
     assert programs(graph) == []
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["layer norm, gelu", "rms norm, swiglu", "norms of heads", "layouts"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.covering
 def test_models_in_16_bits_are_computed_with_fewer_roundings(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().to(dtype)
@@ -362,7 +359,6 @@ STEPS_OF = (
 )
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_chains(seed: int) -> None:
     draw = random.Random(seed)

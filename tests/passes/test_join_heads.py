@@ -123,7 +123,6 @@ def generated(model: nn.Module, ids: Tensor, count: int) -> Tensor:
     return ids
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", JOINED)
 def test_a_decoder_keeps_the_latent_of_heads_in_a_loop(name: str) -> None:
     make, width = JOINED[name]

@@ -84,7 +84,6 @@ CASES: dict[str, tuple[Callable[[], Callable[..., Any]], int]] = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_heads_become_one_attention_with_the_answers_of_eager(name: str) -> None:
     make, kv_heads = CASES[name]
@@ -103,10 +102,8 @@ def test_heads_become_one_attention_with_the_answers_of_eager(name: str) -> None
     assert f"merged from {H} attentions" in str(report)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.covering
 def test_heads_that_autocast_converts_one_by_one_become_one_attention(name: str, dtype: torch.dtype) -> None:
     make, kv_heads = CASES[name]
     model = make()

@@ -66,7 +66,6 @@ def notes(compiled: attngraph.CompiledModule) -> tuple[str, ...]:
     return step.notes
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_keys_and_values_are_summed_first_with_the_answers_of_eager(name: str) -> None:
     function, sums = FORMS[name]
@@ -82,7 +81,6 @@ def test_keys_and_values_are_summed_first_with_the_answers_of_eager(name: str) -
     assert not compiled.report.attention and compiled.report.graphs == 1
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_no_value_of_the_graph_is_as_large_as_the_scores(name: str) -> None:
     compiled = attngraph.compile(FORMS[name][0])

@@ -389,7 +389,6 @@ def test_the_page_lists_these_reports(golden: Callable[..., None]) -> None:
     golden(PAGE, PAGE.read_text(encoding="utf-8").partition("| report |")[0] + "\n".join(rows) + "\n")
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("key", cases(__name__))
 def test_what_was_reported_elsewhere_is_right_here(key: str) -> None:
     check(REPORTS[key])

@@ -368,7 +368,6 @@ def _(compile: Compiler) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("key", cases(__name__))
 def test_what_was_reported_elsewhere_is_right_here(key: str) -> None:
     check(REPORTS[key])

@@ -135,7 +135,6 @@ MORE_NUMBERS = [
 ]
 
 
-@pytest.mark.few(len(NUMBERS))
 @pytest.mark.parametrize("numbers", [*NUMBERS, *MORE_NUMBERS], ids=str)
 def test_numbers_flags_and_texts_are_taken_and_given_back_as_they_are(
     numbers: tuple[Any, ...], same: Same

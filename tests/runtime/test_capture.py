@@ -127,7 +127,6 @@ def test_a_change_is_named_with_its_line_and_undone(
     assert (inner.count, inner.seen, inner.table) == (0, [0], {"n": 0})
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_a_recurrent_layer_before_attention_is_captured(kind: Any, same: Same, attention: Attend) -> None:
     class Model(nn.Module):
@@ -347,7 +346,6 @@ def test_python_that_depends_on_values_is_told_with_its_line(same: Same) -> None
         attngraph.compile(model, strict=True)(x, mask)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_a_hook_of_the_backward_pass_matters_where_gradients_are_recorded(
     register: str, same: Same, attention: Attend
@@ -399,7 +397,6 @@ def test_a_flag_of_torchs_attention_may_follow_from_sizes(same: Same) -> None:
     same(logits, model(ids).detach())
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("place", [0, 1, 2, -1])
 def test_heads_that_vmap_puts_in_any_dimension_are_captured_whole(place: int, same: Same) -> None:
     def heads(x: Tensor, weights: Tensor) -> Tensor:

@@ -35,7 +35,6 @@ def _inferred(monkeypatch: pytest.MonkeyPatch, layers: int) -> int:
     return count
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("gradients", [False, True])
 def test_more_equal_layers_take_no_more_inferences(monkeypatch: pytest.MonkeyPatch, gradients: bool) -> None:
     with torch.set_grad_enabled(gradients):
@@ -98,7 +97,6 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("model", [*EXAMPLES, _model(2)], ids=lambda m: getattr(m, "__name__", "decoder"))
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.covering
 def test_the_graph_is_what_torch_gives_without_it(
     monkeypatch: pytest.MonkeyPatch, model: Callable[..., Any], gradients: bool
 ) -> None:

@@ -103,7 +103,6 @@ def inputs() -> Tensor:
     return x
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_equal_layers_are_traced_twice(
@@ -159,7 +158,6 @@ class AtThree(Layer):
         return 2.0 if self.number == 3 else 1.0
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [WithNumber, WithTable, WithGetattr, AtThree])
 def test_a_number_that_a_layer_reads_is_its_own(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     found = repeats(monkeypatch, Stack(kind), inputs())
@@ -186,7 +184,6 @@ def test_what_changes_between_layers_is_seen(monkeypatch: pytest.MonkeyPatch, ki
     assert repeats(monkeypatch, Changing(kind, 6), inputs()) == expected
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("place", [2, 3])
 def test_a_layer_with_a_hook_or_another_attribute_differs(
     monkeypatch: pytest.MonkeyPatch, place: int
@@ -348,7 +345,6 @@ class IntoACache(Layer):
         return out
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(
     "kind",
@@ -440,7 +436,6 @@ def test_one_layer_differs_from_the_others_in_mode(monkeypatch: pytest.MonkeyPat
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

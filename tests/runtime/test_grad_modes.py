@@ -70,7 +70,6 @@ REASONS = {
 }
 
 
-@pytest.mark.few(7)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", [Decorated, InPart, ForGood, Inferring, NotInferring])
 def test_results_have_gradients_where_the_models_have(kind: Any, mode: Any) -> None:

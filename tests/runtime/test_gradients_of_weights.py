@@ -111,7 +111,6 @@ ASKED: dict[str, Asked] = {
 }
 
 
-@pytest.mark.few(12)
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("pick", PICKS)
 def test_gradients_of_what_is_handed_out_are_eagers(pick: str, asked: str) -> None:

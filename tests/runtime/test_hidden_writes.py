@@ -105,7 +105,6 @@ def test_these_are_one_graph_and_fused(forward: Forward) -> None:
     assert len(compiled.report.attention) == 1
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("forward", HIDDEN)
 def test_a_write_that_gradients_pass_by_changes_no_gradient(forward: Forward) -> None:
     compiled = attngraph.compile(forward, min_scores=0)

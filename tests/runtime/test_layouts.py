@@ -37,7 +37,6 @@ READ: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("name", READ)
 def test_what_reads_by_memory_reads_the_models(name: str, gradients: bool) -> None:
@@ -126,7 +125,6 @@ def _relations(model: Any, call: Callable[[Tensor], Any], gradients: bool) -> li
     return [shared, [(t.stride(), t.storage_offset(), t.requires_grad) for t in tensors]]
 
 
-@pytest.mark.few(8)
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_share_memory_as_the_models_do(name: str, gradients: bool) -> None:

@@ -211,7 +211,6 @@ def test_explain_gives_the_report_and_keeps_nothing(layer: type[nn.Module], x: T
     assert alive() is None
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["captured whole", "captured in pieces"])
 def test_explain_writes_to_no_buffer(whole: bool, attention: Callable[..., Tensor]) -> None:
     class Normed(nn.Module):

@@ -86,7 +86,6 @@ def calls(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("function", [f for f in WHY if f is not with_numpys], ids=lambda f: f.__name__)
 def test_each_call_draws_and_seeds_as_eager_does(function: Callable[[Tensor], Tensor]) -> None:
     compiled = attngraph.compile(function, min_scores=0)
@@ -106,7 +105,6 @@ def test_numpys_numbers_are_drawn_in_each_call() -> None:
     assert not torch.equal(first, second)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand], ids=["python", "numpy"])
 def test_layers_that_are_left_out_by_chance(draw: Callable[[], float]) -> None:
     model = Dropping(draw)

@@ -116,10 +116,8 @@ def walk(decoder: Decoder, tokens: Tensor, first: int) -> list[Tensor]:
     return [decoder.decode(tokens[:, n : n + 1], state) for n in range(first, tokens.shape[1])]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.covering
 def test_many_steps_while_pages_grow(name: str, layout: str, replayed: list[bool]) -> None:
     model, decoder = made(name, layout=layout)
     tokens = ids(3, 84)
@@ -348,10 +346,8 @@ def test_generation_beams_and_the_engine_choose_what_the_model_chooses() -> None
             assert request.result() == row[5:].tolist()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("name", ["learned", "rotary", "window"])
-@pytest.mark.covering
 def test_prompts_of_many_tokens_are_recorded_too(name: str, layout: str, replayed: list[bool]) -> None:
     """Rows of other lengths, and chunks after kept tokens, of as many tokens in all."""
     model, decoder = made(name, layout=layout)

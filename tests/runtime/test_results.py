@@ -178,7 +178,6 @@ def test_backward_may_run_twice_where_the_graph_is_retained(
     same(torch.autograd.grad(y, list(model.parameters())), first)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["jvp", "vmap", "grad", "jacrev", "hessian"])
 def test_function_transformations_give_what_they_give_in_eager(name: str, same: Same) -> None:
     x = torch.randn(2, 3, 4, dtype=torch.float64)

@@ -99,7 +99,6 @@ def leaves(result: Any) -> list[Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(inner) if isinstance(t, Tensor)]
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_are_eagers_with_its_gradients_whenever_they_are_looked_at(name: str, same: Same) -> None:
     result, waiting = RESULTS[name]
@@ -315,7 +314,6 @@ HELD = "checkpoint", "checkpoint anew", "vmap", "a function of one's own", "a fu
 """Where code in C holds the tensor when it is first looked at, in some versions of torch."""
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("name", USES)
 def test_a_tensor_that_waits_can_be_used_as_any(
     name: str, both: tuple[Any, Any], model: Model, same: Same
@@ -330,7 +328,6 @@ def test_a_tensor_that_waits_can_be_used_as_any(
     same(*found)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_the_mode_of_the_call_counts_not_that_of_the_look(mode: Any, model: Model) -> None:
     compiled, x = attngraph.compile(model), torch.randn(2, 5, 8)

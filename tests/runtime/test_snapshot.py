@@ -72,7 +72,6 @@ class Counting(nn.Module):
         return found
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("name", COUNTERS)
 def test_calls_are_counted_as_in_eager(name: str, gradients: bool) -> None:
@@ -148,7 +147,6 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", AVERAGES)
 def test_a_running_mean_takes_no_gradients_along(name: str) -> None:
     torch.manual_seed(0)

@@ -113,7 +113,6 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
 }
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_the_model_after_compiling_is_seen(name: str, x: Tensor, same: Same) -> None:
     make, change = CHANGES[name]
@@ -657,7 +656,6 @@ EFFECTS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", EFFECTS)
 def test_side_effects_on_the_model_happen_at_every_call(name: str, same: Same) -> None:
     model = Keeping(EFFECTS[name])

@@ -255,7 +255,6 @@ def test_a_compiled_model_runs_inside_other_traces(layer: type[nn.Module], x: Te
     assert attngraph.compile(model.to("meta"))(x.to("meta")).shape == x.shape
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens_on", ["cpu", "meta"])
 def test_a_compiled_model_can_be_moved_to_the_device_without_values(tokens_on: str) -> None:
     model = DecoderLM(DecoderLMConfig(vocab_size=50, layers=1, width=32, heads=4)).eval()

@@ -36,7 +36,6 @@ def test_multihead_attention_answers_as_eager_and_fuses(case: str, batch_first: 
     assert [entry.names for entry in compiled.report.later] == wanted
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_a_transformer_encoder_fuses(norm_first: bool, same: Same) -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first, dropout=0.0)

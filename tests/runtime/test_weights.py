@@ -99,10 +99,8 @@ FORMS = (
 )
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.covering
 def test_weights_are_those_of_eagers_softmax(form: str, groups: int) -> None:
     model, x = Model(form=form, groups=groups).eval(), torch.randn(2, 9, 16)
     mask = torch.arange(9) < torch.tensor([[5], [9]])

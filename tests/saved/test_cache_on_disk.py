@@ -65,7 +65,6 @@ def test_other_options_modes_and_arguments_are_other_entries(
     assert len(traces) == entries(cache) == 5
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "change",
     [

@@ -29,7 +29,6 @@ def artifact(models: Models, tmp_path: Path) -> tuple[torch.nn.Module, Path]:
     return model, compiled.save(tmp_path / "m", weights=True)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [150, 1000])
 def test_changed_files_and_those_of_other_versions_are_all_noticed(
     artifact: tuple[torch.nn.Module, Path], tmp_path: Path, count: int

@@ -67,7 +67,6 @@ def test_several_graphs_are_saved_together(models: Models, tmp_path: Path, trace
     assert len(traces) == 2
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name",
     ["tiny_decoder_lm", "sparse_transformer", "linear_transformer", "mla_decoder", "longformer", "vit"],
@@ -127,7 +126,6 @@ CHANGES: dict[str, tuple[tuple[str, str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_changed_is_named_and_the_model_is_traced_anew(
     what: str, models: Models, tmp_path: Path, traces: list[str], caplog: pytest.LogCaptureFixture
@@ -208,7 +206,6 @@ def test_a_tensor_that_is_no_buffer_is_compared_by_its_contents(tmp_path: Path, 
         attngraph.load(tmp_path / "m", attend, strict=True)(x)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["torch", "machine", "attngraph", "python"])
 def test_another_version_or_processor_is_named(
     name: str,

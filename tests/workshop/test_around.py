@@ -24,19 +24,16 @@ def program(source: str, wrapper: str = "forward", kind: str = "module") -> Prog
     return Program(SOURCE[source], WRAPPER[wrapper], kind, (3.0, 2.0))
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("source", SOURCE)
 def test_a_number_is_watched_wherever_it_is_kept(source: str, tmp_path: Path) -> None:
     assert not programs.check(program(source, "helper of a helper"), tmp_path)
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("wrapper", reversed(WRAPPER))
 def test_it_is_watched_whatever_code_reads_it(wrapper: str, tmp_path: Path) -> None:
     assert not programs.check(program("global", wrapper), tmp_path)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["decoder", "saved", "pieces", "cached", "thread", "function", "default"])
 def test_it_is_watched_in_everything_that_is_compiled(kind: str, tmp_path: Path) -> None:
     assert not programs.check(program("other file", "method", kind), tmp_path)
@@ -49,7 +46,6 @@ def test_random_programs_are_eagers(seed: int, tmp_path: Path) -> None:
         assert not programs.check(each, tmp_path), each
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", range(40))
 def test_what_a_function_asks_of_its_argument_is_eagers(seed: int) -> None:
     assert not asking.check(seed)
@@ -78,7 +74,6 @@ def _first_that_fails() -> str:
     return next(filter(None, map(asking.check, range(40))), "")
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("guard", MUTANTS)
 def test_a_guard_that_is_left_out_is_noticed(
     guard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,6 @@ from attngraph.passes.build import Builder
 from workshop.fuzz import sizes
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("number", range(40))
 def test_random_functions_are_eagers_without_an_error_of_the_compiler(number: int) -> None:
     assert not sizes.check(number), sizes.text_of(number)

@@ -168,7 +168,6 @@ def over_a_cache() -> list[ParameterSet]:
 
 @pytest.mark.parametrize(("decoder", "name"), over_a_cache())
 @pytest.mark.parametrize("page", [3, 24])
-@pytest.mark.covering
 def test_new_tokens_over_a_cache_get_what_they_get_in_whole_sequences(
     decoder: Decoder, name: str, page: int, request: pytest.FixtureRequest
 ) -> None:
@@ -214,7 +213,6 @@ def agree_on_random_programs(subject: Subject, kernel: Kernel, language: Any, ma
 RANDOM = pytest.mark.parametrize("subject", [s for s in SUBJECTS.values() if s.examples], ids=str)
 
 
-@pytest.mark.few(1)
 @RANDOM
 def test_random_programs_agree(subject: Subject, kernel: Kernel, language: Any) -> None:
     agree_on_random_programs(subject, kernel, language, many=False)

@@ -37,7 +37,6 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-@pytest.mark.few(10)
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_agree_with_the_reference(name: str, described: list[Tensor]) -> None:
     call = call_of(name)
@@ -45,7 +44,6 @@ def test_programs_agree_with_the_reference(name: str, described: list[Tensor]) -
     assert bool(described) == all(map(is_describable, call.operands[1:]))
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 16), (16, 17), (32, 15), (33, 32), (50, 71), (3, 200)])
 def test_lengths_agree_with_the_reference(lengths: tuple[int, int], described: list[Tensor]) -> None:
     """Also where a row sees no key, or one tile alone."""

@@ -156,9 +156,7 @@ def damage(results: Any, how: str) -> None:
         last[..., -1:] += 1.0
 
 
-@pytest.mark.few(1)
 @pytest.mark.usefixtures("some_choices")
-@pytest.mark.covering
 @pytest.mark.parametrize("how", ["a row", "unwritten", "the last result"])
 @pytest.mark.parametrize("step", ["forward", "backward", "decode"])
 def test_a_choice_that_is_fast_but_wrong_is_not_kept(

@@ -25,7 +25,6 @@ DECODED = (
 )
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("text", DECODED)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("page", [0, 3, 8])
@@ -34,7 +33,6 @@ def test_new_tokens_over_pages(text: str, splits: int, page: int) -> None:
     over_pages(text, [(5, 1), (0, 3), (37, 2), (9, 1)], (4, 2), (16, 16), splits, ring, page=page)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("heads", "widths"), [((4, 4), (16, 16)), ((6, 1), (80, 80)), ((6, 1), (10, 24)), ((40, 1), (24, 10))]
 )
@@ -42,7 +40,6 @@ def test_heads_of_a_group_and_widths_over_pages(heads: tuple[int, int], widths: 
     over_pages("s = 0.3 * dot; keep k <= q", [(21, 1), (3, 4), (0, 1)], heads, widths, 2)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("widths", "dtype"),
     [
@@ -54,7 +51,6 @@ def test_heads_of_a_group_and_widths_over_pages(heads: tuple[int, int], widths: 
 )
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("page", [0, 3])
-@pytest.mark.covering
 def test_latents_are_keys_and_values_at_once(
     widths: tuple[int, int], dtype: torch.dtype, splits: int, page: int
 ) -> None:
@@ -143,14 +139,12 @@ def test_a_decoder_of_latent_attention_by_these_kernels_which_the_report_shows(
     assert plans[-1].shared and entry.kernel.source == decode.emit_decode(plans[-1]).source
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("heads", "widths", "splits"), [((6, 1), (16, 150), 37), ((4, 2), (16, 16), 17), ((20, 1), (24, 16), 33)]
 )
 @pytest.mark.parametrize(
     "text", ["s = 5.0 * tanh(dot / 5.0); keep k <= q; sink r0[h]", "s = 0.3 * dot; keep k <= q"]
 )
-@pytest.mark.covering
 def test_many_parts_are_combined(
     heads: tuple[int, int], widths: tuple[int, int], splits: int, text: str
 ) -> None:
@@ -217,7 +211,6 @@ def test_launches_that_were_captured_serve_rows_that_have_grown(monkeypatch: pyt
             tensor.copy_(new_tokens(values))
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("widths", "heads", "latent", "dtype"),

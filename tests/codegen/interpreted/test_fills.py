@@ -46,8 +46,6 @@ def planned(text: str, tensors: tuple[Tensor, Tensor, Tensor], reads: Sequence[T
     return launch.plan_forward(parse(text), tensors, reads, (), Blocks(32, 16))
 
 
-@pytest.mark.few(5)
-@pytest.mark.covering
 @pytest.mark.parametrize("lengths", [(50, 71), (71, 50)], ids=str)
 @pytest.mark.parametrize(("text", "reads"), FAR + NEAR + VISITED, ids=lambda value: str(value)[:60])
 def test_rows_near_a_fill_and_others_agree(
@@ -60,7 +58,6 @@ def test_rows_near_a_fill_and_others_agree(
     agree(text, tensors, reads)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("text", "reads"),
     [pytest.param(*case, marks=pytest.mark.slow if case in ALIKE else []) for case in FAR + NEAR],

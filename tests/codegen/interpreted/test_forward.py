@@ -196,7 +196,6 @@ def test_a_named_kernel_that_cannot_serve_says_why() -> None:
 
 
 # Scores that float32 has exactly, so large that each digit of an exponent counts.
-@pytest.mark.covering
 @pytest.mark.parametrize("height", [-1e6, 1e4, 1e6])
 @pytest.mark.parametrize(
     "text", ["", "s = 0.125 * dot; keep k <= q", "sink r0[h]", "s = 0.25 * dot + r1[]; sink r0[h] + r1[]"]

@@ -72,7 +72,6 @@ def drawn(reads: str, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32
     return [draw_read(read, shape, dtype) for read in reads.split()]
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "at_once"),
     [
@@ -165,7 +164,6 @@ FAR = (
 )
 
 
-@pytest.mark.few(3)
 @pytest.mark.usefixtures("all_listed")
 @pytest.mark.parametrize(("text", "shapes"), FAR, ids=[text for text, _ in FAR])
 def test_gradients_of_rows_whose_scores_are_all_far_from_zero(text: str, shapes: str) -> None:
@@ -179,7 +177,6 @@ def test_gradients_of_rows_whose_scores_are_all_far_from_zero(text: str, shapes:
 LARGE = ("", "s = 0.5 * dot", "s = 0.5 * dot; keep k <= q", "keep k <= q; sink -1.5")
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("text", LARGE)
 @pytest.mark.parametrize("height", [-1e4, 1e4, -1e6, 1e6])
 def test_gradients_of_large_products(text: str, height: float) -> None:

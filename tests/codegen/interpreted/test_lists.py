@@ -41,7 +41,6 @@ def test_what_is_visited_by_lists_agrees(
     agree(text, tensors, reads)
 
 
-@pytest.mark.few(4)
 @pytest.mark.usefixtures("all_listed")
 @pytest.mark.parametrize(("text", "reads"), LISTED, ids=[text for text, _ in LISTED])
 def test_gradients_by_lists_agree(text: str, reads: Sequence[Tensor]) -> None:

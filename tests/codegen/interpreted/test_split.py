@@ -32,13 +32,11 @@ def call_of(name: str) -> Call:
     return CASES[name].of(Shape(2, 2, 1, 70, 48, 40, 50, 71), torch.float32)
 
 
-@pytest.mark.few(10)
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_agree_with_the_reference(name: str) -> None:
     assert_results(KERNEL, call_of(name), has_lse_of_nothing=False)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("D", "Dv"), [(48, 48), (40, 40), (80, 80), (48, 16), (16, 48), (40, 48), (72, 20), (20, 72), (33, 33)]
 )

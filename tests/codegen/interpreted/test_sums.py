@@ -41,7 +41,6 @@ def operands(lengths: tuple[int, ...], kind: str, width: int, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("carried", [torch.float64, torch.float32])
 @pytest.mark.parametrize("less_one", [False, True])
-@pytest.mark.covering
 def test_running_sums(
     lengths: tuple[int, ...], width: int, kind: str, inclusive: bool, dtype: torch.dtype,
     carried: torch.dtype, less_one: bool,
