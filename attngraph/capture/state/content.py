@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.capture.state.code import code_digest, digest, functions_of, nested
-from attngraph.capture.state.kinds import BY_VALUE, TOOLS, is_known
+from attngraph.capture.state.kinds import BY_VALUE, TOOLS, is_known, module_of
 from attngraph.capture.state.scope import EVERYTHING, Ran, Scope, Space
 from attngraph.capture.state.walk import Walk
 
@@ -97,7 +97,7 @@ class Content(Walk):
         around, self.path = self.path, _name(owner)
         for name, value in super().members(owner):
             functions = functions_of(value)
-            ran = any(id(f.__code__) in self.codes for f in functions) or is_known(owner.__module__)
+            ran = any(id(f.__code__) in self.codes for f in functions) or is_known(module_of(owner))
             if functions and not ran:
                 for number, function in enumerate(functions):
                     self._meet(f"{self.path}.{name}.{number}", function)

@@ -94,7 +94,7 @@ _WITH_STATE = (torch.Generator, torch.Stream, torch.Event, contextvars.ContextVa
 @lru_cache(maxsize=4096)
 def own_classes(kind: type) -> tuple[type, ...]:
     """The class and its bases, without those of Python's standard library and torch."""
-    return tuple(k for k in kind.__mro__ if not is_foreign(k.__module__))
+    return tuple(k for k in kind.__mro__ if not is_foreign(module_of(k)))
 
 
 @lru_cache(maxsize=4096)
@@ -110,8 +110,8 @@ def is_open(kind: type) -> bool:
     if issubclass(kind, _OPEN):
         return True
     made_here = all(k is object or k.__flags__ & _HEAP_TYPE for k in kind.__mro__)
-    root = kind.__module__.partition(".")[0]
-    return made_here and (not is_foreign(kind.__module__) or root == "torch" or root in _OPEN_FILES)
+    root = module_of(kind).partition(".")[0]
+    return made_here and (not is_foreign(module_of(kind)) or root == "torch" or root in _OPEN_FILES)
 
 
 @lru_cache(maxsize=4096)
@@ -171,6 +171,12 @@ def has_value(value: Any) -> bool:
     except (TypeError, ValueError):  # the latter of a view of memory that can be written to
         return False
     return True
+
+
+def module_of(kind: Any) -> str:
+    """The name of a class's module; "" where its instances have one of their own (numpy's ufuncs)."""
+    found = kind.__module__
+    return found if isinstance(found, str) else ""
 
 
 def is_foreign(module: str) -> bool:

@@ -30,6 +30,7 @@ from attngraph.capture.state.kinds import (
     bytes_of,
     inside,
     is_known,
+    module_of,
     own_attributes,
     set_on_entry,
     slots_of,
@@ -172,7 +173,7 @@ class RecordingWalk(Fingerprint):
 
     def kind(self, kind: type, depth: int) -> None:
         for owner in kind.__mro__:
-            counts = not is_known(owner.__module__) or issubclass(owner, nn.Module)
+            counts = not is_known(module_of(owner)) or issubclass(owner, nn.Module)
             if owner not in self.kinds and counts:
                 members = _taking([name for name, _ in self.members(owner)])
                 self.reads.add(partial(_of_class, self.reads.reference(owner), members))

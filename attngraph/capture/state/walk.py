@@ -43,6 +43,7 @@ from attngraph.capture.state.kinds import (
     is_of_stand_ins,
     is_open,
     is_plain,
+    module_of,
     own_attributes,
     own_classes,
     set_by_user,
@@ -256,7 +257,7 @@ class Walk:
     def members(self, owner: type) -> Iterator[tuple[str, Any]]:
         """The attributes of a class that count: its code, and what code that ran names. Of torch's modules,
         their forward, which users replace."""
-        if is_known(owner.__module__):
+        if is_known(module_of(owner)):
             if issubclass(owner, nn.Module) and "forward" in vars(owner):
                 yield "forward", vars(owner)["forward"]
             return
