@@ -21,7 +21,8 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, is_part
 
 _CHOICES = frozenset({"topk", "sort", "argmax", "argsort", "kthvalue", "max"})
-
+_EXTREMES = _CHOICES | {"amax", "amin", "min"}
+"""Operations of whose operands only the largest or smallest few matter."""
 _ADDING = frozenset({"index_add", "scatter_add", "scatter_reduce", "index_reduce", "index_put"})
 
 
@@ -55,7 +56,7 @@ def find_choice(meaning: Meaning, softmax: fx.Node) -> Choice | None:
         return node.all_input_nodes[:1] if _passes(meaning, node) else ()
 
     def uses_all(node: fx.Node) -> bool:
-        return any(not _passes(meaning, user) and not _chooses(user) for user in node.users)
+        return any(not _passes(meaning, user) and not _is_one_of(_EXTREMES, user) for user in node.users)
 
     after = _nearest([softmax], next_users, lambda n: any(map(_chooses, n.users)))
     if after is not None and _nearest([softmax], next_users, uses_all) is None:
@@ -75,7 +76,7 @@ def describe_edges(meaning: Meaning, exponential: fx.Node) -> str | None:
         return [user for user in node.users if _passes(meaning, user)]
 
     def adds(node: fx.Node) -> list[fx.Node]:
-        return [user for user in node.users if _adds_by_index(user)]
+        return [user for user in node.users if _is_one_of(_ADDING, user)]
 
     summed = _nearest([exponential], next_users, lambda n: bool(adds(n)))
     for total in [] if summed is None else adds(summed):
@@ -87,9 +88,9 @@ def describe_edges(meaning: Meaning, exponential: fx.Node) -> str | None:
     return None
 
 
-def _adds_by_index(node: fx.Node) -> bool:
+def _is_one_of(names: frozenset[str], node: fx.Node) -> bool:
     name = str(node.target).split(".")
-    return node.op == "call_function" and name[0] == "aten" and name[1] in _ADDING
+    return node.op == "call_function" and name[0] == "aten" and name[1] in names
 
 
 def _passes(meaning: Meaning, node: fx.Node) -> bool:
@@ -97,8 +98,7 @@ def _passes(meaning: Meaning, node: fx.Node) -> bool:
 
 
 def _chooses(node: fx.Node) -> bool:
-    name = str(node.target).split(".")
-    return node.op == "call_function" and name[0] == "aten" and name[1] in _CHOICES
+    return _is_one_of(_CHOICES, node)
 
 
 def _is_choice_part(node: fx.Node) -> bool:
