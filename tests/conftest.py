@@ -103,7 +103,7 @@ def pytest_unconfigure() -> None:
 COSTS = Path(__file__).with_name("costs.json")
 """Seconds that one case of a test takes, in the mean; tests that take less than 0.05 are left out. Measured
 by `pytest --measure-costs`, which writes what it ran."""
-SECONDS, LONGEST = 3.0, 8.0
+SECONDS, LONGEST = 1.5, 8.0
 """Of all cases of one test in a default run, and of one case that runs by default at all."""
 
 
