@@ -43,7 +43,7 @@ def test_a_terminal_shows_stages_and_the_line_is_erased(monkeypatch: pytest.Monk
     monkeypatch.setattr(progress_line, "SILENT", 0.001)
     before = threading.active_count()
     shown = compiled_with(True, monkeypatch)
-    assert re.search(r"attngraph compiles: \d+ s, capture", shown)
+    assert re.search(r"attngraph compiles: \d+ s, [a-z-]+", shown)  # whichever stages took long enough
     assert shown.endswith("\r\x1b[K") and "\n" not in shown
     assert threading.active_count() == before
 
