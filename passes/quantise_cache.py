@@ -5,7 +5,7 @@ of one token and head or as parts of these. They are rounded by `attngraph::quan
 kept with a scale for each token and head (latents have one head), and read by attention, which gets the
 scales (`ir/ops/cached_attention.py`). New tokens see each other's values unrounded. What else is kept (tokens
 of a convolution's window, values that masks read) stays as it is, and the notes say why. The result is
-approximate: by how much, `runtime/proof.py` says of the values and `runtime/drift.py` of the logits.
+approximate: by how much, `runtime/proof.py` says, of the values and of the logits.
 """
 
 from __future__ import annotations

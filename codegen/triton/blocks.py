@@ -111,8 +111,9 @@ def blocks_for(
 def _lie_in_two(
     program: ScoreProgram, D: int, Dv: int, shared: int, capability: tuple[int, int] | None
 ) -> bool:
-    """Whether rows lie in two tiles (`emit_rows.py`) where these are narrower than one: it saves products and
-    registers, and takes more instructions. On AMD's GPUs these cost more than is saved up to a width of 128.
+    """Whether rows lie in two tiles (`kernels/parts.py`) where these are narrower than one: it saves products
+    and registers, and takes more instructions. On AMD's GPUs these cost more than is saved up to a width of
+    128.
     Products of narrow tiles are slow, so rows of up to 64 lie in one. Not looked at: sm_100, rows wider than
     256, and reads for each score."""
     if not any(in_two(n)[1] for n in (D, Dv)) or (capability or (8, 0))[0] >= 10 or tiles_read(program):
@@ -157,8 +158,8 @@ def _measured(program: ScoreProgram, D: int, Dv: int) -> tuple[int, int, int, in
 
 
 _LONG = 1024
-"""Queries from which on a kernel is worth the descriptors of its tensors (`emit_ahead.py`), which the host
-makes for each call."""
+"""Queries from which on a kernel is worth the descriptors of its tensors (`kernels/forward.py`), which the
+host makes for each call."""
 
 
 def _gains_ahead(program: ScoreProgram, width: int) -> bool:

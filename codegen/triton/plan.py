@@ -42,8 +42,8 @@ WIDEST = 512
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """A tile's rows (queries) and columns (keys), and how the GPU computes it: the number of warps, the
-    pipeline stages (tiles of keys in flight), whether rows lie in two tiles (`emit_rows.py`), and whether
-    products are a tile ahead of weights (`emit_ahead.py`; forward kernels alone)."""
+    pipeline stages (tiles of keys in flight), whether rows lie in two tiles (`kernels/parts.py`), and whether
+    products are a tile ahead of weights (`kernels/forward.py`; forward kernels alone)."""
 
     q: int
     k: int

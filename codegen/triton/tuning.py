@@ -55,7 +55,7 @@ def tune(
         operands: q, k, v, as for the op, on the device. gradients: also those of the backward pass.
         cache: pages of keys and of values, and rows (`ir/ops/cached_attention.py`): attention
             over a cache is measured, with `operands` as the new tokens.
-        timer: by default `clock.py`'s. name: of the device; by default PyTorch's name.
+        timer: by default this file's. name: of the device; by default PyTorch's name.
         seconds: after so many, no other choice is begun, and the best so far is kept. The choice that is made
             without measurements is the first.
         turn: called when all choices are compiled; it returns when nothing else uses the device.

@@ -2,7 +2,8 @@
 
 That kernel multiplies no tiles. Its time is what its programs wait: for the parts' numbers, turn after turn,
 which the second cache delivers, since the kernel before has just written them. How often a program waits
-follows from the source (`emit_decode.py`): once for the row, once for each turn of its two loops.
+follows from the source (`codegen/triton/kernels/decode.py`): once for the row, once for each turn of its two
+loops.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A setting belongs to a role (layers, heads, widths, experts, vocabulary, ...) that its name tells, and every
 setting of a role gets the same small number; one that equalled a number which was replaced follows it. No
 rule knows a class. Where the result cannot be built, settings are given back their defaults one at a time
-(`one.py` decides what can be built).
+(the suite decides what can be built).
 """
 
 from __future__ import annotations
