@@ -118,5 +118,5 @@ class Proposal(Builder):
         if not self.survives or not isinstance(problem, Exception):
             return False
         log.exception("could not rewrite %s at %s", self.anchor, source_of(self.anchor))
-        self.problem = f"an error of the compiler: {problem}"
+        self.problem = f"an error of the compiler, please report it: {type(problem).__name__}: {problem}"
         return True
