@@ -107,8 +107,8 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], result:
         differs = f"what the whole sequence gives ({difference}{much}; places are [row, token, logit])"
         if step.plan.assumed:
             raise NoDecoderError(
-                "with assume_causal it is taken that no token sees a later one, but the decoder does not give "
-                f"{differs}. It was not shown of {'; '.join(step.plan.assumed)}."
+                "with assume_causal it is taken that no token sees a later one, but the decoder does not "
+                f"give {differs}. It was not shown of {'; '.join(step.plan.assumed)}."
             )
         raise NoDecoderError(f"prefill and decode do not give {differs}. Please report it.")
     return Proved(difference.relative, logits, arguments)
