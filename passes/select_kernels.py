@@ -8,6 +8,7 @@ latent attention get only the backend's name: their kernel is chosen at each cal
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph
 from attngraph.ir.ops import kernels, nodes
@@ -18,6 +19,7 @@ from attngraph.pipeline import Outcome
 class SelectKernels:
     """`backend` names a family of kernels ("cpu", "triton", "reference"); empty: any."""
 
+    serves: ClassVar[tuple[Level, ...]] = (Level.FUSED, Level.CACHED)
     backend: str = ""
     name: str = "select-kernels"
     requires: Level = Level.FUSED

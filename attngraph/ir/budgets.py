@@ -27,6 +27,9 @@ SUM_NODES = 20_000
 """Nodes of an expression that is searched for a weighted sum. A larger expression is not searched."""
 KEY_ORDERS = 4
 """Key variables for which every permutation is tried. With more, only the order of occurrence is tried."""
+SIDES = 6
+"""Sets of sizes for which a model that asks for them is traced once more, to see that it makes no difference.
+The graph is not for the others."""
 SUMMANDS = 4
 """Terms into which a sum over a range of known length is unrolled. A longer sum is not unrolled."""
 SELECTIONS = 8
@@ -77,6 +80,9 @@ PROBE_ATTEMPTS = 8
 
 # --- calls ---
 
+TIMED_SCORES = 1 << 25
+"""Scores per attention, all of which the model itself may have in memory. With more, it is not tried whether
+it is faster, and the graph serves."""
 FUSED_SCORES = 1 << 20
 """Scores per attention, in the mean over a graph's attentions. With fewer, a call on the CPU runs the model
 itself, which is at least as fast at such sizes; the report says so."""
