@@ -86,6 +86,13 @@ class Server:
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer
 
+    def alone(self, number: int, tests: Sequence[str], limit: float) -> dict[str, Any]:
+        """One run, and the process ends."""
+        try:
+            return self.run(number, tests, limit)
+        finally:
+            self.close()
+
     def close(self) -> None:
         """Let the process end."""
         assert self.process.stdin
