@@ -155,15 +155,26 @@ def _one_by_one(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor, down: Tensor,
     return y
 
 
-@pytest.mark.parametrize("of", [_einsum, _softmax, _batched, _gathered, _one_by_one])
-def test_experts_of_any_spelling_are_divided_and_added_up_once(
-    same_on_ranks: Compared, of: Callable[..., Tensor]
-) -> None:
+def _is_divided_once(same_on_ranks: Compared, of: Callable[..., Tensor]) -> None:
     """One sum over ranks of a token's width, after its experts are added."""
     entry = same_on_ranks(Written(of), 4, torch.randn(2, 5, 16, dtype=torch.float64))
     assert {e.what for e in entry.divided} == {"hidden units"}
     assert [(s.what, s.bytes_per_token) for s in entry.sent] == [("all-reduce", 128)]
     assert {name for name, _, _ in entry.whole} <= {"gate.weight", "out"}
+
+
+@pytest.mark.parametrize("of", [_einsum, _softmax, _batched])
+def test_experts_of_any_spelling_are_divided_and_added_up_once(
+    same_on_ranks: Compared, of: Callable[..., Tensor]
+) -> None:
+    _is_divided_once(same_on_ranks, of)
+
+
+@pytest.mark.parametrize("of", [_gathered, _one_by_one])
+def test_single_experts_that_are_taken_are_divided_and_added_up_once(
+    same_on_ranks: Compared, of: Callable[..., Tensor]
+) -> None:
+    _is_divided_once(same_on_ranks, of)
 
 
 def _mixed(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor, down: Tensor, out: Tensor) -> Tensor:
