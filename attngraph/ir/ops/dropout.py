@@ -16,8 +16,7 @@ from torch import Tensor
 
 from attngraph.ir.language import evaluate
 from attngraph.ir.language.evaluate import Environment, Tile
-
-torch.library.define("attngraph::dropout", "(Tensor value, Tensor seed, float p) -> Tensor")
+from attngraph.ir.ops.declare import declare
 
 
 def dropout(value: Tensor, seed: Any, rate: float, kept: Tensor | None = None) -> Tensor:
@@ -26,7 +25,9 @@ def dropout(value: Tensor, seed: Any, rate: float, kept: Tensor | None = None) -
     return torch.where(kept, value * (1 / (1 - rate)), 0.0)
 
 
-torch.library.impl("attngraph::dropout", "CompositeImplicitAutograd")(dropout)
+@declare()
+def _dropout(value: Tensor, seed: Tensor, p: float) -> Tensor:
+    return dropout(value, seed, p)
 
 
 def kept_elements(

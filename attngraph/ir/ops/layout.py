@@ -18,9 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-torch.library.define("attngraph::laid_out", "(Tensor(a) x, int[] order) -> Tensor(a)")
+from attngraph.ir.ops.declare import Size, Sizes, declare
 
 
+@declare(schema="(Tensor(a) x, int[] order) -> Tensor(a)", plain=True)
 def laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:
     """The tensor with its dimensions in this order in memory, from slowest to fastest; unchanged if they are
     already, or if no order is given."""
@@ -33,18 +34,8 @@ def laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:
     return dense.contiguous().permute(inverse)
 
 
-torch.library.impl("attngraph::laid_out", "CompositeImplicitAutograd")(laid_out)
-
-
-torch.library.define(
-    "attngraph::strided_scatter",
-    "(Tensor x, Tensor src, SymInt[] size, SymInt[] stride, SymInt storage_offset) -> Tensor",
-)
-
-
-def strided_scatter(
-    x: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int
-) -> Tensor:  # fmt: skip
+@declare(plain=True)
+def strided_scatter(x: Tensor, src: Tensor, size: Sizes, stride: Sizes, storage_offset: Size) -> Tensor:
     strides = x.stride()
     order = sorted(range(x.ndim), key=lambda d: (-strides[d], d))
     inverse = sorted(range(x.ndim), key=order.__getitem__)
@@ -55,6 +46,3 @@ def strided_scatter(
         places = places + along.view([-1 if d == axis else 1 for d in range(len(size))])
     written = memory.reshape(-1).index_put((places.reshape(-1),), src.reshape(-1))
     return written.reshape(memory.shape).permute(inverse)
-
-
-torch.library.impl("attngraph::strided_scatter", "CompositeImplicitAutograd")(strided_scatter)

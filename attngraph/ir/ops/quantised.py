@@ -24,6 +24,7 @@ the integers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +32,8 @@ from torch import Tensor
 
 from attngraph.ir.dtypes import DTYPES, SCALED
 from attngraph.ir.language.packed import Packed
-from attngraph.ir.ops.transforms import refuse_derivatives
+from attngraph.ir.ops.declare import INSTEAD, declare
 
-torch.library.define("attngraph::quantised", "(Tensor[] values, str dtype) -> Tensor[]")
 LARGEST = {dtype: DTYPES[dtype].largest for dtype in SCALED}
 """The largest number of each dtype that is used."""
 NAMES = {DTYPES[dtype].name: dtype for dtype in SCALED}
@@ -70,34 +70,22 @@ def largest_error(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return _SLACK * torch.maximum(_RELATIVE * values.double().abs(), _FINEST * by)
 
 
-@torch.library.impl("attngraph::quantised", "CompositeExplicitAutograd")
-def _quantised(values: Sequence[Tensor], dtype: str) -> list[Tensor]:
-    with torch.no_grad():
-        together = torch.stack(list(values))
-        found, scales = quantise(together, NAMES[dtype])
-        return [*found.unbind(), *scales.unbind()]
+def _shapes(a: Any) -> list[Tensor]:
+    found = [value.new_empty(value.shape, dtype=NAMES[a.dtype]) for value in a.values]
+    return found + [value.new_empty(value.shape[:-1], dtype=torch.float32) for value in a.values]
 
 
-@torch.library.register_fake("attngraph::quantised")  # type: ignore[untyped-decorator]
-def _quantised_fake(values: Sequence[Tensor], dtype: str) -> list[Tensor]:
-    found = [value.new_empty(value.shape, dtype=NAMES[dtype]) for value in values]
-    return found + [value.new_empty(value.shape[:-1], dtype=torch.float32) for value in values]
-
-
-quantised = torch.ops.attngraph.quantised.default
-refuse_derivatives("quantised", "a decoder has no gradients: differentiate the model itself")
+@declare(fake=_shapes, derivatives=INSTEAD)
+def quantised(values: Sequence[Tensor], dtype: str) -> list[Tensor]:
+    found, scales = quantise(torch.stack(list(values)), NAMES[dtype])
+    return [*found.unbind(), *scales.unbind()]
 
 
 # --- weights of integers ---
 
-torch.library.define("attngraph::unpack", "(Tensor w, int outs, str packed) -> Tensor")
-torch.library.define(
-    "attngraph::linear_q", "(Tensor x, Tensor w, Tensor? scales, Tensor? zeros, Tensor? bias) -> Tensor"
-)
 
-
-@torch.library.impl("attngraph::linear_q", "CompositeImplicitAutograd")
-def _linear_q(
+@declare()
+def linear_q(
     x: Tensor, w: Tensor, scales: Tensor | None, zeros: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     return F.linear(x, dequantised(w, scales, zeros, x.dtype), bias)
@@ -117,10 +105,6 @@ def dequantised(w: Tensor, scales: Tensor | None, zeros: Tensor | None, dtype: t
     return parts.reshape(whole.shape)
 
 
-@torch.library.impl("attngraph::unpack", "CompositeImplicitAutograd")
-def _unpack(w: Tensor, outs: int, packed: str) -> Tensor:
+@declare()
+def unpack(w: Tensor, outs: int, packed: str) -> Tensor:
     return Packed.of(packed).unpacked(w, outs)
-
-
-linear_q = torch.ops.attngraph.linear_q.default
-unpack = torch.ops.attngraph.unpack.default

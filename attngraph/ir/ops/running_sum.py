@@ -37,8 +37,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.cached_attention import INSTEAD, numbers_of
-from attngraph.ir.ops.transforms import refuse_derivatives
+from attngraph.ir.ops.cached_attention import numbers_of
+from attngraph.ir.ops.declare import INSTEAD, declare
 
 CHUNK, CHUNK_OF_VECTORS = 64, 16
 """Tokens computed at once; where every key digit has a decay of its own, products of decays are larger."""
@@ -56,15 +56,9 @@ class Runner(Protocol):
 RUNNERS: list[Runner] = []
 """In order of preference; plain PyTorch computes what none supports."""
 
-torch.library.define(
-    "attngraph::running_sum",
-    "(Tensor? q, Tensor? k, Tensor v, Tensor? decay, Tensor state, Tensor starts, bool inclusive=True, "
-    "Tensor? left=None, Tensor? right=None, bool less_one=False) -> (Tensor, Tensor)",
-)
 
-
-@torch.library.impl("attngraph::running_sum", "CompositeExplicitAutograd")
-def _running_sum(
+@declare(fake=lambda a: (torch.empty_like(a.v), torch.empty_like(a.state)), derivatives=INSTEAD)
+def running_sum(
     q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
     inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None, less_one: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -205,15 +199,3 @@ def _between(decay: Tensor) -> Tensor:
     factors = torch.where(later.unsqueeze(-1), decay.unsqueeze(3), 1.0)
     seen = torch.ones(count, count, dtype=torch.bool, device=decay.device).tril()
     return torch.where(seen.unsqueeze(-1), factors.cumprod(2), 0.0)
-
-
-@torch.library.register_fake("attngraph::running_sum")  # type: ignore[untyped-decorator]
-def _running_sum_fake(
-    q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
-    inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None, less_one: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(v), torch.empty_like(state)
-
-
-running_sum = torch.ops.attngraph.running_sum.default
-refuse_derivatives("running_sum", INSTEAD)
