@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from attngraph.errors import AttnGraphError, PassError, VerificationError
-from attngraph.ir.graph.printer import format_file
-from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.graph import Level, ProgramGraph, format_file
 from attngraph.ir.graph.seen import is_unchanged, seen
 from attngraph.ir.graph.verify import verify
 from attngraph.ir.modes import own_modes

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.infer import infer_once
+from attngraph.ir.graph import ORIGIN, infer_once
 from attngraph.ir.graph.program_graph import ProgramGraph, makes_a_size
-from attngraph.ir.graph.source import ORIGIN
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import is_example

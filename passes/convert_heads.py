@@ -32,8 +32,7 @@ from attngraph.ir.graph.program_graph import (
     replace_in_other_users,
 )
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.nodes import Attention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.comparison import compare, elementwise

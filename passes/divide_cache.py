@@ -19,11 +19,9 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
+from attngraph.ir.graph import Input, Level, ProgramGraph, computed_from, is_size, op_name, source_of
 from attngraph.ir.graph.infer import infer
-from attngraph.ir.graph.program_graph import Input, Level, ProgramGraph, computed_from, is_size, op_name
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Store, in_ring
 from attngraph.ir.ops.divided_attention import bytes_exchanged

@@ -21,13 +21,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten
 
-from attngraph.ir.graph.call import argument
+from attngraph.ir.graph import argument, source_of
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, sort
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import operation
-from attngraph.ir.language.score import Keep, ScoreProgram, Statement
+from attngraph.ir.language import E, Expr, Keep, ScoreProgram, Statement, operation
 from attngraph.ir.ops.nodes import Attention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import layout

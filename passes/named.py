@@ -14,9 +14,7 @@ from collections.abc import Callable
 from torch import fx
 
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import expression
+from attngraph.ir.language import E, Expr, expression
 from attngraph.ir.language.token_program import extent
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning

@@ -20,8 +20,7 @@ from typing import Self
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import ProgramGraph, source_of
 from attngraph.ir.language.score import ProgramError
 from attngraph.meaning.attention.claim import NO_VIEW
 from attngraph.meaning.attention.layout import NoView

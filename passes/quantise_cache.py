@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from attngraph.ir.graph import Input, Level, Output, ProgramGraph, is_size, op_name, source_of
 from attngraph.ir.graph.infer import infer
-from attngraph.ir.graph.program_graph import Input, Level, Output, ProgramGraph, is_size, op_name
-from attngraph.ir.graph.source import source_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Store
 from attngraph.ir.ops.quantised import NAMES, quantised

@@ -20,14 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.packed import Packed
+from attngraph.ir.graph import Level, ProgramGraph, source_of
+from attngraph.ir.language import E, Expr, Packed
 from attngraph.ir.ops.quantised import linear_q, unpack
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import recombined, split_digits
+from attngraph.meaning.algebra import M, recombined, split_digits
 from attngraph.meaning.algebra.packed import find_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.layout import NoView, ViewOp

@@ -18,8 +18,7 @@ from torch import fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, is_empty, is_size
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import INDICES, Keep, Score, Weight
 from attngraph.ir.ops.linear_attention import linear_attention
 from attngraph.meaning.algebra.sizes import evaluate_size

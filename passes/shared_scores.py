@@ -17,8 +17,7 @@ from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, operands_first
 from attngraph.ir.graph.source import own_line
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning.algebra import M, evaluate_size, size_expression
 from attngraph.meaning.attention.claim import Attention, Operand
 from attngraph.meaning.attention.program import Seed, Source
 from attngraph.meaning.element import Meaning

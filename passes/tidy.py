@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import RULES, Category, Unliftable, category_of
 from attngraph.meaning.rules import movement

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.overloads import implied
-from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.graph import implied, is_size
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra.sizes import size_expression
 

@@ -45,8 +45,7 @@ from attngraph.capture.structure import classes_in, flatten
 from attngraph.capture.subgraphs import function_refusal
 from attngraph.errors import CaptureError
 from attngraph.ir.garbage import without_collections
-from attngraph.ir.graph.program_graph import Output, ProgramGraph
-from attngraph.ir.graph.source import short_path
+from attngraph.ir.graph import Output, ProgramGraph, short_path
 from attngraph.ir.graph.verify import accept
 
 _CHATTY = (

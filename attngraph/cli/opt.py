@@ -10,9 +10,8 @@ from dataclasses import asdict
 
 from attngraph import pipeline
 from attngraph.cli.terminal import Progress, TargetError
+from attngraph.ir.graph import ProgramGraph, format_file
 from attngraph.ir.graph.literals import split
-from attngraph.ir.graph.printer import format_file
-from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.operations import of_library, spaces
 from attngraph.ir.ops import nodes
 from attngraph.passes import pass_named

@@ -21,9 +21,7 @@ from attngraph.exporter.masks import Places
 from attngraph.exporter.report import ExportedAttention
 from attngraph.exporter.standard import NotStandard, Standard, standard_form
 from attngraph.exporter.tracing import varies
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Environment
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import Environment, ScoreProgram, evaluate
 from attngraph.ir.ops import kernels
 
 OPERATION, SDPA, PLAIN = "Attention operation", "scaled_dot_product_attention", "plain operations"

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from attngraph.exporter.standard import LOWEST, Standard
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import Keep, Statement
+from attngraph.ir.language import Environment, Expr, Keep, Statement, Tile, evaluate
 from attngraph.ir.ops.kernels import accumulation_dtype
 
 

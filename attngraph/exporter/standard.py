@@ -17,10 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attngraph.ir.language import evaluate
-from attngraph.ir.language import expr as E
+from attngraph.ir.language import E, evaluate, operation
 from attngraph.ir.language.expr import Expr, format_number
-from attngraph.ir.language.parser import operation
 from attngraph.ir.language.score import (
     DOT,
     SCORE,

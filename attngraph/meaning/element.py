@@ -18,13 +18,10 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning import constants
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M, is_example, ranges, size_expression
 from attngraph.meaning.algebra.size_names import SizeNames
-from attngraph.meaning.algebra.sizes import is_example, size_expression
 from attngraph.meaning.constant_folding import ConstantFolding
 from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.rule import (

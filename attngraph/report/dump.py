@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from attngraph.errors import DumpError
+from attngraph.ir.graph import ProgramGraph, read_graph
 from attngraph.ir.graph.printer import input_name
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.reader import read_graph
 from attngraph.ir.graph.values import decode, encode
 from attngraph.ir.records import made
 from attngraph.report.entries import AttentionEntry, Break, KernelEntry, PassRecord, TokenProgramEntry

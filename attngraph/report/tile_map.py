@@ -16,10 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.expr import format_expr
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import Environment, ScoreProgram, Tile, format_expr, parse
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.tiles import Cut, Grid
 from attngraph.meaning.masks.visible import FILLED, HIDDEN, KEPT, unknown_names, visible

@@ -17,8 +17,7 @@ from torch import Tensor
 from attngraph.capture.guards import size_value
 from attngraph.capture.sides import Sides, assumed, bound_above, in_words
 from attngraph.capture.structure import flatten
-from attngraph.ir.graph.conditions import holds
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph import ProgramGraph, holds
 
 ROWS, TOKENS = "sequences", "tokens"
 

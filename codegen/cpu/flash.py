@@ -17,8 +17,7 @@ from torch._subclasses import FakeTensor
 from attngraph.codegen.cpu import soft
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.ir.dtypes import FLOATS
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import Keep, ScoreProgram
+from attngraph.ir.language import Keep, ScoreProgram, parse
 from attngraph.ir.ops.kernels import TRUSTED, Kernel, Operands
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from attngraph.codegen.scalar.derivative import ZERO, derivative, formula_of, slopes
 from attngraph.codegen.scalar.read_gradients import ReadGradient
 from attngraph.codegen.scalar.writer import FACTOR, Writer
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import DOT, SCORE, Keep, Score
+from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, Score
 
 
 class Chain:

@@ -15,10 +15,7 @@ import operator
 from collections.abc import Callable, Iterable
 
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.ir.language import evaluate
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
+from attngraph.ir.language import E, Expr, evaluate, operation_of
 from attngraph.meaning.algebra import intervals
 from attngraph.meaning.algebra.intervals import Bounds, Box, Interval
 

@@ -28,11 +28,7 @@ from torch import Tensor
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.derivative import ZERO, derivative
 from attngraph.codegen.scalar.weights import weight_multiple
-from attngraph.ir.language import evaluate
-from attngraph.ir.language import expr as E
-from attngraph.ir.language import score as S
-from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Environment, Expr, S, Tile, evaluate
 from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, ScoreProgram
 from attngraph.ir.ops.kernels import gradients
 

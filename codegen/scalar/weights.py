@@ -11,10 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr, format_expr
-from attngraph.ir.language.parser import operation
-from attngraph.ir.language.score import DOT, WEIGHT, ScoreProgram, Weight
+from attngraph.ir.language import DOT, WEIGHT, E, Expr, ScoreProgram, Weight, format_expr, operation
 
 _ONE = E.const(1.0)
 

@@ -18,8 +18,7 @@ from attngraph.codegen.triton.plan import (
     tiles_read,
     window_of,
 )
-from attngraph.ir.language import score as S
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import S, ScoreProgram
 
 # (128, 64) at width 256 spills on sm_100, and 128 keys on sm_100 and with the masks of padded widths.
 _HALF = {

@@ -29,9 +29,7 @@ from attngraph.codegen.triton.plan import (
     stays_trusted,
     window_of,
 )
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr, format_expr
-from attngraph.ir.language.score import Keep, Score, Sink, Weight
+from attngraph.ir.language import E, Expr, Keep, Score, Sink, Weight, format_expr
 from attngraph.ir.ops.kernels import TRUSTED
 
 LOWEST = "-3.4028234663852886e+38"

@@ -59,8 +59,7 @@ from attngraph.codegen.triton.store import (
     launch_options,
     read_arguments,
 )
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
 
 UNCHECKED = (

@@ -13,11 +13,7 @@ import math
 import torch
 
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.ir.language import expr as E
-from attngraph.ir.language import score as S
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Statement, Weight
+from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, S, Score, ScoreProgram, Statement, Weight, parse
 from attngraph.ir.ops.kernels import TRUSTED
 from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.masks.fold import UNDERFLOWS, any_fill, seen

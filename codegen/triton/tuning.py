@@ -24,8 +24,7 @@ from attngraph.codegen.scalar.read_gradients import wanted_gradients
 from attngraph.codegen.triton import decode, device, launch, tuned
 from attngraph.codegen.triton.blocks import decode_blocks
 from attngraph.codegen.triton.plan import Blocks, in_two, padded
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import ScoreProgram, parse
 from attngraph.ir.ops.cached_attention import Rows, counts, row_by_row
 from attngraph.ir.ops.kernels import Operands
 

@@ -32,10 +32,7 @@ from attngraph.codegen.triton.plan import (
     soft_diagonal,
     soft_masks,
 )
-from attngraph.ir.language import expr as E
-from attngraph.ir.language import score as S
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import DOT, SCORE, Keep, ScoreProgram, Statement
+from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, S, ScoreProgram, Statement
 from attngraph.ir.ops.kernels import Operands
 from attngraph.ir.ops.sharing import shared
 from attngraph.ir.versions import version_of

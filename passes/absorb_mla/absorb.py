@@ -26,14 +26,12 @@ from torch import fx
 from attngraph.ir import choices
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate, move_to_stage
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram
+from attngraph.ir.language import DOT, SCORE, E, Keep, Score, ScoreProgram
 from attngraph.ir.ops import cost
 from attngraph.ir.ops.cost import LatentSizes
 from attngraph.ir.ops.latent_attention import sizes_of
 from attngraph.ir.ops.nodes import Attention, AttentionOp, LatentAttention
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.attention.latent import Latent, Latents, Obstacle, Stretch
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region

@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import recombined, split_digits
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import M, recombined, split_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.latent import Latents, Obstacle
 from attngraph.meaning.element import Meaning

@@ -17,11 +17,7 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
-from attngraph.ir.language.packed import Packed
-from attngraph.ir.language.parser import operation
+from attngraph.ir.language import E, Expr, Packed, operation, operation_of
 from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
 from attngraph.ir.ops.quantised import unpack
 from attngraph.meaning.algebra import simplify as M

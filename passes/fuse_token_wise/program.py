@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from attngraph.ir.language import expr as E
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language import token_program as language
-from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.packed import WORD
 from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram
 from attngraph.passes.fuse_token_wise.formulas import (

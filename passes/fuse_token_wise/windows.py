@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
-from attngraph.ir.graph.call import argument
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph import ProgramGraph, argument
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.history import last_tokens, with_earlier
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
-from attngraph.ir.graph.conditions import holds
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph import holds, source_of
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.running_sum import running_sum
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.comparison import compare, elementwise

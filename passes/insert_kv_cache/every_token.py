@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, is_size, op_name
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.ir.graph import ProgramGraph, computed_from, is_size, op_name, source_of
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens

@@ -18,12 +18,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from attngraph.errors import NoDecoderError
+from attngraph.ir.graph import ProgramGraph, is_size, op_name, source_of
 from attngraph.ir.graph.infer import infer, infer_once
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size, op_name
-from attngraph.ir.graph.source import source_of
 from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder
 

@@ -24,8 +24,7 @@ from torch import fx
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import RESULTS, Level, Output, ProgramGraph, op_name, operands_first
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.tokens.facts import Fact, Kind, Scan

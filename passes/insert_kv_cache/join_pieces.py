@@ -20,8 +20,7 @@ from torch import fx
 
 from attngraph.errors import AttnGraphError
 from attngraph.ir import budgets
-from attngraph.ir.graph.program_graph import ProgramGraph, is_random, is_size
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import ProgramGraph, is_random, is_size, source_of
 from attngraph.meaning.check.once import Checks
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal

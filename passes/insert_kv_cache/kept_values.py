@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import ProgramGraph, op_name
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph import ProgramGraph, module_of, op_name, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.cached_attention import Store
 from attngraph.ir.ops.nodes import AttentionOp

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, is_size, op_name
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import ProgramGraph, computed_from, is_size, op_name, source_of
 from attngraph.ir.language import expr as E
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable

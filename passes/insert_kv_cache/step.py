@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph import ProgramGraph, module_of, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.cached_attention import Carried
 from attngraph.meaning.tokens.tokens import Tokens

@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import Input, ProgramGraph, Rate, source_of
 from attngraph.ir.ops.cached_attention import Carried, Store
 from attngraph.meaning.tokens.tokens import Tokens
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import FUNCTIONS, OPERATORS
+from attngraph.ir.language import FUNCTIONS, OPERATORS, Expr
 from attngraph.meaning.attention.layout import NoView, solve
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.tokens.axes import Space

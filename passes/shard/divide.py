@@ -9,8 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph
-from attngraph.ir.graph.ranks import Axis, Ranks
+from attngraph.ir.graph import Axis, Level, ProgramGraph, Ranks
 from attngraph.passes.canonicalize import forget_operands_of_dtype
 from attngraph.pipeline import Outcome
 

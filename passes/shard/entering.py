@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.ranks import Axis
-from attngraph.ir.graph.source import ORIGIN
+from attngraph.ir.graph import ORIGIN, Axis, ProgramGraph
 from attngraph.ir.ops.collectives import SUM_GRADIENTS
 
 LEARNED = ("parameter", "shard", "argument")

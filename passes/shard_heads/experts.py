@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph import ProgramGraph, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops.experts import EXPERT_ROWS
 from attngraph.meaning.placement.demand import How, Part, Unplaced, Use

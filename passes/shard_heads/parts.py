@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import Input, ProgramGraph
+from attngraph.ir.graph import ORIGIN, Input, ProgramGraph
 from attngraph.ir.graph.ranks import Axis, Numbers, Shard
-from attngraph.ir.graph.source import ORIGIN
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import reindexed
+from attngraph.ir.language import E, reindexed
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE
 from attngraph.meaning.element import Meaning

@@ -15,9 +15,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.ranks import Axis, Ranks
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph import Axis, ProgramGraph, Ranks, module_of, source_of
 from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph import ProgramGraph, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
 from attngraph.meaning.placement.regions import Product, Regions

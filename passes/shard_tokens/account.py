@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.ranks import Axis
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import Axis, ProgramGraph, source_of
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.collectives import SUM_GRADIENTS
 from attngraph.ir.ops.token_collectives import ALL_TOKENS, FETCH_KEYS, TOKENS, Layout, needed_keys

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from attngraph.ir.graph.call import arguments
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+from attngraph.ir.graph import ProgramGraph, arguments, is_size
 from attngraph.meaning.check.once import Checks
 from attngraph.passes.proposal import Proposal
 

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
-from attngraph.ir.graph.ranks import Axis, Ranks
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import Axis, ProgramGraph, Ranks, is_measured, is_size, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import size_expression

@@ -15,11 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size
-from attngraph.ir.graph.ranks import Axis
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import ScoreProgram, reindexed
+from attngraph.ir.graph import Axis, ProgramGraph, is_size
+from attngraph.ir.language import E, Expr, ScoreProgram, reindexed
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.token_collectives import ALL_TOKENS, FETCH_KEYS, OWN_TOKENS, Layout
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression

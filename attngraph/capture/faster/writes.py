@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from attngraph.capture.program.functional import is_dense
-from attngraph.ir.graph.infer import infer_once
-from attngraph.ir.graph.program_graph import may_alias
+from attngraph.ir.graph import infer_once, may_alias
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

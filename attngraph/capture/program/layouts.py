@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from attngraph.capture.lines import refused
 from attngraph.capture.program.exported import memory_order
-from attngraph.ir.graph.infer import infer_once
+from attngraph.ir.graph import infer_once, source_of
 from attngraph.ir.graph.program_graph import (
     RESULTS,
     ProgramGraph,
@@ -33,7 +33,6 @@ from attngraph.ir.graph.program_graph import (
     op_name,
     replace_in_other_users,
 )
-from attngraph.ir.graph.source import source_of
 from attngraph.meaning.rule import ELEMENTWISE, category_of
 
 aten = torch.ops.aten

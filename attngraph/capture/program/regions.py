@@ -25,8 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from attngraph.capture.lines import refused
 from attngraph.errors import CaptureError
-from attngraph.ir.graph.program_graph import may_alias
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import may_alias, source_of
 
 aten = torch.ops.aten
 _UNDIFFERENTIATED = frozenset(

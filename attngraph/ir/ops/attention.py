@@ -20,10 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import format_expr
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import E, ScoreProgram, format_expr, parse
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.declare import Sizes, declare
 from attngraph.ir.ops.kernels import KERNELS, Kernel

@@ -29,9 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.parser import operation, parse
-from attngraph.ir.language.score import ScoreProgram, Statement
+from attngraph.ir.language import E, ScoreProgram, Statement, operation, parse
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.attention import check_operands
 from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative

@@ -27,9 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.parser import operation, parse
-from attngraph.ir.language.score import ScoreProgram, Sink
+from attngraph.ir.language import E, ScoreProgram, Sink, operation, parse
 from attngraph.ir.ops import cached_attention as cached
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops import latent_attention as latents

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Environment, Tile
+from attngraph.ir.language import Environment, Tile, evaluate
 from attngraph.ir.ops.declare import declare
 
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from attngraph.errors import BackendError
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import Environment, ScoreProgram, Tile, evaluate
 from attngraph.ir.ops import memory
 
 Operands = tuple[Tensor, Tensor, Tensor]

@@ -33,8 +33,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import ScoreProgram, parse
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.attention import check_operands
 from attngraph.ir.ops.cached_attention import (

@@ -14,9 +14,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.parser import parse
+from attngraph.ir.language import Environment, Tile, evaluate, parse
 from attngraph.ir.ops.declare import Sizes, declare
 
 CHUNK = 64

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 import torch
 from torch import fx
 
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import ScoreProgram, parse
 from attngraph.ir.ops import (
     attention,
     divided_attention,

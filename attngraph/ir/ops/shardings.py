@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import E, ScoreProgram, parse
 
 _OPS = torch.ops.attngraph
 ROW, HEAD = ("b", 0), ("h", 1)

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from attngraph.ir.dtypes import NAMED
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
+from attngraph.ir.language import E, Expr, operation_of
 from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram, extent, parse
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.declare import INSTEAD, declare, require_no_derivative

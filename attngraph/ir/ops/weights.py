@@ -14,9 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Tile
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import ScoreProgram, Tile, evaluate
 from attngraph.ir.ops import kernels
 
 SCORES = 1 << 20

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 

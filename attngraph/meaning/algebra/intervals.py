@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
+from attngraph.ir.language import Expr, operation_of
 from attngraph.ir.language.score import INDICES
 
 Interval = tuple[float, float]

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.packed import BITS, Packed
 from attngraph.meaning.algebra import simplify as M
 

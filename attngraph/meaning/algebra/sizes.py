@@ -20,8 +20,7 @@ from typing import Any
 import sympy
 import torch
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.rule import Unliftable
 

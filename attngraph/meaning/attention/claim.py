@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import DOT, INDICES, ScoreProgram, Sink
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.digits import Digits, extent, recombined, split_digits

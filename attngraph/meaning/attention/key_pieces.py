@@ -16,11 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import op_name
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import WEIGHT
+from attngraph.ir.graph import op_name, source_of
+from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import Sum, Term, Value
 from attngraph.meaning.attention.normaliser import open_sums

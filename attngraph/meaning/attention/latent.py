@@ -21,13 +21,9 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import op_name
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import recombined, split_digits
+from attngraph.ir.graph import op_name, source_of
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import M, ranges, recombined, split_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.claim import View
 from attngraph.meaning.element import Meaning

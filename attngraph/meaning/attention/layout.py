@@ -10,10 +10,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import M, ranges
 
 Roles = tuple[tuple[Expr, ...], ...]
 

@@ -14,10 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import Digits, recombined, split_digits
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import Digits, M, recombined, split_digits
 from attngraph.meaning.attention.refusal import Refusal
 
 Look = Callable[[Expr], Expr]

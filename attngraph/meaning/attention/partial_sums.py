@@ -24,8 +24,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from attngraph.ir.graph.program_graph import is_random, operands_first
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import (
     Fraction,

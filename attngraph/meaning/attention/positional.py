@@ -12,8 +12,7 @@ import math
 
 from torch import fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention.weighted_sums import KeyPart
 from attngraph.meaning.element import Meaning

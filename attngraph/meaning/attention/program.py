@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import operation
+from attngraph.ir.language import E, Expr, operation
 from attngraph.ir.language.score import (
     INDICES,
     SCORE,
@@ -23,9 +21,7 @@ from attngraph.ir.language.score import (
     Statement,
     Weight,
 )
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, ranges, size_expression
 from attngraph.meaning.attention.finite_scores import with_finite_dots
 from attngraph.meaning.masks.fold import UNDERFLOWS
 

@@ -16,9 +16,7 @@ import torch
 from torch import fx
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import DOT
+from attngraph.ir.language import DOT, E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots

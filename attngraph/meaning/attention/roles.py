@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra.digits import Digits
 from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.element import has_data

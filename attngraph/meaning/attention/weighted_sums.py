@@ -21,9 +21,7 @@ import itertools
 from collections.abc import Sequence
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import WEIGHT
+from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention.dot import Dot
 from attngraph.meaning.attention.normaliser import (

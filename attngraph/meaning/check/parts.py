@@ -19,9 +19,7 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import is_size, operands_first
-from attngraph.ir.language import expr as E
-from attngraph.ir.language import score as S
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr, S
 from attngraph.ir.ops import nodes
 from attngraph.meaning.check.dropout import drop
 from attngraph.meaning.check.oracle import Oracle

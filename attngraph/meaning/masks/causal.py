@@ -10,8 +10,7 @@ import dataclasses
 import functools
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import Keep, ScoreProgram, format_statement
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks import words as masks

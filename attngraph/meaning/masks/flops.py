@@ -22,9 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
-from attngraph.ir.language import token_program
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import ScoreProgram, parse, token_program
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Rows, counts, shift
 from attngraph.ir.ops.latent_attention import LatentNode

@@ -21,10 +21,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
-from attngraph.ir.language.parser import operation
+from attngraph.ir.language import E, Expr, operation, operation_of
 from attngraph.ir.language.score import SCORE, WEIGHT, Keep, Score, Statement, Weight
 
 UNDERFLOWS = 1000.0

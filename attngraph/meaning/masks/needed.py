@@ -12,10 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import Keep, ScoreProgram
+from attngraph.ir.language import E, Expr, Keep, ScoreProgram, parse
 from attngraph.ir.ops.token_collectives import NEEDED, Layout
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks.fold import low_fill, seen

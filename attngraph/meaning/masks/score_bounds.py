@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import math
 
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import Keep, ScoreProgram
+from attngraph.ir.language import Expr, Keep, ScoreProgram
 from attngraph.meaning.algebra.intervals import EVERYTHING, Box, Interval, interval
 from attngraph.meaning.masks.fold import Domain, added_to_score, fold
 

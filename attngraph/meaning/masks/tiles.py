@@ -13,9 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import Keep, ScoreProgram
+from attngraph.ir.language import E, Expr, Keep, ScoreProgram
 from attngraph.meaning.algebra.intervals import (
     EVERYTHING,
     Bounds,

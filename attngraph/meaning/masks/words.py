@@ -9,9 +9,8 @@ from torch import Tensor, fx
 
 from attngraph.ir.dtypes import DTYPES, FLOATS
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language import expr as E
+from attngraph.ir.language import E, Keep, Score, ScoreProgram
 from attngraph.ir.language.expr import Expr, format_expr, format_number
-from attngraph.ir.language.score import Keep, Score, ScoreProgram
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.rule import ELEMENTWISE, category_of
 

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.meaning.element import Meaning

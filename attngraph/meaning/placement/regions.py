@@ -17,10 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Input, ProgramGraph, computed_from
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph import Input, ProgramGraph, computed_from, source_of
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Demand, How, Part, Unplaced, Use

@@ -22,8 +22,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, is_size
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression

@@ -16,8 +16,7 @@ from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning import constants
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning

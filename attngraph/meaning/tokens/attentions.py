@@ -16,12 +16,10 @@ from collections.abc import Collection, Mapping
 
 from torch import fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import SCORE, Keep, Score, ScoreProgram, Statement, Weight, formulas
 from attngraph.ir.ops import nodes
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.attention.program import rewritten
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import examine

@@ -12,12 +12,8 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import Digits, recombined
-from attngraph.meaning.algebra.sizes import is_example
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import Digits, M, is_example, ranges, recombined
 
 Indices = tuple[Expr, ...]
 Axes = tuple[Digits, ...]

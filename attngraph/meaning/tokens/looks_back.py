@@ -24,10 +24,8 @@ from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import op_name
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import M, ranges
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.fold import HIDES
 from attngraph.meaning.rule import Unliftable

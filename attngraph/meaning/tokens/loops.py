@@ -24,10 +24,8 @@ import networkx as nx
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import is_size, op_name, operands_first
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph import is_size, op_name, operands_first, source_of
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.axes import Axes, Indices, Space

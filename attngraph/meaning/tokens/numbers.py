@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.call import argument
-from attngraph.ir.graph.program_graph import is_measured, is_size, operands_first
+from attngraph.ir.graph import argument, is_measured, is_size, operands_first
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import size_expression

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, Sink
+from attngraph.ir.language import DOT, SCORE, WEIGHT, E, Expr, Keep, Score, Sink
 from attngraph.ir.ops import nodes
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Indices, Unliftable, axis, is_part
 from attngraph.meaning.tokens.largest import chosen

@@ -26,11 +26,9 @@ from types import MappingProxyType
 from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens import opaque

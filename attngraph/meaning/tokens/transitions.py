@@ -11,8 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.tokens.unfold import Term
 

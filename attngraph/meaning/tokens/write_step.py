@@ -12,8 +12,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import is_size, operands_first
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.step_program import written
 from attngraph.ir.ops.nodes import view
 from attngraph.meaning.tokens.axes import Indices

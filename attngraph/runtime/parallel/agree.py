@@ -19,8 +19,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from attngraph.errors import DisagreementError
-from attngraph.ir.graph.printer import format_file
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph import ProgramGraph, format_file
 from attngraph.runtime.parallel.mesh import RankMesh
 
 

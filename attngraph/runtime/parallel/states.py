@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.ranks import Ranks
+from attngraph.ir.graph import ProgramGraph, Ranks
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.meaning.check.oracle import Oracle
 from attngraph.meaning.check.ranks import PerRank, run_on_ranks

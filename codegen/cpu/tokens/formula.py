@@ -12,9 +12,7 @@ from collections.abc import Callable
 
 from attngraph.codegen.cpu.expression import number_literal
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import Operation, operation_of
+from attngraph.ir.language import E, Expr, Operation, operation_of
 
 
 class Formula:

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
+from attngraph.ir.language import E, Expr, operation_of
 from attngraph.ir.language.token_program import TOKEN, Definition, TokenProgram, extent
 
 RANKS = 8
