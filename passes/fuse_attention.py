@@ -121,7 +121,7 @@ class _Fusion:
         for node in self.graph.attentions():
             self._adopt(node)
         for node in list(self.graph.graph.nodes):
-            refused = self._examine(node)
+            refused = self._attempt(node, self.recogniser.examine)
             if refused is not None:
                 for place in sorted(self.recogniser.exponentials(node)):
                     # The reason for the sum itself is more helpful than that for a product with a gate.
@@ -142,10 +142,6 @@ class _Fusion:
         if self.fused:
             self.outcome.notes.insert(0, f"fused {self.fused}, {checks}")
         return self.outcome
-
-    def _examine(self, node: fx.Node) -> Refusal | None:
-        """Recognise a node and fuse it."""
-        return self._attempt(node, self.recogniser.examine)
 
     def _attempt(
         self, node: fx.Node, recognise: Recognise, weights: frozenset[fx.Node] | None = None

@@ -326,11 +326,8 @@ class Meaning:
         """The argument of an exponential from which the model subtracts no maximum: where it is a mask's
         large negative number the exponential is exactly zero, even in a row where all keys are masked."""
         limited = self._limited(read, UNDERFLOWS)
-        reductions = [n for n in E.reads(limited) if self._is_reduced(n.value)]
+        reductions = [n for n in E.reads(limited) if (self.category(n.value) is Category.REDUCTION)]
         return read if reductions or any(n.op in E.BINDERS for n in E.walk(limited)) else limited
-
-    def _is_reduced(self, node: fx.Node) -> bool:
-        return self.category(node) is Category.REDUCTION
 
     def _limited(self, read: Expr, limit: float) -> Expr:
         lifted = self.elementwise(read)

@@ -253,15 +253,12 @@ class Parts(Entering):
         self, kind: str, name: str, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> fx.Node:
         """A new input of the graph."""
-        with self.graph.graph.inserting_after(self._last_placeholder()):
+        with self.graph.graph.inserting_after(self.graph.placeholders()[-1]):
             node = self.graph.graph.placeholder(f"{kind}_{len(self.graph.inputs)}")
         with self.graph.fake_mode():
             node.meta = {"val": torch.empty(sizes, dtype=dtype, device=device)}
         self.graph.inputs = (*self.graph.inputs, Input(kind, name))
         return node
-
-    def _last_placeholder(self) -> fx.Node:
-        return self.graph.placeholders()[-1]
 
     # --- where ranks come together ---
 

@@ -110,7 +110,7 @@ class OnceRecogniser(Recogniser):
                 node.op,
                 node.op == "call_function" and node.target,
                 told,
-                _layout(node),
+                _layout_of(node.meta.get("val")),
                 known,
             )
         return self._about[node]
@@ -129,10 +129,6 @@ def _told(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _told(inner)) for name, inner in value.items())
     return type(value), repr(value)
-
-
-def _layout(node: fx.Node) -> Any:
-    return _layout_of(node.meta.get("val"))
 
 
 def _layout_of(value: Any) -> Any:

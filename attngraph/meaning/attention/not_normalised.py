@@ -15,7 +15,7 @@ def why_not_normalised(body: Expr, keys: tuple[Expr, ...]) -> Refusal:
             "its softmax runs over two dimensions at once, as over all pairs of a query and a key or of two "
             "keys: attention has a softmax over the keys of each query alone"
         )
-    if _is_banded(body, keys):
+    if bool(_combined(body, keys)):
         return Refusal(
             "its softmax runs over places that depend on query and key together, such as distances in a "
             "band: give each query a score for each key, and mask those outside the band"
@@ -99,12 +99,6 @@ def _multiplied(node: Expr) -> set[Expr]:
             found.add(current)
             stack += () if current.op == "recip" else current.args
     return found
-
-
-def _is_banded(body: Expr, keys: tuple[Expr, ...]) -> bool:
-    """Whether exponentials are read at an index that combines a key with another variable, and their
-    normaliser sums over that index as a whole."""
-    return bool(_combined(body, keys))
 
 
 def _is_over_pairs(body: Expr, keys: tuple[Expr, ...]) -> bool:

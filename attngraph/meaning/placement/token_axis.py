@@ -182,7 +182,7 @@ class TokenAxis:
         if any(n is self.space.token for n in outside_reads(value)):
             raise Unplaced("it is computed from the token's place")
         uses: dict[fx.Node, Axes | None] = {}
-        for read in _reads(value):
+        for read in (n for n in E.reads(value) if isinstance(n.value, fx.Node)):
             wanted = self._needed(read.value, read.args)
             if uses.setdefault(read.value, wanted) != wanted:
                 raise Unplaced("it reads a value at two tokens")
@@ -257,7 +257,3 @@ def dropout_of(node: fx.Node) -> fx.Node | None:
     if str(getattr(source, "target", "")) != "aten.native_dropout.default" or node.args[1] != 0:
         return None
     return source if len(source.users) == 1 else None  # type: ignore[no-any-return]
-
-
-def _reads(value: Expr) -> Iterator[Expr]:
-    return (n for n in E.reads(value) if isinstance(n.value, fx.Node))

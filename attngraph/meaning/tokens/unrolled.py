@@ -93,11 +93,8 @@ class Unrolled:
         """The dimension of a tensor that counts the rows, if there is one."""
         value = node.meta.get("val")
         shape = value.shape if isinstance(value, Tensor) else ()
-        found = [dim for dim, n in enumerate(shape) if self._is_rows(n)]
+        found = [dim for dim, n in enumerate(shape) if (self.size(n) is self.space.rows)]
         return found[0] if len(found) == 1 else None
-
-    def _is_rows(self, extent: Any) -> bool:
-        return self.size(extent) is self.space.rows
 
     def size(self, extent: Any) -> Expr:
         """A size as an expression, by the name that equal sizes share."""
