@@ -8,7 +8,6 @@
     launch.py        `triton.forward`, and gradients    decode.py     `triton.decode`, over a cache
     sums.py          sums carried from token to token   attempts.py   plans that are kept; fallbacks
     store.py         where sources are kept; launches   device.py     the GPU and its limits
-    ahead_of_time.py compiling for a GPU that is not here
 
 For CUDA and AMD GPUs. On a CPU it runs only if requested by name, under TRITON_INTERPRET=1; the tests without
 a GPU do so.

@@ -1,7 +1,7 @@
 """Which block sizes a call gets where its user has measured none: rules, by widths, dtype, program and GPU.
 
-A choice is checked ahead of time (`ahead_of_time.py`, and the scorecard of the benchmarks): the first choice
-for a width spills no registers, or few; what is left is said where it is chosen.
+A choice is compiled ahead of time (`workshop/bench/scorecard/`): the first choice for a width spills no
+registers, or few; what is left is said where it is chosen.
 """
 
 from __future__ import annotations

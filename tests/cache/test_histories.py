@@ -267,7 +267,9 @@ def test_weights_that_are_no_numbers_in_a_trial_show_nothing() -> None:
     with pytest.raises(attngraph.NoDecoderError, match="Token 0 sees token 1"):
         attngraph.compile(LaterQueries().eval(), cache=True).prefill(ids)
     config = attngraph.CacheConfig(assume_causal=True)
-    with pytest.raises(attngraph.NoDecoderError, match=r"with assume_causal it is taken.*but the decoder does not give"):
+    with pytest.raises(
+        attngraph.NoDecoderError, match=r"with assume_causal it is taken.*but the decoder does not give"
+    ):
         attngraph.compile(LaterQueries().eval(), cache=config).prefill(ids)
 
 
