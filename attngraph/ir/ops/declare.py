@@ -17,10 +17,11 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from attngraph.ir.ops.transforms import has_tangent, is_recorded, run_kernel
 
@@ -31,13 +32,13 @@ READABLE: dict[str, bool] = {}
 INSTEAD = "a decoder has no gradients: differentiate the model itself"
 """What to do where a derivative of a decoder's operation is asked for."""
 
-Size: TypeAlias = int
-Sizes: TypeAlias = list[int]
+Size: TypeAlias = Annotated[int, "a symbol"]
+Sizes: TypeAlias = Annotated[list[int], "symbols"]
 """Kinds of arguments that may be symbols, where others are plain numbers."""
-_KINDS = {
-    "Tensor | None": "Tensor?", "list[Tensor]": "Tensor[]", "Sequence[Tensor]": "Tensor[]",
-    "Sequence[int]": "int[]", "list[int]": "int[]", "Size": "SymInt", "Sizes": "SymInt[]",
-    "tuple[Tensor, Tensor]": "(Tensor, Tensor)", "None": "Tensor?",
+_KINDS: dict[Any, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", Sequence[Tensor]: "Tensor[]",
+    int: "int", Size: "SymInt", list[int]: "int[]", Sequence[int]: "int[]", Sizes: "SymInt[]",
+    bool: "bool", float: "float", str: "str", tuple[Tensor, Tensor]: "(Tensor, Tensor)",
 }  # fmt: skip
 _NOTHING = contextlib.nullcontext()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -86,12 +87,12 @@ def declare(
 
 
 def _schema(function: Callable[..., Any]) -> str:
-    about = inspect.signature(function)
+    about = inspect.signature(function, eval_str=True)
     texts = (
-        f"{_KINDS.get(p.annotation, p.annotation)} {p.name}" + f"={p.default!r}" * (p.default is not p.empty)
+        f"{_KINDS[p.annotation]} {p.name}" + f"={p.default!r}" * (p.default is not p.empty)
         for p in about.parameters.values()
     )
-    return f"({', '.join(texts)}) -> {_KINDS.get(about.return_annotation, about.return_annotation)}"
+    return f"({', '.join(texts)}) -> {_KINDS[about.return_annotation]}"
 
 
 def _named(function: Callable[..., Any], fake: Callable[[Any], Any]) -> Callable[..., Any]:
