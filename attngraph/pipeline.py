@@ -4,8 +4,6 @@ A pass rewrites a program graph from one level to another and describes in notes
 depend on which passes run before or after it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import shlex

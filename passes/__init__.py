@@ -1,7 +1,5 @@
 """The passes, one rewrite per file, and the order in which they run."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """The report's entry of an attention: of one that was fused, or of one that is in the graph already."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx

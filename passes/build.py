@@ -4,8 +4,6 @@ expressions.
 Every new node gets its fake value at once, and the source line of the node that it replaces.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

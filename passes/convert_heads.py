@@ -10,8 +10,6 @@ recognised, parameters with other uses, and heads that are treated differently b
 attention.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ that a rank then need not keep, in the dtype of the cache, are more than those i
 is left stays as it is, and the report says why.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

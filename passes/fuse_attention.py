@@ -9,8 +9,6 @@ claim that fails its check, and an attention whose weights are used elsewhere, b
 saved.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -11,8 +11,6 @@ Used by `canonicalize`, so that later passes see one operation. Refuses, silentl
 it stays as it is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -17,8 +17,6 @@ The fused value does not, so where gradients may flow it is tied to the results 
 (`ir/ops/tied.py`): the stage has it too, computed from them as the model does. Used by `fuse_attention.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence

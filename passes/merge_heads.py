@@ -8,8 +8,6 @@ again. Each result is checked against the separate ones in float64. Refuses grou
 programs differ.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import operator

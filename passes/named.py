@@ -6,8 +6,6 @@ what a model spells out. They round as PyTorch's operations do: where an element
 `log(1 + x)`, which is the same number, here is what keeps the digits of a small one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

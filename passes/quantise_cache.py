@@ -8,8 +8,6 @@ of a convolution's window, values that masks read) stays as it is, and the notes
 approximate: by how much, `runtime/proof.py` says, of the values and of the logits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Sequence

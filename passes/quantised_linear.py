@@ -11,8 +11,6 @@ to input, and integers that are computed otherwise: nothing would be gained by r
 floating values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -8,8 +8,6 @@ Refuses where keys or values are parameters (then the cost is linear already), w
 uses, and where it would cost more at the sizes of the traced call.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import networkx as nx

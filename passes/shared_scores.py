@@ -6,8 +6,6 @@ rows and another over its columns), all of them are fused together. Those with t
 program become one attention, whose values stand side by side. Used by `fuse_attention.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence

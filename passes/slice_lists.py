@@ -8,8 +8,6 @@ layout, and dimensions of which the trace does not know that the places are in r
 error, a slice none).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -6,8 +6,6 @@ root-mean-square norms that a model spells out become one PyTorch operation. Rig
 reorder elements, and activations and norms are recognised by the formula of an element, not by spelling.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any

@@ -4,8 +4,6 @@ Which graph is used for which call is decided elsewhere (`compiled`, `runtime/de
 step of a decoder.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time

@@ -6,8 +6,6 @@ Both graphs are of the same operations then, or are run in float64, as every cla
 the model has no such call, the decision stays a condition of the graph.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence

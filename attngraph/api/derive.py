@@ -1,7 +1,5 @@
 """Derives a decoder's step from one call of a model, and checks it against the whole model."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

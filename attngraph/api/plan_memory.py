@@ -11,8 +11,6 @@ system gives memory to when they are written to, which nobody does (`fill`), so 
 is different from the model's.
 """
 
-from __future__ import annotations
-
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ What torch cannot capture as it is given is captured in another way: with sizes 
 watched, or after a first call that fills tables.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ other sizes has not been traced, so whoever uses the graph shows that it is righ
 (`runtime/proof.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator

@@ -4,8 +4,6 @@ Torch only sees tensors in and tensors out. All else that a trace finds while th
 record, `Trace`: what ran, what was asked and decided, what is set and changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum

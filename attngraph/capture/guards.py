@@ -1,8 +1,6 @@
 """Which calls a traced graph is valid for (the key of a call, accepted sizes, buffer contents), and in words
 what differs between a call and the one that a graph was traced for: why it is traced again."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence

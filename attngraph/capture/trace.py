@@ -6,8 +6,6 @@ dynamic unless the model forbids it. In-place ops are functionalised; writes to 
 results that the executable copies back. Regions without gradients become `detach`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """`attngraph opt FILE -p PASS,PASS`: run passes on the graph of a dump's file."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

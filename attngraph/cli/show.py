@@ -5,8 +5,6 @@ one (`report/programs.py`). Tensors that a program reads are unknown here, excep
 which have example tensors.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

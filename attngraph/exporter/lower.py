@@ -5,8 +5,6 @@ operations cannot say is computed by the program's definition in plain operation
 memory at once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +38,7 @@ class Operands:
     sizes: Sequence[Any]
     past: tuple[Tensor, Tensor] | None = None
 
-    def joined(self) -> Operands:
+    def joined(self) -> "Operands":
         """The same with earlier keys and values before the new ones."""
         if self.past is None:
             return self

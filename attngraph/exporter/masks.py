@@ -4,8 +4,6 @@ The positions of queries and keys may be any tensors: in a decoder's step the fi
 cache, and padded rows begin later. Nothing here looks at values, so a trace can follow all of it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

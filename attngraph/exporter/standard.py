@@ -10,8 +10,6 @@ program does to results after the softmax is done to them. A finite fill that re
 negative number that scores vanish beside, so rows that see no key still are the mean of all keys.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

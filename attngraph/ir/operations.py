@@ -17,8 +17,6 @@ Operations of another library are read only where the caller names the library, 
 its code does with operands is the library's. Operations that talk to other processes are not run from a file.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection
 from typing import Any

@@ -6,8 +6,6 @@ Such a tensor is computed once, as the model would, and `constants.py` then look
 would give a formula as long as the table. What the values are used for plays no part here.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ that differs, and there is none. An element of integers or booleans at constant 
 whatever the pattern.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ element in terms of elements of the node's operands, by the element rules in `me
 on the way: they only ever change indices. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -90,7 +88,7 @@ class Meaning:
     def of(
         cls, graph: ProgramGraph, complex_too: bool = False, along_tokens: bool = False,
         numbers: Mapping[str, int] | None = None,
-    ) -> Meaning:  # fmt: skip
+    ) -> "Meaning":  # fmt: skip
         """The meaning of a graph whose executable guards what is `assumed`."""
         found = cls(graph.known_values(), graph.conditions, complex_too, along_tokens, numbers)
         found._guarded = graph.assumed

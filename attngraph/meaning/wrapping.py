@@ -1,8 +1,6 @@
 """Integers of 8 and 16 bits as formulas: where a result may be a number that such an integer does not have,
 it wraps around, which is a remainder."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

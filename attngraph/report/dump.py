@@ -12,8 +12,6 @@
 Every graph has a folder of its own. Existing files are never overwritten.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

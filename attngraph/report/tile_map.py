@@ -6,8 +6,6 @@ second a tile is one pair. `report/picture.py` draws them. What is not known bef
 unknown, never guessed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -81,7 +79,7 @@ class TileMap:
         total = sum(self.pairs.values())
         return {state: count / total for state, count in self.pairs.items()}
 
-    def joined(self, by: int) -> TileMap:
+    def joined(self, by: int) -> "TileMap":
         """The map with squares of `by` by `by` tiles joined: their common kind, else partial."""
         panels = tuple(dataclasses.replace(p, rows=_joined(p.rows, by)) for p in self.panels)
         return dataclasses.replace(self, tile=self.tile * by, panels=panels)

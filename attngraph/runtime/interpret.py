@@ -6,8 +6,6 @@ node, so nothing overlaps and the sum may be more than a call takes. Nothing is 
 or to the arguments, and nothing else depends on this file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import statistics

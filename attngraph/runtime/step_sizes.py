@@ -5,8 +5,6 @@ crosses to the other side of a branch cannot go on with what was kept, because t
 tokens in another way there. The number of sequences is that of the call's rows; an engine's requests are
 alone."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ sizes, where sizes are taken from, and the plan of the cache. Before a graph is 
 back and compared with the original node by node; what is not the same is not saved.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Iterator, Mapping

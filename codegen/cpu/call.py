@@ -1,7 +1,5 @@
 """From a plan to a loaded library, once a process, and the arguments of a call, filled from tensors."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import logging

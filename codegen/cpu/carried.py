@@ -2,8 +2,6 @@
 `attngraph::running_sum` and `attngraph::last_tokens`. Float32, and what is carried also float64; other dtypes
 are left to PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

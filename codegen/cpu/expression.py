@@ -5,8 +5,6 @@ A tile is a loop over queries `q` around a loop over keys `k`, both counted from
 depend on the key alone are computed first, into an array.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 

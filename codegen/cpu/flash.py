@@ -5,8 +5,6 @@ supported too: the kernel's log-sum-exp shows afterwards whether the masked keys
 zero; if not, the tiled kernel computes the result instead.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ Everything that changes the source is in a `Plan`; lengths, strides, tensors and
 the call. Equal plans give equal source.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence

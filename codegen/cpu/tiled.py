@@ -6,8 +6,6 @@ together, so the softmax needs no running maximum. The backward pass recomputes 
 autograd differentiate them, block by block.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 

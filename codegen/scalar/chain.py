@@ -5,8 +5,6 @@ and `kept<n>`. Backwards, `ds` is the gradient of a statement's result and becom
 it. Gradients that reach the dot directly are summed in `of_dot`, those of the reads in `of_read<i>`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from attngraph.codegen.scalar.derivative import ZERO, derivative, formula_of, slopes

@@ -5,8 +5,6 @@ which backward kernels emit like any other. It is built by the chain rule from t
 operations' rows (`ir/language/functions.py`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 

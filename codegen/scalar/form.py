@@ -5,8 +5,6 @@ of the kind that its operation takes, with explicit casts, and the place where i
 32 bits where interval analysis proves that these suffice. Constants are folded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools
@@ -56,7 +54,7 @@ class Scalar:
     """
 
     op: str
-    args: tuple[Scalar, ...]
+    args: "tuple[Scalar, ...]"
     kind: str
     place: Place
     source: Expr

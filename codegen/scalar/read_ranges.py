@@ -6,8 +6,6 @@ evaluated in the blocks where that does not decide; once for each combination of
 from data is not known here (`follows_from_data`).
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence

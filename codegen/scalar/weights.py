@@ -6,8 +6,6 @@ the online softmax as a factor. The other supported change is `where(isnan(p), 0
 only if its whole row is, so it is decided once per row, at the end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from attngraph.codegen.remarks import UnsupportedError

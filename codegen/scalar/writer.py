@@ -6,8 +6,6 @@ their rows (`ir/language/functions.py`). Names are made from numbers and literal
 user's reaches the source.
 """
 
-from __future__ import annotations
-
 import abc
 import collections
 import re

@@ -4,8 +4,6 @@ A choice is compiled ahead of time (`workshop/bench/scorecard/`): the first choi
 registers, or few; what is left is said where it is chosen.
 """
 
-from __future__ import annotations
-
 import torch
 
 from attngraph.codegen.triton.plan import (

@@ -5,8 +5,6 @@ comments at the head of a module. Formulas come first: which lines they need bef
 tiles are written.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace

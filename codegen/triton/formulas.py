@@ -6,8 +6,6 @@ Index variables keep their names: `b` and `h` are scalars, `q` is a column `[BLO
 the key.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -5,8 +5,6 @@ program per block of queries of one head. Triton is imported when a kernel is fi
 this module does not require it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -4,8 +4,6 @@ A plan fixes everything that changes the source: the score program, dtypes, widt
 Everything else (lengths, strides, tensors) is an argument of the kernel. Equal plans give equal source.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -7,8 +7,6 @@ identifies the source and Triton's version. It is written atomically, and writte
 from the source.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -3,8 +3,6 @@
 Longer runs of tokens are left to PyTorch, which computes them in chunks by matrix products.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

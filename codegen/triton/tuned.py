@@ -15,8 +15,6 @@ emitted kernels as `tuned_<device>.json`, and take precedence. Without an entry 
 apply. Malformed tables are logged and ignored; tables measured with another version of Triton are logged.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

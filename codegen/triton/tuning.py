@@ -4,8 +4,6 @@ A choice is kept only if its results agree with those of PyTorch's operations: w
 fast and wrong.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

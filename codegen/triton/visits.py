@@ -11,8 +11,6 @@ cached. Those that depend on tensors are shared by the layers of one run of a gr
 computed by the graph itself, in each replay, or are such as stay where they are for good.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -13,8 +13,6 @@ with the reason, where something stands between the projection and the attention
 cancel, where nothing would be saved, and where gradients may flow.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import operator

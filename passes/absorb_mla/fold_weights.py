@@ -6,8 +6,6 @@ W_q W_uk^T and W_uv W_o depend on weights alone, so they move to the stage that 
 The products are larger than their factors where the inner width is small; the report says by how much.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -7,8 +7,6 @@ weights are concatenated in the stage that runs when a weight changes. Nothing i
 projections differ in form, or are computed from different tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

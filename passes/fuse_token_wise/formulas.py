@@ -4,8 +4,6 @@ By the element rules (`meaning/rules`), and for norms and activations that PyTor
 formulas in `named.py`. Formulas are kept as they are written: rearranging them would change how they round.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable

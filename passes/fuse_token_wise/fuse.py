@@ -9,8 +9,6 @@ has no way out and in again. Nothing is rewritten where no C compiler is found, 
 worth it in compiled form. Steps of loops over tokens are rewritten in the same way (`steps.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import heapq

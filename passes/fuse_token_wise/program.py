@@ -4,8 +4,6 @@ Operations that only move elements, or whose elements are used once, are compute
 others are definitions: products, sums, and values that are used more than once or at several places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

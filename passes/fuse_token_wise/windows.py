@@ -6,8 +6,6 @@ sequence at the token's place and a few places before. `attngraph::last_tokens` 
 values of its own, so with them the result is computed from each token alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -3,8 +3,6 @@
 Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -7,8 +7,6 @@ run: in float64, against the model's own operations, on sequences of several len
 several chunks where the model computes in chunks. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ picked from, tokens become rows, and at the end rows become tokens again. That r
 afterwards, by the analysis of the rewritten graph. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -7,8 +7,6 @@ tokens that a step gets. That this is right for other numbers is shown by runnin
 sequences (`runtime/proof.py`). Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

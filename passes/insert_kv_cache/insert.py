@@ -11,8 +11,6 @@ minimum cut (`meaning/tokens/kv_cut.py`); those of the new tokens are results, w
 the step. Refuses, naming the operation, its line and a pair of tokens, where a token can see a later one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ because both are run in float64 and compared. Leaves operations that differ, and
 as they are; the decoder's own analysis says what it makes of them. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import logging
 import operator
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ They are a minimum cut (`meaning/tokens/kv_cut.py`) of what attentions, windows 
 earlier tokens. An operand that is a view of a kept value is a view of its pages, by the same steps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 

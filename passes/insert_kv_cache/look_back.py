@@ -5,8 +5,6 @@ the model has it, on this longer sequence; everything else is computed from its 
 of token t - j is the one that stands j places before. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -6,8 +6,6 @@ step such an index would point somewhere else, so the operation is left out. Wha
 indices of places is refused. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ The tokens are selected at the first value after the last attention on which the
 by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ nothing.
 Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A value that follows from earlier tokens (`Scan` in `meaning/tokens/facts.py`) i
 for each class of scans: `insert.py` has the table. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

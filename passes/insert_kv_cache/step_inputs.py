@@ -1,7 +1,5 @@
 """A step's inputs besides the model's own: rows, pages, and values that are fixed for a prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ value is used together with one that depends on the tokens, if it depends on oth
 values computed from weights alone are not moved.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ step and reads views; `shift_positions.py` has the dimensions of a value and rea
 `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

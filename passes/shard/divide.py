@@ -4,8 +4,6 @@ A graph may be divided along several axes, one pass after the other: the second 
 first computes.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 

@@ -4,8 +4,6 @@ Each rank then has a part of its gradient, and the backward pass adds the parts 
 `sum_gradients`, if a gradient may flow to it at all.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, fx
 

@@ -1,7 +1,5 @@
 """What a graph for several ranks sends and holds, counted on the graph, for the report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -10,8 +10,6 @@ as it is: it is followed back by the element rules, whatever operations that are
 Where there are no more experts than ranks, or unequally many, hidden units are divided instead.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 

@@ -7,8 +7,6 @@ by what every rank has, added to, and cast to a type that has all of its numbers
 factor must be smaller than what is sent, because ranks add up the factor's gradient.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -5,8 +5,6 @@ rank's parts of parameters, and for numbers that differ by rank. A value that ev
 through `sum_gradients`, where gradients flow.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any

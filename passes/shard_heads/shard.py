@@ -8,8 +8,6 @@ not divided stays as it is, computed by every rank; the report says why, with it
 model computes, and knows no model, module or parameter by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@ packed projections), and nothing needs it otherwise. Elsewhere it stays whole on
 part in each call: key/value heads that several ranks share, and parameters with other uses.
 """
 
-from __future__ import annotations
-
 import torch
 
 from attngraph.ir.graph import ProgramGraph, source_of

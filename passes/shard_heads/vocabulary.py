@@ -9,8 +9,6 @@ instead. Tables with fewer rows than a row has values are left whole, and so are
 at least twice as tall as they are wide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

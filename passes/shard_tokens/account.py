@@ -1,7 +1,5 @@
 """What ranks that divide tokens fetch of each other, counted on the graph at the example's sizes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ ranks with unequal work (causal masks), each rank has two runs, one as far from 
 from the end, as far as the number of tokens allows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Each rank then computes the losses of its own tokens, and what is gathered is on
 the logits of all.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

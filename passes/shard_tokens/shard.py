@@ -8,8 +8,6 @@ neighbours, or two runs where early tokens have less work than late ones (`layou
 the model computes, and knows no model, module or parameter by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

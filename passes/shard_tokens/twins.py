@@ -6,8 +6,6 @@ keys that it fetched in the places that they have among all tokens, so that its 
 with the query's number read from a table. A value that every rank has whole enters through `sum_gradients`.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any

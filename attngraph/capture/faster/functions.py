@@ -9,8 +9,6 @@ reads or changes needs no thought here. A call that records anything but plain o
 gives anything but tensors, is always traced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import operator
@@ -64,7 +62,7 @@ def equal_functions_traced_twice(noted: Callable[[], Any]) -> Iterator[None]:
 class _Known:
     """Calls with equal keys: what the last one recorded, and whether two recorded the same."""
 
-    recording: Recording
+    recording: "Recording"
     is_confirmed: bool = False
 
 
@@ -160,7 +158,7 @@ class Recording:
     kind: Any
 
     @staticmethod
-    def of(tracer: Any, last: fx.Node, call: Call, result: Any) -> Recording:
+    def of(tracer: Any, last: fx.Node, call: Call, result: Any) -> "Recording":
         """
         Args:
             last: the last node before the call.
@@ -188,7 +186,7 @@ class Recording:
             raise NotRepeatable
         return Recording(nodes, operands, results, kind)
 
-    def agrees(self, other: Recording) -> bool:
+    def agrees(self, other: "Recording") -> bool:
         """Whether another call recorded the same."""
         return len(self.nodes) == len(other.nodes) and self._told() == other._told()
 

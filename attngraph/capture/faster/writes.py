@@ -7,8 +7,6 @@ memory: what was written is put into the tensor that the view shows a part of, a
 that was allocated; any other view that is used later is made again from the new version.
 """
 
-from __future__ import annotations
-
 import operator
 import sys
 from typing import Any

@@ -3,8 +3,6 @@
 Ops that only make views (`flatten`, `mT`, `chunk`) are decomposed during the first trace.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -11,8 +11,6 @@ Not for scores and weights of an attention, which must be looked through: such r
 (`passes/look_later.py`). What a graph cannot share is refused: a write is a result of it. Used by `trace.py`.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@ a new value cannot say that, so a graph for training is refused where a write is
 flow.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -123,7 +121,7 @@ class _Value:
     an alias whose writes gradients do not see."""
 
     flows: bool = False
-    shown: _Value | None = None
+    shown: "_Value | None" = None
 
     @property
     def hides(self) -> bool:

@@ -4,8 +4,6 @@ A trace runs the model's Python code, some of it several times. What that does t
 iterators, numpy arrays and small tensors must not be seen by the call that is computed afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import operator
@@ -335,7 +333,7 @@ class _Refused:
     def __init__(self, refuse: Callable[[Place], None], place: Place) -> None:
         self._refuse, self._place = refuse, place
 
-    def __iter__(self) -> _Refused:
+    def __iter__(self) -> "_Refused":
         return self
 
     def __next__(self) -> Any:

@@ -4,8 +4,6 @@ It would if everything that the walk has read is still in its place, and no tens
 or shape. Comparing identities tells that in a fraction of a walk's time.
 """
 
-from __future__ import annotations
-
 import os
 import types
 import weakref

@@ -7,8 +7,6 @@ records tell whether another walk would read the same (`unchanged.py`), contents
 (`capture/guards.py`). What counts is decided here, by a scope, and nowhere else.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

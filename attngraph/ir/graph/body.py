@@ -4,8 +4,6 @@ Line numbers are not known here: a malformed line raises ValueError, and the rea
 adds the line's number.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Collection, Mapping

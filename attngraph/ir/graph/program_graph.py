@@ -10,8 +10,6 @@ separate graph; its results are inputs of the graphs that run more often. The st
 what one call keeps for the next.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import itertools
@@ -125,7 +123,7 @@ class ProgramGraph:
     conditions: tuple[Any, ...] = ()
     hints: dict[str, int] = dataclasses.field(default_factory=dict)
     assumed: set[str] = dataclasses.field(default_factory=set)
-    stages: dict[Rate, ProgramGraph] = dataclasses.field(default_factory=dict)
+    stages: "dict[Rate, ProgramGraph]" = dataclasses.field(default_factory=dict)
     state: CachePlan | None = None
     ranks: Ranks | None = None
 
@@ -169,7 +167,7 @@ class ProgramGraph:
         """The attentions over whole sequences, in order. Each has its report entry as `meta["attention"]`."""
         return [n for n in self.graph.nodes if nodes.whole(n) is not None]
 
-    def copy(self) -> ProgramGraph:
+    def copy(self) -> "ProgramGraph":
         """A copy with its own nodes; tensors and metadata are shared."""
         made = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}

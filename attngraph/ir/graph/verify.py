@@ -4,8 +4,6 @@ A level includes the invariants of all lower levels. Because `verify` runs after
 breaks an invariant is named at once, and the graph before it is still available.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

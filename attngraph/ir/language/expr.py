@@ -16,8 +16,6 @@ An expression's `repr` is its text in the score language. Nothing is simplified 
 `meaning/algebra/simplify`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import weakref
@@ -41,7 +39,7 @@ BINARY: dict[str, tuple[str, int]] = {
 COMPARISONS = frozenset({"eq", "ne", "le", "lt", "ge", "gt"})
 _NOT, _SIGN, _ATOM = 3, 7, 9
 _serial = itertools.count()
-_interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+_interned: "weakref.WeakValueDictionary[tuple[Any, ...], Expr]" = weakref.WeakValueDictionary()
 
 
 class Expr:
@@ -56,10 +54,10 @@ class Expr:
     __slots__ = ("__weakref__", "args", "free", "kind", "op", "serial", "value", "words")
 
     op: str
-    args: tuple[Expr, ...]
+    args: "tuple[Expr, ...]"
     value: Any
     kind: str
-    free: frozenset[Expr]
+    free: "frozenset[Expr]"
     serial: int
     words: int
 

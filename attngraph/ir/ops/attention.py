@@ -10,8 +10,6 @@ heads of a token contiguous in memory. `lse`, `[B, Hq, Sq]`, is the log-sum-exp 
 pass and for merging partial attentions (minus infinity or NaN in a row that keeps no key).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any

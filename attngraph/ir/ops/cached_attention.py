@@ -16,8 +16,6 @@ of 8 bits have scales, `[pages, heads, page]` (`quantised.py`); pages of any oth
 their dtype, keys and values are computed with in that of the new tokens'.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -15,8 +15,6 @@ are not used; these ops call them without gradients.
 `group` is a process group's name. Collectives along the token axis are in `token_collectives.py`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

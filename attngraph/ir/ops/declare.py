@@ -11,8 +11,6 @@ lost without a word), and warns of a missing gradient only in the backward pass.
 rule, or consists of operations that have theirs, or refuses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

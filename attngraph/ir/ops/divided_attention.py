@@ -18,8 +18,6 @@ A sink counts with the new tokens. For latents the sums of kept latents are merg
 applied; new tokens are absorbed or projected up as elsewhere. `bytes_exchanged` counts what is sent.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ An element is kept where `random(seed, its indices) >= p`, and scaled by `1 / (1
 drops its weights by the same numbers, so given its seed this says which weights it dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ them at the same time. Where ranks are simulated in one process, `together` runs
 other, and again from its beginning after every exchange, until all are done.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence

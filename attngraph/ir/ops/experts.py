@@ -9,8 +9,6 @@ the sum over ranks that have different experts is the product with all of them, 
 its own experts are asked. Gradients are those of the rows that are computed.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -12,8 +12,6 @@ each new token has a window of its own, itself last: what is computed from a win
 token alone.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, Protocol
 

@@ -6,8 +6,6 @@ correct result. The op in `ir/ops/attention.py` runs the kernel that it names, o
 the call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 

@@ -25,8 +25,6 @@ does not grow with the cache (except for rows whose scores are all far from zero
 once).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

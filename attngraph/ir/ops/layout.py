@@ -11,8 +11,6 @@ The elements of x fill its memory. It computes what `aten::as_strided_scatter` d
 has the gradient of what is overwritten and none of the rest (torch 2.14); this one has its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -9,8 +9,6 @@ is handled in chunks (Katharopoulos et al. 2020, arXiv 2006.16236). It consists 
 needs no backward of its own.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

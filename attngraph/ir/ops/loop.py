@@ -13,8 +13,6 @@ of the calls that it supports, plain PyTorch those of the others. Sums are compu
 `attngraph::running_sum`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

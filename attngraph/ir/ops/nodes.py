@@ -5,8 +5,6 @@ the view of a graph node, `called` that of a call with actual values; `args` are
 A new op or argument is added here only: no other code knows the position of an argument.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
@@ -63,7 +61,7 @@ class AttentionOp:
         """The weights that project keys and values up."""
         return tuple(w for n in self.projection_names if (w := getattr(self, n)) is not None)
 
-    def over_cache(self, keys: Sequence[Value], pages: Sequence[Value], **given: Value) -> Cached:
+    def over_cache(self, keys: Sequence[Value], pages: Sequence[Value], **given: Value) -> "Cached":
         """The same attention over a cache: `keys` of new tokens, `pages` of earlier ones, and the `given`
         other arguments of the cached op."""
         raise NotImplementedError

@@ -21,8 +21,6 @@ the integers.
 (`ir/language/packed.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

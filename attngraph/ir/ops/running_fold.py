@@ -9,8 +9,6 @@ log-sum-exp is carried as such, so it is as stable as PyTorch's own. All is comp
 which may be wider (`running_sum.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -29,8 +29,6 @@ of a whole sequence are, which PyTorch adds up in float64 or by blocks. What is 
 not.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Protocol
 

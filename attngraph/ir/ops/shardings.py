@@ -7,8 +7,6 @@ itself; a program that uses their numbers otherwise (slopes computed from `h`, d
 them. Nothing else is offered: tokens see each other.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Sequence

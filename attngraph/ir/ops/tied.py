@@ -8,8 +8,6 @@ value's place (`tying`): `number` is that of the result, and `kept` is what its 
 (`passes/look_later.py`). Anywhere else it is a copy of the value.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -14,8 +14,6 @@ side by side, of `all_tokens` the rank's own part, and of `fetch_keys` the sum o
 fetched a key have, which is sent back the same way.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -40,7 +38,7 @@ class Layout:
     chunks: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, chunks: Sequence[int], ranks: int) -> Layout:
+    def of(cls, chunks: Sequence[int], ranks: int) -> "Layout":
         """The layout that an op's arguments tell."""
         each = len(chunks) // ranks
         return cls(tuple(tuple(chunks[r * each : (r + 1) * each]) for r in range(ranks)))
@@ -196,7 +194,7 @@ class Begun:
     coming: Tensor | None
 
     @classmethod
-    def of(cls, x: Tensor, plan: _Plan, group: str) -> Begun:
+    def of(cls, x: Tensor, plan: _Plan, group: str) -> "Begun":
         """Begin to fetch the keys of a plan; `x` are the rank's own."""
         if plan.is_empty:
             return cls(plan, group, None)

@@ -8,8 +8,6 @@ computes the calls that it supports, plain PyTorch the others: operation by oper
 is given float64, in that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

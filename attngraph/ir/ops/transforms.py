@@ -1,7 +1,5 @@
 """What our ops ask about a call: whether it is differentiated, recorded, or part of a transformation."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -7,8 +7,6 @@ memory (`SCORES` of them, or one query's). Queries and rows of the batch can be 
 nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

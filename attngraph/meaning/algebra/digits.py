@@ -4,8 +4,6 @@ Views that join or split dimensions divide index variables. Splitting a variable
 are used of it turns those divisions into plain variables again.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 

@@ -6,8 +6,6 @@ so a sum that was rescaled by exp(m - m') has the shape that it had, and cancels
 Nothing here knows of graphs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 

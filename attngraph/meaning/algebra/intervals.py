@@ -9,8 +9,6 @@ Sound for the values that backends compute, rounding included: bounds are widene
 and a value that may be NaN, may wrap around or is unknown is unbounded: nothing is concluded from it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -6,8 +6,6 @@ the same integer, the formula for each n is a function of that one integer, and 
 is and what the digit stands for. So it does not matter how the model writes that.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ no element. A polynomial maps monomials (sorted tuples of atoms) to integer fact
 Everything here is sound and incomplete: "yes" is proved, "no" may mean "not shown".
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

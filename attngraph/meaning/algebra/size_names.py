@@ -5,8 +5,6 @@ what another part of it is: here that `max(0, 9 - n)` is `9 - n`. A name never c
 replacing ends. What is no such relation (`2 * n == 3 * m`) renames only a formula that is one of its sides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable

@@ -7,8 +7,6 @@ nothing else. Within `example_size` that number stands for a size, which its dig
 concluded from how small the example is: among 11 tokens, `q - k < 48` keeps its bound.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools

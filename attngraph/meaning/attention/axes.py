@@ -8,8 +8,6 @@ with the features that the product sums, and stay heads. Where nothing is known,
 report uses this.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 

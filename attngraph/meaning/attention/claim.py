@@ -6,8 +6,6 @@ become operands in the op's layout (`layout.py`), and the rest of the scores bec
 (`program.py`). Nothing here looks at a graph's operations.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -5,8 +5,6 @@ one that sums a product of two tensors of which exactly one depends on the key. 
 read of the tensor that the model computed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -6,8 +6,6 @@ operands. (Every claim is checked before it is used, however it was found.) A cl
 buffer holds is repeated for that very buffer only.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any

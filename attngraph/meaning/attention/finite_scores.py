@@ -5,8 +5,6 @@ whether a product of queries and keys is a number. Results are promised for fini
 within the dtype's range, where it is one.
 """
 
-from __future__ import annotations
-
 import math
 
 from attngraph.ir.language import DOT, E, Expr, operation_of

@@ -7,8 +7,6 @@ that place, the pieces of a loop have one formula; pieces that have it, and whos
 become one piece. What one formula does not cover stays a piece of its own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -124,7 +122,7 @@ def separate(value: Value, fresh: Callable[[Expr], Expr]) -> Separated | Refusal
     )
 
 
-def _piece(x: _Term, exponent: Expr, number: float, fresh: Callable[[Expr], Expr]) -> Piece:
+def _piece(x: "_Term", exponent: Expr, number: float, fresh: Callable[[Expr], Expr]) -> Piece:
     names = {key: fresh(key.args[0]) for key in x.keys}
     weighted = M.mul(WEIGHT, x.rest) if number == 1 else M.mul(E.const(number), WEIGHT, x.rest)
     score = M.add(x.moving, exponent)

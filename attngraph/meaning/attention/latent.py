@@ -12,8 +12,6 @@ Anything between the projection and the attention that is not linear, or that de
 checks it in float64.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -5,8 +5,6 @@ index variables. `solve` finds the chain of unflatten, slice, select, permute, e
 operations that presents those elements in the wanted order, or says that there is none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -5,8 +5,6 @@
 Without an exponential in between, the sum over keys can be taken first, at a cost linear in the tokens.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Set
 

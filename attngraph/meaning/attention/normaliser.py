@@ -5,8 +5,6 @@ concatenated, shifted by a maximum, and with terms of its own (sinks). It is com
 meaning: both are brought to one form, and the sums' variables are matched.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Why exponentials that weigh a sum are not the softmax of attention, where they are divided by something."""
 
-from __future__ import annotations
-
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention.normaliser import open_sums

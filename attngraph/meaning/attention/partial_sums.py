@@ -13,8 +13,6 @@ with the same e above and below. So no rule knows what a running maximum is. The
 that are already divided, by their log-sum-exp: the logarithm of a sum, exponentiated, is that sum.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import itertools

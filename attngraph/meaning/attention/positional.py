@@ -6,8 +6,6 @@
 Both are attention whose dot product has no width. Nothing here is decided by names or shapes.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import fx

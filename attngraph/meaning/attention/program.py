@@ -1,8 +1,6 @@
 """From the meaning of scores to a score program: masks taken out as `keep`, tensors numbered,
 canonical forms turned back into what a person would write."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ the dot inside the scores (`dot.py`). From these `claim.py` builds a claim; the 
 checks the claim in float64 before anything is replaced (`meaning/check/check.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -9,8 +9,6 @@ first cut into digits. Then, over the digits of the output:
              digits of one dimension are one position, such as the height and width of a map
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from attngraph.ir.language import E, Expr

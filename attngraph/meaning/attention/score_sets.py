@@ -9,8 +9,6 @@ products, `split_by_product` takes the keys once for each, hidden where the cond
 so that no product has to be computed as a whole. Nothing here looks at masks or values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from torch import fx

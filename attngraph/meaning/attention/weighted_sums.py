@@ -14,8 +14,6 @@ The keys of one softmax may come in parts that the model multiplies separately, 
 Weights are linear: where they are a sum over several softmaxes (differential attention), so is `out`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

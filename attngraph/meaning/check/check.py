@@ -8,8 +8,6 @@ well. At the first size both are computed once more in float32, because the clai
 model keeps. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence

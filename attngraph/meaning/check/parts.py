@@ -6,8 +6,6 @@ itself is run on these parts, as PyTorch defines it; where it cannot be, it is c
 taken from the result. So a part has the values of the whole: only memory and time differ.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -5,8 +5,6 @@ Where ranks exchange values, the collective is computed on the list of the ranks
 computed from the same tensors by every rank is computed once.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The part of a graph between some values and what they are computed from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

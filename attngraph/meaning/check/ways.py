@@ -4,8 +4,6 @@ One process runs both for all ranks (`ranks.py`). What they begin with may diffe
 a sum that ranks add up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Proved, not assumed: `k = q + 1 + d` is put into the mask's predicate, and the a
 every q and d. Where it does not, it looks for a pair of positions that the mask keeps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

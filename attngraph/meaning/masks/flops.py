@@ -11,8 +11,6 @@ Which kernel computes a call does not matter.
 `attngraph::linear_attention` consists of PyTorch's products, which PyTorch counts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -15,8 +15,6 @@ which is bounded for tiles, proved for causality, and evaluated by C in each cal
 bounds of scores (`score_bounds.py`) and what may become of each pair (`visible.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar

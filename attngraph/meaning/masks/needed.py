@@ -5,8 +5,6 @@ window sends exactly its tokens. A mask that reads tensors (numbers of documents
 in the call. What is not shown to be hidden is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

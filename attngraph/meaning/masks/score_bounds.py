@@ -4,8 +4,6 @@ Intervals over the whole index space, from a bound of the dot product. A kernel 
 finite fill hides where the largest score of each row is far enough above `hidden_below`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

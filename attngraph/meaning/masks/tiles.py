@@ -5,8 +5,6 @@ tiles at once. Sound: "empty" and "full" are proved; whatever is unknown is part
 `block_map` of a call: which tiles it may leave out, and where it need not evaluate the masks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

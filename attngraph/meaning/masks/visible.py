@@ -7,8 +7,6 @@ later statements do to the pairs that they hid, are considered; a score that bec
 way counts as kept.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

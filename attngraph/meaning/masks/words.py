@@ -1,7 +1,5 @@
 """A mask in words: `causal & window(4096) & r1[b, k]`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch

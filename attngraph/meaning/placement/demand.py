@@ -6,8 +6,6 @@ by parts at all is decided in `regions.py`. Nothing here knows an operation by i
 heads are independent of each other), norms over the last dimensions, and the ways of writing a view.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

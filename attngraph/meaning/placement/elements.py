@@ -5,8 +5,6 @@ that each goes to (mixtures of experts), losses of single entries, and which lea
 operations are independent of each other (norms, complex views).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

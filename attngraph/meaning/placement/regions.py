@@ -9,8 +9,6 @@ products and however many products there are before it). Several demands on one 
 projection gets the rows of queries, keys and values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 from collections.abc import Iterator, Mapping, Sequence

@@ -12,8 +12,6 @@ everything else needs all tokens. Every value is one of these:
 A value that is whole is divided again as soon as something is computed from it token by token.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any

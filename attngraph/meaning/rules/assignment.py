@@ -5,8 +5,6 @@ that can do so is computed from the place; the entries of a short list are compa
 places of a triangle are those for which an inequality holds.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any, cast

@@ -6,8 +6,6 @@ neighbouring bits is one digit in its place; other masks, and operations on the 
 rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Rules of contractions: matrix products under all their names, einsum, linear, and torch's own
 scaled_dot_product_attention spelled out."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules of tensors that are computed from their index alone: ranges, constants, triangles."""
 
-from __future__ import annotations
-
 from torch import fx
 
 from attngraph.ir.graph.call import argument

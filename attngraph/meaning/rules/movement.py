@@ -1,7 +1,5 @@
 """Rules of ops whose elements are those of one tensor, moved: views, slices, repeats, gathers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Rules of pointwise ops: arithmetic, comparisons, selections, functions of one number."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules of windows that slide over dimensions: pooling, and the windows themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import fx

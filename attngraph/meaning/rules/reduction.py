@@ -1,7 +1,5 @@
 """Rules of reductions: sums, means, maxima, and the softmax family in terms of exp and sum."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import fx

@@ -3,8 +3,6 @@
 Which tensor an element comes from is a condition on its place.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import fx

@@ -7,8 +7,6 @@ back from the last token, `(k - (n - 1)) * slope`, has a softmax that does not d
 those of the sequence that ends with the query: `n` is `q + 1`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -5,8 +5,6 @@ dimension of the model (`[B * H, T, D]`). `candidates` lists what a shape may me
 index expressions read an operand at the same row and token as those of the result.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

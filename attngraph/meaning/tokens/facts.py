@@ -3,8 +3,6 @@
 The facts themselves are found by `meaning/tokens/tokens.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from typing import Protocol

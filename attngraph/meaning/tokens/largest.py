@@ -4,8 +4,6 @@ So written, nothing is left of how many values there are beside it: minus infini
 equal values `topk` chooses is not said. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -15,8 +15,6 @@ without an element rule hides what it reads, so it is followed only along the di
 (`meaning/tokens/opaque.py`). Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

@@ -13,8 +13,6 @@ about what a step computes, so this is how running maxima, gates and cells are c
 tokens are found before, by `recurrence.py`: they need no steps.) Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence

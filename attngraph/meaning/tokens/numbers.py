@@ -7,8 +7,6 @@ a dimension of a fixed extent; fractions only where places or whole numbers are 
 edits the graph.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ the dimensions that it mixes, its own place of the others. So an element is an u
 Attention nodes are written as the formulas that they stand for. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ decays, selective scans and delta rules differ in nothing else. This is a claim,
 Whether it holds is decided by running both (`passes/insert_kv_cache/carry.py`). Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Hashable, Mapping, Sequence
 

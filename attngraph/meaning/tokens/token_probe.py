@@ -7,8 +7,6 @@ another order. Such operations know tokens by their data and by numbers alone, s
 these numbers reach (`numbers.py`). Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -17,8 +17,6 @@ Token-wise computations can be run on any selection of tokens, which is what a d
 edits the graph.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -4,8 +4,6 @@ A `Reading` is a term of the second and the third token. Each term of the first 
 same way adds one `Way` past the second: times a factor, or through a vector of it.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

@@ -9,8 +9,6 @@ are the same. Nothing here edits the graph, and nothing is proved: `recurrence.p
 terms.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -59,12 +57,12 @@ class Term:
     factors: tuple[Factor, ...] = ()
     over: frozenset[Expr] = frozenset()
 
-    def times(self, other: Term, fresh: Callable[[Expr], Expr]) -> Term:
+    def times(self, other: "Term", fresh: Callable[[Expr], Expr]) -> "Term":
         clash = {v: fresh(v.args[0]) for v in self.over & other.over}
         other = other.renamed(clash) if clash else other
         return Term(self.number * other.number, self.factors + other.factors, self.over | other.over)
 
-    def renamed(self, names: Mapping[Expr, Expr]) -> Term:
+    def renamed(self, names: Mapping[Expr, Expr]) -> "Term":
         factors = tuple(Factor(f.token, M.substitute(f.value, names)) for f in self.factors)
         return Term(self.number, factors, frozenset(names.get(v, v) for v in self.over))
 

@@ -3,8 +3,6 @@
 Used by `loops.py`, which finds the steps, and by `write_step.py`. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

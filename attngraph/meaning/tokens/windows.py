@@ -5,8 +5,6 @@ token t only tokens from t - width + 1 to t. So whatever spells it (a padded con
 with zeros, a `roll`) is one thing. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Used by `loops.py`, which finds the steps. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +27,7 @@ class StepWriter:
     """
 
     def __init__(
-        self, nodes: Unrolled, token: int, names: Mapping[fx.Node, str], other: StepWriter | None = None
+        self, nodes: Unrolled, token: int, names: Mapping[fx.Node, str], other: "StepWriter | None" = None
     ) -> None:
         self.nodes, self.token, self.given = nodes, token, names
         self.names: dict[fx.Node, str] = {}

@@ -1,8 +1,6 @@
 """Panels: for each distinct attention what it computes, by which kernel, and what that costs; for each token
 program what it computes, and by which kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from attngraph.meaning.masks.words import remarks

@@ -4,8 +4,6 @@ A content security policy lets the page's own script run (by its hash) and nothi
 nothing outside itself.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence

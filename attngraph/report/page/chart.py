@@ -7,8 +7,6 @@ of a row are ordered so that few lines cross, and moved to where their lines are
 rows has one place in each, however many boxes read it. `graphs.py` draws them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ What is not shown at first (folded lines, the text of a whole graph) is added by
 are packed into the page (`Store`).
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

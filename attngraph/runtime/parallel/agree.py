@@ -8,8 +8,6 @@ by rank 0 and sent to the others: logits that several ranks computed each for it
 bits, and random numbers without a seed do.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any

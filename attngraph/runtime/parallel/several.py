@@ -1,7 +1,5 @@
 """The ranks of a mesh that run a model together: the hooks of `runtime/devices.py` for several devices."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ keeps its own part of a decoder's state. Simulated ranks share one state, which 
 rank: `kept0` of rank 1 is called `kept0@1` there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ computed before that loop. Within the branches of a selection nothing has a name
 chosen may be evaluated, because in the other an index may be out of range.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable
 

@@ -8,8 +8,6 @@ heads, halves that a rotary embedding swaps) selects by index: `where(i < 64, ..
 branch, without a condition, which compilers turn into vector instructions.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

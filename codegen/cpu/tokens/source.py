@@ -1,8 +1,6 @@
 """A token program as the source of a C library: loops for the definitions of each phase, and tables of the
 phases, which the functions of `c/phases.h` share among threads."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Sums and products in canonical form: like terms joined, numbers in front, selections merged."""
 
-from __future__ import annotations
-
 import math
 
 from attngraph.ir.language import E, Expr

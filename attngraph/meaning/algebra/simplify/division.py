@@ -1,7 +1,5 @@
 """Floor division and remainder of index expressions, by ranges and by digits."""
 
-from __future__ import annotations
-
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M

@@ -1,7 +1,5 @@
 """Exponentials with logarithms, powers, and pointwise functions that have no algebra of their own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Comparisons, booleans and selections: decided by ranges where possible, canonical otherwise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from attngraph.ir import budgets

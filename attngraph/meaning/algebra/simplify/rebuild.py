@@ -1,7 +1,5 @@
 """Rebuilding expressions through the canonical constructors: substitution, names of bound variables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from attngraph.ir.language import E, Expr

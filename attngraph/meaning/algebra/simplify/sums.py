@@ -1,7 +1,5 @@
 """Sums over index variables: factors that do not vary are moved out, and a sum can be cut into pieces."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
