@@ -1,9 +1,10 @@
-"""Where a size is 1, a model that asks for it may do the same all the same: it is traced there, and compared.
+"""For a few numbers, a model that asks for a size may do the same all the same: it is traced and compared.
 
-`is_causal = tokens > 1` is asked by most models of transformers, and makes no difference to one token. For
-each size whose being 1 would change an answer, and for all of these together, the model is traced once more.
-Both graphs are of the same operations then, or are run in float64, as every claim is. Where they differ, or
-the model has no such call, the decision stays a condition of the graph.
+`is_causal = tokens > 1` is asked by most models of transformers, and makes no difference to one token; torch
+asks whether `x[:, 1:]` is one place, which might be broadcast, and that makes no difference to two. For the
+few small sizes that would change an answer, and for these together, the model is traced once more. Both
+graphs are of the same operations then, or are run in float64, as every claim is. Where they differ, or the
+model has no such call, the decision stays a condition of the graph.
 """
 
 import itertools
@@ -11,6 +12,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -21,6 +23,7 @@ from attngraph.capture.guards import size_value
 from attngraph.capture.sides import Decision, Same, Sides, assumed, is_of_ones
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import NoDecoderError
+from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, is_size
 from attngraph.meaning.check.comparison import Rule, compare
@@ -35,7 +38,7 @@ def compare_sides(
     captured: Captured, graph: ProgramGraph, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     again: Again, results: Sequence[int] | None = None, single: Collection[str] = (), weights: bool = True,
 ) -> Sides:  # fmt: skip
-    """What a trace decided about sizes, with the sizes of 1 for which it makes no difference.
+    """What a trace decided about sizes, with the sizes for which it makes no difference.
 
     Args:
         graph: as it was captured. args, kwargs: the call that it was captured from.
@@ -50,46 +53,60 @@ def compare_sides(
     sides, found = captured.sides, list[Same]()
     leaves, spec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    for ones in _asked_of_ones(sides, graph, frozenset(single)):
-        smaller = _cut(tensors, captured.shapes, {**graph.hints, **dict.fromkeys(ones, 1)})
+    always = frozenset((name, 1) for name in single)
+    for at in _apart(sides, graph, always):
+        sizes = {**graph.hints, **dict(at)}
+        smaller = _cut(tensors, captured.shapes, sizes)
         given = iter(smaller)
         call = unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         try:
             other = again(*call)
-            names = _renamed(other.shapes, captured.shapes)
-            relations = [*assumed(other.graph.conditions), *(d.relation for d in other.sides.decisions)]
-            sizes = {**graph.hints, **dict.fromkeys(ones, 1)}
             equal = _of_same_operations(graph, other.graph, sizes)
             if equal or _alike(
                 graph, other, captured, owner, smaller, results, Exact if weights else _MadeUp
             ):
-                kept = (r.xreplace(names) for r in relations if not is_of_ones(r))
-                found.append(Same(ones, tuple(kept)))
+                found.append(Same(at, tuple(_relations(other, captured, dict(at)))))
         except Exception as problem:  # the user's model runs at sizes that nobody asked for
-            log.info("not for %s of 1: %s", ", ".join(sorted(ones)), problem)
+            log.info("not for %s: %s", ", ".join(f"{name} of {n}" for name, n in sorted(at)), problem)
     if not single:
         return Sides(sides.decisions, tuple(found))
-    always = next((same for same in found if same.ones == set(single)), None)
-    if always is None:
+    first = next((same for same in found if same.at == always), None)
+    if first is None:
         raise NoDecoderError("what it does with one sequence is not what it does with each of several.")
     known = {d.relation for d in sides.decisions}
     line = next((d.line for d in sides.decisions), "its own code")
-    more = (Decision(r, line) for r in always.relations if r not in known)
-    return Sides((*sides.decisions, *more), tuple(Same(s.ones - set(single), s.relations) for s in found))
+    more = (Decision(r, line) for r in first.relations if r not in known)
+    return Sides((*sides.decisions, *more), tuple(Same(s.at - always, s.relations) for s in found))
 
 
-def _asked_of_ones(sides: Sides, graph: ProgramGraph, single: frozenset[str]) -> Iterator[frozenset[str]]:
-    """The sets of sizes whose being 1 would change an answer, where the graph's conditions hold; those that
-    are always 1 in all of them."""
-    names = sorted(
-        name for name in sides.symbols & graph.hints.keys()
-        if any(not holds(d.relation, {**graph.hints, name: 1}) for d in sides.decisions)
+def _apart(
+    sides: Sides, graph: ProgramGraph, always: frozenset[tuple[str, int]]
+) -> Iterator[frozenset[tuple[str, int]]]:
+    """The sizes that would change an answer where the graph's conditions hold, each alone and then together;
+    with those that are always so in all of them."""
+    places = [
+        [(name, n) for n in sorted(sides.apart[name])
+         if any(not holds(d.relation, {**graph.hints, name: n}) for d in sides.decisions)]
+        for name in sorted(sides.symbols & graph.hints.keys())
+    ]  # fmt: skip
+    sets = [frozenset(filter(None, chosen)) for chosen in itertools.product(*([None, *of] for of in places))]
+    sets.sort(key=lambda at: (len(at) > 1, -len(at)))  # sorted() keeps the order of the others
+    allowed = (
+        at | always for at in sets
+        if (at or always)
+        and all(holds(c, {**graph.hints, **dict(at | always)}) for c in assumed(graph.conditions))
     )  # fmt: skip
-    sets = [*((name,) for name in names), *([tuple(names)] if len(names) > 1 else [])]
-    for chosen in [*([()] if single else []), *sets]:
-        ones = frozenset(chosen) | single
-        if all(holds(c, {**graph.hints, **dict.fromkeys(ones, 1)}) for c in assumed(graph.conditions)):
-            yield ones
+    return itertools.islice(allowed, budgets.SIDES)
+
+
+def _relations(other: Captured, captured: Captured, at: Mapping[str, int]) -> Iterator[Any]:
+    """What a trace at other sizes decided besides, about the sizes of the first."""
+    names = _renamed(other.shapes, captured.shapes)
+    for relation in (*assumed(other.graph.conditions), *(d.relation for d in other.sides.decisions)):
+        relation = relation.xreplace(names)
+        relation = relation.subs({s: at[str(s)] for s in relation.free_symbols if str(s) in at})
+        if relation is not sympy.true and not is_of_ones(relation):
+            yield relation
 
 
 def _cut(

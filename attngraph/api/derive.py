@@ -110,7 +110,7 @@ def _captured(target: Callable[..., Any], example: Example, assumed: Assumed) ->
 
 
 def _sides(target: Callable[..., Any], made: Rewritten, example: Example, options: Options) -> Sides:
-    """What the trace decided about sizes, and for which sizes of 1 that makes no difference."""
+    """What the trace decided about sizes, and for which of them that makes no difference."""
     captured = made.captured
     if example.is_compared:
         return captured.sides

@@ -49,12 +49,15 @@ QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
     "retains_grad": lambda t: t.retains_grad, "output_nr": lambda t: t.output_nr,
     "is_pinned": lambda t: t.is_pinned(), "is_shared": lambda t: t.is_shared(),  # type: ignore[no-untyped-call]
     "is_inference": lambda t: t.is_inference(), "is_conj": lambda t: t.is_conj(),
-    "is_neg": lambda t: t.is_neg(), "_is_view": lambda t: t._is_view(),
+    "is_neg": lambda t: t.is_neg(), "_is_view": lambda t: t._is_view(), "_base": lambda t: t._base is None,
 }  # fmt: skip
 """What can be asked of an argument, and compared at each call."""
 _ASKED_BY: dict[str, Any] = {name: getattr(torch.Tensor, name) for name in QUESTIONS}
 _ASKS = {ask if callable(ask) else ask.__get__: name for name, ask in _ASKED_BY.items()}
-_WITH_VALUE = ("grad", "grad_fn")
+_WITH_VALUE = {
+    "grad": "the gradient of an argument", "grad_fn": "the gradient of an argument",
+    "_base": "what a tensor is a view of",
+}  # fmt: skip
 """Questions whose answer is None or something that a graph cannot have."""
 _LAYOUT = frozenset(
     {
@@ -62,12 +65,14 @@ _LAYOUT = frozenset(
         torch.as_strided_copy, torch.as_strided_scatter, _T._is_view,
     }
 )  # fmt: skip
-_VERSION = _T._version.__get__
-"""Torch.compile answers it for tensors that have none (of inference mode), where eager raises."""
+_VERSION, _BASE = _T._version.__get__, _T._base.__get__
+_NOT_IN_PIECES = (_VERSION, _BASE)
+"""Torch.compile answers the first for tensors that have none (of inference mode), where eager raises, and does
+not look at the second again."""
 _ADDRESSES = {
     _T.data_ptr: "the address of a tensor", _T.untyped_storage: "the memory of a tensor",
     _T.storage: "the memory of a tensor", _T.is_set_to: "the memory of a tensor",
-    _VERSION: "how often a tensor was written to", _T._base.__get__: "what a tensor is a view of",
+    _VERSION: "how often a tensor was written to", _BASE: _WITH_VALUE["_base"],
     _T.__reduce_ex__: "the memory of a tensor",
 }  # fmt: skip
 _REQUIRES = _T.requires_grad.__set__
@@ -101,7 +106,7 @@ class Asked(TorchFunctionMode):
         if func in _LAYOUT:
             self.layouts = True
         elif func in _ADDRESSES:
-            self._refuse(_ADDRESSES[func], splits=func != _VERSION)
+            self._refuse(_ADDRESSES[func], func not in _NOT_IN_PIECES)
         elif func in _ASKS and _ASKS[func] == "grad" and getattr(args[0], "is_leaf", False):
             self._refuse("the gradient of a weight")
         name = getattr(func, "__name__", "")
@@ -122,7 +127,7 @@ class Asked(TorchFunctionMode):
         if question not in _WITH_VALUE:
             return answer
         if not answer:
-            self._refuse("the gradient of an argument")
+            self._refuse(_WITH_VALUE[question], func not in _NOT_IN_PIECES)
         return None if answer else func(*args, **kwargs)
 
     def _refuse(self, what: str, splits: bool = True) -> None:

@@ -15,6 +15,7 @@ to that: where it has looked at many quotients of that number (chunks, paddings)
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,8 +28,8 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds, python_text
 
 _ORDERS = sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt
-_MANY = 1 << 24
-"""More than any size that is asked for."""
+_FEW, _MANY = 4, 1 << 24
+"""A few numbers, and more than any size that is asked for."""
 
 
 class Decision(NamedTuple):
@@ -42,15 +43,15 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Same:
-    """Where these sizes are 1, the graph gives what the model gives, if these relations hold."""
+    """Where these sizes are these numbers, the graph gives what the model gives, if these relations hold."""
 
-    ones: frozenset[str]
+    at: frozenset[tuple[str, int]]
     relations: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Sides:
-    """What a trace decided about sizes, and for which sizes of 1 the graph is right nevertheless."""
+    """What a trace decided about sizes, and for which of them the graph is right nevertheless."""
 
     decisions: tuple[Decision, ...] = ()
     same: tuple[Same, ...] = ()
@@ -60,16 +61,26 @@ class Sides:
         """The sizes that were asked for."""
         return frozenset(str(s) for d in self.decisions for s in d.relation.free_symbols)
 
-    def ones(self, sizes: Mapping[str, int]) -> frozenset[str]:
-        """Which of the sizes that were asked for are 1."""
-        return frozenset(name for name in self.symbols if sizes.get(name) == 1)
+    @functools.cached_property
+    def apart(self) -> dict[str, frozenset[int]]:
+        """Of each size that was asked for, the numbers that are compared apart: 1, and the few for which a
+        decision fails."""
+        found = {name: {1} for name in self.symbols}
+        for relation in {d.relation for d in self.decisions}:
+            for symbol in relation.free_symbols:
+                found[str(symbol)] |= exceptions(relation) or set()
+        return {name: frozenset(numbers) for name, numbers in found.items()}
+
+    def at(self, sizes: Mapping[str, int]) -> frozenset[tuple[str, int]]:
+        """Which of the sizes are such numbers."""
+        return frozenset((name, sizes[name]) for name, of in self.apart.items() if sizes.get(name) in of)
 
     def broken(self, sizes: Mapping[str, int]) -> Decision | None:
         """A decision that does not hold for these sizes; None if the graph is right for them."""
         failing = next((d for d in self.decisions if not holds(d.relation, sizes)), None)
         if failing is None:
             return None
-        same = next((s for s in self.same if s.ones == self.ones(sizes)), None)
+        same = next((s for s in self.same if s.at == self.at(sizes)), None)
         if same is None:
             return failing
         other = next((r for r in same.relations if not holds(r, sizes)), None)
@@ -79,22 +90,38 @@ class Sides:
         """Conditions that hold for the sizes for which the graph is right, and for no others."""
         for relation in dict.fromkeys(d.relation for d in self.decisions):
             own = {str(s) for s in relation.free_symbols}
-            sets = [s for s in self.same if s.ones & own]
-            whole = sum(1 for s in sets if not s.relations)
-            every = 2 ** (len(self._flipped()) - 1)
-            if sets and is_of_ones(relation) and whole == len(sets) == every:
-                continue  # whatever is 1, the graph is right
+            sets = [s for s in self.same if any(name in own for name, _ in s.at)]
+            if sets and self._is_right_where_it_fails(relation):
+                continue
             yield sympy.Or(relation, *(self._where(same) for same in sets)) if sets else relation
 
-    def _where(self, same: Same) -> Any:
-        """The condition that these sizes are 1, and no others that were asked for."""
-        symbols = {str(s): s for d in self.decisions for s in d.relation.free_symbols}
-        ones = (sympy.Eq(s, 1) if n in same.ones else sympy.Ne(s, 1) for n, s in sorted(symbols.items()))
-        return sympy.And(*ones, *same.relations)
+    def _is_right_where_it_fails(self, relation: Any) -> bool:
+        """Whether for each number for which this relation of one size fails, the graph was found right with
+        all that other sizes may be."""
+        failing = exceptions(relation)
+        if failing is None:
+            return False
+        (name,) = map(str, relation.free_symbols)
+        compared = {place for same in self.same for place in same.at}
+        others = itertools.product(*(
+            [(), *((other, n) for n in of)] for other, of in self.apart.items()
+            if other != name and any(other == c for c, _ in compared)
+        ))  # fmt: skip
+        whole = {same.at for same in self.same if not same.relations}
+        sets = [frozenset(place for place in places if place) for places in others]
+        return all(places | {(name, n)} in whole for places in sets for n in failing)
 
-    def _flipped(self) -> frozenset[str]:
-        """The sizes whose being 1 was compared."""
-        return frozenset(name for same in self.same for name in same.ones)
+    def _where(self, same: Same) -> Any:
+        """The condition that these sizes are these numbers, and the others none that are compared apart."""
+        symbols = {str(s): s for d in self.decisions for s in d.relation.free_symbols}
+        known = dict(same.at)
+        equal = (sympy.Eq(symbols[name], n) for name, n in sorted(known.items()))
+        others = (
+            sympy.Ne(symbols[name], n)
+            for name in sorted(self.apart.keys() - known)
+            for n in sorted(self.apart[name])
+        )
+        return sympy.And(*equal, *others, *same.relations)
 
 
 UNASKED = Sides()
@@ -109,16 +136,26 @@ def assumed(conditions: Sequence[Any]) -> Iterator[Any]:
 
 def is_of_ones(relation: Any) -> bool:
     """Whether a relation is of one size, and holds for all numbers from 2 on."""
+    failing = exceptions(relation)
+    return failing is not None and failing <= {1}
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def exceptions(relation: Any) -> frozenset[int] | None:
+    """The numbers from 1 on for which a relation of one size fails; None if they may be more than a few."""
     symbols = list(relation.free_symbols)
     if len(symbols) != 1 or not isinstance(relation, (*_ORDERS, sympy.Ne)):
-        return False
+        return None
     (symbol,) = symbols
     difference = sympy.expand(relation.lhs - relation.rhs)
     if not difference.is_polynomial(symbol) or sympy.degree(difference, symbol) > 1:
-        return False
+        return None
     if isinstance(relation, sympy.Ne):
-        return bool(-difference.coeff(symbol, 0) / difference.coeff(symbol, 1) < 2)
-    return all(holds(relation, {str(symbol): n}) for n in (2, _MANY))
+        root = -difference.coeff(symbol, 0) / difference.coeff(symbol, 1)
+        return frozenset({int(root)} if root.is_integer and root > 0 else ())
+    if not all(holds(relation, {str(symbol): n}) for n in (_FEW + 1, _MANY)):
+        return None
+    return frozenset(n for n in range(1, _FEW + 1) if not holds(relation, {str(symbol): n}))
 
 
 def in_words(relation: Any, names: Mapping[str, str]) -> str:

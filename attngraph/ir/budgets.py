@@ -25,6 +25,9 @@ SUM_NODES = 20_000
 """Nodes of an expression that is searched for a weighted sum. A larger expression is not searched."""
 KEY_ORDERS = 4
 """Key variables for which every permutation is tried. With more, only the order of occurrence is tried."""
+SIDES = 6
+"""Sets of sizes for which a model that asks for them is traced once more, to see that it makes no difference.
+The graph is not for the others."""
 SUMMANDS = 4
 """Terms into which a sum over a range of known length is unrolled. A longer sum is not unrolled."""
 SELECTIONS = 8

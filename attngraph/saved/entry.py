@@ -122,7 +122,7 @@ def _sides(sides: Sides, names: Mapping[str, str]) -> dict[str, Any]:
     return {
         "decisions": [[size_text(d.relation, names), d.line, d.raises] for d in sides.decisions],
         "same": [
-            [sorted(names.get(n, n) for n in s.ones), [size_text(r, names) for r in s.relations]]
+            [sorted((names.get(n, n), size) for n, size in s.at), [size_text(r, names) for r in s.relations]]
             for s in sides.same
         ],
     }
@@ -132,8 +132,11 @@ def _sides_from(about: Mapping[str, Any], names: Mapping[str, str]) -> Sides:
     return Sides(
         tuple(Decision(size_of(text, names), line, raises) for text, line, raises in about["decisions"]),
         tuple(
-            Same(frozenset(names.get(n, n) for n in ones), tuple(size_of(r, names) for r in relations))
-            for ones, relations in about["same"]
+            Same(
+                frozenset((names.get(n, n), size) for n, size in at),
+                tuple(size_of(r, names) for r in relations),
+            )
+            for at, relations in about["same"]
         ),
     )
 

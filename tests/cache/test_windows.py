@@ -81,14 +81,7 @@ WINDOWS: dict[str, Mix] = {
 }  # fmt: skip
 
 
-TWO_TOKENS = pytest.mark.xfail(
-    strict=True, reason="a prompt of two tokens is refused: a slice of one place might be broadcast"
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=TWO_TOKENS) if n == "a difference" else n for n in WINDOWS]
-)
+@pytest.mark.parametrize("name", WINDOWS)
 def test_a_window_of_tokens_decodes(name: str, decodes: Any) -> None:
     decoder = decodes(Mixed(WINDOWS[name]), VOCABULARY, 24)
     assert any("computed from the last" in note for record in decoder.report.passes for note in record.notes)

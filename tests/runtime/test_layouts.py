@@ -173,11 +173,12 @@ def test_gradients_flow_through_results_that_others_follow_from(name: str) -> No
     assert compiled.report.attention and not compiled.report.breaks
 
 
-def test_an_argument_that_is_a_view_is_another_call_if_the_model_asks() -> None:
+@pytest.mark.parametrize("ask", [lambda x: x._is_view(), lambda x: x._base is not None])
+def test_an_argument_that_is_a_view_is_another_call_if_the_model_asks(ask: Callable[[Tensor], bool]) -> None:
     """Its strides are those of one that is none."""
 
     def model(x: Tensor) -> Tensor:
-        return (x @ x.mT).softmax(-1) @ x * (2.0 if x._is_view() else 3.0)
+        return (x @ x.mT).softmax(-1) @ x * (2.0 if ask(x) else 3.0)
 
     compiled = attngraph.compile(model, min_scores=0)
     for x in (torch.randn(2, 5, 8), torch.randn(80).view(2, 5, 8), torch.randn(2, 5, 8)):
