@@ -50,14 +50,11 @@ def order(
         divide = (DivideCache(cache),) if shard and cache != "heads" else ()
         rest = (*shard, InsertKVCache(), *divide, Tidy(), QuantisedLinear(), FuseTokenWise())
     return (
-        Canonicalize(),
-        FuseAttention(() if shard else RESULTS, features=not decoder),
-        MergeHeads(),
-        AbsorbMLA(absorb, keeps=decoder),
-        *rest,
+        Canonicalize(), FuseAttention(() if shard else RESULTS, features=not decoder), MergeHeads(),
+        AbsorbMLA(absorb, keeps=decoder), *rest,
         SelectKernels(family, requires=Level.CACHED if decoder else Level.FUSED),
         *((QuantiseCache(rounded),) if rounded else ()),
-    )
+    )  # fmt: skip
 
 
 def waiting_at_most(passes: Sequence[Pass], kinds: Kinds = ()) -> tuple[Pass, ...]:

@@ -147,12 +147,9 @@ class WithoutMemory(TorchFunctionMode):
     """A context in which `torch.empty` gives tensors without memory, where no device is named."""
 
     def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: Any = (),
+        self, function: Callable[..., Any], types: Any, args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         given = dict(kwargs or {})
         if function is torch.empty and given.get("device") is None and "out" not in given:
             given["device"] = "meta"

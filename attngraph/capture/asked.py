@@ -67,8 +67,8 @@ _LAYOUT = frozenset(
 )  # fmt: skip
 _VERSION, _BASE = _T._version.__get__, _T._base.__get__
 _NOT_IN_PIECES = (_VERSION, _BASE)
-"""Torch.compile answers the first for tensors that have none (of inference mode), where eager raises, and does
-not look at the second again."""
+"""Torch.compile answers the first for tensors that have none (of inference mode), where eager raises, and
+does not look at the second again."""
 _ADDRESSES = {
     _T.data_ptr: "the address of a tensor", _T.untyped_storage: "the memory of a tensor",
     _T.storage: "the memory of a tensor", _T.is_set_to: "the memory of a tensor",

@@ -160,17 +160,11 @@ class Flat(nn.Module):
             return len(trace.answered.checks), trace.effects.what, printed.tell()
 
         with (
-            functions_run() as trace.written_out,
-            contextlib.redirect_stdout(printed),
-            trace.effects.watch(others, self._originals),
-            watch,
-            trace.answered.listening(trace.one),
-            _sizes_recorded_when_needed(),
-            trace.repeats(noted),
-            recorded(trace.executed, trace.effects.begins),
-            trace.asked,
-            products_cast(),
-        ):
+            functions_run() as trace.written_out, contextlib.redirect_stdout(printed),
+            trace.effects.watch(others, self._originals), watch, trace.answered.listening(trace.one),
+            _sizes_recorded_when_needed(), trace.repeats(noted),
+            recorded(trace.executed, trace.effects.begins), trace.asked, products_cast(),
+        ):  # fmt: skip
             yield
         if printed.getvalue():
             trace.effects.note("forward() prints")

@@ -38,19 +38,12 @@ def call_key(leaves: Sequence[Any], spec: Any, fingerprint: FingerprintOf, scope
     of the state of the model is in the scope."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return (
-        spec,
-        tuple(_leaf_key(leaf) for leaf in leaves),
-        repeats(tensors),
-        aliases(tensors),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        (autocast_of("cpu"), autocast_of("cuda")),
-        default_device(),
-        settings(),
+        spec, tuple(_leaf_key(leaf) for leaf in leaves), repeats(tensors), aliases(tensors),
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+        (autocast_of("cpu"), autocast_of("cuda")), default_device(), settings(),
         answers(tensors, scope.asked, scope.layouts) if tensors else (),
         fingerprint(things(leaves), scope),
-    )
+    )  # fmt: skip
 
 
 def things(leaves: Sequence[Any]) -> list[Any]:

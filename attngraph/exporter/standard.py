@@ -91,17 +91,10 @@ def standard_form(program: ScoreProgram, dtype: torch.dtype) -> Standard:
     if _mentions(factor, index("k")):
         raise NotStandard("scores are multiplied by what depends on the key")
     return Standard(
-        1.0 if constant is None else constant,
-        reader.softcap,
-        None if constant is not None else factor,
-        mask,
-        _is_causal(mask),
-        reader.fills,
-        program.sink,
-        reader.results,
-        reader.blind_is_zero or program.sink is not None,
-        all(_keeps_own(s) for s in mask),
-    )
+        1.0 if constant is None else constant, reader.softcap, None if constant is not None else factor,
+        mask, _is_causal(mask), reader.fills, program.sink, reader.results,
+        reader.blind_is_zero or program.sink is not None, all(_keeps_own(s) for s in mask),
+    )  # fmt: skip
 
 
 class _Reader:

@@ -336,15 +336,12 @@ def name_of(plan: Plan) -> str:
     others = [s for s in plan.statements if isinstance(s, Keep) and s != own]
     has_softcap, has_reads = _have("tanh", scores), _have("read", scores)
     words = {
-        "causal": plan.diagonal is not None,
-        "window": bool(window_of(program)),
-        "masked": len(others) > bool(window_of(program)),
-        "softcap": has_softcap,
-        "biased": has_reads,
+        "causal": plan.diagonal is not None, "window": bool(window_of(program)),
+        "masked": len(others) > bool(window_of(program)), "softcap": has_softcap, "biased": has_reads,
         "scored": bool(scores) and not (plan.is_linear or has_softcap or has_reads),
         "sink": any(isinstance(s, Sink) for s in program.statements),
         "dropout": _have("random", (s.value for s in program.statements if isinstance(s, Weight))),
-    }
+    }  # fmt: skip
     return "_".join([*(word for word, is_said in words.items() if is_said), "attention"])
 
 

@@ -116,12 +116,8 @@ def only_result(graph: ProgramGraph, result: int) -> None:
 
 
 _REWRITES: dict[type[Scan], Rewrite] = {
-    Window: look_back,
-    Sums: carry,
-    RunningFold: fold,
-    TokenLoop: take_steps,
-    History: run_again,
-}
+    Window: look_back, Sums: carry, RunningFold: fold, TokenLoop: take_steps, History: run_again,
+}  # fmt: skip
 """What makes values that follow from earlier tokens a part of a step."""
 
 
@@ -174,18 +170,10 @@ class _Insertion:
             vectors = tuple(self.inputs.rows(name) for name in ("positions", "row"))
             tokens = str(free_tokens(self.graph, self.ids, self.tokens.traced, vectors))
         self.graph.state = CachePlan(
-            tuple(stores.values()),
-            tuple(self.fixed.found.values()),
-            self.expanded,
-            len(attentions),
-            length,
-            tokens,
-            most_tokens,
-            tuple(self.step.carried.values()),
-            self.step.rounding,
-            tuple(self.step.anew),
-            tuple(self.step.assumed),
-        )
+            tuple(stores.values()), tuple(self.fixed.found.values()), self.expanded, len(attentions),
+            length, tokens, most_tokens, tuple(self.step.carried.values()), self.step.rounding,
+            tuple(self.step.anew), tuple(self.step.assumed),
+        )  # fmt: skip
         self.inputs.drop_unused()
         self._annotate()
         self._note(attentions)

@@ -224,13 +224,8 @@ class Body:
         try:
             node.meta["val"] = infer(target, node.args, node.kwargs, self.mode)
         except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            IndexError,
-            NotImplementedError,
-            ProgramError,
-        ) as problem:
+            RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, ProgramError,
+        ) as problem:  # fmt: skip
             raise ValueError(f"{target} cannot be applied to these operands: {problem}") from problem
         return node
 

@@ -251,14 +251,10 @@ def part_of(
     inputs = tuple(known[node] for node in taken)
     kinds = {given.kind for given in inputs}
     return dataclasses.replace(
-        graph,
-        module=as_module(made),
-        inputs=inputs,
-        outputs=tuple(Output("value", name) for name in values),
-        assumed=set(graph.assumed),
-        stages={rate: stage for rate, stage in graph.stages.items() if rate.value in kinds},
-        state=None,
-    )
+        graph, module=as_module(made), inputs=inputs,
+        outputs=tuple(Output("value", name) for name in values), assumed=set(graph.assumed),
+        stages={rate: stage for rate, stage in graph.stages.items() if rate.value in kinds}, state=None,
+    )  # fmt: skip
 
 
 def computed_from(values: Iterable[fx.Node], until: Container[fx.Node] = ()) -> set[fx.Node]:

@@ -107,12 +107,9 @@ def _with_kernels(graph: ProgramGraph) -> Problems:
 
 
 PROMISES: dict[Level, tuple[Callable[[ProgramGraph], Problems], ...]] = {
-    Level.CAPTURED: (_pure, _staged),
-    Level.CANONICAL: (_without_assertions,),
-    Level.FUSED: (_with_programs,),
-    Level.CACHED: (_keeping,),
-    Level.LOWERED: (_with_kernels,),
-}
+    Level.CAPTURED: (_pure, _staged), Level.CANONICAL: (_without_assertions,),
+    Level.FUSED: (_with_programs,), Level.CACHED: (_keeping,), Level.LOWERED: (_with_kernels,),
+}  # fmt: skip
 """The invariants that each level adds to those below it; each function's docstring states one."""
 
 

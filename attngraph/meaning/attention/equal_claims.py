@@ -105,12 +105,9 @@ class OnceRecogniser(Recogniser):
             known = node if node in self.meaning.values else None
             told = _told((node.args, node.kwargs)) if node.op == "call_function" else None
             self._about[node] = (
-                node.op,
-                node.op == "call_function" and node.target,
-                told,
-                _layout_of(node.meta.get("val")),
-                known,
-            )
+                node.op, node.op == "call_function" and node.target, told,
+                _layout_of(node.meta.get("val")), known,
+            )  # fmt: skip
         return self._about[node]
 
 

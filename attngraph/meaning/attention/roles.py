@@ -33,14 +33,9 @@ class Roles:
 
 
 def assign(
-    output: tuple[Digits, ...],
-    summed: frozenset[Expr],
-    q: frozenset[Expr],
-    k: frozenset[Expr],
-    v: frozenset[Expr],
-    scores: frozenset[Expr],
-    beside_keys: frozenset[Expr],
-) -> Roles | Refusal:
+    output: tuple[Digits, ...], summed: frozenset[Expr], q: frozenset[Expr], k: frozenset[Expr],
+    v: frozenset[Expr], scores: frozenset[Expr], beside_keys: frozenset[Expr],
+) -> Roles | Refusal:  # fmt: skip
     """Roles of every digit of the output.
 
     Args:

@@ -85,14 +85,11 @@ def render(
         ("numbers", "Sizes that are numbers", _stops(_OTHER_SIZES, report.numbers)),
         ("attention", f"Attention ({len(report.attention)})", render_attentions(groups, code, boxes, times)),
         ("programs", f"Token programs ({len(report.programs)})", render_programs(report.programs, boxes)),
-        ("times", "Where the time goes", _times(times)),
-        ("weights", "Weights", _weights(weights or {})),
+        ("times", "Where the time goes", _times(times)), ("weights", "Weights", _weights(weights or {})),
         *(_told(part) for part in (*records(report), *later(report))),
-        ("retraces", "Traced again", _retraces(report)),
-        ("compared", "Compared with before", compared),
-        ("passes", "Passes", render_passes(graphs, store)),
-        ("graph", "Graph", drawn),
-    ]
+        ("retraces", "Traced again", _retraces(report)), ("compared", "Compared with before", compared),
+        ("passes", "Passes", render_passes(graphs, store)), ("graph", "Graph", drawn),
+    ]  # fmt: skip
     return _document(report, title, [section for section in found if section[2]], store)
 
 

@@ -9,13 +9,8 @@ _CONSTRUCTORS = {
     op: op for op in ("add", "mul", "recip", "floordiv", "mod", "le", "lt", "eq", "where", "exp", "log")
 }
 _CONSTRUCTORS |= {
-    "not": "not_",
-    "and": "and_",
-    "or": "or_",
-    "pow": "power",
-    "abs": "absolute",
-    "sum": "total",
-}
+    "not": "not_", "and": "and_", "or": "or_", "pow": "power", "abs": "absolute", "sum": "total",
+}  # fmt: skip
 """The constructor of each operation that has an algebra, by its name in this package."""
 
 
