@@ -72,6 +72,12 @@ class Builder:
         """What stands for a node, or a list of nodes, within a function that is traced."""
         return traced(value, self)
 
+    def again(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> fx.Node:
+        """A node's call with these in place of its operands."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
+        target: Any = node.target
+        return self.call(target, *args, **kwargs)
+
     def attention(self, view: AttentionOp) -> fx.Node:
         return self.call(view.target, *view.args)
 

@@ -242,11 +242,9 @@ class _Dividing:
             return found
         first = next(n for n, told in zip(self.graph.placeholders(), self.graph.inputs, strict=True)
                      if told.kind == "rows" and told.name == "first")  # fmt: skip
-        with self.graph.graph.inserting_after(self.graph.placeholders()[-1]):
-            node: fx.Node = self.graph.graph.placeholder(f"rows_{store.table.replace('.', '_')}")
-        node.meta["val"] = self._empty([None, None], first.meta["val"])
-        self.graph.inputs = (*self.graph.inputs, Input("rows", store.table))
-        return node
+        value, called = first.meta["val"], f"rows_{store.table.replace('.', '_')}"
+        value = self.graph.empty([None, None], value.dtype, value.device)
+        return self.graph.add_input(Input("rows", store.table), value, called)
 
     def _infer_pages(self, teams: Mapping[str, int]) -> None:
         """Values that are divided have pages of another size than those that are not: new symbols for it."""
@@ -255,7 +253,7 @@ class _Dividing:
             store, value = self.stores[name], self.pages[name].meta["val"]
             shape: list[Any] = list(value.shape)
             shape[store.row_dim], shape[store.token_dim] = None, page.get((team, store.window))
-            self.pages[name].meta["val"] = self._empty(shape, value)
+            self.pages[name].meta["val"] = self.graph.empty(shape, value.dtype, value.device)
             page[team, store.window] = self.pages[name].meta["val"].shape[store.token_dim]
             anew.add(self.pages[name])
         for node in self.graph.graph.nodes:
@@ -263,16 +261,6 @@ class _Dividing:
                 if nodes.view(node) is None:
                     anew.add(node)
                 node.meta["val"] = infer(node.target, node.args, node.kwargs, self.graph.fake_mode())
-
-    def _empty(self, shape: Sequence[Any], like: Any) -> Any:
-        """A tensor without data; None in the shape is a new size."""
-        mode = self.graph.fake_mode()
-        with mode:
-            sizes = [mode.shape_env.create_unbacked_symint() if n is None else n for n in shape]
-            for size in sizes:
-                if isinstance(size, torch.SymInt):
-                    torch._check(size >= 2)
-            return torch.empty(sizes, dtype=like.dtype, device=like.device)
 
 
 def _sees_a_number(program: ScoreProgram) -> bool:

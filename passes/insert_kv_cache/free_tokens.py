@@ -83,9 +83,8 @@ def repeated(
     """One operation on other operands: those in `done`, to which sizes computed from `sizes` are added."""
     for size in (n for n in node.all_input_nodes if is_size(n) and n not in done):
         done[size] = builder.size(tokens.meaning.renamed(size_expression(size.meta["val"])), sizes)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: done.get(n, n))
     count = builder.size(tokens.space.tokens, sizes) if tokens.space.is_of_one_length else None
-    made = builder.call(node.target, *args, **kwargs)
+    made = builder.again(node, lambda n: done.get(n, n))
     if count is not None:
         replace_number(made, tokens.traced, count, tokens.graph.fake_mode())
     return made

@@ -136,8 +136,7 @@ class Experts:
         for node in (*mixture.inside, last):
             told, builder = grouped(node), Builder(self.graph, node)
             if told is None or not (node is last or self._has_weight(told.weight)):
-                args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
-                twins[node] = builder.call(node.target, *args, **kwargs)
+                twins[node] = builder.again(node, operand)
                 continue
             use = Use(told.weight, {0: blocks})
             chain, demanded, _ = self.regions.followed(Part(How.SAME, (use,)))

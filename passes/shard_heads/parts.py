@@ -131,10 +131,9 @@ class Parts(Entering):
             return builder.call(aten.expand.default, first, self._sizes(builder, node, cut))
         if is_part(node) and node.args[0] not in given:
             whole: Any = node.args[0]
-            args, kwargs = fx.map_arg((whole.args, whole.kwargs), lambda n: given.get(n, n))
-            return builder.call(operator.getitem, builder.call(whole.target, *args, **kwargs), node.args[1])
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: given.get(n, n))
-        return builder.call(target, *args, **kwargs)
+            several = builder.again(whole, lambda n: given.get(n, n))
+            return builder.call(operator.getitem, several, node.args[1])
+        return builder.again(node, lambda n: given.get(n, n))
 
     def _sizes(self, builder: Builder, node: fx.Node, cut: Cut) -> list[Any]:
         shape = self.meaning.shape(node)
@@ -251,12 +250,7 @@ class Parts(Entering):
         self, kind: str, name: str, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> fx.Node:
         """A new input of the graph."""
-        with self.graph.graph.inserting_after(self.graph.placeholders()[-1]):
-            node = self.graph.graph.placeholder(f"{kind}_{len(self.graph.inputs)}")
-        with self.graph.fake_mode():
-            node.meta = {"val": torch.empty(sizes, dtype=dtype, device=device)}
-        self.graph.inputs = (*self.graph.inputs, Input(kind, name))
-        return node
+        return self.graph.add_input(Input(kind, name), self.graph.empty(sizes, dtype, device))
 
     # --- where ranks come together ---
 
@@ -266,8 +260,7 @@ class Parts(Entering):
         target: Any = product.node.target
         given = {use.operand: self._operand(builder, use) for use in part.uses}
         if product.bias is None:
-            args, kwargs = fx.map_arg((product.node.args, product.node.kwargs), lambda n: given.get(n, n))
-            mine = builder.call(target, *args, **kwargs)
+            mine = builder.again(product.node, lambda n: given.get(n, n))
         else:
             plain = {
                 aten.linear.default: aten.linear.default, aten.addmm.default: aten.mm.default,
@@ -290,8 +283,7 @@ class Parts(Entering):
             others = {n: self.enter(n) for n in node.all_input_nodes if n not in (last, added)}
             if added is not None:
                 others[added] = self._of_first(builder, added)
-            args, kwargs = fx.map_arg((node.args, node.kwargs), {**others, last: mine}.__getitem__)
-            mine, last = builder.call(node.target, *args, **kwargs), node
+            mine, last = builder.again(node, {**others, last: mine}.__getitem__), node
             if "attention" in node.meta:
                 mine.meta["attention"] = node.meta["attention"]
         return self.summed(builder, mine, bias)

@@ -166,11 +166,9 @@ class Twins:
 
         if is_part(node) and node.args[0] not in given:
             several: Any = node.args[0]
-            args, kwargs = fx.map_arg((several.args, several.kwargs), mapped)
-            made = builder.call(operator.getitem, builder.call(several.target, *args, **kwargs), node.args[1])
+            made = builder.call(operator.getitem, builder.again(several, mapped), node.args[1])
         else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), mapped)
-            made = builder.call(node.target, *args, **kwargs)
+            made = builder.again(node, mapped)
         value = node.meta["val"]
         if isinstance(value, Tensor):
             self._check_shape(made, self.meaning.shape(node), place)

@@ -155,6 +155,15 @@ class ProgramGraph:
         self.inputs = (*self.inputs, given)
         return node
 
+    def empty(self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
+        """A tensor without data; None in the shape is a new symbolic size."""
+        mode, sizes = self.fake_mode(), list[Any]()
+        with mode:
+            for extent in shape:
+                sizes.append(mode.shape_env.create_unbacked_symint() if extent is None else extent)
+                torch._check(extent is not None or sizes[-1] >= 2)
+            return torch.empty(sizes, dtype=dtype, device=device)
+
     def op_count(self) -> int:
         """The number of nodes that compute: inputs, the output and size queries are not counted."""
         return sum(1 for n in self.graph.nodes if n.op == "call_function" and not is_size(n))
