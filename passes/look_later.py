@@ -39,10 +39,10 @@ from attngraph.ir.graph.program_graph import (
     is_size,
     makes_a_size,
     memory_of,
-    operands_first,
     part_of,
     replace_in_other_users,
 )
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.passes.build import Builder, NoSize
 

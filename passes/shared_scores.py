@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, operands_first
+from attngraph.ir.graph.program_graph import ProgramGraph, computed_from
 from attngraph.ir.graph.source import own_line
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.algebra import M, evaluate_size, size_expression
 from attngraph.meaning.attention.claim import Attention, Operand
 from attngraph.meaning.attention.program import Seed, Source

@@ -14,6 +14,7 @@ from torch import fx
 from attngraph.ir.graph import ProgramGraph, argument
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.history import last_tokens, with_earlier
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import UnliftableBecause
@@ -95,14 +96,7 @@ class Windows:
 
 
 def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = [user for node in nodes for user in node.users]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.users
-    return found
+    return set(reached((user for node in nodes for user in node.users), lambda node: node.users))
 
 
 def _with_extents(value: Expr) -> Expr:

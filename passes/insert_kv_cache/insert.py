@@ -20,11 +20,12 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import RESULTS, Level, Output, ProgramGraph, op_name, operands_first
+from attngraph.ir.graph.program_graph import RESULTS, Level, Output, ProgramGraph, op_name
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.nodes import AttentionOp
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.tokens.facts import Fact, Kind, Scan
 from attngraph.meaning.tokens.folds import RunningFold
 from attngraph.meaning.tokens.history import History

@@ -18,6 +18,7 @@ from torch import fx
 from attngraph.ir.graph import Axis, ProgramGraph, Ranks, is_measured, is_size, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.element import Meaning
@@ -146,12 +147,8 @@ def _working(tokens: TokenAxis, proved: dict[fx.Node, fx.Node]) -> dict[fx.Node,
             if operand in proved:
                 around[node].add(operand)
                 around[operand].add(node)
-    found = {n for n in proved if attention_of(n) is not None or tokens.is_product(n)}
-    stack = list(found)
-    while stack:
-        new = around[stack.pop()] - found
-        found |= new
-        stack += new
+    begins = (n for n in proved if attention_of(n) is not None or tokens.is_product(n))
+    found = set(reached(begins, around.__getitem__))
     for node in proved.keys() - found:
         del tokens.axes[node]
     return {node: twin for node, twin in proved.items() if node in found}

@@ -31,6 +31,7 @@ from attngraph.ir.graph.program_graph import (
     op_name,
     replace_in_other_users,
 )
+from attngraph.ir.walk import reached
 from attngraph.meaning.rule import ELEMENTWISE, category_of
 
 aten = torch.ops.aten
@@ -138,17 +139,11 @@ def _is_of_scores(node: fx.Node) -> bool:
 
 def _leads(start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> bool:
     """Whether steps through what keeps elements apart lead to exponentials."""
-    stack = list(start)
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if op_name(node) in _EXPONENTIALS:
-            return True
-        if node.op == "call_function" and category_of(node) in ELEMENTWISE:
-            new = [n for n in step(node) if n not in seen]
-            seen.update(new)
-            stack += new
-    return False
+
+    def further(node: fx.Node) -> Iterable[fx.Node]:
+        return step(node) if node.op == "call_function" and category_of(node) in ELEMENTWISE else ()
+
+    return any(op_name(node) in _EXPONENTIALS for node in reached(start, further))
 
 
 def _reads_memory(node: fx.Node, operand: fx.Node) -> bool:

@@ -17,7 +17,6 @@ from attngraph.ir.graph.program_graph import (
     is_size,
     may_alias,
     op_name,
-    operands_first,
 )
 from attngraph.ir.graph.ranks import Axis, Ranks
 from attngraph.ir.graph.reader import read_graph
@@ -26,5 +25,5 @@ from attngraph.ir.graph.source import ORIGIN, module_of, short_path, source_of
 __all__ = [
     "ORIGIN", "Axis", "Input", "Level", "Output", "ProgramGraph", "Ranks", "Rate", "argument", "arguments",
     "computed_from", "format_file", "holds", "implied", "infer_once", "is_measured", "is_random", "is_size",
-    "may_alias", "module_of", "op_name", "operands_first", "read_graph", "short_path", "source_of",
+    "may_alias", "module_of", "op_name", "read_graph", "short_path", "source_of",
 ]  # fmt: skip

@@ -28,6 +28,7 @@ from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import CachePlan
+from attngraph.ir.walk import operands_first, reached
 
 _Value = TypeVar("_Value", bound=Hashable)
 
@@ -268,14 +269,7 @@ def part_of(
 
 def computed_from(values: Iterable[fx.Node], until: Container[fx.Node] = ()) -> set[fx.Node]:
     """The values and all that they are computed from; `until`: what is known besides."""
-    found: set[fx.Node] = set()
-    stack = list(values)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += () if node in until else node.all_input_nodes
-    return found
+    return set(reached(values, lambda node: () if node in until else node.all_input_nodes))
 
 
 def replace_in_other_users(node: fx.Node, made: fx.Node) -> None:
@@ -305,14 +299,9 @@ def measured_sizes(node: fx.Node) -> set[Any]:
     """The sizes that only data know in a node's value: those of its shape, or of the number that it is."""
     value = node.meta.get("val")
     numbers = value.shape if isinstance(value, Tensor) else [value] if is_size(node) else []
-    # No recursion: a chain of sizes is as long as a model makes it.
-    stack = [n.node.expr for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool))]
-    seen = set(stack)
-    while stack:
-        more = set(stack.pop().args) - seen
-        seen |= more
-        stack += more
-    return {s for s in seen if s.is_Symbol and symbol_is_type(s, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))}
+    formulas = (n.node.expr for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)))
+    found = reached(formulas, lambda formula: formula.args)
+    return {s for s in found if s.is_Symbol and symbol_is_type(s, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))}
 
 
 def makes_a_size(node: fx.Node) -> bool:
@@ -357,22 +346,6 @@ def sort(graph: fx.Graph) -> None:
     """Sort the nodes topologically; nodes already in a valid order keep it."""
     for before, node in itertools.pairwise(operands_first(graph.nodes, lambda node: node.all_input_nodes)):
         before.append(node)
-
-
-def operands_first(
-    roots: Iterable[_Value], operands: Callable[[_Value], Sequence[_Value]]
-) -> list[_Value]:  # fmt: skip
-    """The roots and all that `operands` leads to, each after its operands, else in the order of the roots."""
-    order: dict[_Value, None] = {}
-    stack = [(node, False) for node in reversed(list(roots))]
-    while stack:
-        node, visited = stack.pop()
-        if visited:
-            order[node] = None
-        elif node not in order:
-            stack.append((node, True))
-            stack.extend((n, False) for n in reversed(operands(node)))
-    return list(order)
 
 
 def may_alias(op: Any) -> bool:

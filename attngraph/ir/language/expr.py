@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from attngraph.ir import budgets
+from attngraph.ir.walk import reached
 
 Scalar = int | float | bool
 
@@ -134,6 +135,11 @@ def walk(node: Expr) -> Iterator[Expr]:
             seen.add(current)
             stack.append((current, True))
             stack.extend((arg, False) for arg in reversed(current.args))
+
+
+def outside(node: Expr, *ops: str) -> Iterator[Expr]:
+    """Every distinct node that is in no operand of such operations."""
+    return reached([node], lambda n: () if n.op in ops else n.args)
 
 
 def reads(node: Expr) -> list[Expr]:

@@ -7,7 +7,7 @@ Nothing here knows of graphs.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
@@ -76,16 +76,7 @@ def _is_exponential(terms: Sum) -> bool:
 
 def _holds_values(terms: Sum) -> bool:
     """Whether a sum has another factor than exponentials."""
-    return any(n.op in ("read", "mul") for _, r in terms for n in _outside_exponents(r))
-
-
-def _outside_exponents(node: Expr) -> Iterable[Expr]:
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        yield current
-        if current.op != "exp":
-            stack += current.args
+    return any(n.op in ("read", "mul") for _, r in terms for n in E.outside(r, "exp"))
 
 
 def fraction(terms: Sum, powers: Mapping[Shape, int], sums: Mapping[Shape, Sum]) -> Value:

@@ -15,12 +15,13 @@ checks it in float64.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
 from attngraph.ir.graph import op_name, source_of
 from attngraph.ir.language import E, Expr
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import M, ranges, recombined, split_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.claim import View
@@ -159,15 +160,12 @@ class _Side:
         """Whether to look through a view; always if its elements differ by head."""
         if self.head in read.free or self.wanted is None:
             return True
-        stack, seen = [read.value], set()
-        while stack:
-            node = stack.pop()
-            if node in self.wanted:
-                return node is not read.value
-            if node not in seen and self.meaning.category(node) is Category.MOVEMENT:
-                seen.add(node)
-                stack += node.all_input_nodes
-        return False
+
+        def moved(node: fx.Node) -> Sequence[fx.Node]:
+            return node.all_input_nodes if self.meaning.category(node) is Category.MOVEMENT else ()
+
+        found = next((n for n in reached([read.value], moved) if n in self.wanted), None)
+        return found is not None and found is not read.value
 
     def _direct(self, read: Expr, place: Expr, start: int) -> Stretch:
         view = self._view(read, ((self.batch,), (), (self.token,), (place,)))

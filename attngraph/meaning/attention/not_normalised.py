@@ -83,20 +83,10 @@ def _multiplies_exponentials(body: Expr) -> bool:
     """Whether a product has several factors with exponentials in them, besides what it is divided by."""
 
     def has_exponential(factor: Expr) -> bool:
-        return any(n.op == "exp" for n in _multiplied(factor))
+        return any(n.op == "exp" for n in E.outside(factor, "recip"))
 
-    return any(n.op == "mul" and sum(map(has_exponential, n.args)) > 1 for n in _multiplied(body))
-
-
-def _multiplied(node: Expr) -> set[Expr]:
-    """The parts of a formula that are in no divisor."""
-    found, stack = set[Expr](), [node]
-    while stack:
-        current = stack.pop()
-        if current not in found:
-            found.add(current)
-            stack += () if current.op == "recip" else current.args
-    return found
+    products = (n for n in E.outside(body, "recip") if n.op == "mul")
+    return any(sum(map(has_exponential, n.args)) > 1 for n in products)
 
 
 def _is_over_pairs(body: Expr, keys: tuple[Expr, ...]) -> bool:

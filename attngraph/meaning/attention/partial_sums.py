@@ -21,8 +21,9 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import is_random, operands_first
+from attngraph.ir.graph.program_graph import is_random
 from attngraph.ir.language import E, Expr
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import (
     Fraction,

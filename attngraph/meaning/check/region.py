@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import is_size, makes_a_size, measured_sizes, operands_first
+from attngraph.ir.graph.program_graph import is_size, makes_a_size, measured_sizes
 from attngraph.ir.ops import nodes
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import COLLECTIVES
+from attngraph.ir.walk import reached
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.elements import element, independent_dims
 from attngraph.meaning.placement.table import Cut, Table
@@ -111,15 +112,10 @@ class Demand:
 
     def _require_local(self, value: Expr, variables: Mapping[Expr, Table]) -> None:
         """Check that an element depends on its index only through what it reads."""
-        stack, seen = [value], set()
-        while stack:
-            node = stack.pop()
-            if node in seen or node.op == "read":
-                continue
-            seen.add(node)
+        inside = {"read": slice(0), **dict.fromkeys(E.BINDERS, slice(1, None))}
+        for node in reached([value], lambda n: n.args[inside.get(n.op, slice(None))]):
             if node in variables and not variables[node].is_whole:
                 raise Unplaced("the operation depends on the place of an element itself")
-            stack += node.args[1:] if node.op in E.BINDERS else node.args
 
     def _independent(self, node: fx.Node, cut: Cut) -> Part | None:
         """An operation of which only the leading dimensions are known to be independent of each other."""
@@ -327,16 +323,8 @@ def _computable(index: Expr) -> bool:
     """Whether an index follows from variables of known extent alone."""
     return all(
         n.op in _FUNCTIONS or n.op == "const" or (n.op == "var" and n.args and n.args[0].op == "const")
-        for n in _without_extents(index)
+        for n in E.outside(index, "var")
     )
-
-
-def _without_extents(index: Expr) -> Iterator[Expr]:
-    stack = [index]
-    while stack:
-        node = stack.pop()
-        yield node
-        stack += () if node.op == "var" else node.args
 
 
 def _value(index: Expr, grid: Mapping[Expr, Tensor]) -> Tensor:

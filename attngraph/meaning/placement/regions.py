@@ -18,6 +18,7 @@ from torch import fx
 from attngraph.ir.graph import Input, ProgramGraph, computed_from, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
+from attngraph.ir.walk import reached
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Demand, How, Part, Unplaced, Use
 from attngraph.meaning.placement.elements import category, element
@@ -271,15 +272,13 @@ class Regions:
 
     def weights_before(self, node: fx.Node) -> Iterator[fx.Node]:
         """The matrices of the last products that a value is computed from."""
-        stack, seen = [node], set()
-        while stack:
-            node = stack.pop()
-            if node in seen or node.op != "call_function":
-                continue
-            seen.add(node)
-            found = [p for n in node.all_input_nodes if (p := self._matrix(n)) is not None]
-            yield from found
-            stack += [] if found else node.all_input_nodes
+
+        def matrices(node: fx.Node) -> list[fx.Node]:
+            operands = node.all_input_nodes if node.op == "call_function" else ()
+            return [p for n in operands if (p := self._matrix(n)) is not None]
+
+        for before in reached([node], lambda n: () if matrices(n) else n.all_input_nodes):
+            yield from matrices(before)
 
     def _matrix(self, node: fx.Node) -> fx.Node | None:
         parameter = self.parameter_of(node) if self.meaning.is_tensor(node) else None

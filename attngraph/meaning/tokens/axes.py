@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 
 from attngraph.ir.language import E, Expr
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import Digits, M, is_example, ranges, recombined
 
 Indices = tuple[Expr, ...]
@@ -140,16 +141,10 @@ def _options(space: Space, place: int, extent: Expr) -> tuple[Digits, ...]:
 def outside_reads(node: Expr) -> Iterator[Expr]:
     """The nodes of an expression without those in the indices of reads and in the extents of variables
     (but with the extents of summation variables)."""
-    stack, seen = [node], set()
-    while stack:
-        current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        yield current
-        if current.op in ("var", "read"):
-            continue
-        if current.op in E.BINDERS:
-            stack += [current.args[0].args[0], current.args[1]]
-        else:
-            stack += current.args
+
+    def parts(node: Expr) -> tuple[Expr, ...]:
+        if node.op in E.BINDERS:
+            return (node.args[0].args[0], node.args[1])
+        return () if node.op in ("var", "read") else node.args
+
+    return reached([node], parts)

@@ -22,8 +22,9 @@ import networkx as nx
 import torch
 from torch import fx
 
-from attngraph.ir.graph import is_size, op_name, operands_first, source_of
+from attngraph.ir.graph import is_size, op_name, source_of
 from attngraph.ir.language import E, Expr
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.axes import Axes, Indices, Space

@@ -377,8 +377,7 @@ class Tokens:
         if any(n.op in E.BINDERS or n.op in ("raw", "random") for n in E.walk(element)):
             return False
         rows = self.space.row is not None and self.space.row in element.free
-        counted = [n for n in _without_extents(element) if self.space.is_count(n)]
-        return not rows and not counted
+        return not rows and not any(map(self.space.is_count, E.outside(element, "var")))
 
     def _by_trial(self, node: fx.Node, shape: Indices) -> Fact | None:
         """Token-wise by a test: running it on some of the tokens (or sequences)."""
@@ -406,14 +405,3 @@ class Tokens:
         causality = self.facts[node].causality
         first = None if causality is None else causality.witness
         return self.probe.witness(result, {n: f.axes for n, f in self._resolved()}, first)
-
-
-def _without_extents(node: Expr) -> list[Expr]:
-    """The nodes of an expression, with indices of reads but without extents of variables."""
-    found, stack = [], [node]
-    while stack:
-        current = stack.pop()
-        found.append(current)
-        if current.op != "var":
-            stack += current.args
-    return found

@@ -14,6 +14,7 @@ from torch import fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.call import argument
 from attngraph.ir.language import E, Expr
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
@@ -221,17 +222,11 @@ def _reads_zeros(meaning: Meaning, facts: Mapping[fx.Node, Fact], convolution: f
         return False
     if _is_of_convolutions(element, facts):
         return not any(argument(convolution, "padding"))
-    stack = [element]
-    while stack:
-        current = stack.pop()
-        if current.op == "where":
-            stack += current.args[1:]
-        elif current.op == "read":
-            if facts[current.value].kind is Kind.MIXING:
-                return False
-        elif not E.is_const(current, 0):
-            return False
-    return True
+    chosen = reached([element], lambda n: n.args[1:] if n.op == "where" else ())
+    return all(
+        facts[n.value].kind is not Kind.MIXING if n.op == "read" else n.op == "where" or E.is_const(n, 0)
+        for n in chosen
+    )
 
 
 def _is_of_convolutions(element: Expr, facts: Mapping[fx.Node, Fact]) -> bool:

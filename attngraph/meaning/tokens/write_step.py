@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import is_size, operands_first
+from attngraph.ir.graph.program_graph import is_size
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language.step_program import written
 from attngraph.ir.ops.nodes import view
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.tokens.axes import Indices
 from attngraph.meaning.tokens.unrolled import NoLoop, Taken, Unrolled
 
