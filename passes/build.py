@@ -5,7 +5,7 @@ Every new node gets its fake value at once, and the source line of the node that
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph import ORIGIN, infer_once
+from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.program_graph import ProgramGraph, makes_a_size
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.ops.nodes import AttentionOp
+from attngraph.ir.ops.nodes import AttentionOp, view
 from attngraph.meaning.algebra.sizes import is_example
 from attngraph.meaning.attention.claim import Operand, View
 from attngraph.meaning.attention.layout import NoView, ViewOp
@@ -43,6 +44,15 @@ class Refused(Exception):
 
 class NoSize(Refused):
     """A size that cannot be computed from dimensions of tensors in the graph."""
+
+
+def infer_anew(graph: ProgramGraph, changed: Iterable[fx.Node]) -> None:
+    """Say anew what follows from values of another form, up to attentions, whose results do not."""
+    anew = set(changed)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and view(node) is None and not anew.isdisjoint(node.all_input_nodes):
+            anew.add(node)
+            node.meta["val"] = infer(node.target, node.args, node.kwargs, graph.fake_mode())
 
 
 class Builder:
@@ -118,8 +128,7 @@ class Builder:
         return whole
 
     def _symbol(self, name: str) -> fx.Node:
-        """The symbol as the first number that it is (one that data tell), or the dimension of the first
-        tensor that has it: usually an input, or one whose size depends on data."""
+        """The symbol as the first number that it is, or the dimension of the first tensor that has it."""
         node: fx.Node
         for node in self.graph.graph.nodes:
             if node is self.anchor:

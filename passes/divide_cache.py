@@ -18,7 +18,6 @@ from torch import fx
 
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph import Input, Level, ProgramGraph, computed_from, is_size, op_name, source_of
-from attngraph.ir.graph.infer import infer
 from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Store, in_ring
@@ -28,6 +27,7 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks.fold import seen
 from attngraph.meaning.placement.differing import differing
 from attngraph.meaning.rule import Category, category_of
+from attngraph.passes.build import infer_anew
 from attngraph.pipeline import Outcome
 from attngraph.report.ranks import CACHE_EXCHANGE, SentEntry
 
@@ -248,19 +248,14 @@ class _Dividing:
 
     def _infer_pages(self, teams: Mapping[str, int]) -> None:
         """Values that are divided have pages of another size than those that are not: new symbols for it."""
-        page, anew = dict[tuple[int, int | None], Any](), set[fx.Node]()
+        page = dict[tuple[int, int | None], Any]()
         for name, team in teams.items():
             store, value = self.stores[name], self.pages[name].meta["val"]
             shape: list[Any] = list(value.shape)
             shape[store.row_dim], shape[store.token_dim] = None, page.get((team, store.window))
             self.pages[name].meta["val"] = self.graph.empty(shape, value.dtype, value.device)
             page[team, store.window] = self.pages[name].meta["val"].shape[store.token_dim]
-            anew.add(self.pages[name])
-        for node in self.graph.graph.nodes:
-            if node.op == "call_function" and not anew.isdisjoint(node.all_input_nodes):
-                if nodes.view(node) is None:
-                    anew.add(node)
-                node.meta["val"] = infer(node.target, node.args, node.kwargs, self.graph.fake_mode())
+        infer_anew(self.graph, [self.pages[name] for name in teams])
 
 
 def _sees_a_number(program: ScoreProgram) -> bool:

@@ -202,8 +202,7 @@ class _Fusion:
         self.reasons |= dict(refusals.values())
 
     def _own_results(self) -> None:
-        """Copy the output of an attention whose memory a result is in: the backward pass needs that output
-        unchanged, and the caller may write to a result in place."""
+        """Copy the outputs that results share memory with: callers may write there, backward passes read."""
         for node in self.graph.graph.output_node().all_input_nodes:
             whole = memory_of(node)
             if isinstance(nodes.view(whole), nodes.Attention):
@@ -311,8 +310,7 @@ class _Fusion:
             self.outcome.notes.append(f"left alone at {source}: {reason}")
 
     def _is_of_features(self, claim: Attention) -> bool:
-        """Whether its keys are weights of the model and its values are not, so that the softmax runs over
-        features, and fusing it would be in the way of sums over tokens."""
+        """Whether keys are weights of the model and values are not: the softmax runs over features."""
         if any(self.follows_arguments(base) for base in claim.k.bases):
             return False
         if not any(self.follows_arguments(base) for base in claim.v.bases):

@@ -58,8 +58,7 @@ def _solved(matrix: Any) -> Any:
 
 
 def _chain(last: fx.Node) -> list[fx.Node]:
-    """The writes that end here, the last one first; none where there is a later one, or where the matrix is
-    not square and of known size."""
+    """The writes that end here, the last first; none where one follows, or the matrix is not square."""
     value = last.meta.get("val")
     if last.target not in WRITES or not isinstance(value, Tensor) or value.ndim < 2:
         return []
@@ -88,8 +87,7 @@ def _is_below_the_diagonal(meaning: Meaning, matrix: fx.Node) -> bool:
 
 
 def _is_substitution(graph: ProgramGraph, matrix: fx.Node, last: fx.Node, known: dict[Any, bool]) -> bool:
-    """Whether the nodes from the matrix to the last write solve the system, by a test in float64. `known`:
-    what was found for equal nodes."""
+    """Whether the nodes solve the system, by a test in float64. `known`: what equal nodes do."""
     order = region([last], [matrix])
     begins = [n for n in order if not is_size(n) and not n.all_input_nodes and n is not matrix]
     if matrix not in order or begins or bytes_in_float64(order, graph.hints) > budgets.CHECK_BYTES:

@@ -149,8 +149,7 @@ def _waiting(
 def _together(
     results: Sequence[fx.Node], own: Collection[fx.Node], weights: Weights, ties: Iterable[fx.Node]
 ) -> list[int]:
-    """For each result the number of its look: those that need the same weights, or to which one value is
-    tied, are computed together."""
+    """The number of each result's look: those of the same weights, or of one tied value, are together."""
     view = nx.Graph()
     for node in results:
         view.add_edges_from((node, n) for n in computed_from([node]) if n in own and n in weights)

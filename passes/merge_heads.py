@@ -310,8 +310,7 @@ class _Merge:
 
 
 def _by_head(forms: Sequence[Expr], number: Expr) -> Expr:
-    """One expression for several that differ only in numbers: a differing number becomes a function of
-    `number`, the index of the expression."""
+    """One expression for several: a number that differs becomes a function of `number`, their index."""
     first = forms[0]
     if all(f is first for f in forms):
         return first

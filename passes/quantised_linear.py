@@ -181,8 +181,7 @@ class _Products:
         return _Seen(bytes_.base, (), digits.packed), [t for t in terms if t not in own]
 
     def _is_narrowed(self, node: fx.Node) -> bool:
-        """Whether a value was rounded to 16 bits on its way from the model's own tensors: formulas do not
-        say."""
+        """Whether a value was rounded to 16 bits on its way from the model's tensors: formulas do not say."""
         dtype = _dtype(node)
         if dtype is not None and dtype.is_floating_point and dtype.itemsize < 4:
             return True

@@ -171,8 +171,7 @@ def _operands(inside: Collection[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _common_source(node: fx.Node) -> fx.Node | None:
-    """The input of a small tree of pointwise operations that ends at the node: the last value on which the
-    whole tree depends."""
+    """The input of a small tree of pointwise operations: the last value that all of it depends on."""
     inside: dict[fx.Node, None] = {node: None}
     while len(inside) <= 16:
         before = _operands(inside)

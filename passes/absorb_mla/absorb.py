@@ -363,8 +363,7 @@ def _width(attention: Attention) -> int:
 
 
 def _ignores_shift(program: ScoreProgram) -> bool:
-    """Whether adding a number to all dots of a row changes nothing: scores are a multiple of the dot plus
-    terms without it, and masks fill with minus infinity or a very low number."""
+    """Whether adding a number to all dots of a row changes nothing in what the program makes of them."""
     if program.sink is not None:
         return False
     value = DOT

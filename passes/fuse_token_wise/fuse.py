@@ -91,8 +91,7 @@ def _fuse(
     graph: ProgramGraph, facts: Formulas, members: dict[fx.Node, Formula],
     replaced: dict[fx.Node, fx.Node], fewest: int,
 ) -> int:  # fmt: skip
-    """Replace the members of a region by one operation; returns how many were made, 0 or 1. `replaced`: the
-    results that stand for values of earlier regions."""
+    """Replace a region by operations; how many. `replaced`: results that stand for earlier values."""
     computing = [n for n, f in members.items() if f.value.op != "read"]
     if len(computing) < fewest and not any(_multiplies(facts, n) for n in computing):
         return 0

@@ -72,8 +72,7 @@ def _fixed_number(extent: int | torch.SymInt) -> int | None:
 
 
 def _fixed_at(graph: ProgramGraph, number: int) -> str:
-    """The line of the model where a size became this number, as torch recorded it, or else the first
-    operation that takes tokens one by one."""
+    """Where a size became this number, as torch recorded it, or the first operation by single tokens."""
     fixed = _lines(graph, lambda c: isinstance(c, sympy.Eq) and number in c.args)
     for line in fixed:
         return f", at {line}"
@@ -138,8 +137,7 @@ def _limits(graph: ProgramGraph, ids: fx.Node) -> tuple[str, list[Any]]:
 
 
 def _of_longer_alone(graph: ProgramGraph, ids: fx.Node) -> str:
-    """That the model does something else with short sequences, as one that picks the largest few of more, and
-    where."""
+    """That the model does something else with short sequences, as a choice of a few does, and where."""
     name, limits = _limits(graph, ids)
     shortest = next((n for n in range(2, 1 << 12) if all(holds(c, {name: n}) for c in limits)), 2)
     if shortest == 2:
@@ -153,8 +151,7 @@ def _of_longer_alone(graph: ProgramGraph, ids: fx.Node) -> str:
 
 
 def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:
-    """Why what is computed from the first operation that mixes tokens is no sum that can be carried, and no
-    loop of equal steps."""
+    """Why what follows the first operation that mixes tokens is no carried sum, and no loop."""
     known = [n for n, f in tokens.facts.items() if f.kind is not Kind.MIXING]
     found = ""
     for what, reasons in (

@@ -104,8 +104,7 @@ def _after(pick: fx.Node, result: fx.Node) -> list[fx.Node] | None:
 
 
 def _rows_of(tokens: Tokens, result: fx.Node) -> int | None:
-    """The dimension of the result that counts the sequences, if it is the first and the only one that
-    depends on the call."""
+    """The result's dimension of sequences, if it is the first and alone depends on the call."""
     first, *rest = tokens.meaning.shape(result)
     plain = all(isinstance(n, int) for n in result.meta["val"].shape[1:])
     return 0 if first is tokens.space.rows and plain and rest else None

@@ -75,8 +75,7 @@ class KeptValues:
                     self.stores |= {n: dataclasses.replace(self.stores[n], window=None) for n in values}
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
-        """Operands to cache: keys, values, and the tensors that scores read at key positions; what is read of
-        earlier tokens."""
+        """Operands to cache: keys, values, what scores read at key positions, and of earlier tokens."""
         scan = self.tokens[node].scan
         if scan is not None:
             return list(scan.operands)

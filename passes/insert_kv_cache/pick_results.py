@@ -62,8 +62,7 @@ def pick_results(
 def _bottlenecks(
     tokens: Tokens, result: fx.Node, kept: Sequence[fx.Node]
 ) -> list[tuple[fx.Node, set[fx.Node]]]:
-    """The values after the last attention through which every path to the result leads, the earliest first,
-    each with the nodes after it."""
+    """The values after the last attention that all paths lead through, each with the nodes after it."""
 
     def follows_tokens(node: fx.Node) -> bool:
         fact = tokens.facts.get(node)

@@ -32,8 +32,7 @@ Proved = Callable[[fx.Node, fx.Node, Iterable[fx.Node]], str]
 
 @dataclasses.dataclass(frozen=True)
 class _Mixture:
-    """The last product of a mixture, how many experts there are, and what the product is computed from in
-    rows of single tokens, operands first."""
+    """The last product of a mixture, its experts, and the rows of tokens before it, operands first."""
 
     product: Product
     experts: int
@@ -89,8 +88,7 @@ class Experts:
         return _Mixture(product, int(experts.value), tuple(inside))
 
     def _reaches(self, node: fx.Node, ends: fx.Node, known: dict[fx.Node, bool]) -> bool:
-        """Whether rows of a node are computed, each from the same row, from a product of the same sorted
-        tokens."""
+        """Whether a node's rows are computed, each from the same row, from a product of the same tokens."""
         if node not in known:
             known[node] = False
             told = grouped(node)
@@ -102,8 +100,7 @@ class Experts:
         return known[node]
 
     def _is_by_rows(self, node: fx.Node, operands: list[fx.Node]) -> bool:
-        """Whether a row of a node reads the same row of these operands alone. Of an operation with several
-        results each of them is asked."""
+        """Whether a row reads the same row of these operands alone; of several results each is asked."""
         if isinstance(node.meta.get("val"), (tuple, list)):
             return True
         if is_part(node):

@@ -269,8 +269,7 @@ class Body:
 
 
 def _whole_name(kind: str, text: str) -> str:
-    """The full name for a printed one: names in the model print without the prefix of capture's wrapper
-    module; results of stages have no such prefix."""
+    """The full name for a printed one: in the model these lack the prefix of capture's wrapper module."""
     name = read_name(text, "$")
     plain = ("value", "check", "tied", Rate.WEIGHTS.value, *_BETWEEN_PARTS)
     return name if kind in plain else f"model.{name}"

@@ -71,8 +71,7 @@ def _by_number(text: str) -> tuple[int, str]:
 
 
 class _Sizes:
-    """Symbolic sizes renamed s0, s1, ... in order of appearance: torch's numbering differs between traces,
-    and the order of factors and terms depends on it."""
+    """Symbolic sizes renamed s0, s1, ... in order of appearance: torch's numbers differ between traces."""
 
     def __init__(self, names: dict[str, str]) -> None:
         self.names = names

@@ -43,8 +43,7 @@ def _pure(graph: ProgramGraph) -> Problems:
 
 
 def _staged(graph: ProgramGraph) -> Problems:
-    """What the graph takes from a stage is a result of it, what a stage takes from the graph a result of
-    that, and both are at the same level."""
+    """What graph and stage take from each other is a result of the other, and both are at one level."""
     for rate in Rate:
         stage = graph.stages.get(rate)
         first, then = (stage, graph) if rate in BEFORE else (graph, stage)
@@ -80,8 +79,7 @@ def _with_programs(graph: ProgramGraph) -> Problems:
 
 
 def _keeping(graph: ProgramGraph) -> Problems:
-    """Every store and every carried value of the cache plan is written by a result of its name, and every
-    page that is read is of a store."""
+    """What the cache plan keeps is written by a result of its name, and pages that are read are kept."""
     if graph.state is None:
         return
     stores = {store.name for store in graph.state.stores}

@@ -244,8 +244,7 @@ def _formula(
 
 
 def _autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    """Which of the three computes a call. Inside of torch.func's transformations, and in forward mode, it is
-    the formula."""
+    """Which of the three computes a call: the formula in torch.func's transformations and forward mode."""
     tell_dtensor()
     if has_tangent(args) or (is_recorded(args) and is_transformed()):
         return _formula(*args)

@@ -162,8 +162,7 @@ def _some_rows(tensor: Tensor, about: Given, rows: slice) -> Tensor:
 
 
 class _Evaluation:
-    """The value of one definition: `[tokens, *indices]`. Every expression is a tensor that broadcasts against
-    `[tokens, *indices, over]`."""
+    """The value of one definition, `[tokens, *indices]`; expressions broadcast against that and `over`."""
 
     def __init__(self, program: TokenProgram, made: Definition, known: Sequence[Tensor], tokens: int) -> None:
         self.program, self.made, self.known = program, made, known

@@ -62,8 +62,7 @@ def _contains(formula: Expr, part: Expr) -> bool:
 
 
 def _solved(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
-    """A symbol that is a product of others, or else the only part of the relation that is no symbol, and what
-    it equals."""
+    """A symbol that is a product of others, or the only part that is no symbol, and what it equals."""
     terms = ranges.subtract(ranges.polynomial(a), ranges.polynomial(b))
     common = math.gcd(*terms.values())
     alone = {atoms[0]: n // common for atoms, n in terms.items() if len(atoms) == 1}

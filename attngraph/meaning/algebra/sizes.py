@@ -122,8 +122,7 @@ def _rounded_quotient(name: str, value: Any) -> Expr:
 
 
 def _without_floats(value: Any) -> Any:
-    """A formula of sizes that uses floats (such as the length of a range of floats) rewritten in integers;
-    None where its value may not be a whole number."""
+    """A size's formula with floats, rewritten in integers; None where it may be no whole number."""
     name = type(value).__name__
     if value.is_Number:
         return sympy.Integer(int(value)) if float(value).is_integer() else None

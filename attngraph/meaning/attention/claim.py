@@ -326,8 +326,7 @@ def _one_query(
 
 
 def _by_part(key: Expr, starts: Sequence[Expr], formulas: Sequence[Expr]) -> Expr:
-    """The formula of the part that the key lies in: one mask over all parts, and in it the terms of all parts
-    plus a selection of the others."""
+    """The formula of the part that the key lies in: one mask for all parts, and a selection of the terms."""
     masked = [f for f in formulas if f.op == "where" and E.NEG_INF in f.args[1:]]
     if masked and starts[1:]:
         kept, inside = zip(*map(_without_mask, formulas), strict=True)

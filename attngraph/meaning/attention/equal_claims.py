@@ -26,8 +26,7 @@ _MOST_NODES = 2_000
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """How one node is computed. `operands`: by their numbers in the order in which they were met; none for an
-    operand of the claim, whose own operands do not matter."""
+    """How one node is computed. `operands`: by number in the order they were met; none in the claim's own."""
 
     about: Any
     operands: tuple[int, ...]

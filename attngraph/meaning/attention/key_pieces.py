@@ -137,8 +137,7 @@ def is_maximum(node: fx.Node) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Term:
-    """A term: number * exp(exponent) * sum over keys of exp(moving) * rest. `weights` is the same sum without
-    the rest."""
+    """number * exp(exponent) * sum over keys of exp(moving) * rest; `weights` is the sum without rest."""
 
     number: float
     exponent: Expr
@@ -377,8 +376,7 @@ def _forms(placed: _Placed) -> tuple[Expr, Expr]:
 
 
 def _with_bounds(node: Expr) -> Expr:
-    """A formula in which being the first or the last of a range is written as a bound: `q == 0` as
-    `not 1 <= q`, as the formula is at other keys."""
+    """A formula in which the first or last of a range is written as a bound: `q == 0` as `not 1 <= q`."""
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
         if current.op == "eq":

@@ -117,8 +117,7 @@ def _width(stretch: Stretch) -> int:
 
 
 class _Side:
-    """Keys or values of one attention. Tensors that are the same for all heads are followed through views up
-    to those in `wanted`."""
+    """Keys or values. Tensors that are the same for all heads are followed up to those in `wanted`."""
 
     def __init__(
         self, meaning: Meaning, node: fx.Node, what: str, wanted: Iterable[fx.Node] | None = None

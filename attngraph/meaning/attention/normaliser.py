@@ -75,8 +75,7 @@ def open_sums(node: Expr) -> tuple[tuple[Expr, ...], Expr]:
 def _match_sum(
     score: Expr, places: tuple[Expr, ...], other: Expr, keys: tuple[Expr, ...]
 ) -> tuple[Expr, Expr] | Refusal | None:
-    """If `other` over `places` is `score` over `keys`, up to a shift: the score and the shift. Keys of
-    one side may be digits of a key of the other."""
+    """The score and the shift, if `other` over `places`, maybe digits of keys, is `score` over `keys`."""
     shifted = split_by(score, keys)
     found = _same_terms(score, keys, places, other)
     if found is None:

@@ -81,8 +81,7 @@ class PartialSums:
         return self._kinds[node]
 
     def _find_first(self, node: fx.Node) -> fx.Node:
-        """The first node that computes the same as this one: code that takes a block's maximum wherever it
-        needs it rescales by the one and subtracts another."""
+        """The first node that computes the same: code may take a block's maximum wherever it needs it."""
         if node.op != "call_function" or is_random(node.target, node.args):
             return node
         call = fx.map_arg((node.args, node.kwargs), lambda n: self._first.get(n, n))
@@ -278,8 +277,7 @@ class PartialSums:
         return multiply(found, single(whole, E.ONE))
 
     def _is_opened(self, node: fx.Node) -> bool:
-        """Whether an exponent is written in terms of a node's operands: those of logarithms, of known
-        tensors, and of sums and differences, in which references cancel."""
+        """Whether an exponent is written in terms of a node's operands, so that references cancel."""
         if self.kind(node) is not None or self._is_known(node):
             return True
         name = str(node.target).split(".")[1:2]

@@ -78,8 +78,7 @@ def rewritten(formula: Expr, program: ScoreProgram) -> Expr:
 
 
 def _rows_are_numbers(masks: list[tuple[str, Expr, Expr]]) -> bool:
-    """Whether no row's softmax is NaN: nothing read can be infinite, and either the first key or the
-    query's own position is kept by every mask."""
+    """Whether no row is NaN: nothing read is infinite, and the first or the own key is always kept."""
     values = [value for kind, value, _ in masks if kind == "score"]
     if any(n.op == "read" for value in values for n in E.walk(value)):
         return False
@@ -279,8 +278,7 @@ class _Writer:
         return E.read(self.reads.index(source), tuple(self.write(i) for i in indices))
 
     def _ordered(self, nodes: tuple[Expr, ...]) -> list[Expr]:
-        """A readable order that does not depend on how the nodes were built: formulas of indices first,
-        then reads; ties by text."""
+        """An order that does not depend on how nodes were built: indices first, then reads; ties by text."""
         return sorted(
             nodes,
             key=lambda n: (n.op == "const", any(m.op == "read" for m in E.walk(n)), _shape_key(n)),

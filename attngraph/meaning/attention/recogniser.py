@@ -373,8 +373,7 @@ class Recogniser:
         return dots.look_into(self.meaning, formula, part.keys, part.value.free, dtype)
 
     def _with_another_product(self, part: KeyPart) -> list[KeyPart]:
-        """The part with one more of the products in its scores joined to the dot: one whose key side is
-        computed from keys, not a table of distances."""
+        """The part with another product of its scores, whose key side is computed from keys, in the dot."""
         if not part.products or any(n is DOT for n in E.walk(part.weight)):
             return []  # the weights depend on this product alone
         of_keys = part.products[0].k[0][0].free | part.value.free | set(part.keys)

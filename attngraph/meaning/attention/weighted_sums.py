@@ -115,8 +115,7 @@ def _sum_over_parts(terms: Sequence[Expr], look: Look) -> WeightedSum | None:
 
 
 def _with_one_divisor(node: Expr) -> Expr:
-    """A gate that depends on a row's total, joined with the row's divisor: sigmoid(log Z - c) / Z is
-    1 / (Z + exp(c))."""
+    """A gate joined with the row's divisor: sigmoid(log Z - c) / Z is 1 / (Z + exp(c))."""
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
         if current.op == "sigmoid" and _adds_logarithm(args[0]):
@@ -270,8 +269,7 @@ def _exponent_of_sum(node: Expr) -> Expr:
 
 
 def _replace(body: Expr, weight: Expr, inverse: Expr, factor: Expr = E.ONE) -> Expr:
-    """The body with p times a factor in the place of the weight times the inverse, wherever they stand
-    together."""
+    """The body with p times a factor wherever the weight and the inverse stand together."""
     found: dict[Expr, Expr] = {}
     for product in E.walk(body):
         if product.op == "mul" and weight in product.args and inverse in product.args:

@@ -199,8 +199,7 @@ class Parts:
         return Step(((source, tuple(found)),), run)
 
     def _of_attention(self, node: fx.Node, box: Box) -> Step | None:
-        """Some queries of an attention, with all of their keys: in its program, their place is read from a
-        list."""
+        """Some queries of an attention, with all keys: the program reads their places from a list."""
         made_by: Any = node.args[0]
         found = nodes.view(made_by) if is_part(node) and node.args[1] == 0 else None
         if not isinstance(found, nodes.Attention):

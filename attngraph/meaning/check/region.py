@@ -55,8 +55,7 @@ def fingerprint(order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> Any:
 
 
 def _about(value: Any) -> Any:
-    """The dtype and the sizes of a value, or of each of several, as numbers and formulas: to print them takes
-    long."""
+    """The dtype and sizes of a value, or of several, as numbers and formulas: printing them takes long."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(n if isinstance(n, int) else n.node.expr for n in value.shape)
     return tuple(map(_about, value)) if isinstance(value, (list, tuple)) else str(value)

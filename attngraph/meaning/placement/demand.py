@@ -131,8 +131,7 @@ class Demand:
     # --- attention ---
 
     def _heads(self, attention: nodes.AttentionOp, cut: Cut) -> Part:
-        """Attention of some query heads, with the key/value heads and the entries of tables that they
-        need."""
+        """Attention of some query heads, with the key/value heads and entries of tables that they need."""
         if not isinstance(attention, nodes.Attention):
             return self._latent_heads(attention, cut)
         heads = cut.get(1)

@@ -201,8 +201,7 @@ class Regions:
                     raise Unplaced("its input is needed whole elsewhere")
 
     def _is_computed(self, node: fx.Node) -> bool:
-        """Whether a value follows from a product or a table of the model, not from positions and
-        constants."""
+        """Whether a value follows from a product or a table of the model, not from places and constants."""
         return any(self.given_kind(n) in ("parameter", "argument") for n in computed_from([node]))
 
     def given_kind(self, node: fx.Node) -> str:

@@ -163,8 +163,7 @@ class TokenAxis:
         raise Unplaced(problem)
 
     def _is_dense(self, node: fx.Node) -> bool:
-        """Whether the elements of a value lie in memory in their order: random numbers are drawn in that of
-        memory."""
+        """Whether a value's elements lie in their order: random numbers are drawn in that of memory."""
         value, hints = node.meta["val"], self.graph.hints
         strides = [evaluate_size(size_expression(s), hints) for s in value.stride()]
         return bool(torch.empty_strided(shape_at(value, hints), strides, device="meta").is_contiguous())

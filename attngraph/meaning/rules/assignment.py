@@ -172,8 +172,7 @@ def _counted_from_the_end(place: Expr, extent: Expr) -> Indices:
 
 
 def _solve(places: Indices, unknown: list[Expr], at: Expr) -> tuple[Expr, Expr, Expr] | None:
-    """The one unknown variable, in which the index is linear, its value where the index is `at`, and the
-    condition that there is one."""
+    """The one variable in which the index is linear, its value where the index is `at`, and when it is."""
     place, *others = places
     variables = [v for v in unknown if v in place.free]
     if others or len(variables) != 1:

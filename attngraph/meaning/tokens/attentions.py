@@ -131,8 +131,7 @@ def ending_at_query(program: ScoreProgram, counted: Collection[str]) -> ScorePro
 
 
 def _keeps_shift(statement: Statement) -> bool:
-    """Whether scores that were shifted by one number for all keys of a query are shifted so, or have the same
-    weights, after this statement."""
+    """Whether scores shifted alike for all keys of a query stay so, or weigh the same, after this."""
     match statement:
         case Keep(predicate, fill):
             is_relative = added_to_score(fill) < math.inf

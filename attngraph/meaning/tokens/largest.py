@@ -41,8 +41,7 @@ def chosen(meaning: Meaning, node: fx.Node, at: Indices) -> Expr | None:
 
 
 def _without_all(count: Expr, extent: Expr) -> Expr:
-    """`count`, or all that there are if these are fewer: of those to which one of them is compared, there are
-    always fewer than all."""
+    """`count`, or all that there are if fewer: fewer than all are compared with one of them."""
     others = [n for n in count.args if n is not extent] if count.op == "min" else []
     return others[0] if len(others) == 1 else count
 

@@ -114,8 +114,7 @@ class LooksBack:
         return E.rebuild(E.rebuild(element, resolve), count)
 
     def _is_leaf(self, node: fx.Node) -> bool:
-        """Whether a formula reads this value. What follows from sizes and places alone is written out, and so
-        are known values that follow a pattern."""
+        """Whether a formula reads a value; sizes, places and known patterns are written out instead."""
         if self.axes_of(node) is None or self.of_sizes(node):
             return False
         if node in self.meaning.values:
@@ -209,8 +208,7 @@ def _is_at_most(a: Expr, b: Expr) -> bool:
 
 
 def _hidden(body: Expr, variable: Expr, own: Expr) -> Expr:
-    """What is summed over a variable, with minus infinity in the place of numbers that hide, in exponents
-    that show the place `own`."""
+    """What is summed, with minus infinity for numbers that hide, in exponents that show the place `own`."""
 
     def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
         found = M.construct(node, args)

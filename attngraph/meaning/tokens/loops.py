@@ -116,10 +116,7 @@ class LoopFinder:
 
 
 class _Steps:
-    """The steps that compute `results`, one node for each token.
-
-    `place` and `variables`: as `result` and `variables` of `TokenLoop`.
-    """
+    """The steps that compute `results`, a node a token; `place`, `variables`: as `TokenLoop` has them."""
 
     def __init__(self, nodes: Unrolled, results: list[fx.Node], place: Indices, variables: Indices) -> None:
         self.nodes, self.results, self.place, self.variables = nodes, results, place, variables
@@ -154,8 +151,7 @@ class _Steps:
     # --- what is handed on ---
 
     def _cut(self, token: int) -> list[fx.Node]:
-        """What the steps up to a token hand to later ones: of the cuts with the fewest bytes (of older tokens
-        before all), the one nearest to where it is used."""
+        """What the steps up to a token hand on: a cut with the fewest bytes, the nearest to its uses."""
         flow = nx.DiGraph()
         later = [n for n in self.results[token + 1 :] if self.levels.get(n, -1) <= token]
         for node in self.order:
@@ -258,8 +254,7 @@ class _Steps:
             raise NoLoop(f"the step of token {token} does not compute what the others do")
 
     def _is_same(self, one: fx.Node, two: fx.Node, at: int, token: int) -> bool:
-        """Whether two nodes are known to be the same, or the same of each one's token; if not, they are if
-        their operations and operands are."""
+        """Whether two nodes are known to be the same, each of its token; else their operands are compared."""
         if is_size(one) and is_size(two) and _size_of(self.nodes, one) is _size_of(self.nodes, two):
             return True
         if one is two and (self.nodes.is_shared(one) or at == token):

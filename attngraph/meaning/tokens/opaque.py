@@ -84,8 +84,7 @@ def _mixed(node: fx.Node) -> set[int]:
 
 
 def _read(meaning: Meaning, operand: fx.Node, at: Indices, mixed: set[int], is_first: bool) -> Expr:
-    """What is read of an operand: of the first its own place in the dimensions that are not mixed, of the
-    others (weights) every place."""
+    """What is read of an operand: of the first its own place where nothing mixes, of weights every place."""
     shape = meaning.shape(operand)
     own = [d for d in range(len(shape)) if d not in mixed] if is_first else []
     kept = dict(zip(own, at if len(at) == len(own) else [at[d] for d in own], strict=True))

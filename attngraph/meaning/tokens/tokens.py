@@ -169,15 +169,13 @@ class Tokens:
         return found
 
     def _by_algebra(self, node: fx.Node) -> Fact | None:
-        """What the formula of an attention of another form shows: each token by itself (attention over heads,
-        or over the layers before), or from all earlier tokens; or None."""
+        """What the formula of an attention of another form shows: each token by itself, or looking back."""
         if not isinstance(node.meta.get("val"), Tensor):
             return None
         return self._by_region(node, self.meaning.shape(node)) or self._scanned(node, self._histories)
 
     def _by_region(self, node: fx.Node, shape: Indices) -> Fact | None:
-        """Token-wise by the formula of all operations since values that are known token by token, or by a
-        trial where data choose the tokens that these operations read; or None."""
+        """Token-wise by the formula of the operations before, or by trial where data choose the tokens."""
         if not self._summed.isdisjoint(node.all_input_nodes):
             self._summed.add(node)
         if node in self._summed or self.probe.is_long(node, {n: f.axes for n, f in self._resolved()}):

@@ -128,8 +128,7 @@ def joined(readings: Sequence[Reading], own: list[Term]) -> RunningSum:
 
 
 def _with_own(reading: Reading, way: Way, over: tuple[Expr, ...], own: list[Term]) -> RunningSum:
-    """A sum with a decay. If a token reads what it has written itself like the rest, but for its decay, that
-    belongs to the sum."""
+    """A sum with a decay; what a token reads of its own like the rest belongs to it."""
     second, decays = reading.term, collections.Counter(way.decays)
     wanted = reading.write + (reading.read - decays)
     third = next((t for t in own if t.over == second.over and of(t, THIRD) == wanted), None)

@@ -131,8 +131,7 @@ def _places_counted(variable: Expr, body: Expr) -> int:
 def _offsets(
     formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]
 ) -> dict[fx.Node, tuple[int, int]] | None:
-    """For every value with tokens that a formula reads: the earliest and the latest token, relative to the
-    element's own. None if it reads anything else that follows the tokens."""
+    """For every value with tokens that is read: the earliest and the latest token; None for others."""
     found: dict[fx.Node, tuple[int, int]] = {}
     for read in E.reads(formula):
         fact = facts.get(read.value)
@@ -190,8 +189,7 @@ def _own(formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]) -> Expr:
 def _is_computed_alike(
     meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes
 ) -> bool:
-    """Whether a value is computed from results of convolutions in one way for all tokens: none is put before
-    the first token after a convolution."""
+    """Whether results of convolutions are used alike for all tokens: none is put before the first."""
 
     def is_after(read: Expr) -> bool:
         return facts[read.value].kind is Kind.MIXING and str(read.value.target) not in CONVOLUTIONS

@@ -113,8 +113,7 @@ def _at_most_zero(terms: Polynomial) -> Expr:
 
 
 def _selected_atom(terms: Polynomial) -> tuple[Expr, Polynomial, Polynomial] | None:
-    """A selection among the terms: its condition, and the terms with either branch in its place. None where
-    there are so many selections that the comparison is better left alone."""
+    """A selection among the terms: its condition, and the terms with either branch; None beside many."""
     if _selects_much(*(atoms[0] for atoms in terms if len(atoms) == 1)):
         return None
     for atoms, factor in terms.items():
