@@ -33,12 +33,10 @@ from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.nodes import Attention
 from attngraph.ir.walk import reached
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning import ELEMENTWISE, Category, M, Meaning, Unliftable
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import region
 from attngraph.meaning.check.sample import Sample
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable
 from attngraph.passes.build import Builder
 from attngraph.pipeline import Outcome
 

@@ -31,7 +31,7 @@ from attngraph.ir.graph.program_graph import (
 from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning import Category, M, Meaning
 from attngraph.meaning.algebra.sizes import to_sympy
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.equal_claims import OnceRecogniser
@@ -41,8 +41,6 @@ from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE
 from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.routing import describe_edges, find_choice, is_of_one_key
 from attngraph.meaning.check.once import Checks
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category
 from attngraph.passes.attention_entries import describe, describe_claim
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.follows_arguments import FollowsArguments

@@ -19,12 +19,10 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.language import expr as E
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning import M, Meaning, Unliftable
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region, shape_at
 from attngraph.meaning.check.sample import Sample
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
 from attngraph.passes.build import Builder
 
 aten = torch.ops.aten

@@ -23,10 +23,8 @@ from attngraph.ir.graph import argument, source_of
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, sort
 from attngraph.ir.language import E, Expr, Keep, ScoreProgram, Statement, operation
 from attngraph.ir.ops.nodes import Attention
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning import ELEMENTWISE, Category, M, Meaning, category_of, is_part
 from attngraph.meaning.attention import layout
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import ELEMENTWISE, Category, category_of, is_part
 from attngraph.passes.attention_entries import in_words
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.proposal import Proposal

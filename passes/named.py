@@ -14,9 +14,7 @@ from torch import fx
 from attngraph.ir.graph.call import argument
 from attngraph.ir.language import E, Expr, expression
 from attngraph.ir.language.token_program import extent
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
+from attngraph.meaning import M, Meaning, Unliftable
 
 _Rule = Callable[[Meaning, fx.Node, tuple[Expr, ...]], Expr]
 

@@ -20,8 +20,7 @@ from attngraph.ir.graph import Input, Level, Output, ProgramGraph, is_size, op_n
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Store
 from attngraph.ir.ops.quantised import NAMES, quantised
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable
+from attngraph.meaning import Category, Meaning, Unliftable
 from attngraph.passes.build import Builder, Refused, infer_anew
 from attngraph.pipeline import Outcome
 

@@ -21,13 +21,11 @@ from torch import fx
 from attngraph.ir.graph import Level, ProgramGraph, source_of
 from attngraph.ir.language import E, Expr, Packed
 from attngraph.ir.ops.quantised import linear_q, unpack
-from attngraph.meaning.algebra import M, recombined, split_digits
+from attngraph.meaning import Category, M, Meaning, Unliftable, recombined, split_digits
 from attngraph.meaning.algebra.packed import find_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.layout import NoView, ViewOp
 from attngraph.meaning.check.once import Checks
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable
 from attngraph.passes.build import Builder
 from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome

@@ -16,11 +16,9 @@ from torch import fx
 from attngraph.ir.graph.program_graph import ProgramGraph, computed_from
 from attngraph.ir.graph.source import own_line
 from attngraph.ir.walk import operands_first
-from attngraph.meaning.algebra import M, evaluate_size, size_expression
+from attngraph.meaning import Category, M, Meaning, evaluate_size, size_expression
 from attngraph.meaning.attention.claim import Attention, Operand
 from attngraph.meaning.attention.program import Seed, Source
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category
 from attngraph.passes.look_later import Kinds, can_wait, results_of
 from attngraph.report.words import binary
 

@@ -15,9 +15,7 @@ from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import M, size_expression
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import RULES, Category, Unliftable, category_of
+from attngraph.meaning import RULES, Category, M, Meaning, Unliftable, category_of, size_expression
 from attngraph.meaning.rules import movement
 from attngraph.passes.build import Builder
 from attngraph.passes.named import GELU_BY_TANH, RMS_NORM, SILU, meant

@@ -25,9 +25,8 @@ from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_REDUCE, SUM_GRADIENTS
 from attngraph.ir.ops.experts import EXPERT_ROWS
 from attngraph.ir.ops.token_collectives import FETCH_KEYS
-from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning import evaluate_size, is_part, size_expression
 from attngraph.meaning.check.region import shape_at
-from attngraph.meaning.rule import is_part
 
 
 def bytes_of(node: fx.Node, graph: ProgramGraph) -> int:

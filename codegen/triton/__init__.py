@@ -18,10 +18,11 @@ from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.sums import RunningSum
 from attngraph.codegen.triton.tuning import tune
 from attngraph.ir.ops import cached_attention as cache
-from attngraph.ir.ops import kernels, running_sum
+from attngraph.ir.ops import kernels
+from attngraph.ir.ops.declare import RUNNERS
 
 __all__ = ["tune"]
 
 kernels.register(Forward(), devices=frozenset({"cuda"}))
 cache.CACHED.append(Decode())
-running_sum.RUNNERS.append(RunningSum())
+RUNNERS["running_sum"].append(RunningSum().run)

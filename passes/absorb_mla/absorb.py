@@ -29,11 +29,10 @@ from attngraph.ir.ops import cost
 from attngraph.ir.ops.cost import LatentSizes
 from attngraph.ir.ops.latent_attention import sizes_of
 from attngraph.ir.ops.nodes import Attention, AttentionOp, LatentAttention
-from attngraph.meaning.algebra import M, size_expression
+from attngraph.meaning import M, Meaning, size_expression
 from attngraph.meaning.attention.latent import Latent, Latents, Obstacle, Stretch
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
-from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.fold import low_fill
 from attngraph.passes.absorb_mla.fold_weights import (
     Folded,

@@ -15,11 +15,9 @@ from torch import fx
 
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import M, recombined, split_digits
+from attngraph.meaning import Category, M, Meaning, Unliftable, recombined, split_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.latent import Latents, Obstacle
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable
 from attngraph.passes.build import Builder, Refused
 
 aten = torch.ops.aten

@@ -15,12 +15,10 @@ from torch import fx
 
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.nodes import Attention
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning import Category, M, Meaning
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.latent import pieces
 from attngraph.meaning.check.region import region
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.merge_heads import same_value
 from attngraph.passes.proposal import Proposal

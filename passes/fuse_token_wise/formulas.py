@@ -18,9 +18,7 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import E, Expr, Packed, operation, operation_of
 from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
 from attngraph.ir.ops.quantised import unpack
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable
+from attngraph.meaning import Category, M, Meaning, Unliftable
 from attngraph.passes.fuse_token_wise.windows import Windows
 from attngraph.passes.named import NAMED
 

@@ -15,8 +15,7 @@ from attngraph.ir.graph import ProgramGraph, argument
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.history import last_tokens, with_earlier
 from attngraph.ir.walk import reached
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.element import Meaning
+from attngraph.meaning import M, Meaning
 from attngraph.meaning.rule import UnliftableBecause
 from attngraph.passes.build import Builder
 

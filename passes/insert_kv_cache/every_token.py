@@ -13,8 +13,7 @@ from torch import Tensor, fx
 
 from attngraph.ir.graph import ProgramGraph, computed_from, is_size, op_name, source_of
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import M, size_expression
-from attngraph.meaning.rule import Unliftable
+from attngraph.meaning import M, Unliftable, size_expression
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder

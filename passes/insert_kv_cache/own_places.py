@@ -15,8 +15,7 @@ from torch import Tensor, fx
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph import ProgramGraph, computed_from, is_size, op_name, source_of
 from attngraph.ir.language import expr as E
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
+from attngraph.meaning import Meaning, Unliftable
 from attngraph.meaning.tokens.tokens import Tokens
 
 aten = torch.ops.aten

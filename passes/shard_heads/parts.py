@@ -17,12 +17,11 @@ from attngraph.ir.graph.ranks import Axis, Numbers, Shard
 from attngraph.ir.language import E, reindexed
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE
-from attngraph.meaning.element import Meaning
+from attngraph.meaning import Meaning, is_part
 from attngraph.meaning.placement.demand import VIEWS, How, Part, Unplaced, Use, head_dims
 from attngraph.meaning.placement.regions import Product, Region
 from attngraph.meaning.placement.table import Cut, Places, Table
 from attngraph.meaning.placement.tails import added_to
-from attngraph.meaning.rule import is_part
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shard.entering import Entering
 

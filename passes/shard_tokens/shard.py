@@ -19,12 +19,10 @@ from attngraph.ir.graph import Axis, ProgramGraph, Ranks, is_measured, is_size, 
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import reached
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning import Meaning, Unliftable, is_part, size_expression
 from attngraph.meaning.check.ranks import RankChecks
-from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.token_axis import QUERIES, TokenAxis, attention_of
-from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shard.divide import Divide
 from attngraph.passes.shard_tokens.account import account

@@ -17,7 +17,7 @@ from attngraph.ir.graph import Axis, ProgramGraph, is_size
 from attngraph.ir.language import E, Expr, ScoreProgram, reindexed
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.token_collectives import ALL_TOKENS, FETCH_KEYS, OWN_TOKENS, Layout
-from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning import evaluate_size, is_part, size_expression
 from attngraph.meaning.masks.needed import visible_keys
 from attngraph.meaning.placement.demand import VIEWS, Unplaced
 from attngraph.meaning.placement.token_axis import (
@@ -27,7 +27,6 @@ from attngraph.meaning.placement.token_axis import (
     attention_of,
     dropout_of,
 )
-from attngraph.meaning.rule import is_part
 from attngraph.meaning.tokens.axes import Axes
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shard.entering import Entering

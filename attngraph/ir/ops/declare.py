@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import types
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -25,6 +26,9 @@ from attngraph.ir.ops.transforms import has_tangent, is_recorded, run_kernel
 
 LIBRARY = torch.library.Library("attngraph", "FRAGMENT")  # type: ignore[no-untyped-call]
 """Holds the rules that are registered here, for as long as the process runs."""
+RUNNERS: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
+"""By an op without derivatives: what may compute a call of it, in order of preference. None for a call that
+is not supported; the declared function computes what nothing else does."""
 READABLE: dict[str, bool] = {}
 """The ops that the text of a graph may name, by their names: whether a graph from a file may run them."""
 INSTEAD = "a decoder has no gradients: differentiate the model itself"
@@ -67,7 +71,7 @@ def declare(
         op: Any = getattr(torch.ops.attngraph, name).default
         kernel: Any = function
         if isinstance(derivatives, str) and derivatives:
-            kernel = _without_gradients(function, after)
+            kernel = _without_gradients(name, function, after)
         how = "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd"
         torch.library.impl(f"attngraph::{name}", how)(kernel)
         if fake is not None:
@@ -104,11 +108,14 @@ def _named(function: Callable[..., Any], fake: Callable[[Any], Any]) -> Callable
     return call
 
 
-def _without_gradients(function: Callable[..., Any], after: Callable[[Any], Any] | None) -> Any:
+def _without_gradients(name: str, function: Callable[..., Any], after: Callable[[Any], Any] | None) -> Any:
     """The function, which autograd inside must not record: weights among its operands may want gradients."""
 
     def kernel(*args: Any) -> Any:
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+            for runner in RUNNERS[name]:
+                if (found := runner(*args)) is not None:
+                    return found
             return function(*args) if after is None else after(function(*args))
 
     return kernel

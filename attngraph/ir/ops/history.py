@@ -13,7 +13,7 @@ token alone.
 """
 
 import itertools
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,19 +87,6 @@ def with_earlier(
     return longer.unsqueeze(0).movedim((0, 1), (row_dim, dim))
 
 
-class Runner(Protocol):
-    """Collects windows; returns None for a call that it does not support."""
-
-    def run(
-        self, pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, row_dim: int,
-        dim: int, back: int,
-    ) -> Tensor | None: ...  # fmt: skip
-
-
-RUNNERS: list[Runner] = []
-"""In order of preference; plain PyTorch serves what none supports."""
-
-
 def _windows_shape(a: Any) -> Tensor:
     rank = a.new.ndim
     shape = [n for d, n in enumerate(a.new.shape) if d not in (a.row_dim % rank, a.dim % rank)]
@@ -111,10 +98,6 @@ def last_tokens(
     pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, place: Tensor, row_dim: int,
     dim: int, back: int,
 ) -> Tensor:  # fmt: skip
-    for runner in RUNNERS:
-        made = runner.run(pages, new, table, starts, first, row_dim, dim, back)
-        if made is not None:
-            return made
     longer = with_earlier(pages, new, table, starts, first, place, row_dim, dim, back)
     value = longer.movedim((row_dim, dim), (0, 1))[0]
     found: Tensor = value[place.unsqueeze(1) + torch.arange(-back, 1, device=place.device)]

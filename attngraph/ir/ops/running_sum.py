@@ -30,7 +30,6 @@ not.
 """
 
 import itertools
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,28 +41,11 @@ CHUNK, CHUNK_OF_VECTORS = 64, 16
 """Tokens computed at once; where every key digit has a decay of its own, products of decays are larger."""
 
 
-class Runner(Protocol):
-    """Computes running sums; returns None for a call that it does not support."""
-
-    def run(
-        self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
-        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None, less_one: bool,
-    ) -> tuple[Tensor, Tensor] | None: ...  # fmt: skip
-
-
-RUNNERS: list[Runner] = []
-"""In order of preference; plain PyTorch computes what none supports."""
-
-
 @declare(fake=lambda a: (torch.empty_like(a.v), torch.empty_like(a.state)), derivatives=INSTEAD)
 def running_sum(
     q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
     inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None, less_one: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    for runner in RUNNERS:
-        found = runner.run(q, k, v, decay, state, starts, inclusive, left, right, less_one)
-        if found is not None:
-            return found
     if decay is not None:
         decay = decay.to(state.dtype) + 1 if less_one else decay.to(state.dtype)
     tokens = v.shape[0]
