@@ -1,7 +1,5 @@
 """The attngraph dialect: the ops that a program graph may hold besides ATen's.
 
-    attngraph::attention(q, k, v, reads, sizes, program, kernel) -> (out, lse)
-
 One op for every attention. q is `[B, Hq, Sq, D]`, k `[B, Hkv, Skv, D]`, v `[B, Hkv, Skv, Dv]`, by any
 strides; `Hq % Hkv == 0`. `program` is a score program as text (`ir/language/score.py`); it reads the tensors
 `reads` as r0, r1, ... and the integers `sizes` as n0, n1, .... `kernel` names the kernel that computes it

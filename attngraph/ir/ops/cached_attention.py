@@ -1,8 +1,5 @@
 """Attention over a cache: the ops of a decoder's graph.
 
-    attngraph::cached_attention(q, k, v, k_pages, v_pages, reads, sizes, program, rows..., by, k_scales?,
-                                v_scales?) -> out
-
 A step computes new tokens of several sequences (rows) at once. They are packed, `[1, heads, N, width]`:
 tokens starts[r] .. starts[r + 1] - 1 belong to row r, and the first of them has position first[r] in its
 sequence. Their queries attend to the keys in the row's pages (positions 0 .. held[r] - 1) and to the new keys

@@ -1,8 +1,5 @@
 """Attention over a cache whose tokens ranks divide.
 
-    attngraph::divided_attention(<as attngraph::cached_attention>, team, ranks, group) -> out
-    attngraph::divided_latent_attention(<as attngraph::cached_latent_attention>, team, ranks, group) -> out
-
 The ranks of a group have heads of their own, and `team` neighbours among them attend to the same keys. Of
 these each keeps every team-th token: position p lies with member p % team, at slot p // team of the pages
 that its own `table` tells. `held` counts the tokens that the team keeps together. New tokens are known to

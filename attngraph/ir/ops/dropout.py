@@ -1,7 +1,5 @@
 """Dropout whose random numbers follow from a seed.
 
-    attngraph::dropout(value, seed, p)
-
 An element is kept where `random(seed, its indices) >= p`, and scaled by `1 / (1 - p)`. A fused attention
 drops its weights by the same numbers, so given its seed this says which weights it dropped.
 """

@@ -1,7 +1,5 @@
 """Products of tokens, sorted by expert, with the weights of some of the experts.
 
-    attngraph::expert_rows(x, weight, ends, first) -> Tensor
-
 `x`: `[S, D]`, the tokens of expert 0 first, then those of expert 1, and so on; `ends`: `[E]`, where each
 expert's tokens end (as torch's `grouped_mm` takes it). `weight`: `[n, D, H]`, of the experts from `first`
 (`[1]`) on. The result is `[S, H]`: `x @ weight` of its expert for a token of these n, zero for all others. So

@@ -1,15 +1,11 @@
 """What a step of a decoder reads of earlier tokens beside attention: all of them, or the last few.
 
-    attngraph::history(pages, new, table, starts, held, dim, as_long=None) -> [rows, positions, ...]
-    attngraph::with_earlier(pages, new, table, starts, first, place, row_dim, dim, back) -> longer
-    attngraph::last_tokens(pages, new, table, starts, first, place, row_dim, dim, back) -> windows
-
 `cached_attention.py` says how pages and rows lie. `history` gives a stored value at every position of every
-row, as a batch; rows shorter than the longest are padded with zeros. In `longer` every row's new tokens are
-preceded by the `back` tokens before them, and by zeros where the row begins, so a token's window never
-reaches into another row; `place` says where each new token stands in it. In `windows`, `[N, back + 1, ...]`,
-each new token has a window of its own, itself last: what is computed from a window is computed from each
-token alone.
+row, as a batch; rows shorter than the longest are padded with zeros. `with_earlier` puts the `back` tokens
+before every row's new tokens in front of them, and zeros where the row begins, so a token's window never
+reaches into another row; `place` says where each new token stands then. By `last_tokens`, `[N, back + 1,
+...]`, each new token has a window of its own, itself last: what is computed from a window is computed from
+each token alone.
 """
 
 import itertools

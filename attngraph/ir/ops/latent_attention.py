@@ -1,7 +1,5 @@
 """Latent attention: keys and values of all heads are made from one narrow vector per token.
 
-    attngraph::latent_attention(q, latent, key_up, value_up, values, reads, sizes, program, absorb) -> out
-
 q is `[B, H, Sq, P + R]`, latent `[B, 1, Skv, C]`. A key of head g is key_up[g] times the first L values of
 the latent, followed by the next R values unchanged; a value is value_up[g] times the values
 `values[0] : values[0] + values[1]`. key_up is `[G, P, L]` and value_up `[G, V, Lv]`, in nn.Linear's layout;
@@ -16,10 +14,7 @@ if one is absent, those values themselves are the key (the value) of every head.
 (`ir/ops/cost.py`) at each call. `family` ("cpu", "reference", ...; empty: any) restricts the kernels.
 Nothing here has gradients.
 
-    attngraph::cached_latent_attention(q, latent, pages, key_up, value_up, values, reads, sizes, program,
-                                       rows..., absorb, scales?) -> out
-
-is the same over a cache whose pages hold latents (`ir/ops/cached_attention.py`). In the expanded form a row's
+`cached_latent_attention` is the same over a cache whose pages hold latents. In the expanded form a row's
 pages are projected up a block at a time, and the blocks' results are merged by their log-sum-exps, so memory
 does not grow with the cache (except for rows whose scores are all far from zero: these are projected up at
 once).
@@ -32,17 +27,10 @@ import torch
 from torch import Tensor
 
 from attngraph.ir.language import ScoreProgram, parse
+from attngraph.ir.ops import cached_attention as cached
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.attention import check_operands
-from attngraph.ir.ops.cached_attention import (
-    Rows,
-    cached_attention,
-    counts,
-    gather,
-    packed,
-    packed_result,
-    shift,
-)  # fmt: skip
+from attngraph.ir.ops.cached_attention import Rows, counts, gather, packed, packed_result, shift
 from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
 from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
 from attngraph.ir.ops.partial_attention import Part, can_be_joined, cleared, joined, tell_shares
@@ -159,14 +147,14 @@ def cached_latent_attention(
     if node.absorbs(absorb, list(zip(news, kept, strict=True)), q):
         new, old = node.shared(latent), node.shared(pages)
         query = node.absorbed_query(q)
-        out = cached_attention(
+        out = cached.cached_attention(
             query, *new, *old, reads, sizes, program, table, starts, first, held, family, scales, scales
         )
         return node.absorbed_result(out)
     if not any(kept):  # only new tokens to expand
         k, v = node.expanded(latent)
         k_none, v_none = (t.new_empty((1, t.shape[1], 1, t.shape[3])) for t in (k, v))
-        return cached_attention(
+        return cached.cached_attention(
             q, k, v, k_none, v_none, reads, sizes, program, table, starts, first, held, family
         )
     return _expanded_by_blocks(node, q, latent, pages, reads, sizes, parse(program), rows, family, scales)

@@ -1,14 +1,11 @@
 """How a value lies in memory: as the model's own, on which others rely; and writes through strides.
 
-    attngraph::laid_out(x, order) -> x
-    attngraph::strided_scatter(x, src, size, stride, storage_offset) -> out
+`laid_out`: `order` has the dimensions from the slowest in memory to the fastest; empty: as it is. The value
+is copied where it lies in another way. It has no element rule, so what follows from it goes on following.
 
-`order` has the dimensions from the slowest in memory to the fastest; empty: as it is. The value is copied
-where it lies in another way. It has no element rule, so what follows from it goes on following from it.
-
-`out` is x with `src` at the places of `x.as_strided(size, stride, storage_offset)`, all of them different.
-The elements of x fill its memory. It computes what `aten::as_strided_scatter` does, whose derivative for x
-has the gradient of what is overwritten and none of the rest (torch 2.14); this one has its own.
+`strided_scatter` gives x with `src` at the places of `x.as_strided(size, stride, storage_offset)`, all of
+them different. The elements of x fill its memory. It computes what `aten::as_strided_scatter` does, whose
+derivative for x has the gradient of what is overwritten and none of the rest (torch 2.14); this has its own.
 """
 
 from collections.abc import Sequence

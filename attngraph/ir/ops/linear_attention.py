@@ -1,7 +1,5 @@
 """The attngraph dialect: attention without a softmax.
 
-    attngraph::linear_attention(q, k, v, reads, sizes, program) -> out
-
 Operands as for `attngraph::attention` (`ir/ops/attention.py`). The weights are the scores themselves: a
 multiple of the dot, zero where `keep k <= q` hides them, times the factor of `p = ...`, which may depend on
 the query but not on the key. k v^T is summed over keys first, which takes O(T) time and memory; a causal mask

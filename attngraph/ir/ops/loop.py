@@ -1,7 +1,5 @@
 """Loops over tokens that are carried from step to step.
 
-    attngraph::loop(tokens, shared, carried, starts, first, program) -> [out, *after]
-
 A step of a decoder computes new tokens of several rows, packed (`ir/ops/cached_attention.py`): tokens
 starts[r] .. starts[r + 1] - 1 belong to row r, which has seen first[r] tokens before. Each takes one step of
 `program` (`ir/language/step_program.py`): from its own values in `tokens`, each `[N, ...]`, from what its row

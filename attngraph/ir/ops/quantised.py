@@ -1,14 +1,10 @@
 """Numbers of 8 bits and fewer: rounded values with scales, products with weights of integers, packed ones.
 
-    attngraph::quantised(Tensor[] values, str dtype) -> Tensor[]
-    attngraph::linear_q(x, w, scales?, zeros?, bias?) -> out
-    attngraph::unpack(w, outs, packed) -> whole
-
 `quantised` divides each vector along the last dimension (what one head has of one token) by a float32 scale
 of its own, such that its largest magnitude becomes the largest number of the dtype ("int8", "float8_e4m3fn"),
 and rounds to nearest. The values have one shape; the results are all rounded values, then all scales, without
 the last dimension. `widened` is the way back. A vector with an infinity or a NaN has a NaN as its scale, so
-what is read of it is NaN and nothing is lost silently.
+what is read of it is NaN and nothing is lost silently. `linear_q` gives
 
     out[.., o] = sum over d of x[.., d] * (w[o, d] - zeros[o, d // group]) * scales[o, d // group] + bias[o]
 
@@ -17,8 +13,8 @@ Without zeros nothing is subtracted, without scales nothing is multiplied; activ
 consists of differentiable ops; integers have no gradient. A decoder on the CPU computes it in C that reads
 the integers.
 
-`whole` is the matrix `[outs, in]` of int8 whose elements lie in the bytes of `w` as the words in `packed` say
-(`ir/language/packed.py`).
+`unpack` gives the matrix `[outs, in]` of int8 whose elements lie in the bytes of `w` as the words in
+`packed` say (`ir/language/packed.py`).
 """
 
 from collections.abc import Sequence

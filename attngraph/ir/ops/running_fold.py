@@ -1,7 +1,5 @@
 """Products, maxima, minima and log-sum-exps over earlier tokens, carried from step to step.
 
-    attngraph::running_fold(x, state, starts, first, how) -> (out, after)
-
 A step computes new tokens of several rows, packed (`ir/ops/cached_attention.py`): tokens starts[r] ..
 starts[r + 1] - 1 belong to row r, which has seen first[r] tokens before. x and out are `[N, ...]`, what is
 carried is `[rows, ...]`, and counts for nothing in a row without earlier tokens. `how` is one of `FOLDS`. A

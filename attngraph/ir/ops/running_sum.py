@@ -1,8 +1,5 @@
 """Sums over earlier tokens that are carried from step to step.
 
-    attngraph::running_sum(q?, k?, v, decay?, state, starts, inclusive, left?, right?, less_one)
-        -> (out, after)
-
 A step computes new tokens of several rows, packed (`ir/ops/cached_attention.py`): tokens starts[r] ..
 starts[r + 1] - 1 belong to row r. For every row and head a matrix is carried,
 

@@ -1,7 +1,5 @@
 """What a fused attention gives where its weights are handed out: a result that follows from them, too.
 
-    attngraph::tied(value, kept, number) -> Tensor
-
 Fused, an attention's result does not follow from the weights that a call returns beside it, so a gradient
 with respect to these would be none. Where gradients are recorded, who runs the call says what takes the
 value's place (`tying`): `number` is that of the result, and `kept` is what its weights are computed from

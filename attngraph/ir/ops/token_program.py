@@ -1,7 +1,5 @@
 """The attngraph dialect: what is computed from each token alone, as one operation.
 
-    attngraph::token_program(Tensor[] given, str program) -> Tensor[]
-
 `program` is a token program (`ir/language/token_program.py`); the tensors have the shapes that it names, with
 the same number of tokens. In the memory of a result a token's elements are contiguous. A registered runner
 computes the calls that it supports, plain PyTorch the others: operation by operation, in float32 or, where it
