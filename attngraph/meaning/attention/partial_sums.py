@@ -24,19 +24,9 @@ from torch import fx
 from attngraph.ir.graph.program_graph import is_random
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import operands_first
+from attngraph.meaning.algebra import fractions as F
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.fractions import (
-    Fraction,
-    NotASum,
-    Term,
-    Value,
-    add,
-    addends,
-    fraction,
-    multiply,
-    reciprocal,
-    single,
-)
+from attngraph.meaning.algebra.fractions import Fraction, NotASum, Term, Value, add, reciprocal
 from attngraph.meaning.attention.normaliser import split_by
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, is_part
@@ -203,13 +193,13 @@ class PartialSums:
 
     def value(self, node: Expr) -> Value:
         if node.op == "const":
-            return () if node.value == 0 else single(E.ZERO, E.ONE, float(node.value))
+            return () if node.value == 0 else F.single(E.ZERO, E.ONE, float(node.value))
         if node.op == "add":
             return add(*(x for term in node.args for x in self.value(term)))
         if node.op == "mul":
-            found = single(E.ZERO, E.ONE)
+            found = F.single(E.ZERO, E.ONE)
             for factor in node.args:
-                found = multiply(found, self.value(factor))
+                found = F.multiply(found, self.value(factor))
             return found
         if node.op == "recip":
             return reciprocal(self.value(node.args[0]))
@@ -217,7 +207,7 @@ class PartialSums:
             return self._exponential(node.args[0])
         if node.op == "sigmoid":
             grown = self._exponential(M.neg(node.args[0]))
-            return reciprocal(add(*single(E.ZERO, E.ONE), *grown))
+            return reciprocal(add(*F.single(E.ZERO, E.ONE), *grown))
         if node.op == "sum":
             return self._total(*node.args)
         if node.op == "where":
@@ -227,7 +217,7 @@ class PartialSums:
         if any(self._is_inside(n) for n in E.reads(node)):
             raise NotASum
         known = self.meaning.elementwise(node) if node.op == "read" and self._is_known(node.value) else node
-        return self.value(known) if known is not node else single(E.ZERO, node)
+        return self.value(known) if known is not node else F.single(E.ZERO, node)
 
     def _is_joined(self, node: fx.Node) -> bool:
         """Whether a node moves, or computes element by element, results of pieces that were concatenated."""
@@ -255,26 +245,26 @@ class PartialSums:
 
     def _exponential(self, exponent: Expr) -> Value:
         """e to a sum: logarithms in it are factors, and the rest stays an exponent."""
-        found = single(E.ZERO, E.ONE)
+        found = F.single(E.ZERO, E.ONE)
         kept: list[Expr] = []
-        waiting = list(addends(exponent))
+        waiting = list(F.addends(exponent))
         while waiting:
             term = waiting.pop()
             factor, rest = M.coefficient(term)
             if rest.op == "read" and self._is_opened(rest.value):
-                waiting += addends(M.mul(E.const(factor), self._logarithm(rest)))
+                waiting += F.addends(M.mul(E.const(factor), self._logarithm(rest)))
             elif rest.op in ("log", "log2"):
                 power = factor if rest.op == "log" else factor / math.log(2)
                 if not math.isclose(abs(power), 1.0):
                     raise NotASum
                 of = self.value(rest.args[0])
-                found = multiply(found, of if power > 0 else reciprocal(of))
+                found = F.multiply(found, of if power > 0 else reciprocal(of))
             else:
                 kept.append(term)
         whole = M.add(*kept)
-        if any(a is E.NEG_INF for a in addends(whole)):
+        if any(a is E.NEG_INF for a in F.addends(whole)):
             return ()
-        return multiply(found, single(whole, E.ONE))
+        return F.multiply(found, F.single(whole, E.ONE))
 
     def _is_opened(self, node: fx.Node) -> bool:
         """Whether an exponent is written in terms of a node's operands, so that references cancel."""
@@ -303,7 +293,7 @@ class PartialSums:
         if not E.is_const(no, 0) or any(self._is_inside(n) for n in E.reads(condition)):
             raise NotASum
         mask = M.where(condition, E.ZERO, E.NEG_INF)
-        return multiply(self.value(yes), single(mask, E.ONE))
+        return F.multiply(self.value(yes), F.single(mask, E.ONE))
 
     def _total(self, variable: Expr, body: Expr) -> Value:
         moved = self.meaning.lift(body, lambda r: self._is_joined(r.value))
@@ -321,5 +311,5 @@ class PartialSums:
                 inside = rest if E.is_const(moving, 0) else M.mul(M.exp(moving), rest)
                 key = fixed, M.canonical_binders(M.total(variable, inside))
                 terms[key] = terms.get(key, 0.0) + number
-            found += fraction(terms, part.powers, part.sums)
+            found += F.fraction(terms, part.powers, part.sums)
         return add(*found)
