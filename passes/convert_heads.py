@@ -19,16 +19,9 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import ConversionError
+from attngraph.ir.graph import Input, Level, ProgramGraph, Rate, op_name
 from attngraph.ir.graph.infer import infer
-from attngraph.ir.graph.program_graph import (
-    Input,
-    Level,
-    ProgramGraph,
-    Rate,
-    move_to_stage,
-    op_name,
-    replace_in_other_users,
-)
+from attngraph.ir.graph.program_graph import move_to_stage, replace_in_other_users
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.nodes import Attention

@@ -19,15 +19,8 @@ import sympy
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import (
-    RESULTS,
-    Level,
-    ProgramGraph,
-    is_empty,
-    memory_of,
-    replace_in_other_users,
-    sort,
-)
+from attngraph.ir.graph import Level, ProgramGraph
+from attngraph.ir.graph.program_graph import RESULTS, is_empty, memory_of, replace_in_other_users, sort
 from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes

@@ -26,17 +26,11 @@ import networkx as nx
 import torch
 from torch import fx
 
+from attngraph.ir.graph import Input, Output, ProgramGraph, Rate, computed_from, is_random, is_size
 from attngraph.ir.graph.call import argument
 from attngraph.ir.graph.program_graph import (
     RESULTS,
-    Input,
-    Output,
-    ProgramGraph,
-    Rate,
     as_module,
-    computed_from,
-    is_random,
-    is_size,
     makes_a_size,
     memory_of,
     part_of,

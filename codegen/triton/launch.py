@@ -31,13 +31,7 @@ from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton.attempts import KeptPlans, key_of
 from attngraph.codegen.triton.blocks import WIDEST_BACKWARD, backward_blocks
 from attngraph.codegen.triton.blocks import blocks_for as choose_blocks
-from attngraph.codegen.triton.device import (
-    capability,
-    is_interpreted,
-    name_of,
-    no_device,
-    shared_memory,
-)
+from attngraph.codegen.triton.device import capability, is_interpreted, name_of, no_device, shared_memory
 from attngraph.codegen.triton.emit import OF_KEYS, OF_QUERIES, OF_READ, emit, emit_backward
 from attngraph.codegen.triton.plan import DTYPES, WIDEST, BackwardPlan, Blocks, Plan, Read
 from attngraph.codegen.triton.store import (

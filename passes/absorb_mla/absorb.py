@@ -34,12 +34,7 @@ from attngraph.meaning.attention.latent import Latent, Latents, Obstacle, Stretc
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
 from attngraph.meaning.masks.fold import low_fill
-from attngraph.passes.absorb_mla.fold_weights import (
-    Folded,
-    fold_query,
-    fold_result,
-    projection_of,
-)
+from attngraph.passes.absorb_mla.fold_weights import Folded, fold_query, fold_result, projection_of
 from attngraph.passes.absorb_mla.join_heads import join_heads
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal

@@ -22,15 +22,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from attngraph.capture.lines import refused
 from attngraph.capture.program.exported import memory_order
-from attngraph.ir.graph import infer_once, source_of
-from attngraph.ir.graph.program_graph import (
-    RESULTS,
-    ProgramGraph,
-    computed_from,
-    may_alias,
-    op_name,
-    replace_in_other_users,
-)
+from attngraph.ir.graph import ProgramGraph, computed_from, infer_once, may_alias, op_name, source_of
+from attngraph.ir.graph.program_graph import RESULTS, replace_in_other_users
 from attngraph.ir.walk import reached
 from attngraph.meaning.rule import ELEMENTWISE, category_of
 

@@ -13,14 +13,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.language import ScoreProgram, parse
-from attngraph.ir.ops import (
-    attention,
-    divided_attention,
-    history,
-    latent_attention,
-    layout,
-    tied,
-)
+from attngraph.ir.ops import attention, divided_attention, history, latent_attention, layout, tied
 
 assert attention and divided_attention and history and latent_attention and layout and tied
 # (imported for the ops that they register)

@@ -271,8 +271,7 @@ class _Writer:
     def _ordered(self, nodes: tuple[Expr, ...]) -> list[Expr]:
         """An order that does not depend on how nodes were built: indices first, then reads; ties by text."""
         return sorted(
-            nodes,
-            key=lambda n: (n.op == "const", any(m.op == "read" for m in E.walk(n)), _shape_key(n)),
+            nodes, key=lambda n: (n.op == "const", any(m.op == "read" for m in E.walk(n)), _shape_key(n))
         )
 
     def _at_most(self, node: Expr) -> Expr:

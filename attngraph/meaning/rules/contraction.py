@@ -10,15 +10,7 @@ from attngraph.ir.graph.call import argument
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import (
-    Category,
-    Indices,
-    Unliftable,
-    UnliftableBecause,
-    axis,
-    of_each,
-    rule,
-)
+from attngraph.meaning.rule import Category, Indices, Unliftable, UnliftableBecause, axis, of_each, rule
 from attngraph.meaning.rules.pointwise import dropped
 from attngraph.meaning.rules.reduction import zero_where_nan
 

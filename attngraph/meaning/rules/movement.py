@@ -9,15 +9,7 @@ from attngraph.ir.graph.call import argument
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import M, ranges, size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import (
-    Category,
-    Indices,
-    Unliftable,
-    UnliftableBecause,
-    axis,
-    part_rule,
-    rule,
-)
+from attngraph.meaning.rule import Category, Indices, Unliftable, UnliftableBecause, axis, part_rule, rule
 
 MOVEMENT = Category.MOVEMENT
 END = (1 << 63) - 1

@@ -245,9 +245,7 @@ def _order(rows: list[list[Key]], near: tuple[dict[Key, list[Key]], dict[Key, li
 
 
 def _middles(
-    rows: list[list[Key]],
-    near: tuple[dict[Key, list[Key]], dict[Key, list[Key]]],
-    size: dict[Key, float],
+    rows: list[list[Key]], near: tuple[dict[Key, list[Key]], dict[Key, list[Key]]], size: dict[Key, float]
 ) -> dict[Key, float]:
     """Start tightly packed, move rows towards what they are connected to, and finally straighten runs."""
     middle: dict[Key, float] = {}
