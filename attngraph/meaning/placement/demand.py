@@ -132,29 +132,17 @@ class Demand:
 
     def _heads(self, attention: nodes.AttentionOp, cut: Cut) -> Part:
         """Attention of some query heads, with the key/value heads and entries of tables that they need."""
-        if not isinstance(attention, nodes.Attention):
-            return self._latent_heads(attention, cut)
-        heads = cut.get(1)
-        if heads is None or any(dim != 1 and not table.is_whole for dim, table in cut.items()):
-            raise Unplaced("a part of a head's width is no attention")
-        total = self._number(attention.q, 1)
-        kv = self.kv_heads(heads, total, self._number(attention.k, 1))
-        return Part(
-            How.HEADS,
-            (Use(attention.q, {1: heads}), Use(attention.k, {1: kv}), Use(attention.v, {1: kv}),
-             *self._of_reads(attention, heads)),
-        )  # fmt: skip
-
-    def _latent_heads(self, attention: nodes.AttentionOp, cut: Cut) -> Part:
-        if not isinstance(attention, nodes.LatentAttention):
+        if isinstance(attention, nodes.Cached):
             raise Unplaced("attention over a cache")
         heads = cut.get(1)
         if heads is None or any(dim != 1 and not table.is_whole for dim, table in cut.items()):
             raise Unplaced("a part of a head's width is no attention")
-        total = self._number(attention.q, 1)
-        uses = [Use(attention.q, {1: heads}), Use(attention.latent, {})]
-        for projection in attention.projections:
-            uses.append(Use(projection, {0: self.kv_heads(heads, total, self._number(projection, 0))}))
+        total, latent = self._number(attention.q, 1), isinstance(attention, nodes.LatentAttention)
+        uses = [Use(attention.q, {1: heads})]
+        uses += [Use(key, {}) for key in attention.keys if latent]
+        for node in attention.projections if latent else attention.keys:
+            dim = 0 if latent else 1
+            uses.append(Use(node, {dim: self.kv_heads(heads, total, self._number(node, dim))}))
         return Part(How.HEADS, (*uses, *self._of_reads(attention, heads)))
 
     def _of_reads(self, attention: nodes.AttentionOp, heads: Table) -> Iterator[Use]:
