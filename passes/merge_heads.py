@@ -253,11 +253,7 @@ class _Merge:
         return ScoreProgram(tuple(statements)), reads
 
     def _check(self, results: Sequence[fx.Node], parts: Sequence[fx.Node]) -> float:
-        """The largest error, as functions of what the heads' tensors are views of.
-
-        Raises:
-            Refused: a part is not what a head computes.
-        """
+        """The largest error, from what the heads' tensors are views of; Refused where a part differs."""
         tensors = [t for head in self.views for t in (head.q, *head.keys, *head.reads)]
         leaves = [self._source(t) for t in tensors if t.target is not torch.ops.attngraph.seed.default]
         pairs = zip(results, parts, strict=True)

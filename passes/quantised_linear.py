@@ -222,11 +222,7 @@ def _is_read(value: Expr, *dtypes: torch.dtype) -> bool:
 
 
 def _digit(parts: Sequence[Expr], over: Expr) -> Expr | None:
-    """The index of the group in these reads, `over // group`; None if they have one group.
-
-    Raises:
-        NoView: they depend on `over` in another way.
-    """
+    """The index `over // group` in these reads, None for one group; NoView where they use it otherwise."""
     found = {n for p in parts for n in E.walk(p) if n.op == "floordiv" and n.args[0] is over}
     if any(over in M.substitute(p, dict.fromkeys(found, E.ZERO)).free for p in parts) or len(found) > 1:
         raise NoView

@@ -76,11 +76,7 @@ class _Reassociation:
         return outcome
 
     def _examine(self, node: fx.Node, ones: dict[fx.Node, fx.Node]) -> Attention | None:
-        """What a node is, if its scores are to be summed in another order.
-
-        Raises:
-            Refused: it is such a sum, but must stay as it is.
-        """
+        """What a node is, if its sum is to be reordered; Refused where it must stay as it is."""
         if is_empty(node) or not linear.is_root(self.meaning, node):
             return None
         claim = linear.examine(self.recogniser, node, self._ones(node, ones), self.weights)

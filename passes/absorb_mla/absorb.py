@@ -141,11 +141,7 @@ class _Absorption:
         return f"left expanded at {source}: {proposal.problem}"
 
     def _examine(self, node: fx.Node) -> Latent:
-        """The latent of an attention whose program allows another order of multiplication.
-
-        Raises:
-            Refused: there is no latent, its biases do not cancel, or nothing would be saved.
-        """
+        """The latent of an attention; Refused where there is none, or nothing would be right or saved."""
         view = Attention.of(node)
         found = self.latents.examine(view.k, view.v)
         if isinstance(found, Obstacle):
@@ -167,11 +163,7 @@ class _Absorption:
         return found
 
     def _absorb(self, proposal: Proposal, node: fx.Node, found: Latent) -> _Change:
-        """Propose to replace the attention.
-
-        Raises:
-            Refused: it would be slower, or the result differs.
-        """
+        """Propose to replace the attention; Refused where it would be slower, or differs."""
         given = self._operands(proposal, node, found)
         if given.key_up is None and given.value_up is None:
             change = self._shared(proposal, node, given)
@@ -281,11 +273,7 @@ class _Absorption:
         return _Change(old, result, entry, products, (*sources, *(n for f in done for n in f.sources)))
 
     def _of_weights(self, folded: Folded) -> Folded:
-        """`folded`, if its products depend on weights alone.
-
-        Raises:
-            Refused: they depend on an input.
-        """
+        """`folded`, if its products depend on weights alone; else Refused."""
         known = self.graph.given()
         for node in region(folded.products, []):
             if node in known and known[node].kind == "argument":
@@ -302,11 +290,7 @@ class _Absorption:
         return builder.call(aten.add.Tensor, new, bias)
 
     def _decide(self, sizes: LatentSizes, given: _Operands) -> LatentEntry:
-        """The costs of both orders of multiplication, for the report.
-
-        Raises:
-            Refused: absorbing would be slower.
-        """
+        """The costs of both orders of multiplication; Refused where absorbing would be slower."""
         fake, latent = given.q.meta["val"], given.shared.meta["val"]
         device, itemsize, few = fake.device.type, fake.dtype.itemsize, None
         if self.options.absorb == "auto":

@@ -89,11 +89,7 @@ def _lines(graph: ProgramGraph, is_meant: Callable[[Any], bool]) -> Iterator[str
 
 
 def _require_token_wise(graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> None:
-    """Raise unless the logits are token-wise.
-
-    Raises:
-        NoDecoderError: with the first operation that mixes tokens, its line, and a pair of tokens.
-    """
+    """Raise NoDecoderError, with operation, line and tokens, unless the logits are token-wise."""
     (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
     assert isinstance(result, fx.Node)
     fact = tokens[result]

@@ -87,11 +87,7 @@ def _token_sizes(graph: ProgramGraph) -> Iterator[tuple[Expr, fx.Node]]:
 
 
 def _divide(graph: ProgramGraph, size: Expr, axis: Axis, whole: list[WholeEntry]) -> DividedTokens:
-    """Divide the tokens that one size counts; what stays whole is added to `whole`.
-
-    Raises:
-        Unplaced: they are not divided.
-    """
+    """Divide the tokens that one size counts, or Unplaced; what stays whole is added to `whole`."""
     meaning = Meaning.of(graph, complex_too=True, along_tokens=True)
     tokens = TokenAxis(graph, meaning, size, axis.group)
     if not any(map(attention_of, tokens.axes)):

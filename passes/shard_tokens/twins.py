@@ -168,11 +168,7 @@ class Twins:
         return made
 
     def _check_shape(self, made: fx.Node, shape: Sequence[Expr], place: int) -> None:
-        """Check that a twin has as many tokens as a rank has, and all of the other dimensions.
-
-        Raises:
-            Unplaced: it has not.
-        """
+        """Raise Unplaced unless a twin has a rank's tokens, and all of the other dimensions."""
         hints = self.graph.hints
         tokens = hints.get(str(self.space.tokens.value), 0)
         at = dict(hints)

@@ -157,11 +157,7 @@ class Body:
             self._hold(node.meta["val"], wanted)
 
     def _allocated(self, wanted: Any) -> Any:
-        """A value without data of the written type.
-
-        Raises:
-            ValueError: the type does not say what it is.
-        """
+        """A value without data of the written type; ValueError where that does not say what it is."""
         if isinstance(wanted, list):
             return [self._allocated(one) for one in wanted]
         if wanted is None:

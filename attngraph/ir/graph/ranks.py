@@ -104,11 +104,7 @@ class Ranks:
         return list(found.values())
 
     def _axis(self, group: str) -> int:
-        """The place of an axis.
-
-        Raises:
-            ValueError: there is none of this group.
-        """
+        """The place of an axis; ValueError where there is none of this group."""
         return [axis.group for axis in self.axes].index(group)
 
     def _grid(self) -> list[tuple[int, ...]]:

@@ -172,11 +172,7 @@ class _Side:
         return Stretch(start, width, view, (read.value, self._key(read, place), width))
 
     def _projected(self, read: Expr, place: Expr, start: int) -> Stretch:
-        """A stretch that differs by head: a contraction of a shared tensor and weights of each head.
-
-        Raises:
-            _Stop: it is no such contraction.
-        """
+        """A contraction of a shared tensor and weights of each head; _Stop if it is none."""
         node: fx.Node = read.value
         if self.meaning.category(node) is not Category.CONTRACTION:
             raise self._in_the_way(node)

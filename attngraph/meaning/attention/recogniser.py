@@ -308,11 +308,7 @@ class Recogniser:
     def _with_products(
         self, found: WeightedSum, dtype: torch.dtype, apart: bool = False
     ) -> WeightedSum | Refusal:
-        """The sum with the dot found in the scores of each part, or why there is none.
-
-        Args:
-            apart: whether a part of which a condition chooses the products becomes several.
-        """
+        """The sum with its parts' dots, or why there is none. `apart`: chosen products become parts."""
         opened = [self._opened(part, dtype) for part in found.parts]
         # A term that is the same for all keys (a subtracted maximum) changes no weight, except beside a sink.
         split = [split_by(part.score, part.keys) for part in opened]

@@ -186,12 +186,7 @@ class Regions:
         )
 
     def _require_own(self, region: Region) -> None:
-        """Check that hidden units are between two products alone: that nothing else needs them, and that they
-        are not computed from what every rank has whole.
-
-        Raises:
-            Unplaced: they are a part of a value that all ranks need, such as the sum of all layers so far.
-        """
+        """Raise Unplaced where hidden units are needed, or computed from values, beside the two products."""
         inside = {*region.parts, region.product.node}
         for node, part in region.parts.items():
             if any(user not in inside and not inside.issuperset(user.users) for user in node.users):

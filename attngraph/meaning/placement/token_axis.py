@@ -128,11 +128,7 @@ class TokenAxis:
             raise Unplaced(f"{node.target} has sizes that attngraph cannot follow") from problem
 
     def _divide(self, node: fx.Node) -> None:
-        """Find how ranks compute their own tokens of a value.
-
-        Raises:
-            Unplaced: it mixes tokens, or nothing is known of it.
-        """
+        """Find how ranks compute their own tokens of a value; Unplaced where that is not known."""
         if node.target in COLLECTIVES and node.args[-1] == self.group:
             raise Unplaced("queries of another sequence see it")
         dropped = dropout_of(node)

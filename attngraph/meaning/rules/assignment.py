@@ -100,12 +100,7 @@ def _part(pick: Any) -> tuple[fx.Node, int] | None:
 
 
 def _listed(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices) -> Expr:
-    """The condition that index tensors of known values (such as a triangle's) name the place `at`, by the
-    pattern of all places that they name.
-
-    Raises:
-        Unliftable: their values are not known or follow no pattern, or several values may be added up.
-    """
+    """The condition that known index tensors name the place `at`; Unliftable without one pattern."""
     many = Unliftable("an index of many places that is no range")
     known = [context.known(pick) for pick in picks.values()]
     lists = [x.cpu() for x in known if x is not None and x.numel() and int(x.min()) >= 0]
@@ -124,11 +119,7 @@ def _listed(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices)
 
 
 def _entries(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices) -> list[Entry]:
-    """The entries of index tensors, by dimension, that may name the place `at`.
-
-    Raises:
-        Unliftable: there are many entries, and the index is not a range.
-    """
+    """The entries of index tensors, by dimension, that may name `at`; Unliftable where they are many."""
     shapes = [context.shape(pick) for pick in picks.values()]
     extents = [E.ONE] * max(map(len, shapes))
     for shape in shapes:  # they broadcast together

@@ -224,11 +224,7 @@ class _Steps:
         self, at: int, pattern: Any, token: int, other: Any, cut: Sequence[fx.Node],
         found: list[dict[int, fx.Node]],
     ) -> None:  # fmt: skip
-        """Note what the step of `token` takes from the one before it, where the pattern takes the cut.
-
-        Raises:
-            NoLoop: they are not the same operations.
-        """
+        """Note what a step takes where the pattern takes the cut; NoLoop if the operations differ."""
         numbers = {node: number for number, node in enumerate(cut)}
         seen: set[tuple[fx.Node, fx.Node]] = set()
         stack = [(pattern, other)]
