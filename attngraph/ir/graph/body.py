@@ -29,9 +29,6 @@ Places = Mapping[str, tuple[int, int]]
 """For names of sizes the input, by number, and its dimension that they are taken from."""
 _BETWEEN_PARTS = ("rows", "pages", "carried", Rate.PROMPT.value, Rate.LOOK.value)
 _KINDS = ("buffer", "constant", Rate.WEIGHTS.value, "parameter", *_BETWEEN_PARTS)
-_CACHED = (
-    "cached_attention", "cached_latent_attention", "divided_attention", "divided_latent_attention",
-)  # fmt: skip
 _WORDS = ("kernel", "values", "absorb", "family", "by")
 """Arguments of attention nodes that are keywords, not values."""
 
@@ -129,16 +126,17 @@ class Body:
             self._value(found[1], found[2], found[3], read_type(found[4]), program)
 
     def _value(self, name: str, op: str, text: str, wanted: Any, program: str) -> None:
-        if op in _CACHED and self.places is None:
+        kind = nodes.NAMED.get(op)
+        is_cached = kind is not None and issubclass(kind, nodes.Cached)
+        if is_cached and self.places is None:
             raise ValueError("graphs of a decoder cannot be read back: what they keep is not in the text")
         self._written = self._allocated(wanted) if self.places is not None else None
         args, kwargs = self._arguments(text)
-        if op in ("attention", "latent_attention", *_CACHED):
-            shared = {n: self.values[f"$rows {n}"] for n in ("starts", "first") if op in _CACHED}
+        if kind is not None:
+            shared = {n: self.values[f"$rows {n}"] for n in ("starts", "first") if is_cached}
             if op == "attention" and self._written is not None:
                 self._written = (self._written, None)
-            target = getattr(torch.ops.attngraph, op).default
-            node = self._call(target, args, _attention(kwargs, program) | shared)
+            node = self._call(kind.target, args, _attention(kind, kwargs, program) | shared)
             node.args, node.kwargs = nodes.AttentionOp.of(node).args, {}
         elif op == "token_program":
             given = [kwargs[f"r{number}"] for number in range(len(kwargs))]
@@ -287,7 +285,7 @@ def _target(
     return target
 
 
-def _attention(kwargs: Mapping[str, Any], program: str) -> dict[str, Any]:
+def _attention(kind: type[nodes.AttentionOp], kwargs: Mapping[str, Any], program: str) -> dict[str, Any]:
     """The arguments of an attention after its operands, by their names in the schema."""
     found: dict[str, Any] = {"reads": [], "sizes": [], "program": program}
     for letter, name in (("r", "reads"), ("n", "sizes")):
@@ -296,11 +294,8 @@ def _attention(kwargs: Mapping[str, Any], program: str) -> dict[str, Any]:
     if "values" in kwargs:
         first, _, end = kwargs["values"].partition(":")
         found |= {"key_up": None, "value_up": None, "values": [int(first), int(end) - int(first)]}
-    words = (
-        "kernel", "key_up", "value_up", "absorb", "family", "by", "table", "held", "scales", "k_scales",
-        "v_scales",
-    )  # fmt: skip
-    return found | {name: kwargs[name] for name in words if name in kwargs}
+    known = {a.name for a in kind.target._schema.arguments} - {"values"}
+    return found | {name: value for name, value in kwargs.items() if name in known}
 
 
 def _expression(size: Any) -> Any:

@@ -83,6 +83,8 @@ class AttentionOp:
 
 VIEWS: dict[Any, type[AttentionOp]] = {}
 """The view class of each op."""
+NAMED: dict[str, type[AttentionOp]] = {}
+"""The same by the op's name."""
 _View = TypeVar("_View", bound=AttentionOp)
 
 
@@ -96,7 +98,7 @@ def _views(target: Any) -> Callable[[type[_View]], type[_View]]:
         fields = {f.name: f.default for f in dataclasses.fields(cls)}
         assert fields.keys() == schema.keys(), f"{cls.__name__} names other arguments than {target._schema}"
         assert all(fields[n] == a.default_value for n, a in schema.items() if a.has_default_value())
-        cls.target, VIEWS[target] = target, cls
+        cls.target, VIEWS[target], NAMED[target._schema.name.partition("::")[2]] = target, cls, cls
         return cls
 
     return register
