@@ -129,7 +129,8 @@ def _run(
     if dump is not None and dump.count == 0:
         dump.values(graph)
         dump.stage(CAPTURE, graph.level.name.lower(), [], head, text)
-    for step in passes:
+    for number, step in enumerate(passes):
+        step = _at(step, graph.level)
         if graph.level != step.requires:
             raise ValueError(
                 f"pass {step.name} needs a graph at level {step.requires.name.lower()}, this one is at "
@@ -139,7 +140,7 @@ def _run(
             progress(step.name)
         level = graph.level
         try:
-            outcome, record, head, text = _run_one(step, graph, head, text, step is passes[0])
+            outcome, record, head, text = _run_one(step, graph, head, text, number == 0)
         except AttnGraphError as problem:
             if isinstance(problem, VerificationError):
                 raise _failed(step, problem, head, text, graph, dump) from problem
@@ -158,6 +159,16 @@ def _run(
             title = f"{levels}   {record.before} -> {record.after} ops"
             dump.stage(step.name, title, notes_of(record), head, text)
     return result
+
+
+def _at(step: Pass, level: Level) -> Pass:
+    """The pass for a graph at this level, if it is one that serves several (`serves`, levels)."""
+    if isinstance(step, Disabled):
+        return Disabled(_at(step.step, level))
+    if level not in getattr(step, "serves", ()):
+        return step
+    yields = level if step.yields == step.requires else step.yields
+    return dataclasses.replace(step, requires=level, yields=yields)  # type: ignore[type-var]
 
 
 def _run_one(

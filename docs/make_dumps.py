@@ -31,6 +31,7 @@ from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.linear_attention import LinearAttention, LinearAttentionConfig
 from attngraph.models.masked_attention import CausalAttention, CausalAttentionConfig, CausalSelfAttention
 from attngraph.models.mla import LatentAttention, MLAConfig
+from attngraph.models.relative_bias import RelativeBiasAttention, RelativeBiasConfig
 from attngraph.models.targets import seeded
 from attngraph.passes import Canonicalize, FuseAttention, MergeHeads
 from attngraph.passes.convert_heads import ConvertHeads
@@ -87,6 +88,12 @@ def linear(folder: Path) -> None:
     _compiled(LinearAttention(config), (1, 512, 16), folder)
 
 
+def biased(folder: Path) -> None:
+    """Attention of two heads with the bias of T5."""
+    config = RelativeBiasConfig(width=16, heads=2, key_width=8, value_width=8, bias=False)
+    _compiled(RelativeBiasAttention(config), (2, 7, 16), folder)
+
+
 def decoder(folder: Path) -> None:
     """A decoder-only language model of one layer, as a decoder."""
     config = DecoderLMConfig(vocab_size=32, layers=1, width=16, heads=2, max_tokens=64)
@@ -105,7 +112,7 @@ def converted(folder: Path) -> None:
 
 
 CASES: dict[str, Callable[[Path], None]] = {
-    case.__name__: case for case in (causal, heads, latent, folded, linear, decoder, converted)
+    case.__name__: case for case in (causal, heads, latent, folded, linear, biased, decoder, converted)
 }
 
 

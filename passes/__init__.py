@@ -8,7 +8,7 @@ from typing import Any
 
 from attngraph.errors import meant
 from attngraph.ir.graph.literals import split
-from attngraph.ir.graph.program_graph import RESULTS, Level
+from attngraph.ir.graph.program_graph import RESULTS
 from attngraph.ir.graph.ranks import Axis
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.canonicalize import Canonicalize
@@ -24,6 +24,7 @@ from attngraph.passes.reassociate_linear import ReassociateLinear
 from attngraph.passes.select_kernels import SelectKernels
 from attngraph.passes.shard_heads.shard import ShardHeads
 from attngraph.passes.shard_tokens.shard import ShardTokens
+from attngraph.passes.tabulate_scores import TabulateScores
 from attngraph.passes.tidy import Tidy
 from attngraph.pipeline import Pass
 
@@ -45,14 +46,13 @@ def order(
         shard += (ShardHeads(heads.count, heads.group, runs=parameters != "even"),)
     if tokens is not None and tokens.count > 1:
         shard += (ShardTokens(tokens.count, tokens.group),)
-    rest: tuple[Pass, ...] = (ReassociateLinear(), *shard)
+    rest: tuple[Pass, ...] = (ReassociateLinear(), *(shard or (TabulateScores(), FuseTokenWise())))
     if decoder:
         divide = (DivideCache(cache),) if shard and cache != "heads" else ()
         rest = (*shard, InsertKVCache(), *divide, Tidy(), QuantisedLinear(), FuseTokenWise())
     return (
         Canonicalize(), FuseAttention(() if shard else RESULTS, features=not decoder), MergeHeads(),
-        AbsorbMLA(absorb, keeps=decoder), *rest,
-        SelectKernels(family, requires=Level.CACHED if decoder else Level.FUSED),
+        AbsorbMLA(absorb, keeps=decoder), *rest, SelectKernels(family),
         *((QuantiseCache(rounded),) if rounded else ()),
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ DEFAULT_PIPELINE = order()
 """The passes of a model that is run on whole sequences."""
 PASSES: tuple[Pass, ...] = (
     *DEFAULT_PIPELINE, ShardHeads(), ShardTokens(), InsertKVCache(), DivideCache(), Tidy(), QuantisedLinear(),
-    FuseTokenWise(), QuantiseCache(),
+    QuantiseCache(),
 )  # fmt: skip
 """Every pass that can be run by itself on a graph."""
 

@@ -6,6 +6,7 @@ latent attention get only the backend's name: their kernel is chosen at each cal
 """
 
 import dataclasses
+from typing import ClassVar
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph
 from attngraph.ir.ops import kernels, nodes
@@ -16,6 +17,7 @@ from attngraph.pipeline import Outcome
 class SelectKernels:
     """`backend` names a family of kernels ("cpu", "triton", "reference"); empty: any."""
 
+    serves: ClassVar[tuple[Level, ...]] = (Level.FUSED, Level.CACHED)
     backend: str = ""
     name: str = "select-kernels"
     requires: Level = Level.FUSED

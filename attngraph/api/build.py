@@ -27,6 +27,7 @@ from attngraph.ir.ops import latent_attention as latent
 from attngraph.ir.ops.token_program import token_program
 from attngraph.runtime.devices import Runner
 from attngraph.runtime.executable import Executable
+from attngraph.runtime.step import prepare_programs
 
 aten, ours = torch.ops.aten, torch.ops.attngraph
 
@@ -56,6 +57,7 @@ def compile_graph(
         found_sides = compare_sides(made.captured, made.before, owner, args, kwargs, again)
         made.captured = dataclasses.replace(made.captured, sides=found_sides)
     graph = made.captured.graph
+    prepare_programs(graph)
     found = Executable(made.captured, owner, *options.devices.runs(graph, owner, runner_of(options)))
     report = made.report(options, start, later=later_of(made.captured))
     if made.dump is not None:

@@ -38,6 +38,7 @@ from attngraph.report.times import Times
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.graphs import Fingerprints, Graphs, KeyOf, SmallCalls
 from attngraph.runtime.interpret import chosen_names, names_of_attentions, times_of, weights_of
+from attngraph.runtime.pace import Paces
 from attngraph.runtime.wrapper import ModelWrapper
 from attngraph.saved.weights import Skeleton
 
@@ -54,13 +55,14 @@ class _Settling(Exception):
 class _Call:
     """One call of a model, and what it is compared by."""
 
-    __slots__ = ("args", "key_of", "kwargs", "leaves", "shapes", "tensors")
+    __slots__ = ("args", "is_on_cpu", "key_of", "kwargs", "leaves", "shapes", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], fingerprints: Fingerprints) -> None:
         self.args, self.kwargs = args, kwargs
         self.leaves, spec = flatten((args, kwargs))
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.shapes = spec, tuple(t.shape for t in self.tensors)
+        self.is_on_cpu = all(t.is_cpu for t in self.tensors)
         self.key_of: KeyOf = functools.partial(call_key, self.leaves, spec, fingerprints)
 
 
@@ -79,6 +81,7 @@ class CompiledModule(ModelWrapper):
     _fingerprints: Fingerprints
     _pieces: dict[Any, GraphBreaks]
     _small: SmallCalls
+    _paces: Paces
     _settling: int
     _forward: Callable[..., Any]
     _generate: Generate | None
@@ -99,7 +102,7 @@ class CompiledModule(ModelWrapper):
         self._graphs = Graphs()
         self._fingerprints = Fingerprints(self._model)
         self._pieces = {}
-        self._small = SmallCalls()
+        self._small, self._paces = SmallCalls(), Paces()
         self._settling = 0
         self._forward = with_signature_of(self._model, self._run)
         self._generate = None
@@ -130,7 +133,8 @@ class CompiledModule(ModelWrapper):
         graphs = len(self._graphs) + sum(p.graphs for p in pieces)
         small = found.small_calls + self._small.count
         again = tuple(self._graphs.retraces.items())
-        return dataclasses.replace(found, graphs=graphs, retraces=again, small_calls=small)
+        slower = self._paces.slower()
+        return dataclasses.replace(found, graphs=graphs, retraces=again, small_calls=small, slower=slower)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if is_transformed():
@@ -267,10 +271,21 @@ class CompiledModule(ModelWrapper):
         return found, call
 
     def _served(self, found: Executable, call: _Call) -> Any:
-        """The graph's result, or the model's own where a call is small; where a check of values fails, the
-        model itself raises its error."""
-        if self._is_small(found, call.tensors):
-            return self._itself(call)
+        """The graph's result, or the model's own where a call is small, or the model is faster; where a check
+        of values fails, the model itself raises its error."""
+        if self._may_run_itself(found):
+            assert found.scores is not None
+            scores = found.scores(call.tensors)
+            if scores < self._options.fused_from:
+                return self._itself(call)
+            if not found.captured.graph.gradients and scores <= budgets.TIMED_SCORES and call.is_on_cpu:
+                key = id(found), call.shapes
+                return self._paces.serve(
+                    key, lambda: self._by_graph(found, call), lambda: self._model(*call.args, **call.kwargs)
+                )
+        return self._by_graph(found, call)
+
+    def _by_graph(self, found: Executable, call: _Call) -> Any:
         try:
             return found(call.tensors)
         except Exception:
@@ -278,11 +293,10 @@ class CompiledModule(ModelWrapper):
                 raise
         return self._model(*call.args, **call.kwargs)
 
-    def _is_small(self, found: Executable, tensors: Sequence[Tensor]) -> bool:
-        """Whether the model itself is as fast as the graph for a call of these sizes. A model that contains
-        compiled ones is not called: they may trace, for which the lock must be free."""
-        wanted = self._options.fused_from
-        if not wanted or found.scores is None or found.scores(tensors) >= wanted:
+    def _may_run_itself(self, found: Executable) -> bool:
+        """Whether the model itself may serve calls of a graph. A model that contains compiled ones may not:
+        they may trace, for which the lock must be free."""
+        if not self._options.fused_from or found.scores is None:
             return False
         if isinstance(self._model, Skeleton):
             return False  # it has weights, and no forward
@@ -373,7 +387,16 @@ class CompiledModule(ModelWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles contain the model and the options; graphs are traced again."""
-        derived = ("_saved", "_graphs", "_fingerprints", "_pieces", "_small", "_forward", "_generate")
+        derived = (
+            "_saved",
+            "_graphs",
+            "_fingerprints",
+            "_pieces",
+            "_small",
+            "_paces",
+            "_forward",
+            "_generate",
+        )
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         return _unmade, (type(self),), state
 

@@ -12,6 +12,7 @@ from attngraph.ir.choices import ABSORB, BACKENDS
 from attngraph.ir.graph.program_graph import RESULTS
 from attngraph.passes import PASSES, order, pass_named, waiting_at_most
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
+from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.pipeline import Pass, without
 from attngraph.runtime.devices import ONE, OneDevice
@@ -66,7 +67,8 @@ class Options:
         steps = self.passes
         if steps is None:
             steps = order(self.backend, self.absorb, **self.devices.passes())
-        return without(waiting_at_most(steps, self.later), self.disable)
+        own = (FuseTokenWise.name,) if self.inductor and self.passes is None else ()
+        return without(waiting_at_most(steps, self.later), (*self.disable, *own))
 
     def decoder_pipeline(self, rounded: str = "") -> tuple[Pass, ...]:
         """The passes for a decoder; the argument and the result of `InsertKVCache` are filled in later.

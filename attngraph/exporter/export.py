@@ -37,6 +37,7 @@ from attngraph.ir.ops.cached_attention import Store
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 from attngraph.passes.reassociate_linear import ReassociateLinear
+from attngraph.passes.tabulate_scores import TabulateScores
 from attngraph.passes.tidy import Tidy
 from attngraph.report.entries import Missed
 from attngraph.runtime.decoder import Decoder
@@ -103,7 +104,7 @@ def export(
 
 def plain_options(options: Options, *more: str) -> Options:
     """The options with the passes alone that find attention; kernels are chosen by whoever runs the file."""
-    left_out = (AbsorbMLA.name, ReassociateLinear.name, *more)
+    left_out = (AbsorbMLA.name, ReassociateLinear.name, TabulateScores.name, FuseTokenWise.name, *more)
     return dataclasses.replace(
         options, backend="reference", inductor=False, dump=None, disable=(*options.disable, *left_out),
         later=("attribute",),
@@ -160,7 +161,7 @@ def _decoder(
     file: _File, decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any], padding: bool
 ) -> ExportReport:
     model, whole = decoder._model, cast(CompiledModule, decoder.whole)
-    options = plain_options(whole._options, Tidy.name, FuseTokenWise.name)
+    options = plain_options(whole._options, Tidy.name)
     plain = decoder_of(whole, options, decoder.config_of_cache)
     ids = args[0] if args else kwargs.pop(plain._derived.argument({}), None)
     if not isinstance(ids, Tensor) or ids.ndim < 2 or len(args) > 1:

@@ -78,6 +78,9 @@ PROBE_ATTEMPTS = 8
 
 # --- calls ---
 
+TIMED_SCORES = 1 << 25
+"""Scores per attention, all of which the model itself may have in memory. With more, it is not tried whether
+it is faster, and the graph serves."""
 FUSED_SCORES = 1 << 20
 """Scores per attention, in the mean over a graph's attentions. With fewer, a call on the CPU runs the model
 itself, which is at least as fast at such sizes; the report says so."""

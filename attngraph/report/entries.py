@@ -269,6 +269,8 @@ class Entries:
     `numbers` says why torch could not vary sizes, so that calls with other sizes are compiled again.
     `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that tracing
     took. `small_calls`: how many calls ran the model itself because fusing gains nothing at their sizes.
+    `slower`: for sizes of calls at which the model itself was measured to be faster, milliseconds of the
+    graph and of the model.
     `captured` is the graph as it was traced, as text, `code` the user's lines that it comes from, `programs`
     its token programs, equal ones once. `later` are results that are computed when somebody looks at them,
     not in the call. Where there are several graphs, `parts` has the entries of each,
@@ -291,6 +293,7 @@ class Entries:
     retraces: tuple[tuple[str, int], ...] = ()
     capture: float = 0.0
     small_calls: int = 0
+    slower: tuple[tuple[float, float], ...] = ()
     parts: "tuple[Entries, ...]" = dataclasses.field(default=(), repr=False)
     taken_from: str = ""
     programs: tuple[TokenProgramEntry, ...] = ()

@@ -75,6 +75,7 @@ class CompileReport(Entries):
             lines += ["", *(f"  traced again x {count}   because of {what}" for what, count in self.retraces)]
         if self.small_calls:
             lines += ["", _small(self.small_calls, bool(self.attention))]
+        lines += [_slower(graph, model) for graph, model in self.slower]
         return "\n".join([*lines, *self._times()])
 
     @property
@@ -117,6 +118,14 @@ def _small(calls: int, fused: bool) -> str:
         "attention is too small there to gain from fusing" if fused else "there is nothing fused in the graph"
     )
     return f"  {many} ran the model itself: {why} (min_scores=0: always run the graph)"
+
+
+def _slower(graph: float, model: float) -> str:
+    """The line that says where the model itself serves because it is faster."""
+    return (
+        f"  the model itself serves calls of one size: {model:.3g} ms, measured by turns, instead of "
+        f"{graph:.3g} (min_scores=0: always run the graph)"
+    )
 
 
 def _timed(name: str, what: str, seconds: float) -> str:

@@ -51,7 +51,7 @@ class Step:
         prompt = graph.stages.get(Rate.PROMPT)
         self._prompt = None if prompt is None else Machine(prompt, owner, run, self.names)
         for each in (graph, *graph.stages.values()):
-            _prepare(each)
+            prepare_programs(each)
 
     @property
     def _keeps(self) -> CachePlan:
@@ -151,7 +151,7 @@ class Step:
         return torch.zeros((*shape, int(value.shape[-1])), dtype=value.dtype, device=state.device)
 
 
-def _prepare(graph: ProgramGraph) -> None:
+def prepare_programs(graph: ProgramGraph) -> None:
     """Begin what the graph's token programs need, such as compiled code, while other things are done."""
     for node in graph.graph.nodes:
         if node.target is torch.ops.attngraph.token_program.default:

@@ -1,4 +1,4 @@
-"""What one element of an operation's result is, where each token is computed by itself.
+"""What one element of an operation's result is, where each row is computed by itself.
 
 By the element rules (`meaning/rules`), and for norms and activations that PyTorch has as one operation by the
 formulas in `named.py`. Formulas are kept as they are written: rearranging them would change how they round.
@@ -19,6 +19,7 @@ from attngraph.ir.language import E, Expr, Packed, operation, operation_of
 from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
 from attngraph.ir.ops.quantised import unpack
 from attngraph.meaning import Category, M, Meaning, Unliftable
+from attngraph.passes.fuse_token_wise.rows import Place, Rows
 from attngraph.passes.fuse_token_wise.windows import Windows
 from attngraph.passes.named import NAMED
 
@@ -31,21 +32,24 @@ LONGEST = budgets.STATEMENT_WORDS // 4
 
 class Formula(NamedTuple):
     """`value` is the element at `at`, with one index for each dimension: 0 where its extent is 1, `TOKEN` for
-    the tokens."""
+    the rows."""
 
     at: tuple[Expr, ...]
     value: Expr
 
 
 class Formulas:
-    """The formulas of a decoder's graph, which computes all tokens as one sequence."""
+    """The formulas of a decoder's graph, which computes all tokens as one sequence, or of a graph of whole
+    sequences, of which each token is a row."""
 
     def __init__(self, graph: ProgramGraph) -> None:
-        assert graph.state is not None
         self.windows = Windows(graph)
-        one_sequence = [sympy.Eq(s, 1) for s in _batch_sizes(graph, graph.state.step_tokens)]
-        self.meaning = Meaning({}, [*graph.conditions, *one_sequence], along_tokens=bool(self.windows))
+        conditions = list(graph.conditions)
+        if graph.state is not None:
+            conditions += [sympy.Eq(s, 1) for s in _batch_sizes(graph, graph.state.step_tokens)]
+        self.meaning = Meaning({}, conditions, along_tokens=bool(self.windows))
         self._shapes: dict[fx.Node, tuple[Expr, ...] | None] = {}
+        self.rows = Rows(graph, self.shape)
 
     def shape(self, node: fx.Node) -> tuple[Expr, ...] | None:
         """The extents of a floating tensor of 32 or 16 bits on the CPU; None for another value."""
@@ -67,11 +71,6 @@ class Formulas:
             return shape if all(n.op == "const" for n in shape) else None
         return None
 
-    def tokens(self, node: fx.Node) -> tuple[int, Expr] | None:
-        """The dimension that counts tokens, and its extent; None unless all other extents are numbers."""
-        open_dims = [(d, n) for d, n in enumerate(self.shape(node) or ()) if n.op != "const"]
-        return open_dims[0] if len(open_dims) == 1 and open_dims[0][1].op == "size" else None
-
     def counts_tokens(self, node: fx.Node) -> bool:
         """Whether a tensor's extents are numbers and symbols. (The number of sequences times that of tokens
         is that of tokens here, but in the types of the graph they are two sizes.)"""
@@ -80,59 +79,69 @@ class Formulas:
         return all(isinstance(n, int) or n.node.expr.is_Symbol for n in extents)
 
     def is_shared(self, node: fx.Node) -> bool:
-        """Whether all tokens share this tensor, and its extents are numbers."""
+        """Whether all rows share this tensor, and its extents are numbers."""
         shape = self.shape(node)
         return shape is not None and all(n.op == "const" for n in shape)
 
     def of(self, node: fx.Node) -> Formula | None:
-        """The formula of a node's element; None if it is not computed from the same token alone, or not by
+        """The formula of a node's element; None if it is not computed from the same row alone, or not by
         operations of the score language."""
-        place = self.tokens(node)
+        place = self.rows.of(node)
         if node.op != "call_function" or place is None:
             return None
-        dim, count = place
-        token = E.var("t", count)
         shape = self.shape(node)
         assert shape is not None
+        rows = tuple(E.var(f"t{d}", shape[d]) for d in place.dims)
+        own = dict(zip(place.dims, rows, strict=True))
         at = tuple(
-            token if d == dim else E.ZERO if E.is_const(n, 1) else E.var(f"o{d}", n)
+            own[d] if d in own else E.ZERO if E.is_const(n, 1) else E.var(f"o{d}", n)
             for d, n in enumerate(shape)
         )
         try:
             by_name = NAMED.get(str(node.target))
             value = by_name(self.meaning, node, at) if by_name else self.meaning.element(node, at)
-            value = self.windows.rewritten(self.meaning, value, token, lambda n: self.tokens(n) is None)
+            value = self.windows.rewritten(self.meaning, value, rows[0], lambda n: self.rows.of(n) is None)
+            value = E.rebuild(value, lambda n, args: self._of_own_row(n, args, place, rows))
         except (Unliftable, KeyError):
             return None
-        if value.words > LONGEST or not self._is_supported(value, token, count):
+        if value.words > LONGEST or set(rows) & value.free or not self._is_supported(value):
             return None
-        return Formula(tuple(TOKEN if a is token else a for a in at), E.replaced(value, {token: TOKEN}))
+        return Formula(place.flat(at), value)
 
-    def _is_supported(self, value: Expr, token: Expr, count: Expr) -> bool:
+    def _of_own_row(self, found: Expr, args: tuple[Expr, ...], place: Place, rows: tuple[Expr, ...]) -> Expr:
+        """A part of a formula, with `TOKEN` in what is read of the same row.
+
+        Raises:
+            Unliftable: it reads another row.
+        """
+        if found.op != "read":
+            return E.with_args(found, args)
+        other, own = self.rows.of(found.value), set(rows)
+        if other is None:
+            if not any(own & a.free for a in found.args):
+                return E.with_args(found, args)
+            spread = self.rows.spread(found.value, found.args, place, rows)
+            return E.read(spread, (TOKEN, *(a for a in args if a not in own)), found.kind)
+        rest = [a for d, a in enumerate(found.args) if d not in other.dims]
+        if tuple(found.args[d] for d in other.dims) != other.same_row(place, rows):
+            raise Unliftable("of another row")
+        if any(own & a.free for a in rest):
+            raise Unliftable("at a place that depends on the row")
+        return E.read(found.value, other.flat(args), found.kind)
+
+    def _is_supported(self, value: Expr) -> bool:
         converted = {n.args[0] for n in E.walk(value) if n.op == "float" and n.args[0].op == "read"}
         for node in E.walk(value):
             if node.op == "read":
-                if not self._reads_same_token(node, token, count, node in converted):
+                weight = node in converted and self.weight_shape(node.value) is not None
+                if TOKEN not in node.args and not (weight or self.is_shared(node.value)):
                     return False
             elif node.op in ("sum", "amax"):
                 if node.args[0].args[0].op != "const" or not self._is_computed(node):
                     return False
-            elif node.op == "size":
-                if node is not count:
-                    return False
             elif node.op not in ("const", "var") and not _is_spelled(node):
                 return False
-        sized = any(n.op == "size" for n in E.walk(E.replaced(value, {token: TOKEN})))
-        return not sized and not _is_in_arithmetic(token, value)
-
-    def _reads_same_token(self, read: Expr, token: Expr, count: Expr, is_converted: bool) -> bool:
-        source: Any = read.value
-        if self.is_shared(source) or (is_converted and self.weight_shape(source) is not None):
-            return not any(token in a.free for a in read.args)
-        place = self.tokens(source)
-        if place is None or place[1] is not count or read.args[place[0]] is not token:
-            return False
-        return not any(token in a.free for d, a in enumerate(read.args) if d != place[0])
+        return True
 
     def _is_computed(self, fold: Expr) -> bool:
         """Whether a fold is a product with a weight, or so short that it is computed term by term."""
@@ -144,7 +153,8 @@ class Formulas:
 
     def is_weight(self, source: Any) -> bool:
         """Whether what a formula reads is a tensor that all tokens share."""
-        return isinstance(source, fx.Node) and self.weight_shape(source) is not None
+        is_row = isinstance(source, fx.Node) and self.rows.of(source) is not None
+        return isinstance(source, fx.Node) and not is_row and self.weight_shape(source) is not None
 
 
 def split_product(body: Expr, over: Expr, is_weight: Callable[[Any], bool]) -> tuple[Expr, Expr] | None:
@@ -176,13 +186,6 @@ def _is_spelled(node: Expr) -> bool:
     """Whether the score language has an operation."""
     op = node.value if node.op == "raw" else node.op
     return op == "recip" or (op != "random" and operation_of(op) is not None)
-
-
-def _is_in_arithmetic(token: Expr, value: Expr) -> bool:
-    """Whether anything but an index of a read depends on the token."""
-    if value.op in ("read", "var"):
-        return value is token
-    return any(_is_in_arithmetic(token, arg) for arg in value.args)
 
 
 def _batch_sizes(graph: ProgramGraph, tokens: str) -> set[Any]:

@@ -1,11 +1,12 @@
-"""FuseTokenWise: what a decoder computes from each token alone becomes one operation between two attentions.
+"""FuseTokenWise: what is computed from each token alone becomes one operation between two attentions.
 
 Matches operations on floating values of 32 or 16 bits on the CPU whose elements follow from elements of the
 same token and from weights (`formulas.py`): products with weights, norms, activations, rotary embeddings,
 residual sums. A program computes in float32, so values of 16 bits are rounded where they leave it alone.
 All of them that need the same attentions, and other operations that are left, become one
 `attngraph::token_program` (`program.py`). Right because each formula is that of the operation, and a region
-has no way out and in again. Nothing is rewritten where no C compiler is found, as the operation is only
+has no way out and in again. In graphs of whole sequences (`rows.py`) this is for calls without gradients, as
+the operation has none. Nothing is rewritten where no C compiler is found, as the operation is only
 worth it in compiled form. Steps of loops over tokens are rewritten in the same way (`steps.py`).
 """
 
@@ -14,6 +15,7 @@ import functools
 import heapq
 import operator
 from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -35,13 +37,14 @@ next steps follow without PyTorch.)"""
 
 @dataclasses.dataclass(frozen=True)
 class FuseTokenWise:
+    serves: ClassVar[tuple[Level, ...]] = (Level.FUSED, Level.CACHED)
     name: str = "fuse-token-wise"
-    requires: Level = Level.CACHED
-    yields: Level = Level.CACHED
+    requires: Level = Level.FUSED
+    yields: Level = Level.FUSED
 
     def run(self, graph: ProgramGraph) -> Outcome:
         outcome = Outcome()
-        if not op.RUNNERS:
+        if not op.RUNNERS or graph.gradients:
             return outcome
         before = graph.op_count()
         regions = _made(graph)
@@ -81,9 +84,9 @@ def _regions(
             default=0,
         )
         if node in formulas:
-            place = facts.tokens(node)
+            place = facts.rows.of(node)
             assert place is not None
-            found.setdefault((depth[node], place[1]), {})[node] = formulas[node]
+            found.setdefault((depth[node], place.total), {})[node] = formulas[node]
     return list(found.values())
 
 
@@ -103,12 +106,15 @@ def _fuse(
         return 0  # the first: nothing says how many tokens there are
     last = max(members, key=_order(graph).__getitem__)
     builder = Builder(graph, last)
-    given = [replaced.get(node, node) for node in region.given]
+    given = [
+        facts.rows.flattened(replaced.get(node, node), facts.rows.of(node), builder) for node in region.given
+    ]
     made = builder.call(torch.ops.attngraph.token_program.default, given, program.text)
     for place, node in enumerate(wanted):
-        result = builder.call(operator.getitem, made, place)
+        result = facts.rows.unflattened(builder.call(operator.getitem, made, place), node, builder)
         result.meta |= {key: value for key, value in node.meta.items() if key != "val"}
-        result.meta["val"] = _of_the_same_sizes(result.meta["val"], node.meta["val"])
+        if graph.state is not None:
+            result.meta["val"] = _of_the_same_sizes(result.meta["val"], node.meta["val"])
         replaced[node] = result
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
     return 1

@@ -50,14 +50,15 @@ class Region:
         self.program = self._numbered(results)
 
     def _result(self, node: fx.Node) -> Result:
-        shape = self.facts.shape(node)
-        place = self.facts.tokens(node)
-        assert shape is not None and place is not None
         return Result(
-            self._defined(node),
-            tuple(None if d == place[0] else int(n.value) for d, n in enumerate(shape)),
-            str(node.meta["val"].dtype).removeprefix("torch."),
+            self._defined(node), self._of_rows(node), str(node.meta["val"].dtype).removeprefix("torch.")
         )
+
+    def _of_rows(self, node: fx.Node) -> tuple[int | None, ...]:
+        """The extents of a value as the program has it, None for its rows."""
+        shape, place = self.facts.shape(node), self.facts.rows.of(node)
+        assert shape is not None and place is not None
+        return tuple(None if n is TOKEN else int(n.value) for n in place.flat(shape))
 
     # --- formulas ---
 
@@ -156,9 +157,9 @@ class Region:
             )
         given = []
         for node in self.given:
-            shape = self.facts.weight_shape(node) or self.facts.shape(node)
-            assert shape is not None
-            extents = tuple(int(n.value) if n.op == "const" else None for n in shape)
+            shape = self.facts.weight_shape(node) or ()
+            own = self.facts.rows.of(node) is not None
+            extents = self._of_rows(node) if own else tuple(int(n.value) for n in shape)
             packed = packing(node)
             dtype = str(node.meta["val"].dtype).removeprefix("torch.") if packed is None else WORD
             given.append(Given(extents, dtype, packed))

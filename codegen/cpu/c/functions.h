@@ -105,6 +105,63 @@ INLINE float tanh_(float x) {           /* an odd minimax polynomial near zero, 
     return a < 0.625f ? near : far;     /* NaN takes `far` and stays NaN */
 }
 
+INLINE float erf_(float x) {            /* near zero an odd minimax polynomial, elsewhere 1 - exp(-a - a * p(a)) */
+    float a = fabsf(x);
+    float z = x * x;
+    float p = 8.370100113097578e-05f;
+    p = p * z - 0.0008142704027704895f;
+    p = p * z + 0.005201032385230064f;
+    p = p * z - 0.026859398931264877f;
+    p = p * z + 0.11283695697784424f;
+    p = p * z - 0.37612634897232056f;
+    p = p * z + 0.12837916612625122f;
+    float near = x + x * p;
+    float c = a > 4.0f ? 4.0f : a;      /* from there on 1 is nearest */
+    float r = 1.1303807696094736e-05f;
+    r = r * c - 0.0003235291806049645f;
+    r = r * c + 0.0036454065702855587f;
+    r = r * c - 0.023768292739987373f;
+    r = r * c + 0.10624410957098007f;
+    r = r * c + 0.635146975517273f;
+    r = r * c + 0.12864956259727478f;
+    float far = copysignf(1.0f - exp_of_negative(-(c + c * r)), x);
+    return a < 0.921875f ? near : far;  /* NaN takes `far` and stays NaN */
+}
+
+/* x = 2**n * (1 + f) with 1 + f between sqrt(1/2) and sqrt(2), then a polynomial in f that is minimax there. */
+INLINE float log_parts(float x, float *n) {
+    int small = x < 1.1754943508222875e-38f;
+    union { float f; int32_t i; } u = {.f = small ? x * 8388608.0f : x};
+    int e = (u.i - 0x3f3504f3) >> 23;
+    u.i -= e * (1 << 23);
+    float f = u.f - 1.0f;
+    float z = f * f;
+    float p = -0.07634492963552475f;
+    p = p * f + 0.12761574983596802f;
+    p = p * f - 0.13160182535648346f;
+    p = p * f + 0.14201758801937103f;
+    p = p * f - 0.16623356938362122f;
+    p = p * f + 0.20001226663589478f;
+    p = p * f - 0.2500081956386566f;
+    p = p * f + 0.3333333134651184f;
+    *n = (float)(small ? e - 23 : e);
+    return f * z * p - 0.5f * z + f;
+}
+
+INLINE float log_at(float x, float y) { /* y, but for what has no finite logarithm */
+    return x > 0.0f ? (x < INFINITY ? y : x) : x == 0.0f ? -INFINITY : NAN;
+}
+
+INLINE float log_(float x) {
+    float n, y = log_parts(x, &n);
+    return log_at(x, n * 0.693359375f + (y - n * 2.12194440054690583e-4f));
+}
+
+INLINE float log2_(float x) {
+    float n, y = log_parts(x, &n);
+    return log_at(x, n + (y + y * 0.4426950408889634f));
+}
+
 INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
 INLINE float rsqrt_(float x) { return 1.0f / sqrtf(x); }
 INLINE float sign_(float x) { return (float)((x > 0) - (x < 0)); }

@@ -149,6 +149,8 @@ class Prepared:
             return None
         tokens = tokens_in(self.program, given)
         results = memory_of_results(self.program, tokens, floating(given))
+        if not tokens:
+            return results
         if tokens <= self.at_once:
             self._block(given, results, tokens)
             return results

@@ -1,0 +1,199 @@
+"""Which dimensions of a value count rows: what is computed by itself, with the same weights as the others.
+
+In a decoder's graph a row is a token, and all tokens are one sequence: the one dimension whose extent is no
+number. In a graph of whole sequences a row is what a product with a weight leaves apart: `[B, T, F] @ [F, G]`
+has `B * T` of them, whether sizes are known or not, and `[B * T, F]` has the same. A program sees such values
+as `[B * T, F]`, which is a view, or a copy where memory lies otherwise.
+"""
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.language import E, Expr
+from attngraph.ir.language.token_program import TOKEN
+from attngraph.meaning import M, Unliftable
+from attngraph.passes.build import Builder, NoSize
+
+aten = torch.ops.aten
+_PRODUCTS = {aten.linear.default: 1, aten.addmm.default: 2, aten.mm.default: 1, aten.matmul.default: 1}
+"""Products with a weight, and the place of the weight."""
+
+Shape = Callable[[fx.Node], tuple[Expr, ...] | None]
+
+
+class Place(NamedTuple):
+    """The dimensions that count rows, and their extents."""
+
+    dims: tuple[int, ...]
+    extents: tuple[Expr, ...]
+
+    @property
+    def total(self) -> Expr:
+        """How many rows there are."""
+        return functools.reduce(M.mul, self.extents)
+
+    def flat(self, at: Sequence[Expr]) -> tuple[Expr, ...]:
+        """The indices of an element as a program has them, with one for the row: where it is, or first."""
+        if len(self.dims) == 1:
+            return tuple(TOKEN if d in self.dims else a for d, a in enumerate(at))
+        return TOKEN, *(a for d, a in enumerate(at) if d not in self.dims)
+
+    def same_row(self, other: "Place", rows: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        """The indices of a row in these dimensions, given those in the dimensions of another value; () if it
+        has other rows."""
+        if self.extents == other.extents:
+            return rows
+        if self.total is not other.total:
+            return ()
+        row = rows[0]
+        for extent, index in zip(other.extents[1:], rows[1:], strict=True):
+            row = M.add(M.mul(row, extent), index)
+        found: list[Expr] = []
+        for extent in self.extents[:0:-1]:
+            found.insert(0, M.mod(row, extent))
+            row = M.floordiv(row, extent)
+        return row, *found
+
+
+class Rows:
+    """The rows of a graph's values.
+
+    Args:
+        graph: gets copies of values that several rows share, each as many rows as there are; those that stay
+            unused are removed with the graph's other dead nodes.
+        shape: the extents of a value that a program can have; None for another.
+    """
+
+    def __init__(self, graph: ProgramGraph, shape: Shape) -> None:
+        self.graph, self.shape = graph, shape
+        self._decodes = graph.state is not None
+        self._weights = {n for n, given in graph.given().items() if given.kind != "argument"}
+        self._kinds = [] if self._decodes else list(self._of_products())
+        self._spread: dict[tuple[fx.Node, tuple[int | None, ...], Expr], fx.Node] = {}
+        self._flat: dict[tuple[fx.Node, Place], fx.Node] = {}
+
+    def of(self, node: fx.Node) -> Place | None:
+        """The dimensions of a value that count rows; None unless all other extents are numbers."""
+        shape = self.shape(node) or ()
+        if self._decodes:
+            open_dims = [(d, n) for d, n in enumerate(shape) if n.op != "const"]
+            one = len(open_dims) == 1 and open_dims[0][1].op == "size"
+            return Place((open_dims[0][0],), (open_dims[0][1],)) if one else None
+        if node in self._weights:
+            return None
+        for extents in self._kinds:
+            dims = _found(extents, shape)
+            if dims and all(n.op == "const" for d, n in enumerate(shape) if d not in dims):
+                return Place(dims, extents)
+        return None
+
+    def _of_products(self) -> list[tuple[Expr, ...]]:
+        """The extents of what products with weights leave apart: those in several dimensions first."""
+        found: collections.Counter[tuple[Expr, ...]] = collections.Counter()
+        for node in self.graph.graph.nodes:
+            shape = self.shape(node) if node.target in _PRODUCTS else None
+            if shape and self._is_weight(node.args[_PRODUCTS[node.target]]):
+                found[tuple(n for n in shape[:-1] if not E.is_const(n, 1))] += 1
+        kinds = sorted(filter(None, found), key=lambda extents: (-len(extents), -found[extents]))
+        return list(dict.fromkeys(itertools.chain(kinds, ((Place((), kind).total,) for kind in kinds))))
+
+    def _is_weight(self, value: object) -> bool:
+        """Whether a value follows from weights alone."""
+        if not isinstance(value, fx.Node):
+            return False
+        given = value.all_input_nodes
+        return value in self._weights or (bool(given) and all(map(self._is_weight, given)))
+
+    def spread(self, node: fx.Node, at: tuple[Expr, ...], place: Place, rows: tuple[Expr, ...]) -> fx.Node:
+        """A value that some rows share (the angles of a place, say), repeated for each, as `[rows, ...]`.
+
+        Raises:
+            Unliftable: it is read at another place than the row's.
+        """
+        numbers = tuple(rows.index(a) if a in rows else None for a in at)
+        used = [n for n in numbers if n is not None]
+        shape = self.shape(node)
+        if shape is None:
+            raise Unliftable("of values that a program does not have")
+        inner = [(a, n) for a, n, number in zip(at, shape, numbers, strict=True) if number is None]
+        if len(set(used)) < len(used) or any(n.op != "const" or set(rows) & a.free for a, n in inner):
+            raise Unliftable("of other rows")
+        key = node, numbers, place.total
+        if key not in self._spread:
+            self._spread[key] = self._repeated(node, numbers, place)
+        return self._spread[key]
+
+    def _repeated(self, node: fx.Node, numbers: Sequence[int | None], place: Place) -> fx.Node:
+        builder = Builder(self.graph, node.next if node.op != "placeholder" else self._first())
+        inner = [d for d, number in enumerate(numbers) if number is None]
+        used = sorted((number, d) for d, number in enumerate(numbers) if number is not None)
+        try:
+            sizes = [builder.size(extent) for extent in place.extents]
+            made = builder.call(aten.permute.default, node, [*(d for _, d in used), *inner])
+            for number, size in enumerate(sizes):
+                if number in dict(used):  # a table may have more places than there are rows
+                    made = builder.call(aten.narrow.default, made, number, 0, size)
+                else:
+                    made = builder.call(aten.unsqueeze.default, made, number)
+            extents = [int(node.meta["val"].shape[d]) for d in inner]
+            made = builder.call(aten.expand.default, made, [*sizes, *extents])
+            return builder.call(aten.reshape.default, made, [-1, *extents])
+        except NoSize as problem:
+            raise Unliftable("of a number that is not known where it is computed") from problem
+
+    def _first(self) -> fx.Node:
+        """The first operation."""
+        found: fx.Node = next(n for n in self.graph.graph.nodes if n.op != "placeholder")
+        return found
+
+    # --- as a program has them ---
+
+    def flattened(self, node: fx.Node, place: Place | None, builder: Builder) -> fx.Node:
+        """A value with one dimension for its rows."""
+        if place is None or len(place.dims) == 1:
+            return node
+        key = node, place
+        if key not in self._flat:
+            shape = node.meta["val"].shape
+            inner = [d for d in range(len(shape)) if d not in place.dims]
+            moved = node
+            if place.dims != tuple(range(len(place.dims))):
+                moved = builder.call(aten.permute.default, node, [*place.dims, *inner])
+            extents = [int(shape[d]) for d in inner]
+            self._flat[key] = builder.call(aten.reshape.default, moved, [-1, *extents])
+        return self._flat[key]
+
+    def unflattened(self, made: fx.Node, node: fx.Node, builder: Builder) -> fx.Node:
+        """What takes a node's place, of a result that has its rows in one dimension."""
+        place = self.of(node)
+        assert place is not None
+        if len(place.dims) == 1:
+            return made
+        shape = node.meta["val"].shape
+        inner = [d for d in range(len(shape)) if d not in place.dims]
+        sizes = [builder.size(extent) for extent in place.extents]
+        whole = builder.call(aten.reshape.default, made, [*sizes, *(int(shape[d]) for d in inner)])
+        order = [*place.dims, *inner]
+        if order != sorted(order):
+            whole = builder.call(aten.permute.default, whole, [order.index(d) for d in range(len(shape))])
+        self._flat[whole, place] = made
+        return whole
+
+
+def _found(extents: Sequence[Expr], shape: Sequence[Expr]) -> tuple[int, ...]:
+    """The first dimensions with these extents, in their order; () if there are none."""
+    dims, start = [], 0
+    for extent in extents:
+        place = next((d for d in range(start, len(shape)) if shape[d] is extent), None)
+        if place is None:
+            return ()
+        dims.append(place)
+        start = place + 1
+    return tuple(dims)
