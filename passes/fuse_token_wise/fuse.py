@@ -10,8 +10,6 @@ the operation has none. Nothing is rewritten where no C compiler is found, as th
 worth it in compiled form. Steps of loops over tokens are rewritten in the same way (`steps.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import operator
