@@ -1,7 +1,5 @@
 """The errors that attngraph raises. Messages say what was tried, what was found and what to do."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any

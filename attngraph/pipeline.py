@@ -4,8 +4,6 @@ A pass rewrites a program graph from one level to another and describes in notes
 depend on which passes run before or after it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import shlex
@@ -16,8 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from attngraph.errors import AttnGraphError, PassError, VerificationError
-from attngraph.ir.graph.printer import format_file
-from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.graph import Level, ProgramGraph, format_file
 from attngraph.ir.graph.seen import is_unchanged, seen
 from attngraph.ir.graph.verify import verify
 from attngraph.ir.modes import own_modes

@@ -7,8 +7,6 @@ pytest imports this file in every run wherever attngraph is installed, so torch 
 uses the fixture. The assertions are defined in `attngraph/testing.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,12 +38,12 @@ class Attn:
     """The fixture: compiles models, and keeps them for the report of a failing test."""
 
     def __init__(
-        self, found: list[Checked], folder: Callable[[], Path], goldens: Path,
+        self, found: "list[Checked]", folder: Callable[[], Path], goldens: Path,
         update: Callable[[Path], None] | None,
     ) -> None:  # fmt: skip
         self._found, self._folder, self._goldens, self._update = found, folder, goldens, update
 
-    def compile(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Checked:
+    def compile(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> "Checked":
         """Compile `model`, call it once with these arguments, and return a handle to make assertions on
         (`attngraph.testing.Checked`)."""
         from attngraph.testing import Checked
@@ -90,7 +88,7 @@ def _without_traces(sections: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return found
 
 
-def _sections(checked: Checked, number: int, graphs: bool) -> list[tuple[str, str]]:
+def _sections(checked: "Checked", number: int, graphs: bool) -> list[tuple[str, str]]:
     """The report of one compiled model, and its dumps or where they are, as sections of a test report."""
     title = f"attngraph, model {number}"
     found = [(f"{title}: report", str(checked.report))]

@@ -9,8 +9,6 @@ was expected, what the report says, and what to do. Only user-visible output is 
 dumps, the results. Nothing here changes how a model is compiled.
 """
 
-from __future__ import annotations
-
 import difflib
 import io
 import re
@@ -34,7 +32,7 @@ MOST_LINES = 40
 """The most lines of a diff or a graph in a message."""
 
 
-def compile(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Checked:
+def compile(model: Callable[..., Any], *args: Any, **kwargs: Any) -> "Checked":
     """Compile `model`, call it once, and return a handle to make assertions on.
 
     Raises:

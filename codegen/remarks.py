@@ -1,7 +1,5 @@
 """What backends say of programs: remarks for the report on how they ran, and that one cannot be emitted."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 

@@ -65,13 +65,7 @@ def hide_future(scores: Tensor) -> Tensor:
 
 
 def attend_to_shared_heads(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    spelling: SharingSpelling,
-    causal: bool,
-    dropout: nn.Dropout,
+    query: Tensor, key: Tensor, value: Tensor, *, spelling: SharingSpelling, causal: bool, dropout: nn.Dropout
 ) -> Tensor:
     """Scaled dot-product attention of H query heads over G key/value heads.
 
@@ -147,12 +141,7 @@ class GroupedQueryAttention(nn.Module):
         key = split_heads(self.key(x), self.config.kv_heads)  # [B, G, T, D]
         value = split_heads(self.value(x), self.config.kv_heads)  # [B, G, T, Dv]
         mixed = attend_to_shared_heads(
-            query,
-            key,
-            value,
-            spelling=self.config.spelling,
-            causal=self.config.causal,
-            dropout=self.dropout,
+            query, key, value, spelling=self.config.spelling, causal=self.config.causal, dropout=self.dropout
         )
         output: Tensor = self.project(merge_heads(mixed))
         return output

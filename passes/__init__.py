@@ -1,7 +1,5 @@
 """The passes, one rewrite per file, and the order in which they run."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re
@@ -51,23 +49,12 @@ def order(
     rest: tuple[Pass, ...] = (ReassociateLinear(), *(shard or (TabulateScores(), FuseTokenWise())))
     if decoder:
         divide = (DivideCache(cache),) if shard and cache != "heads" else ()
-        rest = (
-            *shard,
-            InsertKVCache(),
-            *divide,
-            Tidy(),
-            QuantisedLinear(),
-            FuseTokenWise(),
-        )
+        rest = (*shard, InsertKVCache(), *divide, Tidy(), QuantisedLinear(), FuseTokenWise())
     return (
-        Canonicalize(),
-        FuseAttention(() if shard else RESULTS, features=not decoder),
-        MergeHeads(),
-        AbsorbMLA(absorb, keeps=decoder),
-        *rest,
-        SelectKernels(family),
+        Canonicalize(), FuseAttention(() if shard else RESULTS, features=not decoder), MergeHeads(),
+        AbsorbMLA(absorb, keeps=decoder), *rest, SelectKernels(family),
         *((QuantiseCache(rounded),) if rounded else ()),
-    )
+    )  # fmt: skip
 
 
 def waiting_at_most(passes: Sequence[Pass], kinds: Kinds = ()) -> tuple[Pass, ...]:

@@ -1,15 +1,12 @@
 """The report's entry of an attention: of one that was fused, or of one that is in the graph already."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, measured_sizes
 from attngraph.ir.graph.source import caller_of, module_of, source_of
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import Expr, ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.attention.claim import Attention

@@ -4,21 +4,19 @@ expressions.
 Every new node gets its fake value at once, and the source line of the node that it replaces.
 """
 
-from __future__ import annotations
-
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from attngraph.ir.graph.infer import infer_once
+from attngraph.ir.graph import ORIGIN, infer_once
+from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.program_graph import ProgramGraph, makes_a_size
-from attngraph.ir.graph.source import ORIGIN
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.ops.nodes import AttentionOp
+from attngraph.ir.ops.nodes import AttentionOp, view
 from attngraph.meaning.algebra.sizes import is_example
 from attngraph.meaning.attention.claim import Operand, View
 from attngraph.meaning.attention.layout import NoView, ViewOp
@@ -48,6 +46,15 @@ class NoSize(Refused):
     """A size that cannot be computed from dimensions of tensors in the graph."""
 
 
+def infer_anew(graph: ProgramGraph, changed: Iterable[fx.Node]) -> None:
+    """Say anew what follows from values of another form, up to attentions, whose results do not."""
+    anew = set(changed)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and view(node) is None and not anew.isdisjoint(node.all_input_nodes):
+            anew.add(node)
+            node.meta["val"] = infer(node.target, node.args, node.kwargs, graph.fake_mode())
+
+
 class Builder:
     """Inserts nodes before `anchor`, with the source line of `rewritten`, else of the anchor."""
 
@@ -74,6 +81,12 @@ class Builder:
     def traced(self, value: Any) -> Any:
         """What stands for a node, or a list of nodes, within a function that is traced."""
         return traced(value, self)
+
+    def again(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> fx.Node:
+        """A node's call with these in place of its operands."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
+        target: Any = node.target
+        return self.call(target, *args, **kwargs)
 
     def attention(self, view: AttentionOp) -> fx.Node:
         return self.call(view.target, *view.args)
@@ -115,8 +128,7 @@ class Builder:
         return whole
 
     def _symbol(self, name: str) -> fx.Node:
-        """The symbol as the first number that it is (one that data tell), or the dimension of the first
-        tensor that has it: usually an input, or one whose size depends on data."""
+        """The symbol as the first number that it is, or the dimension of the first tensor that has it."""
         node: fx.Node
         for node in self.graph.graph.nodes:
             if node is self.anchor:

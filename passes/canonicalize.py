@@ -12,8 +12,6 @@ it. A triangular inverse that is written row by row becomes one operation (`join
 that follow each other a slice (`slice_lists.py`). Refuses nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import string

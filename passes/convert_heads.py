@@ -10,8 +10,6 @@ recognised, parameters with other uses, and heads that are treated differently b
 attention.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -21,26 +19,17 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import ConversionError
+from attngraph.ir.graph import Input, Level, ProgramGraph, Rate, op_name
 from attngraph.ir.graph.infer import infer
-from attngraph.ir.graph.program_graph import (
-    Input,
-    Level,
-    ProgramGraph,
-    Rate,
-    move_to_stage,
-    op_name,
-    replace_in_other_users,
-)
+from attngraph.ir.graph.program_graph import move_to_stage, replace_in_other_users
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.nodes import Attention
-from attngraph.meaning.algebra import simplify as M
+from attngraph.ir.walk import reached
+from attngraph.meaning import ELEMENTWISE, Category, M, Meaning, Unliftable
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import region
 from attngraph.meaning.check.sample import Sample
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable
 from attngraph.passes.build import Builder
 from attngraph.pipeline import Outcome
 
@@ -170,24 +159,20 @@ class _Conversion:
 
     def _source(self, operand: fx.Node, what: str) -> fx.Node:
         """The single product with a parameter that an operand is computed from."""
-        found: dict[fx.Node, None] = {}
-        stack, seen = [operand], set()
-        while stack:
-            node = stack.pop()
-            if node in seen or node.op != "call_function":
-                continue
-            seen.add(node)
-            if self.meaning.category(node) is Category.CONTRACTION and self._parameters(node):
-                found[node] = None
-            else:
-                stack += node.all_input_nodes
+
+        def is_product(node: fx.Node) -> bool:
+            called = node.op == "call_function" and self.meaning.category(node) is Category.CONTRACTION
+            return called and bool(self._parameters(node))
+
+        before = reached([operand], lambda n: () if is_product(n) else n.all_input_nodes)
+        found = list(filter(is_product, before))
         if len(found) != 1:
             places = ", ".join(source_of(n) for n in found) or "none"
             raise ConversionError(
                 f"the {what} at {source_of(operand)} should come from one product with a parameter, "
                 f"found: {places}."
             )
-        return next(iter(found))
+        return found[0]
 
     def _parameters(self, node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if n in self.given and self.given[n].kind == "parameter"]

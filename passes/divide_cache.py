@@ -9,8 +9,6 @@ that a rank then need not keep, in the dtype of the cache, are more than those i
 is left stays as it is, and the report says why.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,19 +17,16 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.infer import infer
-from attngraph.ir.graph.program_graph import Input, Level, ProgramGraph, computed_from, is_size, op_name
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.graph import Input, Level, ProgramGraph, computed_from, is_size, op_name, source_of
+from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Store, in_ring
 from attngraph.ir.ops.divided_attention import bytes_exchanged
 from attngraph.ir.ops.latent_attention import sizes_of
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning import Category, M, category_of
 from attngraph.meaning.masks.fold import seen
 from attngraph.meaning.placement.differing import differing
-from attngraph.meaning.rule import Category, category_of
+from attngraph.passes.build import infer_anew
 from attngraph.pipeline import Outcome
 from attngraph.report.ranks import CACHE_EXCHANGE, SentEntry
 
@@ -246,37 +241,20 @@ class _Dividing:
             return found
         first = next(n for n, told in zip(self.graph.placeholders(), self.graph.inputs, strict=True)
                      if told.kind == "rows" and told.name == "first")  # fmt: skip
-        with self.graph.graph.inserting_after(self.graph.placeholders()[-1]):
-            node: fx.Node = self.graph.graph.placeholder(f"rows_{store.table.replace('.', '_')}")
-        node.meta["val"] = self._empty([None, None], first.meta["val"])
-        self.graph.inputs = (*self.graph.inputs, Input("rows", store.table))
-        return node
+        value, called = first.meta["val"], f"rows_{store.table.replace('.', '_')}"
+        value = self.graph.empty([None, None], value.dtype, value.device)
+        return self.graph.add_input(Input("rows", store.table), value, called)
 
     def _infer_pages(self, teams: Mapping[str, int]) -> None:
         """Values that are divided have pages of another size than those that are not: new symbols for it."""
-        page, anew = dict[tuple[int, int | None], Any](), set[fx.Node]()
+        page = dict[tuple[int, int | None], Any]()
         for name, team in teams.items():
             store, value = self.stores[name], self.pages[name].meta["val"]
             shape: list[Any] = list(value.shape)
             shape[store.row_dim], shape[store.token_dim] = None, page.get((team, store.window))
-            self.pages[name].meta["val"] = self._empty(shape, value)
+            self.pages[name].meta["val"] = self.graph.empty(shape, value.dtype, value.device)
             page[team, store.window] = self.pages[name].meta["val"].shape[store.token_dim]
-            anew.add(self.pages[name])
-        for node in self.graph.graph.nodes:
-            if node.op == "call_function" and not anew.isdisjoint(node.all_input_nodes):
-                if nodes.view(node) is None:
-                    anew.add(node)
-                node.meta["val"] = infer(node.target, node.args, node.kwargs, self.graph.fake_mode())
-
-    def _empty(self, shape: Sequence[Any], like: Any) -> Any:
-        """A tensor without data; None in the shape is a new size."""
-        mode = self.graph.fake_mode()
-        with mode:
-            sizes = [mode.shape_env.create_unbacked_symint() if n is None else n for n in shape]
-            for size in sizes:
-                if isinstance(size, torch.SymInt):
-                    torch._check(size >= 2)
-            return torch.empty(sizes, dtype=like.dtype, device=like.device)
+        infer_anew(self.graph, [self.pages[name] for name in teams])
 
 
 def _sees_a_number(program: ScoreProgram) -> bool:

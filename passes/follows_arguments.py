@@ -1,7 +1,5 @@
 """Which values of a graph are computed from arguments of the call, not from weights and constants alone."""
 
-from __future__ import annotations
-
 from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size

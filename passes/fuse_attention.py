@@ -9,8 +9,6 @@ claim that fails its check, and an attention whose weights are used elsewhere, b
 saved.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging
@@ -21,19 +19,12 @@ import sympy
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import (
-    RESULTS,
-    Level,
-    ProgramGraph,
-    is_empty,
-    memory_of,
-    replace_in_other_users,
-    sort,
-)
+from attngraph.ir.graph import Level, ProgramGraph
+from attngraph.ir.graph.program_graph import RESULTS, is_empty, memory_of, replace_in_other_users, sort
 from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning import Category, M, Meaning
 from attngraph.meaning.algebra.sizes import to_sympy
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.equal_claims import OnceRecogniser
@@ -43,8 +34,6 @@ from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE
 from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.routing import describe_edges, find_choice, is_of_one_key
 from attngraph.meaning.check.once import Checks
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category
 from attngraph.passes.attention_entries import describe, describe_claim
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.follows_arguments import FollowsArguments
@@ -121,7 +110,7 @@ class _Fusion:
         for node in self.graph.attentions():
             self._adopt(node)
         for node in list(self.graph.graph.nodes):
-            refused = self._examine(node)
+            refused = self._attempt(node, self.recogniser.examine)
             if refused is not None:
                 for place in sorted(self.recogniser.exponentials(node)):
                     # The reason for the sum itself is more helpful than that for a product with a gate.
@@ -142,10 +131,6 @@ class _Fusion:
         if self.fused:
             self.outcome.notes.insert(0, f"fused {self.fused}, {checks}")
         return self.outcome
-
-    def _examine(self, node: fx.Node) -> Refusal | None:
-        """Recognise a node and fuse it."""
-        return self._attempt(node, self.recogniser.examine)
 
     def _attempt(
         self, node: fx.Node, recognise: Recognise, weights: frozenset[fx.Node] | None = None
@@ -208,8 +193,7 @@ class _Fusion:
         self.reasons |= dict(refusals.values())
 
     def _own_results(self) -> None:
-        """Copy the output of an attention whose memory a result is in: the backward pass needs that output
-        unchanged, and the caller may write to a result in place."""
+        """Copy the outputs that results share memory with: callers may write there, backward passes read."""
         for node in self.graph.graph.output_node().all_input_nodes:
             whole = memory_of(node)
             if isinstance(nodes.view(whole), nodes.Attention):
@@ -317,8 +301,7 @@ class _Fusion:
             self.outcome.notes.append(f"left alone at {source}: {reason}")
 
     def _is_of_features(self, claim: Attention) -> bool:
-        """Whether its keys are weights of the model and its values are not, so that the softmax runs over
-        features, and fusing it would be in the way of sums over tokens."""
+        """Whether keys are weights of the model and values are not: the softmax runs over features."""
         if any(self.follows_arguments(base) for base in claim.k.bases):
             return False
         if not any(self.follows_arguments(base) for base in claim.v.bases):

@@ -11,8 +11,6 @@ Used by `canonicalize`, so that later passes see one operation. Refuses, silentl
 it stays as it is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -21,12 +19,10 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.language import expr as E
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning import M, Meaning, Unliftable
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region, shape_at
 from attngraph.meaning.check.sample import Sample
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
 from attngraph.passes.build import Builder
 
 aten = torch.ops.aten
@@ -60,8 +56,7 @@ def _solved(matrix: Any) -> Any:
 
 
 def _chain(last: fx.Node) -> list[fx.Node]:
-    """The writes that end here, the last one first; none where there is a later one, or where the matrix is
-    not square and of known size."""
+    """The writes that end here, the last first; none where one follows, or the matrix is not square."""
     value = last.meta.get("val")
     if last.target not in WRITES or not isinstance(value, Tensor) or value.ndim < 2:
         return []
@@ -90,8 +85,7 @@ def _is_below_the_diagonal(meaning: Meaning, matrix: fx.Node) -> bool:
 
 
 def _is_substitution(graph: ProgramGraph, matrix: fx.Node, last: fx.Node, known: dict[Any, bool]) -> bool:
-    """Whether the nodes from the matrix to the last write solve the system, by a test in float64. `known`:
-    what was found for equal nodes."""
+    """Whether the nodes solve the system, by a test in float64. `known`: what equal nodes do."""
     order = region([last], [matrix])
     begins = [n for n in order if not is_size(n) and not n.all_input_nodes and n is not matrix]
     if matrix not in order or begins or bytes_in_float64(order, graph.hints) > budgets.CHECK_BYTES:

@@ -17,8 +17,6 @@ The fused value does not, so where gradients may flow it is tied to the results 
 (`ir/ops/tied.py`): the stage has it too, computed from them as the model does. Used by `fuse_attention.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -28,23 +26,17 @@ import networkx as nx
 import torch
 from torch import fx
 
+from attngraph.ir.graph import Input, Output, ProgramGraph, Rate, computed_from, is_random, is_size
 from attngraph.ir.graph.call import argument
 from attngraph.ir.graph.program_graph import (
     RESULTS,
-    Input,
-    Output,
-    ProgramGraph,
-    Rate,
     as_module,
-    computed_from,
-    is_random,
-    is_size,
     makes_a_size,
     memory_of,
-    operands_first,
     part_of,
     replace_in_other_users,
 )
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.passes.build import Builder, NoSize
 
@@ -151,8 +143,7 @@ def _waiting(
 def _together(
     results: Sequence[fx.Node], own: Collection[fx.Node], weights: Weights, ties: Iterable[fx.Node]
 ) -> list[int]:
-    """For each result the number of its look: those that need the same weights, or to which one value is
-    tied, are computed together."""
+    """The number of each result's look: those of the same weights, or of one tied value, are together."""
     view = nx.Graph()
     for node in results:
         view.add_edges_from((node, n) for n in computed_from([node]) if n in own and n in weights)

@@ -8,8 +8,6 @@ again. Each result is checked against the separate ones in float64. Refuses grou
 programs differ.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import operator
@@ -21,18 +19,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten
 
-from attngraph.ir.graph.call import argument
+from attngraph.ir.graph import argument, source_of
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, sort
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import operation
-from attngraph.ir.language.score import Keep, ScoreProgram, Statement
+from attngraph.ir.language import E, Expr, Keep, ScoreProgram, Statement, operation
 from attngraph.ir.ops.nodes import Attention
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning import ELEMENTWISE, Category, M, Meaning, category_of, is_part
 from attngraph.meaning.attention import layout
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import ELEMENTWISE, Category, category_of, is_part
 from attngraph.passes.attention_entries import in_words
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.proposal import Proposal
@@ -261,11 +253,7 @@ class _Merge:
         return ScoreProgram(tuple(statements)), reads
 
     def _check(self, results: Sequence[fx.Node], parts: Sequence[fx.Node]) -> float:
-        """The largest error, as functions of what the heads' tensors are views of.
-
-        Raises:
-            Refused: a part is not what a head computes.
-        """
+        """The largest error, from what the heads' tensors are views of; Refused where a part differs."""
         tensors = [t for head in self.views for t in (head.q, *head.keys, *head.reads)]
         leaves = [self._source(t) for t in tensors if t.target is not torch.ops.attngraph.seed.default]
         pairs = zip(results, parts, strict=True)
@@ -316,8 +304,7 @@ class _Merge:
 
 
 def _by_head(forms: Sequence[Expr], number: Expr) -> Expr:
-    """One expression for several that differ only in numbers: a differing number becomes a function of
-    `number`, the index of the expression."""
+    """One expression for several: a number that differs becomes a function of `number`, their index."""
     first = forms[0]
     if all(f is first for f in forms):
         return first

@@ -6,21 +6,15 @@ what a model spells out. They round as PyTorch's operations do: where an element
 `log(1 + x)`, which is the same number, here is what keeps the digits of a small one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
 from torch import fx
 
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import expression
+from attngraph.ir.language import E, Expr, expression
 from attngraph.ir.language.token_program import extent
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
+from attngraph.meaning import M, Meaning, Unliftable
 
 _Rule = Callable[[Meaning, fx.Node, tuple[Expr, ...]], Expr]
 

@@ -11,8 +11,6 @@ The block builds nodes before `node`. `replace` finds at once whether the new va
 undone, and `problem` is the reason.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -20,8 +18,7 @@ from typing import Self
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import ProgramGraph, source_of
 from attngraph.ir.language.score import ProgramError
 from attngraph.meaning.attention.claim import NO_VIEW
 from attngraph.meaning.attention.layout import NoView
@@ -84,7 +81,7 @@ class Proposal(Builder):
         other.made = self.made
         return other
 
-    def attempt(self) -> Proposal:
+    def attempt(self) -> "Proposal":
         """A proposal within this one: what it builds is built by this one where it is not refused."""
         made = Proposal(self.graph, self.anchor, self.checks)
         made._outer = self

@@ -8,8 +8,6 @@ of a convolution's window, values that masks read) stays as it is, and the notes
 approximate: by how much, `runtime/proof.py` says, of the values and of the logits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Sequence
@@ -18,15 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.infer import infer
-from attngraph.ir.graph.program_graph import Input, Level, Output, ProgramGraph, is_size, op_name
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import Input, Level, Output, ProgramGraph, is_size, op_name, source_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Store
 from attngraph.ir.ops.quantised import NAMES, quantised
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable
-from attngraph.passes.build import Builder, Refused
+from attngraph.meaning import Category, Meaning, Unliftable
+from attngraph.passes.build import Builder, Refused, infer_anew
 from attngraph.pipeline import Outcome
 
 
@@ -125,10 +120,10 @@ def _quantise(graph: ProgramGraph, found: dict[str, list[_Reader]], dtype: str) 
     made: list[Store] = []
     stores = {store.name: store for store in graph.state.stores}
     for name, readers in found.items():
-        scales = _add_scales(graph, f"{name}.scales", pages[name])
         value = pages[name].meta["val"]
-        with value.fake_mode:
-            pages[name].meta["val"] = torch.empty(value.shape, dtype=NAMES[dtype], device=value.device)
+        by = graph.empty(value.shape[:3], torch.float32, value.device)
+        scales = graph.add_input(Input("pages", f"{name}.scales"), by, f"pages_{name}_scales")
+        pages[name].meta["val"] = graph.empty(value.shape, NAMES[dtype], value.device)
         for reader in readers:
             view = nodes.AttentionOp.of(reader.node)
             reader.node.args = view.replace(**{reader.scales: scales}).args
@@ -140,32 +135,13 @@ def _quantise(graph: ProgramGraph, found: dict[str, list[_Reader]], dtype: str) 
                 f"{own.label}, scales", own.uses, name,
             )
         )  # fmt: skip
-    _infer_views(graph, [pages[name] for name in found])
+    infer_anew(graph, [pages[name] for name in found])
     _round_results(graph, list(found), dtype)
     graph.state = dataclasses.replace(graph.state, stores=(*stores.values(), *made))
 
 
-def _add_scales(graph: ProgramGraph, name: str, pages: fx.Node) -> fx.Node:
-    """A new input for the scales of pages."""
-    value = pages.meta["val"]
-    with value.fake_mode:
-        scales = torch.empty(value.shape[:3], dtype=torch.float32, device=value.device)
-    return graph.add_input(Input("pages", name), scales, f"pages_{name.replace('.', '_')}")
-
-
-def _infer_views(graph: ProgramGraph, changed: Sequence[fx.Node]) -> None:
-    """Say of the views of pages what they are now."""
-    anew = set(changed)
-    for node in graph.graph.nodes:
-        is_moved = not anew.isdisjoint(node.all_input_nodes) and not is_size(node)
-        if node.op == "call_function" and is_moved and nodes.view(node) is None:
-            anew.add(node)
-            node.meta["val"] = infer(node.target, node.args, node.kwargs, graph.fake_mode())
-
-
 def _round_results(graph: ProgramGraph, names: Sequence[str], dtype: str) -> None:
-    """Return rounded values and, after all that is kept, their scales. Values of one shape are rounded
-    together, in one operation."""
+    """Return rounded values and, after all that is kept, scales; values of one shape are rounded at once."""
     output = graph.graph.output_node()
     results = graph.results()
     places = {o.name: n for n, o in enumerate(graph.outputs) if o.kind == "pages"}

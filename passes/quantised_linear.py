@@ -11,8 +11,6 @@ to input, and integers that are computed otherwise: nothing would be gained by r
 floating values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,20 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.packed import Packed
+from attngraph.ir.graph import Level, ProgramGraph, source_of
+from attngraph.ir.language import E, Expr, Packed
 from attngraph.ir.ops.quantised import linear_q, unpack
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import recombined, split_digits
+from attngraph.meaning import Category, M, Meaning, Unliftable, recombined, split_digits
 from attngraph.meaning.algebra.packed import find_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.layout import NoView, ViewOp
 from attngraph.meaning.check.once import Checks
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable
 from attngraph.passes.build import Builder
 from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome
@@ -187,8 +179,7 @@ class _Products:
         return _Seen(bytes_.base, (), digits.packed), [t for t in terms if t not in own]
 
     def _is_narrowed(self, node: fx.Node) -> bool:
-        """Whether a value was rounded to 16 bits on its way from the model's own tensors: formulas do not
-        say."""
+        """Whether a value was rounded to 16 bits on its way from the model's tensors: formulas do not say."""
         dtype = _dtype(node)
         if dtype is not None and dtype.is_floating_point and dtype.itemsize < 4:
             return True
@@ -231,11 +222,7 @@ def _is_read(value: Expr, *dtypes: torch.dtype) -> bool:
 
 
 def _digit(parts: Sequence[Expr], over: Expr) -> Expr | None:
-    """The index of the group in these reads, `over // group`; None if they have one group.
-
-    Raises:
-        NoView: they depend on `over` in another way.
-    """
+    """The index `over // group` in these reads, None for one group; NoView where they use it otherwise."""
     found = {n for p in parts for n in E.walk(p) if n.op == "floordiv" and n.args[0] is over}
     if any(over in M.substitute(p, dict.fromkeys(found, E.ZERO)).free for p in parts) or len(found) > 1:
         raise NoView

@@ -8,8 +8,6 @@ Refuses where keys or values are parameters (then the cost is linear already), w
 uses, and where it would cost more at the sizes of the traced call.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import networkx as nx
@@ -18,17 +16,15 @@ from torch import fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, is_empty, is_size
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import INDICES, Keep, Score, Weight
 from attngraph.ir.ops.linear_attention import linear_attention
-from attngraph.meaning.algebra.sizes import evaluate_size
+from attngraph.meaning import Meaning, evaluate_size
 from attngraph.meaning.attention import linear
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import Recogniser
 from attngraph.meaning.attention.refusal import Refusal
-from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words
 from attngraph.passes.build import Builder, NoSize, Refused
 from attngraph.passes.proposal import Proposal
@@ -80,11 +76,7 @@ class _Reassociation:
         return outcome
 
     def _examine(self, node: fx.Node, ones: dict[fx.Node, fx.Node]) -> Attention | None:
-        """What a node is, if its scores are to be summed in another order.
-
-        Raises:
-            Refused: it is such a sum, but must stay as it is.
-        """
+        """What a node is, if its sum is to be reordered; Refused where it must stay as it is."""
         if is_empty(node) or not linear.is_root(self.meaning, node):
             return None
         claim = linear.examine(self.recogniser, node, self._ones(node, ones), self.weights)

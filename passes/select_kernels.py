@@ -5,8 +5,6 @@ program with these dtypes and widths. The name is in the graph, so dumps and the
 latent attention get only the backend's name: their kernel is chosen at each call.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar
 

@@ -6,8 +6,6 @@ rows and another over its columns), all of them are fused together. Those with t
 program become one attention, whose values stand side by side. Used by `fuse_attention.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
@@ -15,14 +13,12 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, operands_first
+from attngraph.ir.graph.program_graph import ProgramGraph, computed_from
 from attngraph.ir.graph.source import own_line
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.ir.walk import operands_first
+from attngraph.meaning import Category, M, Meaning, evaluate_size, size_expression
 from attngraph.meaning.attention.claim import Attention, Operand
 from attngraph.meaning.attention.program import Seed, Source
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category
 from attngraph.passes.look_later import Kinds, can_wait, results_of
 from attngraph.report.words import binary
 

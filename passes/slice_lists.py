@@ -8,8 +8,6 @@ layout, and dimensions of which the trace does not know that the places are in r
 error, a slice none).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -18,9 +16,7 @@ from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
 from attngraph.ir.language import expr as E
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
+from attngraph.meaning import M, Meaning, Unliftable
 from attngraph.meaning.rules.movement import is_mask
 from attngraph.passes.build import Refused
 from attngraph.passes.proposal import Proposal

@@ -9,8 +9,6 @@ the new attention is checked against the old in float64. Equal tables are one. C
 they say which keys need not be visited.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,18 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
+from attngraph.ir.graph import Level, ProgramGraph, source_of
+from attngraph.ir.language import FUNCTIONS, E, Expr, Keep, ScoreProgram, Statement, operation
 from attngraph.ir.language.evaluate import number
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import FUNCTIONS
-from attngraph.ir.language.parser import operation
-from attngraph.ir.language.score import Keep, ScoreProgram, Statement
 from attngraph.ir.ops.nodes import Attention
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning import M, Meaning
 from attngraph.meaning.check.once import Checks
-from attngraph.meaning.element import Meaning
 from attngraph.meaning.tokens.axes import Space
 from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.write_formula import Writer

@@ -6,8 +6,6 @@ root-mean-square norms that a model spells out become one PyTorch operation. Rig
 reorder elements, and activations and norms are recognised by the formula of an element, not by spelling.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
@@ -16,12 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import RULES, Category, Unliftable, category_of
+from attngraph.ir.language import E, Expr
+from attngraph.meaning import RULES, Category, M, Meaning, Unliftable, category_of, size_expression
 from attngraph.meaning.rules import movement
 from attngraph.passes.build import Builder
 from attngraph.passes.named import GELU_BY_TANH, RMS_NORM, SILU, meant
@@ -175,8 +169,7 @@ def _operands(inside: Collection[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _common_source(node: fx.Node) -> fx.Node | None:
-    """The input of a small tree of pointwise operations that ends at the node: the last value on which the
-    whole tree depends."""
+    """The input of a small tree of pointwise operations: the last value that all of it depends on."""
     inside: dict[fx.Node, None] = {node: None}
     while len(inside) <= 16:
         before = _operands(inside)

@@ -7,8 +7,6 @@ makes of them, as the overload that the text of a graph need not name (`ir/graph
 size becomes the node that has it. Sizes have arithmetic as well: `x.size(0) + 1`.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.overloads import implied
-from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.graph import implied, is_size
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra.sizes import size_expression
 
@@ -39,10 +36,10 @@ class Recorder(Protocol):
     def size(self, value: Expr) -> Any: ...
 
 
-def _operator(name: str, turned: bool = False) -> Callable[[Traced, Any], Traced]:
+def _operator(name: str, turned: bool = False) -> "Callable[[Traced, Any], Traced]":
     """An operator of tensors, or of sizes alone; `turned`: the other operand comes first."""
 
-    def method(self: Traced, other: Any) -> Traced:
+    def method(self: "Traced", other: Any) -> "Traced":
         pair = (other, self) if turned else (self, other)
         numbers = all(is_size(v.node) if isinstance(v, Traced) else True for v in pair)
         return self._call(_OF_SIZES[name] if numbers else getattr(aten, name), *pair)
@@ -63,11 +60,11 @@ class Traced:
         """What is known of it: a fake tensor, a size, or several."""
         return self.node.meta["val"]
 
-    def size(self, dim: int) -> Traced:
+    def size(self, dim: int) -> "Traced":
         """An extent as a node of its own, whether the trace knows it as a number or not."""
         return self._call(aten.sym_size.int, self, dim)
 
-    def to(self, dtype: torch.dtype) -> Traced:
+    def to(self, dtype: torch.dtype) -> "Traced":
         """Itself where it has the dtype."""
         return self if self.dtype == dtype else self._call(aten._to_copy.default, self, dtype=dtype)
 
@@ -77,13 +74,13 @@ class Traced:
             return getattr(self.value, name)
         return functools.partial(self._call, getattr(aten, name), self)
 
-    def __getitem__(self, place: int) -> Traced:
+    def __getitem__(self, place: int) -> "Traced":
         """One of several values."""
         if isinstance(self.value, Tensor):
             raise TypeError("elements are taken by select, narrow, slice or index")
         return self._call(operator.getitem, self, place)
 
-    def __iter__(self) -> Iterator[Traced]:
+    def __iter__(self) -> "Iterator[Traced]":
         return (self[place] for place in range(len(self.value)))
 
     __add__, __radd__, __sub__ = _operator("add"), _operator("add"), _operator("sub")
@@ -92,19 +89,19 @@ class Traced:
     __and__, __or__, __matmul__ = _operator("bitwise_and"), _operator("bitwise_or"), _operator("matmul")
     __le__, __lt__, __ge__, __gt__ = _operator("le"), _operator("lt"), _operator("ge"), _operator("gt")
 
-    def __neg__(self) -> Traced:
+    def __neg__(self) -> "Traced":
         return self._call(aten.neg, self)
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Sequence[type], args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Traced:  # fmt: skip
+    ) -> "Traced":  # fmt: skip
         named = dict(kwargs or {})
         flat = [v for a in (*args, *named.values()) for v in (a if isinstance(a, (list, tuple)) else [a])]
         return next(v for v in flat if isinstance(v, Traced))._call(function, *args, **named)
 
-    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Traced:
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> "Traced":
         """A call as a node, with these operands."""
         given: list[Any] = untraced(args, self.builder)
         named = {name: untraced(value, self.builder) for name, value in kwargs.items()}

@@ -33,7 +33,8 @@ FLOORS = (
 """Rooms from the ground up: a file may import from its own room and from lower floors, nothing else."""
 FLOORS_INSIDE = {
     "ir": (
-        {"budgets", "choices", "versions", "cache_folder", "garbage", "records", "operations", "dtypes"},
+        {"budgets", "choices", "versions", "cache_folder", "garbage", "records", "operations", "dtypes",
+         "walk"},
         {"language"}, {"ops"}, {"graph"},
     ),
     "meaning": (

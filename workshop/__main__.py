@@ -12,6 +12,7 @@ COMMANDS = {
     "states": ("bench.decoding:STATES", "models whose memory does not grow with the tokens"),
     "mla": ("bench.latent", "latent attention over a cache: absorbed, expanded, transformers' own"),
     "peers": ("bench.peers.suite", "whole models beside torch.compile, OpenVINO and onnxruntime"),
+    "whole": ("bench.whole", "encoders, vision, prompts and training beside eager and torch.compile"),
     "training": ("bench.training", "training steps of two models at several sizes"),
     "quantised": ("bench.narrow:WEIGHTS", "decoders with weights of 16, 8 and 4 bits"),
     "narrow-caches": ("bench.narrow:CACHES", "decoders with caches of 8 bits, and how far logits move"),

@@ -1,7 +1,5 @@
 """Checks before any work is done: of a model, of the arguments of a call, and of what is around it."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

@@ -3,8 +3,6 @@
 For use when a compiled model and the eager one disagree. It compiles in the same way as `compile`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Which graph is used for which call is decided elsewhere (`compiled`, `runtime/de
 step of a decoder.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time
@@ -13,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.compare_sides import compare_sides
@@ -100,10 +98,6 @@ def step_runner_of(options: Options, records: bool = True) -> Runner:
     return runner_of(options) if options.inductor else run
 
 
-def _size(tensor: Tensor, dim: int) -> int:
-    return tensor.shape[dim]
-
-
 def _ours(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
     """What the op computes without its dispatch, but for modes that want to see ops (FlopCounterMode)."""
 
@@ -114,43 +108,25 @@ def _ours(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[...,
 
 
 SHORTER: dict[Any, Callable[..., Any]] = {
-    aten.sym_size.int: _size,
-    aten.reshape.default: torch.reshape,
-    aten.permute.default: torch.permute,
-    aten.transpose.int: torch.transpose,
-    aten.narrow.default: torch.narrow,
-    aten.select.int: torch.select,
-    aten.unsqueeze.default: torch.unsqueeze,
-    aten.unflatten.int: torch.unflatten,
-    aten.index_select.default: torch.index_select,
-    aten.add.Tensor: torch.add,
-    aten.sub.Tensor: torch.sub,
-    aten.mul.Tensor: torch.mul,
-    aten.div.Tensor: torch.div,
-    aten.pow.Tensor_Scalar: torch.pow,
-    aten.neg.default: torch.neg,
-    aten.rsqrt.default: torch.rsqrt,
-    aten.tanh.default: torch.tanh,
-    aten.sigmoid.default: torch.sigmoid,
-    aten.relu.default: torch.relu,
-    aten.cos.default: torch.cos,
-    aten.sin.default: torch.sin,
-    aten.cat.default: torch.cat,
-    aten.silu.default: torch.nn.functional.silu,
-    aten.gelu.default: torch._C._nn.gelu,
-    aten.linear.default: torch._C._nn.linear,
-    aten.addmm.default: torch.addmm,
-    aten.mm.default: torch.mm,
-    aten.bmm.default: torch.bmm,
-    aten.matmul.default: torch.matmul,
-    aten.layer_norm.default: torch.layer_norm,
-    aten.mean.dim: torch.mean,
-    ours.token_program.default: _ours(token_program, ours.token_program.default),
-    ours.cached_attention.default: _ours(cached.cached_attention, ours.cached_attention.default),
-    ours.cached_latent_attention.default: _ours(
-        latent.cached_latent_attention, ours.cached_latent_attention.default
-    ),
-}
+    op: getattr(torch, op._schema.name.removeprefix("aten::"))
+    for op in (
+        aten.reshape.default, aten.permute.default, aten.transpose.int, aten.narrow.default, aten.select.int,
+        aten.unsqueeze.default, aten.unflatten.int, aten.index_select.default, aten.add.Tensor,
+        aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar, aten.neg.default,
+        aten.rsqrt.default, aten.tanh.default, aten.sigmoid.default, aten.relu.default, aten.cos.default,
+        aten.sin.default, aten.cat.default, aten.addmm.default, aten.mm.default, aten.bmm.default,
+        aten.matmul.default, aten.layer_norm.default, aten.mean.dim,
+    )
+} | {
+    aten.sym_size.int: lambda tensor, dim: tensor.shape[dim], aten.silu.default: torch.nn.functional.silu,
+    aten.gelu.default: torch._C._nn.gelu, aten.linear.default: torch._C._nn.linear,
+} | {
+    op.default: _ours(function, op.default)
+    for op, function in (
+        (ours.token_program, token_program), (ours.cached_attention, cached.cached_attention),
+        (ours.cached_latent_attention, latent.cached_latent_attention),
+    )
+}  # fmt: skip
 
 
 def shortened(module: fx.GraphModule) -> fx.GraphModule:

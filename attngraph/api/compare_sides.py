@@ -7,8 +7,6 @@ graphs are of the same operations then, or are run in float64, as every claim is
 model has no such call, the decision stays a condition of the graph.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence

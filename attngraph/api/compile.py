@@ -1,7 +1,5 @@
 """The main entry points: `attngraph.compile`, `attngraph.explain` and `attngraph.load`."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A limited number of graphs is kept; the least recently used are dropped. If torc
 model, torch.compile captures it in pieces, and each is compiled by attngraph.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -5,8 +5,6 @@ rewritten graph as its forward. It can be trained further, which recovers most o
 al. 2023, section 3), compiled, and given a cache, which shrinks by the same factor as the heads.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect
@@ -113,7 +111,7 @@ class ConvertedModel(nn.Module):
             )
         return self._call(tensors)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedModel:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ConvertedModel":
         made = ConvertedModel(
             copy.deepcopy(self.model, memo), self._call.captured, self._names, self._fixed
         )  # fmt: skip

@@ -1,7 +1,5 @@
 """Derives a decoder's step from one call of a model, and checks it against the whole model."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys
@@ -13,20 +11,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import attngraph.codegen  # noqa: F401  registers the kernels
+from attngraph.api import rewritten as rewriting
 from attngraph.api.build import step_runner_of
 from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
 from attngraph.api.records import programs_of
-from attngraph.api.rewritten import (
-    Found,
-    Rewritten,
-    capture_call,
-    capturing_again,
-    compare_calls,
-    owner_of,
-    place_of_logits,
-    rewritten,
-)
+from attngraph.api.rewritten import Found, Rewritten
 from attngraph.capture.captured import Assumed, Captured
 from attngraph.capture.sides import Sides
 from attngraph.capture.structure import Spread
@@ -59,14 +49,14 @@ def derive_decoder(
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
     """
-    start, owner, assumed = time.perf_counter(), owner_of(target), example.assumed
+    start, owner, assumed = time.perf_counter(), rewriting.owner_of(target), example.assumed
     first, (_, *later) = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
     rounding = [step for step in later if step.name == QuantiseCache.name]
     divide = dividing(later, config)
     later = [step for step in later if step.name not in (QuantiseCache.name, DivideCache.name)]
     with example_size(assumed.tokens), options.devices.tracing(owner):
         capture = functools.partial(_captured, target, example)
-        made = rewritten(capture, options, first, assumed, keep=True, only_logits=True)
+        made = rewriting.rewritten(capture, options, first, assumed, keep=True, only_logits=True)
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
         insert = InsertKVCache(example.place, 0, assumed.tokens, example.is_compared, config.assume_causal)
         inserted = _with_cache(made, (insert, *divide), options)
@@ -97,8 +87,8 @@ def _captured(target: Callable[..., Any], example: Example, assumed: Assumed) ->
     Raises: NoDecoderError: it is for one number of tokens, and computes with multiples of it that may be
         something else: others than in a trace for another number."""
     if example.is_compared:
-        return compare_calls(target, example.calls, example.place, assumed)
-    found = capture_call(target, (), example.arguments, assumed, tables=True)
+        return rewriting.compare_calls(target, example.calls, example.place, assumed)
+    found = rewriting.capture_call(target, (), example.arguments, assumed, tables=True)
     unclear = {
         n
         for n in computed_with(found[0].graph, assumed.tokens)
@@ -119,9 +109,9 @@ def _sides(target: Callable[..., Any], made: Rewritten, example: Example, option
     assert made.before is not None
     ones = [str(captured.shapes[example.place][0])] if example.single else ()
     return compare_sides(
-        captured, made.before, owner_of(target), (), example.arguments,
-        capturing_again(target, made.assumed, tables=True), [place_of_logits(captured.structure)], ones,
-        options.devices.has_weights,
+        captured, made.before, rewriting.owner_of(target), (), example.arguments,
+        rewriting.capturing_again(target, made.assumed, tables=True),
+        [rewriting.place_of_logits(captured.structure)], ones, options.devices.has_weights,
     )  # fmt: skip
 
 
@@ -156,7 +146,7 @@ def _proved(
     Raises:
         NoDecoderError: they differ.
     """
-    logits = place_of_logits(made.captured.structure)
+    logits = rewriting.place_of_logits(made.captured.structure)
     if example.alone:
         prove_alone(target, example.calls, example.name, logits)
     if not config.proof or made.before is None:

@@ -5,8 +5,6 @@ which it reaches the model's attributes as before. The `generate` of a transform
 decoder.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """The options of `attngraph.compile`, and the passes that they select."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence

@@ -7,8 +7,6 @@ weights without contents will do (`plan_memory.py`). What is too large for a pro
 ranks, are derived by the rules alone. Groups larger than asked for are not derived. The plan says both.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

@@ -11,8 +11,6 @@ system gives memory to when they are written to, which nobody does (`fill`), so 
 is different from the model's.
 """
 
-from __future__ import annotations
-
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,9 +25,8 @@ from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_REDUCE, SUM_GRADIENTS
 from attngraph.ir.ops.experts import EXPERT_ROWS
 from attngraph.ir.ops.token_collectives import FETCH_KEYS
-from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning import evaluate_size, is_part, size_expression
 from attngraph.meaning.check.region import shape_at
-from attngraph.meaning.rule import is_part
 
 
 def bytes_of(node: fx.Node, graph: ProgramGraph) -> int:
@@ -149,12 +146,9 @@ class WithoutMemory(TorchFunctionMode):
     """A context in which `torch.empty` gives tensors without memory, where no device is named."""
 
     def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: Any = (),
+        self, function: Callable[..., Any], types: Any, args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         given = dict(kwargs or {})
         if function is torch.empty and given.get("device") is None and "out" not in given:
             given["device"] = "meta"

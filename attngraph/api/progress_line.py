@@ -4,8 +4,6 @@ It appears after a second, tells the stage and the time, and is erased at the en
 standard error is no terminal (a log, a notebook, a test), or where the caller shows progress of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import sys

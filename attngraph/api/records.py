@@ -1,7 +1,5 @@
 """The report's records of a graph: attentions, token programs, results that wait until somebody looks."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

@@ -4,14 +4,12 @@ What torch cannot capture as it is given is captured in another way: with sizes 
 watched, or after a first call that fills tables.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.options import Options
@@ -23,7 +21,7 @@ from attngraph.capture.first_call import answers_alike, fills_a_table, run_first
 from attngraph.capture.flat import closed_over_modules
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError, NoDecoderError
-from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
+from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, is_measured, is_size
 from attngraph.passes.insert_kv_cache.insert import only_result
 from attngraph.pipeline import Pass, Result
 from attngraph.pipeline import run as run_passes
@@ -159,15 +157,10 @@ def _attributes_follow_data(captured: Captured) -> bool:
     sizes."""
     graph = captured.graph
     results: Any = graph.graph.output_node().args[0]
-    stack = [n for n, o in zip(results, graph.outputs, strict=True) if o.kind == "attribute"]
+    set_to = [n for n, o in zip(results, graph.outputs, strict=True) if o.kind == "attribute"]
     arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
-    seen: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in seen and not (is_size(node) and not is_measured(node)):
-            seen.add(node)
-            stack += node.all_input_nodes
-    return not seen.isdisjoint(arguments)
+    sizes = [n for n in graph.graph.nodes if is_size(n) and not is_measured(n)]
+    return not (computed_from(set_to, sizes) - set(sizes)).isdisjoint(arguments)
 
 
 def owner_of(target: Callable[..., Any]) -> nn.Module:

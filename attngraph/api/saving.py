@@ -4,8 +4,6 @@
 (`saved/guards.py`); nothing of a saved file is executed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -5,8 +5,6 @@ compiled ahead of time (`aot_compile`) is saved as the graph that torch made, wi
 passes run again when it is first called.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -76,7 +74,7 @@ class Part(PartialGraph, SerializableCallable):
         return json.dumps([options, fn.kept]).encode() + b"\n" + saved
 
     @classmethod
-    def deserialize_compile_artifacts(cls, data: bytes) -> Part:
+    def deserialize_compile_artifacts(cls, data: bytes) -> "Part":
         about, _, saved = data.partition(b"\n")
         options, kept = json.loads(about)
         made = cls(Graphs.deserialize_compile_artifacts(saved).graph_module, options)

@@ -16,8 +16,6 @@ For the number itself of a size (`len(x)`, `range(n)`): torch makes a number of 
 graph serves that number alone. The first line that asks is noted, for the report.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import functools

@@ -7,8 +7,6 @@ the graph, and the executable sets the attribute after each call. An attribute t
 attributes are, where they were registered before. Used by `trace.py` and `side_effects.py`.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -42,11 +40,11 @@ class Described:
     leaves: tuple[str, ...]
 
     @staticmethod
-    def of(value: Any) -> Described:
+    def of(value: Any) -> "Described":
         leaves, tree = flatten(value)
         return Described(tree, tuple(map(_described, leaves)))
 
-    def agrees(self, other: Described) -> bool:
+    def agrees(self, other: "Described") -> bool:
         """Whether both are of one structure and equal in leaves that both traces took as plain values."""
         pairs = zip(self.leaves, other.leaves, strict=False)
         return self.tree == other.tree and all(a == b or not (a and b) for a, b in pairs)
@@ -102,7 +100,7 @@ class Watch:
         self.read: set[Place] = set()
         self._open = contextlib.ExitStack()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         by_class = collections.defaultdict[tuple[type, str], dict[int, Place]](dict)
         tables = collections.defaultdict[int, dict[str, Place]](dict)
         for place in self.places:
@@ -139,7 +137,7 @@ class Watch:
 
 
 @contextlib.contextmanager
-def _in_module(owner: nn.Module, buffers: _Buffers) -> Iterator[None]:
+def _in_module(owner: nn.Module, buffers: "_Buffers") -> Iterator[None]:
     def register(name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """nn.Module's own reads a buffer before it sets it."""
         if name in buffers.watched:

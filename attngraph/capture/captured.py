@@ -16,8 +16,6 @@ Whoever derives a graph from a call of its own choosing makes the value (`Assume
 whole, and asks it where a later step depends on it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
@@ -64,11 +62,11 @@ class Assumed:
     rows_alone: bool = False
     one_row: Dimension | None = None
 
-    def with_numbers(self, dimensions: frozenset[Dimension]) -> Assumed:
+    def with_numbers(self, dimensions: frozenset[Dimension]) -> "Assumed":
         """The same with numbers for these dimensions too."""
         return dataclasses.replace(self, fixed=self.fixed | dimensions)
 
-    def after(self, problem: CaptureError) -> Assumed | None:
+    def after(self, problem: CaptureError) -> "Assumed | None":
         """What the next trace takes for granted, if this one failed so: attributes that are set become
         results, then sizes that torch cannot follow numbers. None: nothing else would help."""
         if problem.settings and not self.settings:

@@ -7,8 +7,6 @@ other sizes has not been traced, so whoever uses the graph shows that it is righ
 (`runtime/proof.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator
@@ -25,8 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from attngraph.capture.captured import Captured
 from attngraph.capture.program.exported import hints, size_of
 from attngraph.errors import CaptureError
-from attngraph.ir.graph.infer import infer_once
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph import ProgramGraph, infer_once
 
 SIZES = ((2, 9), (3, 9), (2, 11), (3, 11), (4, 14))
 """How many sequences and tokens the compared graphs have: four to interpolate, one to check."""

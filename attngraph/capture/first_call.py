@@ -12,8 +12,6 @@ after it began: the steps before the loop compute with quotients of the number o
 compares for seconds. So the call is run for few tokens and for many, and its operations are counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

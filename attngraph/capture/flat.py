@@ -4,8 +4,6 @@ Torch only sees tensors in and tensors out. All else that a trace finds while th
 record, `Trace`: what ran, what was asked and decided, what is set and changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum
@@ -162,17 +160,11 @@ class Flat(nn.Module):
             return len(trace.answered.checks), trace.effects.what, printed.tell()
 
         with (
-            functions_run() as trace.written_out,
-            contextlib.redirect_stdout(printed),
-            trace.effects.watch(others, self._originals),
-            watch,
-            trace.answered.listening(trace.one),
-            _sizes_recorded_when_needed(),
-            trace.repeats(noted),
-            recorded(trace.executed, trace.effects.begins),
-            trace.asked,
-            products_cast(),
-        ):
+            functions_run() as trace.written_out, contextlib.redirect_stdout(printed),
+            trace.effects.watch(others, self._originals), watch, trace.answered.listening(trace.one),
+            _sizes_recorded_when_needed(), trace.repeats(noted),
+            recorded(trace.executed, trace.effects.begins), trace.asked, products_cast(),
+        ):  # fmt: skip
             yield
         if printed.getvalue():
             trace.effects.note("forward() prints")

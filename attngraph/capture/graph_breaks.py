@@ -5,8 +5,6 @@ with each graph between two graph breaks, and each is compiled as a separate mod
 why the model could not be captured whole.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os
@@ -94,7 +92,7 @@ class GraphBreaks:
         run: Callable[..., Any] = torch._dynamo.disable(whole)  # type: ignore[no-untyped-call]
         return run
 
-    def _part(self, module: fx.GraphModule, compile_part: Compile, name: str = "") -> PartialGraph:
+    def _part(self, module: fx.GraphModule, compile_part: Compile, name: str = "") -> "PartialGraph":
         self.parts.append(PartialGraph(module, compile_part, (_place(), name)))
         return self.parts[-1]
 

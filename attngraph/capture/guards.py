@@ -1,8 +1,6 @@
 """Which calls a traced graph is valid for (the key of a call, accepted sizes, buffer contents), and in words
 what differs between a call and the one that a graph was traced for: why it is traced again."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -21,13 +19,7 @@ from attngraph.capture.structure import is_value
 from attngraph.capture.trace_lock import LOCK
 from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds
-from attngraph.ir.modes import (
-    autocast_of,
-    default_device,
-    hooks_of_all_modules,
-    settings,
-    surroundings,
-)
+from attngraph.ir.modes import autocast_of, default_device, hooks_of_all_modules, settings, surroundings
 from attngraph.ir.versions import version_of
 
 FingerprintOf = Callable[[Sequence[Any], Scope], tuple[Any, ...]]
@@ -40,19 +32,12 @@ def call_key(leaves: Sequence[Any], spec: Any, fingerprint: FingerprintOf, scope
     of the state of the model is in the scope."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return (
-        spec,
-        tuple(_leaf_key(leaf) for leaf in leaves),
-        repeats(tensors),
-        aliases(tensors),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        (autocast_of("cpu"), autocast_of("cuda")),
-        default_device(),
-        settings(),
+        spec, tuple(_leaf_key(leaf) for leaf in leaves), repeats(tensors), aliases(tensors),
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+        (autocast_of("cpu"), autocast_of("cuda")), default_device(), settings(),
         answers(tensors, scope.asked, scope.layouts) if tensors else (),
         fingerprint(things(leaves), scope),
-    )
+    )  # fmt: skip
 
 
 def things(leaves: Sequence[Any]) -> list[Any]:

@@ -5,8 +5,6 @@ torch: a version of torch that has none of that name is left as it is. `python_f
 what torch.export cannot: numpy's functions of sizes, flags that follow from sizes, `tensor.data`, and more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

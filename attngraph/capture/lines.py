@@ -5,8 +5,6 @@ are called `forward`, which loses lines in helper functions. Here frames are wal
 the wrapper that is traced. What changed is found in the syntax of the code that may have changed it.
 """
 
-from __future__ import annotations
-
 import ast
 import collections
 import contextlib
@@ -116,10 +114,10 @@ def whole_stack_traces() -> Iterator[None]:
             self.lines = lines
 
         @staticmethod
-        def extract(*_: Any, **__: Any) -> Stack:
+        def extract(*_: Any, **__: Any) -> "Stack":
             return Stack(user_lines(sys._getframe(1)))
 
-        def summary(self) -> Stack:
+        def summary(self) -> "Stack":
             return self
 
         def __len__(self) -> int:

@@ -10,8 +10,6 @@ is right only for one that can have no other value (`random.randrange(1)`). torc
 operations of the graph.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random

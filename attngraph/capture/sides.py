@@ -12,8 +12,6 @@ hold for any number of tokens also stops where it is about to hold for some alon
 to that: where it has looked at many quotients of that number (chunks, paddings).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ objects that hold tensors (a cache, say) are flattened as well, into their class
 registering anything globally. Anything that holds no tensor is a leaf.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from collections.abc import Iterator

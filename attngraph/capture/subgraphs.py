@@ -8,8 +8,6 @@ recognised by its meaning as any other mask or score is. Every other operation i
 user's line; torch.compile then captures what is around it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

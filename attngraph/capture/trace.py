@@ -6,8 +6,6 @@ dynamic unless the model forbids it. In-place ops are functionalised; writes to 
 results that the executable copies back. Regions without gradients become `detach`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io
@@ -45,8 +43,7 @@ from attngraph.capture.structure import classes_in, flatten
 from attngraph.capture.subgraphs import function_refusal
 from attngraph.errors import CaptureError
 from attngraph.ir.garbage import without_collections
-from attngraph.ir.graph.program_graph import Output, ProgramGraph
-from attngraph.ir.graph.source import short_path
+from attngraph.ir.graph import Output, ProgramGraph, short_path
 from attngraph.ir.graph.verify import accept
 
 _CHATTY = (

@@ -7,8 +7,6 @@ and `convert.py` of `api/`, and to call in `runtime/machine.py`. A model that is
 it must not be called while another thread traces it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

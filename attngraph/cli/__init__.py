@@ -7,8 +7,6 @@ something was not fused under --strict, a bisection found a pass); 2 the command
 used; 130 interrupted.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """The arguments of every command. Nothing here imports torch: `attngraph --help` answers at once."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

@@ -1,7 +1,5 @@
 """`attngraph bisect TARGET`: the first pass after which a model's answer is not eager's."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict

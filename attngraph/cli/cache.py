@@ -1,7 +1,5 @@
 """`attngraph cache`: what is kept on disk; `attngraph cache clear` removes it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

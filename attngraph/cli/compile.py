@@ -1,7 +1,5 @@
 """`attngraph compile TARGET`: the report on a model, a check against eager, and timings."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """`attngraph demo`: what `attngraph compile` shows, of models at real size."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import sys

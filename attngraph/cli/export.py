@@ -1,7 +1,5 @@
 """`attngraph export TARGET -o FILE`: a model, or its decoder, as a file that runs without attngraph."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -5,8 +5,6 @@ graph of it (`DIR/graph-0`) can be named too. Exit codes: 0, and 2 if the dump c
 cannot be written.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """`attngraph opt FILE -p PASS,PASS`: run passes on the graph of a dump's file."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
@@ -10,9 +8,8 @@ from dataclasses import asdict
 
 from attngraph import pipeline
 from attngraph.cli.terminal import Progress, TargetError
+from attngraph.ir.graph import ProgramGraph, format_file
 from attngraph.ir.graph.literals import split
-from attngraph.ir.graph.printer import format_file
-from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.operations import of_library, spaces
 from attngraph.ir.ops import nodes
 from attngraph.passes import pass_named

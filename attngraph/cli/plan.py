@@ -1,7 +1,5 @@
 """`attngraph plan TARGET --ranks N --memory SIZE`: the ways to run a model on many ranks, without them."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -5,8 +5,6 @@ one (`report/programs.py`). Tensors that a program reads are unknown here, excep
 which have example tensors.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -19,8 +17,7 @@ from torch import Tensor
 
 from attngraph.cli.terminal import TargetError
 from attngraph.errors import meant
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ProgramError, ScoreProgram
+from attngraph.ir.language import ProgramError, ScoreProgram, parse
 from attngraph.report.files import write_whole
 from attngraph.report.picture import TileMap, marks, mask_map, tile_map, to_svg, to_text
 from attngraph.report.programs import WELL_KNOWN

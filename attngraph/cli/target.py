@@ -1,7 +1,5 @@
 """Loading a TARGET: `package.module:callable`, which returns a model and its example inputs."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

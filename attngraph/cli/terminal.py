@@ -1,7 +1,5 @@
 """What a command tells its user: progress on standard error, and in one line what makes it unusable."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

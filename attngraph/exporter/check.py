@@ -1,7 +1,5 @@
 """Compares the answers of an exported file with those of the model, by the rule of `runtime/verify.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ alone; then its graph is traced again with each attention written as other runti
 file. The file's answers are compared with the model's before `export` returns.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a format of files is, and writing a program in one of them: whole and checked, or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

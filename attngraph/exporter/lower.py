@@ -5,8 +5,6 @@ operations cannot say is computed by the program's definition in plain operation
 memory at once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +19,7 @@ from attngraph.exporter.masks import Places
 from attngraph.exporter.report import ExportedAttention
 from attngraph.exporter.standard import NotStandard, Standard, standard_form
 from attngraph.exporter.tracing import varies
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Environment
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import Environment, ScoreProgram, evaluate
 from attngraph.ir.ops import kernels
 
 OPERATION, SDPA, PLAIN = "Attention operation", "scaled_dot_product_attention", "plain operations"
@@ -42,7 +38,7 @@ class Operands:
     sizes: Sequence[Any]
     past: tuple[Tensor, Tensor] | None = None
 
-    def joined(self) -> Operands:
+    def joined(self) -> "Operands":
         """The same with earlier keys and values before the new ones."""
         if self.past is None:
             return self

@@ -4,8 +4,6 @@ The positions of queries and keys may be any tensors: in a decoder's step the fi
 cache, and padded rows begin later. Nothing here looks at values, so a trace can follow all of it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +12,7 @@ import torch
 from torch import Tensor
 
 from attngraph.exporter.standard import LOWEST, Standard
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import Keep, Statement
+from attngraph.ir.language import Environment, Expr, Keep, Statement, Tile, evaluate
 from attngraph.ir.ops.kernels import accumulation_dtype
 
 

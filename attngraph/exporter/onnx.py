@@ -1,7 +1,5 @@
 """ONNX files: torch's exporter writes them, onnxruntime runs them."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """torch.export's programs as files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What an export wrote, and how each attention is written."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Sequence

@@ -10,29 +10,15 @@ program does to results after the softmax is done to them. A finite fill that re
 negative number that scores vanish beside, so rows that see no key still are the mean of all keys.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 
 import torch
 
-from attngraph.ir.language import evaluate
-from attngraph.ir.language import expr as E
+from attngraph.ir.language import E, evaluate, operation
+from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr, format_number
-from attngraph.ir.language.parser import operation
-from attngraph.ir.language.score import (
-    DOT,
-    SCORE,
-    WEIGHT,
-    Keep,
-    Score,
-    ScoreProgram,
-    Sink,
-    Statement,
-    Weight,
-    index,
-)  # fmt: skip
+from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Statement, Weight
 from attngraph.meaning.masks.fold import HIDES, added_to_score
 from attngraph.meaning.masks.words import distance_limit
 
@@ -92,20 +78,13 @@ def standard_form(program: ScoreProgram, dtype: torch.dtype) -> Standard:
     mask = tuple(reader.mask)
     factor = reader.factor
     constant = _number(factor)
-    if _mentions(factor, index("k")):
+    if _mentions(factor, S.index("k")):
         raise NotStandard("scores are multiplied by what depends on the key")
     return Standard(
-        1.0 if constant is None else constant,
-        reader.softcap,
-        None if constant is not None else factor,
-        mask,
-        _is_causal(mask),
-        reader.fills,
-        program.sink,
-        reader.results,
-        reader.blind_is_zero or program.sink is not None,
-        all(_keeps_own(s) for s in mask),
-    )
+        1.0 if constant is None else constant, reader.softcap, None if constant is not None else factor,
+        mask, _is_causal(mask), reader.fills, program.sink, reader.results,
+        reader.blind_is_zero or program.sink is not None, all(_keeps_own(s) for s in mask),
+    )  # fmt: skip
 
 
 class _Reader:
@@ -131,17 +110,17 @@ class _Reader:
                 pass
 
     def _score(self, value: Expr) -> None:
-        if _mentions(value, DOT) and (self.mask or self.softcap or not _is_one(self.factor)):
+        if _mentions(value, S.DOT) and (self.mask or self.softcap or not _is_one(self.factor)):
             raise NotStandard("scores use the product of query and key in several places")
-        if _mentions(value, DOT) and _mentions(value, SCORE):
+        if _mentions(value, S.DOT) and _mentions(value, S.SCORE):
             raise NotStandard("scores use the product of query and key in several places")
-        unit = DOT if _mentions(value, DOT) else SCORE
+        unit = S.DOT if _mentions(value, S.DOT) else S.SCORE
         caps = [n for n in E.walk(value) if n.op == "tanh" and _mentions(n, unit)]
         if caps:
             value, unit = self._cap(value, unit, caps), caps[0]
         slope, rest = _linear(value, unit)
         number = _number(slope)
-        if self.softcap and unit is not SCORE:
+        if self.softcap and unit is not S.SCORE:
             if number is None or number <= 0:
                 raise NotStandard("the factor of a tanh of the scores is no positive number")
             self._set_cap(number)
@@ -152,9 +131,9 @@ class _Reader:
             if self.mask and not _is_one(slope):
                 if number is None or number <= 0:
                     raise NotStandard("scores are multiplied after a mask")
-                self.mask.append(Score(operation("mul", SCORE, slope)))
+                self.mask.append(Score(operation("mul", S.SCORE, slope)))
         if rest is not None:
-            self.mask.append(Score(operation("add", SCORE, rest)))
+            self.mask.append(Score(operation("add", S.SCORE, rest)))
 
     def _cap(self, value: Expr, unit: Expr, caps: Sequence[Expr]) -> Expr:
         """Read a tanh of the scores; what it is multiplied by comes afterwards."""
@@ -173,7 +152,7 @@ class _Reader:
         self.softcap, self.factor = cap, E.const(float(scale * cap))
 
     def _keep(self, keep: Keep) -> None:
-        if _mentions(keep.predicate, DOT) or _mentions(keep.predicate, SCORE):
+        if _mentions(keep.predicate, S.DOT) or _mentions(keep.predicate, S.SCORE):
             raise NotStandard("which keys are seen depends on the scores")
         if keep.is_hard or keep.lowers:
             self.mask.append(Keep(keep.predicate))
@@ -185,7 +164,7 @@ class _Reader:
         elif abs(added) < float("inf"):
             self.fills = True
             lowered = E.const(float(max(added, -LOWEST)))
-            self.mask.append(Keep(keep.predicate, operation("add", SCORE, lowered)))
+            self.mask.append(Keep(keep.predicate, operation("add", S.SCORE, lowered)))
         else:
             raise NotStandard("hidden scores are replaced by a formula")
 
@@ -193,8 +172,8 @@ class _Reader:
         if _zeroes_nan(value):
             self.blind_is_zero = True
             return
-        slope, rest = _linear(value, WEIGHT)
-        if rest is not None or _mentions(slope, index("k")) or _mentions(slope, DOT):
+        slope, rest = _linear(value, S.WEIGHT)
+        if rest is not None or _mentions(slope, S.index("k")) or _mentions(slope, S.DOT):
             raise NotStandard("weights are changed after the softmax")
         self.results = slope if self.results is None else operation("mul", self.results, slope)
 
@@ -245,7 +224,7 @@ def _linear(value: Expr, unit: Expr) -> tuple[Expr, Expr | None]:
             slope, rest = _linear(inner, unit)
             slope = operation(value.op, slope, other)
             return slope, None if rest is None else operation(value.op, rest, other)
-    if unit is WEIGHT:
+    if unit is S.WEIGHT:
         raise NotStandard("weights are changed after the softmax")
     raise NotStandard("scores are no multiple of the product of query and key plus a bias")
 
@@ -267,9 +246,9 @@ def _is_one(value: Expr) -> bool:
 
 def _zeroes_nan(value: Expr) -> bool:
     """Whether weights that are NaN become zero and the others stay."""
-    if value.op != "where" or value.args[0].op != "isnan" or value.args[0].args[0] is not WEIGHT:
+    if value.op != "where" or value.args[0].op != "isnan" or value.args[0].args[0] is not S.WEIGHT:
         return False
-    return E.is_const(value.args[1], 0) and value.args[2] is WEIGHT
+    return E.is_const(value.args[1], 0) and value.args[2] is S.WEIGHT
 
 
 def _is_causal(mask: Sequence[Statement]) -> bool:

@@ -12,8 +12,6 @@ is computed for each token by itself. So this module only reshapes what attentio
 values behind those of the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ must refuse them, one row or one token among them where the model asks for that 
 pt2 it is an assertion with a message. ONNX has none: there an index is out of range unless the conditions
 hold, so that the runtime fails instead of computing something else."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ where the library is not. So every expert multiplies all tokens, and a token tak
 exact, and as many times the work as there are experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

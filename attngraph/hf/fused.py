@@ -4,8 +4,6 @@ It computes the same as a model's own eager attention, without `attngraph.compil
 are expressed as a score program. While torch.export traces, the same is computed in plain PyTorch.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

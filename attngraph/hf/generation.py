@@ -4,8 +4,6 @@ The loop of transformers calls a model for logits and a cache, which it passes t
 decoder computes both. No transformers cache is used.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging
@@ -28,7 +26,7 @@ CACHE = next(n for n in CACHE_NAMES if n in {f.name for f in dataclasses.fields(
 """What the installed one calls it."""
 
 
-def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -> GenerationModel:
+def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -> "GenerationModel":
     """A derived decoder as a transformers model, for its `generate` and what is built on it.
 
     Args:
@@ -96,7 +94,7 @@ class Generation:
                 log.warning("generate runs the uncompiled model: %s", reason)
             return found
 
-    def _prepared(self, ids: Any, options: dict[str, Any]) -> GenerationModel:
+    def _prepared(self, ids: Any, options: dict[str, Any]) -> "GenerationModel":
         """The decoder as a transformers model, with the settings that the model has now. It is derived
         before anything is generated.
 
@@ -130,8 +128,8 @@ class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.decoder = decoder
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: State | None = None,
-        use_cache: bool | None = None, return_dict: bool | None = None, *, cache: State | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: "State | None" = None,
+        use_cache: bool | None = None, return_dict: bool | None = None, *, cache: "State | None" = None,
     ) -> CausalLMOutputWithPast:  # fmt: skip
         """The logits `[B, S, V]` of `input_ids`, `[B, S]`, and the state after them.
 
@@ -152,8 +150,8 @@ class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         )
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, past_key_values: State | None = None, attention_mask: Tensor | None = None,
-        use_cache: bool | None = None, *, cache: State | None = None, **kwargs: Any,
+        self, input_ids: Tensor, past_key_values: "State | None" = None, attention_mask: Tensor | None = None,
+        use_cache: bool | None = None, *, cache: "State | None" = None, **kwargs: Any,
     ) -> dict[str, Any]:  # fmt: skip
         """The arguments of the next `forward`: only the tokens that the state does not contain yet.
 

@@ -5,8 +5,6 @@ padding; given as a formula of the positions of query and key, kernels can skip 
 formula's values are compared with the mask itself, once for all layers; any other mask is read as a tensor.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ general way; the report says so where it matters to users. The numbers were chos
 within them and nothing takes more than seconds; most were not measured beyond that.
 """
 
-from __future__ import annotations
-
 # --- the language ---
 
 STATEMENT_WORDS = 800

@@ -1,7 +1,5 @@
 """Where attngraph keeps what it made once and may use again: compiled kernels, and graphs."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

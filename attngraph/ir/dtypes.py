@@ -4,8 +4,6 @@ A name that is empty is missing there: no such elements are read in that place. 
 kind, because PyTorch's arithmetic wraps around, and kernels compute in wider types.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

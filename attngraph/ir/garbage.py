@@ -4,8 +4,6 @@ Python looks each time that some thousands of objects were made, at all objects 
 has loaded torch has hundreds of thousands.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

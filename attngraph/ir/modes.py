@@ -4,8 +4,6 @@ Our own machinery runs in modes of its own choosing: a graph has the casts of au
 user put around a call, and a graph cannot honour, is named, so that the model itself runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator

@@ -17,13 +17,13 @@ Operations of another library are read only where the caller names the library, 
 its code does with operands is the library's. Operations that talk to other processes are not run from a file.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection
 from typing import Any
 
 import torch
+
+from attngraph.ir.ops.declare import READABLE
 
 _ATEN = frozenset(
     """
@@ -121,20 +121,6 @@ _ATEN = frozenset(
     _weight_norm _weight_norm_interface
     """.split()  # noqa: SIM905
 )
-_OURS = frozenset(
-    """
-    attention cached_attention cached_latent_attention dropout expert_rows history laid_out last_tokens
-    latent_attention linear_attention linear_q loop quantised running_fold running_sum seed strided_scatter
-    tied token_program unpack with_earlier
-    """.split()  # noqa: SIM905
-)
-_OF_RANKS = frozenset(
-    """
-    all_gather all_reduce all_tokens divided_attention divided_latent_attention fetch_keys own_tokens
-    sum_gradients
-    """.split()  # noqa: SIM905
-)
-"""Ours that talk to other processes: read with types inferred, so that passes see them; never run."""
 _PLAIN = frozenset(
     ("Tensor", "number", "int", "SymInt", "float", "bool", "str", "Device", "Scalar", "Generator")
 )
@@ -177,10 +163,8 @@ def packet_of(name: str, libraries: Collection[str] = (), runs: bool = False) ->
         return getattr(torch.ops.aten, first), more
     space, op, rest = first, more[0] if more else "", more[1:]
     if len(rest) <= 1:
-        if space == "attngraph" and op in _OURS:
-            return getattr(torch.ops.attngraph, op), rest
-        if space == "attngraph" and op in _OF_RANKS:
-            if runs:
+        if space == "attngraph" and op in READABLE:
+            if runs and not READABLE[op]:
                 raise ValueError(f"{name} talks to other processes, which no graph from a file may do")
             return getattr(torch.ops.attngraph, op), rest
         if space in libraries and _is_registered(space, op):

@@ -1,8 +1,6 @@
 """Plain records as JSON values and back, by the types that their classes declare. Nothing is executed, and no
 class is made that the caller has not named: what is read may be anybody's."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import typing

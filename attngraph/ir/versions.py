@@ -4,8 +4,6 @@ Everything that was computed from a tensor's values and kept asks here whether t
 Writes through `.data` are not counted.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

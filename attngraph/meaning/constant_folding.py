@@ -6,8 +6,6 @@ Such a tensor is computed once, as the model would, and `constants.py` then look
 would give a formula as long as the table. What the values are used for plays no part here.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.rule import RULES, Category
 
@@ -56,17 +55,7 @@ class ConstantFolding:
 
     def sources(self, node: fx.Node) -> frozenset[fx.Node]:
         """The given tensors that known values were computed from."""
-        found: set[fx.Node] = set()
-        seen, pending = {node}, [node]
-        while pending:
-            current = pending.pop()
-            if current in self.given:
-                found.add(current)
-            for operand in _operands(current):
-                if operand not in seen:
-                    seen.add(operand)
-                    pending.append(operand)
-        return frozenset(found)
+        return frozenset(n for n in reached([node], _operands) if n in self.given)
 
     def _is_fixed(self, node: fx.Node) -> bool:
         """Whether the node by itself, apart from its operands, gives the same value in every call."""

@@ -6,14 +6,11 @@ that differs, and there is none. An element of integers or booleans at constant 
 whatever the pattern.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 
 
@@ -51,8 +48,7 @@ def _progression(values: Tensor, place: Expr) -> Expr | None:
 
 
 def _repeated(values: Tensor, place: Expr) -> Expr | None:
-    """A range in which each number stands several times in a row (0 0 1 1), or which begins anew again and
-    again (0 1 0 1): integers only."""
+    """A range, integers only, in which numbers stand several times (0 0 1 1) or begin anew (0 1 0 1)."""
     if values.is_floating_point() or values.dtype == torch.bool:
         return None
     numbers = values.to(torch.int64)
@@ -111,8 +107,7 @@ def _blocks(values: Tensor, row: Expr, column: Expr) -> Expr | None:
 
 
 def _limits(inside: Tensor) -> tuple[int, int] | None:
-    """The least and greatest column - row of the marked entries, if these fill the whole band. A band
-    is determined by where it meets the first row and the first column."""
+    """The least and greatest column - row of the marked entries, if these fill the whole band."""
     top = inside[0].nonzero().flatten()
     left = inside[:, 0].nonzero().flatten()
     if not len(top) and not len(left):

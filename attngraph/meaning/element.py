@@ -6,8 +6,6 @@ element in terms of elements of the node's operands, by the element rules in `me
 on the way: they only ever change indices. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -18,13 +16,10 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning import constants
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M, is_example, ranges, size_expression
 from attngraph.meaning.algebra.size_names import SizeNames
-from attngraph.meaning.algebra.sizes import is_example, size_expression
 from attngraph.meaning.constant_folding import ConstantFolding
 from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.rule import (
@@ -93,7 +88,7 @@ class Meaning:
     def of(
         cls, graph: ProgramGraph, complex_too: bool = False, along_tokens: bool = False,
         numbers: Mapping[str, int] | None = None,
-    ) -> Meaning:  # fmt: skip
+    ) -> "Meaning":  # fmt: skip
         """The meaning of a graph whose executable guards what is `assumed`."""
         found = cls(graph.known_values(), graph.conditions, complex_too, along_tokens, numbers)
         found._guarded = graph.assumed
@@ -329,11 +324,8 @@ class Meaning:
         """The argument of an exponential from which the model subtracts no maximum: where it is a mask's
         large negative number the exponential is exactly zero, even in a row where all keys are masked."""
         limited = self._limited(read, UNDERFLOWS)
-        reductions = [n for n in E.reads(limited) if self._is_reduced(n.value)]
+        reductions = [n for n in E.reads(limited) if (self.category(n.value) is Category.REDUCTION)]
         return read if reductions or any(n.op in E.BINDERS for n in E.walk(limited)) else limited
-
-    def _is_reduced(self, node: fx.Node) -> bool:
-        return self.category(node) is Category.REDUCTION
 
     def _limited(self, read: Expr, limit: float) -> Expr:
         lifted = self.elementwise(read)

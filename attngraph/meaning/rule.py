@@ -6,8 +6,6 @@ what the result is used for. Rules are registered by the op's name, so the rule 
 version lacks is simply never used. To teach attngraph an op, add one function to `meaning/rules/`.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple

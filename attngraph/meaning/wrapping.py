@@ -1,15 +1,11 @@
 """Integers of 8 and 16 bits as formulas: where a result may be a number that such an integer does not have,
 it wraps around, which is a remainder."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import M, ranges
 from attngraph.meaning.rule import Unliftable
 
 NARROW = frozenset({torch.uint8, torch.int8, torch.int16})

@@ -1,7 +1,5 @@
 """The account of a compilation: its parts, which text, notebook and page print in the same words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from attngraph.meaning.masks.words import remarks

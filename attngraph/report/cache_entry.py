@@ -1,7 +1,5 @@
 """What a report says of a decoder's cache: bytes per token and per sequence, proof, and drift by rounding."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator
 

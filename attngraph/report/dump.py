@@ -12,8 +12,6 @@
 Every graph has a folder of its own. Existing files are never overwritten.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -27,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from attngraph.errors import DumpError
+from attngraph.ir.graph import ProgramGraph, read_graph
 from attngraph.ir.graph.printer import input_name
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.reader import read_graph
 from attngraph.ir.graph.values import decode, encode
 from attngraph.ir.records import made
 from attngraph.report.entries import AttentionEntry, Break, KernelEntry, PassRecord, TokenProgramEntry

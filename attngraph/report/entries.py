@@ -4,8 +4,6 @@ Plain records, filled in by passes and by the composition root, read by `report.
 They hold text and numbers, never a tensor or a node.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -296,7 +294,7 @@ class Entries:
     capture: float = 0.0
     small_calls: int = 0
     slower: tuple[tuple[float, float], ...] = ()
-    parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
+    parts: "tuple[Entries, ...]" = dataclasses.field(default=(), repr=False)
     taken_from: str = ""
     programs: tuple[TokenProgramEntry, ...] = ()
     later: tuple[LaterEntry, ...] = ()

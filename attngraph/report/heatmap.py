@@ -5,8 +5,6 @@ all heads share. Weights that are not a number (a query that sees no key) are cr
 self-contained (`picture.Sheet`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -6,8 +6,6 @@ description for screen readers, and follows light and dark mode. A page that con
 `--attngraph-ink` and `--attngraph-accent`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """A plan: the ways to run a model on many ranks, as records, text and numbers, and which one is chosen."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Sequence

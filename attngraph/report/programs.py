@@ -5,8 +5,6 @@ names. The compiler uses none of these names: it recognises attention by what
 it computes, and these are only examples of the language (docs/score-programs.md).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -25,7 +23,7 @@ class WellKnown:
     small: tuple[int, ...] = ()
     tensors: str = ""
 
-    def reads(self, queries: int, keys: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def reads(self, queries: int, keys: int, sizes: tuple[int, ...]) -> "tuple[Tensor, ...]":
         """Example tensors r0, r1, ... for numbers of queries and keys, and sizes."""
         import torch
 

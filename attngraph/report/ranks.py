@@ -1,7 +1,5 @@
 """What a graph for several ranks divides and sends, as records of the report: text and numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """What a compilation did, for people (`str`, `to_html`) and for machines (`to_json`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import itertools
@@ -27,7 +25,7 @@ from attngraph.report.words import binary
 class CompileReport(Entries):
     """What was fused, what was not and why, and what each pass did."""
 
-    parts: tuple[CompileReport, ...] = dataclasses.field(default=(), repr=False)
+    parts: "tuple[CompileReport, ...]" = dataclasses.field(default=(), repr=False)
 
     def to_json(self) -> str:
         """The report as a JSON object, without the texts of graphs, kernels and the user's code."""
@@ -42,7 +40,7 @@ class CompileReport(Entries):
 
     def to_html(
         self, path: str | Path, title: str = "", weights: Mapping[str, Tensor] | None = None,
-        earlier: CompileReport | None = None, times: Times | None = None,
+        earlier: "CompileReport | None" = None, times: Times | None = None,
     ) -> Path:  # fmt: skip
         """Write the report as one self-contained HTML file and return its path.
 
@@ -56,7 +54,7 @@ class CompileReport(Entries):
         return page.write(self, Path(path), title, weights, earlier, times)
 
     @staticmethod
-    def from_json(text: str) -> CompileReport:
+    def from_json(text: str) -> "CompileReport":
         """The report that `to_json` wrote.
 
         Raises:

@@ -6,8 +6,6 @@ second a tile is one pair. `report/picture.py` draws them. What is not known bef
 unknown, never guessed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -16,10 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.expr import format_expr
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import Environment, ScoreProgram, Tile, format_expr, parse
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.tiles import Cut, Grid
 from attngraph.meaning.masks.visible import FILLED, HIDDEN, KEPT, unknown_names, visible
@@ -84,7 +79,7 @@ class TileMap:
         total = sum(self.pairs.values())
         return {state: count / total for state, count in self.pairs.items()}
 
-    def joined(self, by: int) -> TileMap:
+    def joined(self, by: int) -> "TileMap":
         """The map with squares of `by` by `by` tiles joined: their common kind, else partial."""
         panels = tuple(dataclasses.replace(p, rows=_joined(p.rows, by)) for p in self.panels)
         return dataclasses.replace(self, tile=self.tile * by, panels=panels)

@@ -1,7 +1,5 @@
 """Where the time of a call goes: what each operation of a graph took. Text and numbers, as in the report."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 

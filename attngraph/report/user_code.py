@@ -4,8 +4,6 @@ A report keeps the functions, so that a page can show them where the model's fil
 in the graph's text (`source_of`). Nothing is imported or run: lines are read from files that the trace named.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import linecache

@@ -1,7 +1,5 @@
 """How numbers, names and groups of equal things are told, and a part of an account (`account.py`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The options of a decoder's cache."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

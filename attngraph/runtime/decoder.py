@@ -4,8 +4,6 @@ Rows are packed: the tokens of all sequences are concatenated into one, without 
 position. So prompts of unequal length, padded on either side, get the same results as each would alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

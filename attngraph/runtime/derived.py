@@ -4,8 +4,6 @@ Calls are of one kind if their keys are equal, as for graphs of whole sequences,
 of every branch that the model takes (`step_sizes.py`). A state belongs to the decoder that made it, and to
 the model as it was then."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,7 +35,7 @@ class Origin:
     """What a state belongs to: the graphs of one decoder, one of them, and its model: the key of what a trace
     depends on, its weights, and how often each had been written to."""
 
-    steps: DerivedSteps
+    steps: "DerivedSteps"
     step: Step
     key: Any
     weights: list[Any]
@@ -203,11 +201,11 @@ class DerivedSteps:
         keys = {scope: key(scope) for scope in {step.scope for _, step in kept}}
         return [step for known, step in kept if known == keys[step.scope] and step.is_valid()]
 
-    def _valid(self, key: Callable[[Scope], Any], call: _Call) -> Step | None:
+    def _valid(self, key: Callable[[Scope], Any], call: "_Call") -> Step | None:
         """A step that was derived for this call."""
         return next((step for step in self._known(key) if not call.fault(step)), None)
 
-    def _derived(self, call: _Call, known: Sequence[Step]) -> list[Step]:
+    def _derived(self, call: "_Call", known: Sequence[Step]) -> list[Step]:
         """New steps, of which the last one is right for the call. The first is derived from an example of a
         few tokens; where the model does something else with this call, the next from one of its size.
 

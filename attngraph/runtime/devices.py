@@ -5,8 +5,6 @@ asks `OneDevice`, and a graph that runs, `OneRank`. `parallel/several.py` has th
 a mesh; nobody else needs to know of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

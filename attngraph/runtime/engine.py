@@ -6,8 +6,6 @@ place and the pages of one that ends are free at once. How many tokens of a requ
 state says, and only that: after a step that is interrupted the next begins with what is there (`_tidy`).
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import threading
@@ -37,7 +35,7 @@ class Request:
         tokens: the new tokens so far. finished: whether the request has ended. error: why it failed, if so.
     """
 
-    def __init__(self, engine: Engine, prompt: Tensor, options: Options) -> None:
+    def __init__(self, engine: "Engine", prompt: Tensor, options: Options) -> None:
         self.engine, self.prompt, self.options = engine, prompt, options
         self.tokens: list[int] = []
         self.finished = False

@@ -4,8 +4,6 @@ How many tokens an example has is ours to choose, but the model must take so man
 does with the call's. Where the trace depends on the number of tokens, that number is chosen such that it can
 be told from every other number in the graph."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """A traced graph that can be called: which calls it accepts, and how their results are rebuilt."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Everything here takes the logits of the prompts' last tokens and a function that
 gives new tokens alone: the plain loop, greedy or sampling, and beam search.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -186,7 +184,7 @@ def search(
 
 
 def _is_done(
-    beams: list[_Beam], finished: list[tuple[float, list[int]]], length: int, options: Options
+    beams: "list[_Beam]", finished: list[tuple[float, list[int]]], length: int, options: Options
 ) -> bool:
     """Whether no running beam can be better than the finished ones, or enough are finished for the caller."""
     if len(finished) < options.num_beams:

@@ -4,8 +4,6 @@
 each other one is refused with what to write instead, unless its value asks for nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

@@ -3,8 +3,6 @@
 Where there are graphs and none serves a call, it is told why.
 """
 
-from __future__ import annotations
-
 import collections
 import logging
 from collections.abc import Callable, Sequence, ValuesView

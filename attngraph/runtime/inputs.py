@@ -1,7 +1,5 @@
 """Where the tensors of a graph come from: the arguments and the state of a call, or the model it serves."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ node, so nothing overlaps and the sum may be more than a call takes. Nothing is 
 or to the arguments, and nothing else depends on this file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import statistics
@@ -18,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, op_name
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph import ProgramGraph, module_of, op_name, source_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.latent_attention import absorbed_operands
 from attngraph.ir.ops.weights import Places, attention_weights

@@ -5,8 +5,6 @@ of `Contents`. So a call that fails or is interrupted anywhere leaves a state as
 contents need is written over in few places (a ring buffer, rows that change places in the contiguous layout);
 what fails there is an error whenever the state is used again."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -317,7 +315,7 @@ class KVCache:
         return self._ones
 
     @serving
-    def copy(self) -> KVCache:
+    def copy(self) -> "KVCache":
         """An independent copy of the state."""
         other = copy.deepcopy(self)
         other.origin = self.origin
@@ -365,7 +363,7 @@ class KVCache:
 
     @classmethod
     @serving
-    def load(cls, path: str | Path) -> KVCache:
+    def load(cls, path: str | Path) -> "KVCache":
         """Read a state that `save` wrote.
 
         Raises:

@@ -8,8 +8,6 @@ Python's functions ask a tensor on their way (`__torch_function__`); code in C d
 engine. There an `Unseen` is one operation, whose values are computed below autograd (`__torch_dispatch__`),
 and stays it as long as C holds it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading
@@ -43,13 +41,13 @@ _ONE_AT_A_TIME = threading.Lock()
 class Unseen(Tensor):
     """A tensor that is computed when it is first used."""
 
-    look: Look
+    look: "Look"
     value_name: str
     serial_number: tuple[str, int]
     """Tells it from all others in fingerprints (`capture/state/`): another one may get its address."""
 
     @staticmethod
-    def of(look: Look, name: str, example: Tensor, shape: Sequence[int]) -> Unseen:
+    def of(look: "Look", name: str, example: Tensor, shape: Sequence[int]) -> "Unseen":
         """A tensor of this shape, like the example in the rest, whose values the look has by this name."""
         made: Unseen = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Unseen, shape, dtype=example.dtype, device=example.device

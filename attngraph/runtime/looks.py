@@ -11,8 +11,6 @@ A result that others are tied to stays one operation when it is computed, whose 
 computing it once more.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import weakref

@@ -4,8 +4,6 @@ All graphs run on this class: compiled calls (`executable.py`), a decoder's step
 (`step.py`), and models converted to fewer heads (`api/convert.py`).
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import itertools

@@ -5,8 +5,6 @@ medians are compared. Memory is the rise of the process's peak resident size dur
 allocator's peak); it is 0 where the system does not report it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -5,8 +5,6 @@ and is not counted. What took less time serves from then on. Where one is far ah
 other gets no second one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable

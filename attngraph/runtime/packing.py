@@ -1,7 +1,5 @@
 """Prompts of any lengths as one sequence without padding, and results back in the caller's layout."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

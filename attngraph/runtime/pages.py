@@ -6,8 +6,6 @@ pool, and rows may share a page until one of them writes to it (copy on write). 
 window, a row's pages form a ring buffer.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import itertools
@@ -84,7 +82,7 @@ class Pages(Part):
     def nbytes(self) -> int:
         return sum(arena.nbytes for _, arena in self.arenas.values())
 
-    def _copy(self) -> Pages:
+    def _copy(self) -> "Pages":
         """The same pages, of which other rows may have others."""
         other = copy.copy(self)
         other.rows = [list(pages) for pages in self.rows]
@@ -152,7 +150,7 @@ class Pages(Part):
             max(most, 2 * self.page, 64) if limit is None else max(most, min(2 * self.page, self.own(limit)))
         )
 
-    def with_room(self, firsts: Sequence[int], counts: Sequence[int], limit: int | None) -> Pages:
+    def with_room(self, firsts: Sequence[int], counts: Sequence[int], limit: int | None) -> "Pages":
         """Pages with the same contents, of which every row has unshared ones for its positions first .. first
         + count - 1; in the contiguous layout one for more tokens, at most `limit`. These, if they are so."""
         length = self._page_for(max(map(sum, zip(firsts, counts, strict=True)), default=0), limit)
@@ -213,7 +211,7 @@ class Pages(Part):
         self.users += [0] * more
         self.free += range(count + more - 1, count - 1, -1)
 
-    def _stretched(self, length: int) -> Pages:
+    def _stretched(self, length: int) -> "Pages":
         """Pages for so many tokens with the same contents."""
         other = self._copy()
         other.page = length
@@ -223,7 +221,7 @@ class Pages(Part):
             other.arenas[kind] = members, larger
         return other
 
-    def cropped(self, before: Sequence[int], lengths: Sequence[int]) -> Pages:
+    def cropped(self, before: Sequence[int], lengths: Sequence[int]) -> "Pages":
         """Without the pages that rows do not need. (Kept tokens can be on any page of a ring buffer.)"""
         needed = [
             len(pages) if self.ring and length else min(len(pages), -(-self.own(length) // self.page))
@@ -314,7 +312,7 @@ class Pages(Part):
             for position in range(first + count - min(count, most), first + count)
         ]
 
-    def reordered(self, rows: Sequence[int]) -> tuple[Pages, list[tuple[int, int]]]:
+    def reordered(self, rows: Sequence[int]) -> "tuple[Pages, list[tuple[int, int]]]":
         """Pages are shared where possible. What is there is needed as long as rows have the pages that they
         had."""
         other = self._copy()
@@ -335,7 +333,7 @@ class Pages(Part):
             "arenas": arenas, "page": self.page, "rows": self.rows, "users": self.users, "free": self.free,
         }  # fmt: skip
 
-    def restored(self, saved: Any, lengths: Sequence[int]) -> Pages:
+    def restored(self, saved: Any, lengths: Sequence[int]) -> "Pages":
         _fill(self, saved, self.name, lengths)
         return self
 

@@ -6,8 +6,6 @@ that it keeps. What a row has changes only in a copy of the part, for which ever
 asks puts it in the place of what it was, or has what it was.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -37,7 +35,7 @@ class Part:
         """Bytes allocated for it."""
         return sum(t.nbytes for t in self.reads().values())
 
-    def after(self, news: Mapping[str, Any], lengths: Sequence[int]) -> Part:
+    def after(self, news: Mapping[str, Any], lengths: Sequence[int]) -> "Part":
         """What it is after a step that computed `news`. `lengths`: of the rows before the step."""
         return self
 
@@ -48,12 +46,12 @@ class Part:
             CacheError: it cannot.
         """
 
-    def cropped(self, before: Sequence[int], lengths: Sequence[int]) -> Part:
+    def cropped(self, before: Sequence[int], lengths: Sequence[int]) -> "Part":
         """What it was when rows that have `before` tokens had so many; `check_crop` has shown that they can
         go back."""
         return self
 
-    def reordered(self, rows: Sequence[int]) -> tuple[Part, list[tuple[int, int]]]:
+    def reordered(self, rows: Sequence[int]) -> "tuple[Part, list[tuple[int, int]]]":
         """Row n has what row rows[n] did; and which pages have yet to be copied, and where to."""
         raise NotImplementedError
 
@@ -61,7 +59,7 @@ class Part:
         """What `restored` reads."""
         raise NotImplementedError
 
-    def restored(self, saved: Any, lengths: Sequence[int]) -> Part:
+    def restored(self, saved: Any, lengths: Sequence[int]) -> "Part":
         """The same part with what was saved, of rows of these lengths.
 
         Raises:
@@ -81,7 +79,7 @@ class FixedValues(Part):
     def reads(self) -> dict[str, Tensor]:
         return self.values
 
-    def having(self, values: Mapping[str, Tensor]) -> FixedValues:
+    def having(self, values: Mapping[str, Tensor]) -> "FixedValues":
         return FixedValues(self.plan, self.device, values)
 
     def reordered(self, rows: Sequence[int]) -> tuple[Part, list[tuple[int, int]]]:
@@ -139,7 +137,7 @@ class CarriedValues(Part):
         self.earlier: tuple[Kept, ...] = ()
         """Lengths of the rows before the latest calls, and what they carried."""
 
-    def _with(self, values: dict[str, Tensor], earlier: Iterable[Kept]) -> CarriedValues:
+    def _with(self, values: dict[str, Tensor], earlier: Iterable[Kept]) -> "CarriedValues":
         other = copy.copy(self)
         kept = tuple(earlier)
         other.values, other.earlier = values, kept[max(0, len(kept) - self.snapshots) :]

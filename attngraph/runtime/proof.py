@@ -12,8 +12,6 @@ same logits, and what the wide one has just computed must be as near to what is 
 `quantised.largest_error` says. How far the logits are from those without rounding is measured, not judged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

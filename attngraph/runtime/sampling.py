@@ -4,8 +4,6 @@ Each row may have its own options, so rows of different requests are sampled tog
 transformers: temperature first, then top-k, then top-p among the remaining tokens, then min-p.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

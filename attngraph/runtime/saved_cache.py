@@ -6,8 +6,6 @@ their lengths need, and tensors are what the plan says. What a file holds in byt
 digest finds damage that leaves a state possible, such as another length; it does not say who wrote a file.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import math

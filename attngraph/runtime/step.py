@@ -1,7 +1,5 @@
 """A derived decoder as two runnable graphs: one that runs once per prompt, one for new tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 

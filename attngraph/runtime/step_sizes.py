@@ -5,8 +5,6 @@ crosses to the other side of a branch cannot go on with what was kept, because t
 tokens in another way there. The number of sequences is that of the call's rows; an engine's requests are
 alone."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,8 +15,7 @@ from torch import Tensor
 from attngraph.capture.guards import size_value
 from attngraph.capture.sides import Sides, assumed, bound_above, in_words
 from attngraph.capture.structure import flatten
-from attngraph.ir.graph.conditions import holds
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph import ProgramGraph, holds
 
 ROWS, TOKENS = "sequences", "tokens"
 

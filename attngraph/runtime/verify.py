@@ -4,8 +4,6 @@ By the flash-attention rule: the error against the float64 model is at most twic
 rounding, with NaN and infinities in the same places.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Weights, submodules, the training flag and attributes are read and written in th
 a state dict or an outer module sees no difference. torch.nn.Module keeps weights and submodules in three
 dictionaries; a wrapper shares its model's."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator

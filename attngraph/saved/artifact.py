@@ -7,8 +7,6 @@ installed torch has no such artifacts, nothing happens. An artifact that has cha
 cache; whether an entry fits a model is decided when it is looked up.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

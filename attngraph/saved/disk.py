@@ -10,8 +10,6 @@ it. Several processes may use one cache: entries appear at once and whole, and o
 a miss.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

@@ -10,8 +10,6 @@ Nothing of it is executed. The code of kernels is what this attngraph writes for
 own cache of compiled kernels or from the compiler.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

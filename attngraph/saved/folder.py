@@ -7,8 +7,6 @@ Whoever wrote a folder, only plain files inside of it are read, by names of the 
 them, and only where they are as long as the manifest says: that is compared before anything is read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -5,8 +5,6 @@ sizes, where sizes are taken from, and the plan of the cache. Before a graph is 
 back and compared with the original node by node; what is not the same is not saved.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Iterator, Mapping
@@ -16,12 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import SavedError, TextError
-from attngraph.ir.graph.call import arguments
+from attngraph.ir.graph import Input, Output, ProgramGraph, Rate, arguments, is_size, read_graph
 from attngraph.ir.graph.formula import size_of, size_text
 from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.printer import format_named, is_printed, parts_of
-from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate, is_size
-from attngraph.ir.graph.reader import read_graph
 from attngraph.ir.graph.values import decode, encode
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.records import made, plain

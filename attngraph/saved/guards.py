@@ -6,8 +6,6 @@ and torch's modes), `ran` (the functions that ran, and variables of the environm
 compared before.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A class is looked up by its name among the modules that are loaded; nothing is i
 made of their parts alone are accepted: those registered with torch's pytrees, and plain objects.
 """
 
-from __future__ import annotations
-
 import collections
 import enum
 import sys

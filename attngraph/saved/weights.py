@@ -1,7 +1,5 @@
 """Weights beside a saved model, as safetensors, and a module that is made of them alone."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path

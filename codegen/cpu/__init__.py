@@ -10,13 +10,14 @@ from attngraph.codegen.cpu.loops import LOOPS
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir.ops import cached_attention as cache
-from attngraph.ir.ops import history, kernels, loop, running_sum, token_program
+from attngraph.ir.ops import kernels, loop, token_program
+from attngraph.ir.ops.declare import RUNNERS
 
 kernels.register(Compiled())
 kernels.register(Flash())
 kernels.register(Tiled())
 cache.CACHED.append(Decode())
 token_program.RUNNERS.append(TOKENS)
-history.RUNNERS.append(LAST_TOKENS)
-running_sum.RUNNERS.append(RUNNING_SUM)
+RUNNERS["last_tokens"].append(LAST_TOKENS.run)
+RUNNERS["running_sum"].append(RUNNING_SUM.run)
 loop.RUNNERS.append(LOOPS)

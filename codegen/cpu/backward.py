@@ -5,8 +5,6 @@ Memory is linear in the tokens: the queries and the output's gradient are copied
 buffers, and the gradient of q is summed in one. Only gradients that are asked for are computed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """From a plan to a loaded library, once a process, and the arguments of a call, filled from tensors."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import logging
@@ -18,8 +16,7 @@ from attngraph.codegen.cpu.source import Plan, Source
 from attngraph.codegen.cpu.source_backward import BackwardPlan
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import SMALL
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import ScoreProgram, evaluate
 from attngraph.ir.ops.kernels import Operands
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.score_bounds import hidden_below

@@ -2,8 +2,6 @@
 `attngraph::running_sum` and `attngraph::last_tokens`. Float32, and what is carried also float64; other dtypes
 are left to PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,10 +23,10 @@ class LastTokens:
     """`attngraph::last_tokens`."""
 
     def run(
-        self, pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, row_dim: int,
-        dim: int, back: int,
+        self, pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, place: Tensor,
+        *dims: int,
     ) -> Tensor | None:  # fmt: skip
-        made = self.link(pages, new, table, starts, first, row_dim, dim, back)
+        made = self.link(pages, new, table, starts, first, *dims)
         return None if made is None else made.run()[0]
 
     def link(
@@ -81,11 +79,8 @@ class LastTokens:
 class RunningSum:
     """`attngraph::running_sum`."""
 
-    def run(
-        self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
-        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None, less_one: bool = False,
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        made = self.link(q, k, v, decay, state, starts, inclusive, left, right, less_one)
+    def run(self, *operands: Any) -> tuple[Tensor, Tensor] | None:
+        made = self.link(*operands)
         if made is None:
             return None
         out, after = made.run()

@@ -15,8 +15,6 @@ once more, unless one is clearly slower, and the least times of all of them coun
 or that cannot be written, is logged and ignored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -8,8 +8,6 @@ logged once. Where ATen's kernel serves numbers of 16 bits, the one that takes l
 (`chosen.py`).
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ queries and skip blocks, but take a call for each row, so they get the rows that
 computed once (`_Prepared`).
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -142,7 +140,7 @@ class _Prepared:
 
     def attend(
         self, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
-        sizes: tuple[int, ...], rows: _Rows, scales: Scales, lse: Tensor | None = None,
+        sizes: tuple[int, ...], rows: "_Rows", scales: Scales, lse: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         made = self.link(q, new, pages, reads, sizes, rows, scales)
         if made is None:
@@ -155,7 +153,7 @@ class _Prepared:
         return None if call.bad else made.results[0]
 
     @staticmethod
-    def items(q: Tensor, k: Tensor, rows: _Rows, whatever_lengths: bool = False) -> int:
+    def items(q: Tensor, k: Tensor, rows: "_Rows", whatever_lengths: bool = False) -> int:
         """How many blocks of queries and heads there are."""
         group = q.shape[1] // k.shape[1]
         step = _queries_of_item(group)
@@ -164,7 +162,7 @@ class _Prepared:
 
     def link(
         self, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
-        sizes: tuple[int, ...], rows: _Rows, scales: Scales, at_once: int | None = None,
+        sizes: tuple[int, ...], rows: "_Rows", scales: Scales, at_once: int | None = None,
     ) -> Link | None:  # fmt: skip
         """The call, ready to run. With `at_once` threads, whatever the rows' lengths will be; else for these
         rows, by as many threads as there are items."""
@@ -212,7 +210,7 @@ class _Prepared:
         )  # fmt: skip
 
     def _share(
-        self, call: Any, q: Tensor, k: Tensor, rows: _Rows, at_once: int | None, held: list[Tensor]
+        self, call: Any, q: Tensor, k: Tensor, rows: "_Rows", at_once: int | None, held: list[Tensor]
     ) -> list[tuple[int, int]]:
         """Set how threads share the work, with memory for them, which `held` keeps alive. Returns the
         counters."""

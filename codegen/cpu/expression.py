@@ -5,8 +5,6 @@ A tile is a loop over queries `q` around a loop over keys `k`, both counted from
 depend on the key alone are computed first, into an array.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 
@@ -17,10 +15,7 @@ from attngraph.codegen.scalar.form import Lowering, Place, Scalar, joined
 from attngraph.codegen.scalar.writer import ATOM
 from attngraph.codegen.scalar.writer import Writer as Common
 from attngraph.ir.dtypes import DTYPES
-from attngraph.ir.language import expr as E
-from attngraph.ir.language import score as S
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import Operation
+from attngraph.ir.language import E, Expr, Operation, S
 
 GROUP, TILE, INNER = Place.GROUP, Place.TILE, Place.INNER
 _TYPES = {"bool": "int", "int": "int", "long": "int64_t", "float": "float"}

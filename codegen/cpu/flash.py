@@ -5,8 +5,6 @@ supported too: the kernel's log-sum-exp shows afterwards whether the masked keys
 zero; if not, the tiled kernel computes the result instead.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -17,8 +15,7 @@ from torch._subclasses import FakeTensor
 from attngraph.codegen.cpu import soft
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.ir.dtypes import FLOATS
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import Keep, ScoreProgram
+from attngraph.ir.language import Keep, ScoreProgram, parse
 from attngraph.ir.ops.kernels import TRUSTED, Kernel, Operands
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

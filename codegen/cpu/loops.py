@@ -5,8 +5,6 @@ All steps of a call are one call of C, and one step of each row is a link of a r
 (`ir/ops/loop.py`), with its token programs compiled.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ functions, and calls of these on as many threads as PyTorch uses.
 A struct is described once, in its header; the ctypes class is made from there.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import functools

@@ -6,8 +6,6 @@ PyTorch's operations, which raise errors of their own. Numbers of rows are looke
 calls that are recorded and run again, are those of the state that the decoder keeps (`are_of_the_state`).
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ above every masked score that the exponential of the difference underflows to ex
 are skipped. Otherwise they are computed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

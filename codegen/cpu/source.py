@@ -5,8 +5,6 @@ Everything that changes the source is in a `Plan`; lengths, strides, tensors and
 the call. Equal plans give equal source.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
@@ -20,10 +18,7 @@ from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import Place
 from attngraph.codegen.scalar.weights import is_multiple, refuse_dots
 from attngraph.ir.dtypes import DTYPES, SCALED
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import operation, parse
-from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Weight
+from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, Score, ScoreProgram, Weight, operation, parse
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.fold import any_fill, seen
 

@@ -8,8 +8,6 @@ it, and delta = grad . out - grad_lse:
     ds = w * (f * (grad . v) - delta)
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ together, so the softmax needs no running maximum. The backward pass recomputes 
 autograd differentiate them, block by block.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,8 +15,7 @@ from torch import Tensor
 from attngraph.codegen.cpu import soft
 from attngraph.codegen.scalar.read_gradients import wanted_gradients
 from attngraph.codegen.scalar.read_ranges import require_in_range
-from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import Environment, ScoreProgram, Tile
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.kernels import Operands
 from attngraph.meaning.masks import tiles

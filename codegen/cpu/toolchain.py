@@ -8,8 +8,6 @@ of its contents, so that a truncated or changed file is compiled again. Files ar
 place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

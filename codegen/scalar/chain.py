@@ -5,16 +5,12 @@ and `kept<n>`. Backwards, `ds` is the gradient of a statement's result and becom
 it. Gradients that reach the dot directly are summed in `of_dot`, those of the reads in `of_read<i>`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from attngraph.codegen.scalar.derivative import ZERO, derivative, formula_of, slopes
 from attngraph.codegen.scalar.read_gradients import ReadGradient
 from attngraph.codegen.scalar.writer import FACTOR, Writer
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import DOT, SCORE, Keep, Score
+from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, Score
 
 
 class Chain:

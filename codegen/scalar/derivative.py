@@ -5,17 +5,11 @@ which backward kernels emit like any other. It is built by the chain rule from t
 operations' rows (`ir/language/functions.py`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
-from attngraph.ir.language.parser import expression, operation
-from attngraph.ir.language.score import DOT, SCORE, Keep, Statement
+from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, Statement, expression, operation, operation_of
 
 ZERO, _ONE = E.const(0.0), E.const(1.0)
 

@@ -5,8 +5,6 @@ of the kind that its operation takes, with explicit casts, and the place where i
 32 bits where interval analysis proves that these suffice. Constants are folded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools
@@ -15,10 +13,7 @@ import operator
 from collections.abc import Callable, Iterable
 
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.ir.language import evaluate
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
+from attngraph.ir.language import E, Expr, evaluate, operation_of
 from attngraph.meaning.algebra import intervals
 from attngraph.meaning.algebra.intervals import Bounds, Box, Interval
 
@@ -59,7 +54,7 @@ class Scalar:
     """
 
     op: str
-    args: tuple[Scalar, ...]
+    args: "tuple[Scalar, ...]"
     kind: str
     place: Place
     source: Expr

@@ -14,8 +14,6 @@ plain variable is an axis of the sums; computed indices are accumulated by `inde
 only as k - q, sums are first taken along the diagonals.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -28,11 +26,7 @@ from torch import Tensor
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.derivative import ZERO, derivative
 from attngraph.codegen.scalar.weights import weight_multiple
-from attngraph.ir.language import evaluate
-from attngraph.ir.language import expr as E
-from attngraph.ir.language import score as S
-from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Environment, Expr, S, Tile, evaluate
 from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, ScoreProgram
 from attngraph.ir.ops.kernels import gradients
 
@@ -158,7 +152,7 @@ class Totals:
         sums = sums + self._unseen.sum(2, keepdim=True) if self._spoils(found) else sums
         self._add(found.node, sums.unsqueeze(2), Tile((0, self.B), (0, self.Hq), (0, 1), (0, self.Skv)))
 
-    def add_pairs(self, found: ReadGradient, block: int, compute: Compute) -> None:
+    def add_pairs(self, found: ReadGradient, block: int, compute: "Compute") -> None:
         """Sums of single pairs: `compute` computes them, some rows (a multiple of `block`) at a time."""
         each_batch, each_head = found.owned
         along = follows_distance(found.node)

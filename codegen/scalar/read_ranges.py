@@ -6,8 +6,6 @@ evaluated in the blocks where that does not decide; once for each combination of
 from data is not known here (`follows_from_data`).
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import evaluate
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Environment, Expr, Tile, evaluate
 from attngraph.ir.language.score import INDICES, ScoreProgram
 from attngraph.ir.ops.kernels import Operands, accumulation_dtype
 from attngraph.meaning.algebra.intervals import Cut, Grid, bounds

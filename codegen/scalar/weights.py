@@ -6,15 +6,10 @@ the online softmax as a factor. The other supported change is `where(isnan(p), 0
 only if its whole row is, so it is decided once per row, at the end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr, format_expr
-from attngraph.ir.language.parser import operation
-from attngraph.ir.language.score import DOT, WEIGHT, ScoreProgram, Weight
+from attngraph.ir.language import DOT, WEIGHT, E, Expr, ScoreProgram, Weight, format_expr, operation
 
 _ONE = E.const(1.0)
 

@@ -6,8 +6,6 @@ their rows (`ir/language/functions.py`). Names are made from numbers and literal
 user's reaches the source.
 """
 
-from __future__ import annotations
-
 import abc
 import collections
 import re
@@ -15,10 +13,7 @@ from collections.abc import Mapping
 
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import Lowering, Scalar
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import Operation, operation_of
-from attngraph.ir.language.score import Keep, Score, Weight
+from attngraph.ir.language import E, Expr, Keep, Operation, Score, Weight, operation_of
 
 COMPARE, SUM, PRODUCT, SIGN, ATOM = 1, 6, 7, 8, 9
 FACTOR = PRODUCT + 1

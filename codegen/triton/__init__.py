@@ -8,7 +8,6 @@
     launch.py        `triton.forward`, and gradients    decode.py     `triton.decode`, over a cache
     sums.py          sums carried from token to token   attempts.py   plans that are kept; fallbacks
     store.py         where sources are kept; launches   device.py     the GPU and its limits
-    ahead_of_time.py compiling for a GPU that is not here
 
 For CUDA and AMD GPUs. On a CPU it runs only if requested by name, under TRITON_INTERPRET=1; the tests without
 a GPU do so.
@@ -19,10 +18,11 @@ from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.sums import RunningSum
 from attngraph.codegen.triton.tuning import tune
 from attngraph.ir.ops import cached_attention as cache
-from attngraph.ir.ops import kernels, running_sum
+from attngraph.ir.ops import kernels
+from attngraph.ir.ops.declare import RUNNERS
 
 __all__ = ["tune"]
 
 kernels.register(Forward(), devices=frozenset({"cuda"}))
 cache.CACHED.append(Decode())
-running_sum.RUNNERS.append(RunningSum())
+RUNNERS["running_sum"].append(RunningSum().run)

@@ -8,8 +8,6 @@ a CUDA graph is captured, drivers refuse much that works otherwise and the captu
 error, so nothing is concluded from it: the user sees it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence

@@ -1,25 +1,14 @@
 """Which block sizes a call gets where its user has measured none: rules, by widths, dtype, program and GPU.
 
-A choice is checked ahead of time (`ahead_of_time.py`, and the scorecard of the benchmarks): the first choice
-for a width spills no registers, or few; what is left is said where it is chosen.
+A choice is compiled ahead of time (`workshop/bench/scorecard/`): the first choice for a width spills no
+registers, or few; what is left is said where it is chosen.
 """
-
-from __future__ import annotations
 
 import torch
 
-from attngraph.codegen.triton.plan import (
-    Blocks,
-    in_two,
-    is_linear,
-    largest_filled,
-    padded,
-    reads_of,
-    tiles_read,
-    window_of,
-)
-from attngraph.ir.language import score as S
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.codegen.triton import plan as P
+from attngraph.codegen.triton.plan import Blocks
+from attngraph.ir.language import S, ScoreProgram
 
 # (128, 64) at width 256 spills on sm_100, and 128 keys on sm_100 and with the masks of padded widths.
 _HALF = {
@@ -60,20 +49,20 @@ def blocks_for(
     Args:
         capability: of an NVIDIA GPU; None: another, or unknown.
     """
-    width = max(64, padded(D), padded(Dv))
+    width = max(64, P.padded(D), P.padded(Dv))
     single = _SINGLE if _is_exact(D, Dv) else _SINGLE_PADDED
     wanted = (single if dtype is torch.float32 else _HALF)[width]
     q, k, warps, stages = wanted.q, wanted.k, wanted.warps, wanted.stages
     has_groups = dtype is not torch.float32 and shared > _MUCH and (capability or (9, 0))[0] < 10
     if has_groups and width < 512:
         q, k, warps, stages = _measured(program, D, Dv)
-    elif width == 128 and (tiles_read(program) or (shared <= _MUCH and _takes_registers(program, D, Dv))):
-        k = max(16, k // (4 if tiles_read(program) and shared <= _MUCH else 2))
+    elif width == 128 and (P.tiles_read(program) or (shared <= _MUCH and _takes_registers(program, D, Dv))):
+        k = max(16, k // (4 if P.tiles_read(program) and shared <= _MUCH else 2))
     elif width == 64 and shared <= _MUCH and dtype is not torch.float32:
         q, k, warps = 64, 32, 4  # room for two programs on a multiprocessor
-        if not tiles_read(program):
-            q, k = 64 if program.keeps or not is_linear(program) else 128, 64
-    elif width == 256 and shared <= _MUCH and padded(Dv) > 128:
+        if not P.tiles_read(program):
+            q, k = 64 if program.keeps or not P.is_linear(program) else 128, 64
+    elif width == 256 and shared <= _MUCH and P.padded(Dv) > 128:
         q, k, warps = (32, 64, 4) if dtype is not torch.float32 else (q, k, warps)
     split = dtype is not torch.float32 and _lie_in_two(program, D, Dv, shared, capability)
     if split and shared >= _LITTLE:
@@ -82,12 +71,12 @@ def blocks_for(
         warps, stages = 4, 1
         if dtype is not torch.float32:
             q, k = _IN_LITTLE.get(width, (q, k))
-            wider = width == 128 and not is_linear(program) and not tiles_read(program)
-            k = 2 * k if wider or (width == 256 and (padded(Dv) <= 128 or split)) else k
+            wider = width == 128 and not P.is_linear(program) and not P.tiles_read(program)
+            k = 2 * k if wider or (width == 256 and (P.padded(Dv) <= 128 or split)) else k
     if Sq < q:
-        q, warps = padded(Sq), min(warps, 4)
-    own, of_values = (sum(in_two(n)) if split else padded(n) for n in (D, Dv))
-    row = (own + of_values) * dtype.itemsize + 4 * q * tiles_read(program) + 16 * _keys_read(program)
+        q, warps = P.padded(Sq), min(warps, 4)
+    own, of_values = (sum(P.in_two(n)) if split else P.padded(n) for n in (D, Dv))
+    row = (own + of_values) * dtype.itemsize + 4 * q * P.tiles_read(program) + 16 * _keys_read(program)
     tile = own * dtype.itemsize
 
     def taken() -> int:
@@ -116,18 +105,18 @@ def _lie_in_two(
     128.
     Products of narrow tiles are slow, so rows of up to 64 lie in one. Not looked at: sm_100, rows wider than
     256, and reads for each score."""
-    if not any(in_two(n)[1] for n in (D, Dv)) or (capability or (8, 0))[0] >= 10 or tiles_read(program):
+    if not any(P.in_two(n)[1] for n in (D, Dv)) or (capability or (8, 0))[0] >= 10 or P.tiles_read(program):
         return False
-    return (128 if shared < _LITTLE else 64) < max(padded(D), padded(Dv)) <= 256
+    return (128 if shared < _LITTLE else 64) < max(P.padded(D), P.padded(Dv)) <= 256
 
 
 def _in_two_tiles(program: ScoreProgram, D: int, Dv: int, shared: int) -> tuple[int, int, int, int]:
     """Queries, keys, warps and stages for rows in two tiles, on NVIDIA's GPUs. On sm_90 as measured (widths
     80, 96, 160 and 192, causal and softcap); with one tile for each row they take 1.1 to 1.3 times as long.
     """
-    keys, values = sum(in_two(D)), sum(in_two(Dv))
+    keys, values = sum(P.in_two(D)), sum(P.in_two(Dv))
     if shared > _MUCH and max(keys, values) <= 96:
-        return 128 if is_linear(program) else 64, 64, 4, 3
+        return 128 if P.is_linear(program) else 64, 64, 4, 3
     if shared > _MUCH:
         return 128, 64, 8, 3
     if max(keys, values) <= 96:
@@ -137,24 +126,24 @@ def _in_two_tiles(program: ScoreProgram, D: int, Dv: int, shared: int) -> tuple[
 
 def _takes_registers(program: ScoreProgram, D: int, Dv: int) -> bool:
     """Whether a tile is computed with masks of its padding, or with a third loop over what a fill hides."""
-    return not _is_exact(D, Dv) or largest_filled(program) is not None
+    return not _is_exact(D, Dv) or P.largest_filled(program) is not None
 
 
 def _is_exact(D: int, Dv: int) -> bool:
     """Whether rows fill tiles of their width."""
-    return padded(D) == D and padded(Dv) == Dv
+    return P.padded(D) == D and P.padded(Dv) == Dv
 
 
 def _measured(program: ScoreProgram, D: int, Dv: int) -> tuple[int, int, int, int]:
     """Queries, keys, warps and stages on sm_90: of some forty the fastest or nearly, measured on an H200 with
     Triton 3.6 and 3.8 (docs/gpu.md). Programs of four warps share a multiprocessor: one multiplies while
     another computes weights. With wide keys or values there is room for one."""
-    width = max(64, padded(D), padded(Dv))
+    width = max(64, P.padded(D), P.padded(Dv))
     if width > 128:
-        return 128, 32 if tiles_read(program) else 64, 8, 3 if padded(Dv) <= 128 else 2
-    if tiles_read(program):
+        return 128, 32 if P.tiles_read(program) else 64, 8, 3 if P.padded(Dv) <= 128 else 2
+    if P.tiles_read(program):
         return 64, 32, 4, 3
-    return 64, 128 if width == 64 and not window_of(program) else 64, 4, 3
+    return 64, 128 if width == 64 and not P.window_of(program) else 64, 4, 3
 
 
 _LONG = 1024
@@ -168,8 +157,8 @@ def _gains_ahead(program: ScoreProgram, width: int) -> bool:
     documents; at 64 by 1 to 4 %, and not where scores are more than a multiple of the dot or windows are
     narrow. Wider rows leave no registers, and reads for each score take longer than what is gained."""
     if width == 64:
-        return is_linear(program) and not window_of(program)
-    return width == 128 and not tiles_read(program)
+        return P.is_linear(program) and not P.window_of(program)
+    return width == 128 and not P.tiles_read(program)
 
 
 WIDEST_BACKWARD = 256
@@ -195,7 +184,7 @@ def backward_blocks(
     bytes, and with finite fills or lists of tiles, by 8 to 56.) `q` is how many queries (in the kernel of
     keys: keys) a program owns, `k` how many keys (queries) it takes at a time. `has_reads`: gradients of
     reads are summed too. `linear`: see `is_linear`. `capability`: as for `blocks_for`."""
-    width = max(64, padded(width))
+    width = max(64, P.padded(width))
     if dtype is torch.float32:
         table = _SINGLE_BACKWARD
     elif shared < _LITTLE:
@@ -231,7 +220,7 @@ def decode_blocks(
     and of 8 bits (`narrow`), because a tile of these passes registers and lies in shared memory twice, so it
     has no third stage. Widths beyond 256 are latents. On NVIDIA's GPUs nothing spills, but for latents of
     more than 16 heads. `capability`: as for `blocks_for`."""
-    single, lanes = dtype is torch.float32, padded(lanes)
+    single, lanes = dtype is torch.float32, P.padded(lanes)
     if width > 256:
         if single or narrow:
             return Blocks(16, 16 if single or shared < _LITTLE else 32, 8, 2)
@@ -258,4 +247,4 @@ def _blocks_of_latents(lanes: int, shared: int, capability: tuple[int, int] | No
 
 def _keys_read(program: ScoreProgram) -> int:
     """How many tensor elements the program reads for each key alone."""
-    return sum(S.index("k") in n.free and S.index("q") not in n.free for n in reads_of(program))
+    return sum(S.index("k") in n.free and S.index("q") not in n.free for n in P.reads_of(program))

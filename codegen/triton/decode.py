@@ -3,8 +3,6 @@
 Serves calls in which some row has few new tokens; long prompts are computed row by row by `triton.forward`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -157,7 +155,7 @@ class Decode:
     def _prepare(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], about: Counts, columns: int,
-    ) -> Prepared:  # fmt: skip
+    ) -> "Prepared":  # fmt: skip
         k, v = pages
         most, longest = max(about.new), max(about.held)
         lanes = q.shape[1] // k.shape[1] * most

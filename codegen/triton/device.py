@@ -1,7 +1,5 @@
 """The device that kernels run on: whether there is a GPU and a Triton for it, and the GPU's properties."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -5,8 +5,6 @@ comments at the head of a module. Formulas come first: which lines they need bef
 tiles are written.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
@@ -14,24 +12,11 @@ from typing import Any
 
 from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
 from attngraph.codegen.triton import fold
+from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton.fold import NOTHING
 from attngraph.codegen.triton.formulas import Formulas, GradientTile
-from attngraph.codegen.triton.plan import (
-    DTYPES,
-    STATES,
-    UNDERFLOW,
-    BackwardPlan,
-    DecodePlan,
-    Plan,
-    SumsPlan,
-    in_two,
-    padded,
-    stays_trusted,
-    window_of,
-)
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr, format_expr
-from attngraph.ir.language.score import Keep, Score, Sink, Weight
+from attngraph.codegen.triton.plan import DTYPES, STATES, BackwardPlan, DecodePlan, Plan, SumsPlan
+from attngraph.ir.language import E, Expr, Keep, Score, Sink, Weight, format_expr
 from attngraph.ir.ops.kernels import TRUSTED
 
 LOWEST = "-3.4028234663852886e+38"
@@ -107,7 +92,7 @@ def emit_backward(plan: BackwardPlan) -> Kernel:
             formulas.writer.forget()  # what stands before another loop or kernel
         return formulas.gradients(reads, skipped, wanted, within, turned)
 
-    is_trusted = stays_trusted(plan.program)
+    is_trusted = P.stays_trusted(plan.program)
     # Rows beyond the end are not stored.
     within = "across <= last_key - start" if at_end else "across < Skv - start"
     over_keys = {"whole": tile(whole, of_rows), "edge": tile(at_end, of_rows, within, alone=False)}
@@ -129,7 +114,7 @@ def emit_backward(plan: BackwardPlan) -> Kernel:
         "LARGEST_TRUSTED": TRUSTED, "STRIP": STRIP,
         "TO_BITS": "RATE" if plan.is_linear else "LOG2E",
         "SCALE": plan.program.scale,
-        "NARROW": padded(plan.Dv) <= 64,
+        "NARROW": P.padded(plan.Dv) <= 64,
         **absent("tops totals", unless=not is_trusted),
         **absent("B batch first_row sums_owner sums_row", unless=bool(of_pairs)),
         **absent("tiles counts row_b row_h column_tiles column_counts column_b column_h", unless=plan.listed),
@@ -167,14 +152,14 @@ def emit_decode(plan: DecodePlan) -> Kernel:
     """
     formulas, name = Formulas(plan, "BLOCK_Q, BLOCK_K"), f"decode_{name_of(plan)}"
     held, new = formulas.tile((), True), formulas.tile((), True)
-    keys, Dv = plan.Dv if plan.shared else plan.D, padded(plan.Dv)  # `keys`: elements in a key's first tile
+    keys, Dv = plan.Dv if plan.shared else plan.D, P.padded(plan.Dv)  # `keys`: elements in a key's first tile
     dv, kept, share = "d" if plan.Dv == keys else "dv", plan.kept, min(WIDEST_SHARE, Dv)
     values = {
         **known(plan, formulas), "KERNEL": name, "SINK": formulas.sink(), "HELD": held, "NEW": new,
         "BEFORE": formulas.before, "PAGED": plan.page, "WINDOW": plan.window, "OLDER": plan.window - 1,
-        "D": padded(keys), "IN_D": True if padded(keys) == keys else f"d < {keys}",
-        "D_REST": padded(plan.rest) if plan.rest else 0,
-        "IN_D_REST": True if padded(plan.rest or 1) == plan.rest else f"rest < {plan.D}",
+        "D": P.padded(keys), "IN_D": True if P.padded(keys) == keys else f"d < {keys}",
+        "D_REST": P.padded(plan.rest) if plan.rest else 0,
+        "IN_D_REST": True if P.padded(plan.rest or 1) == plan.rest else f"rest < {plan.D}",
         "DV": Dv, "dv": dv, "IN_DV": True if Dv == plan.Dv else f"{dv} < {plan.Dv}",
         "WIDTH_OF_VALUES": plan.Dv, "VALUES_APART": dv != "d",
         "VALUE_TILE": "key_tile" if plan.shared else "value_tile",
@@ -241,7 +226,7 @@ def known(plan: Plan, formulas: Formulas) -> dict[str, Any]:
         "SHIFT": formulas.shift(),
         "LAST_KEYS": bool(at_the_end(plan)),  # the causal mask is a comparison with each query's last key
         "FILL": plan.fill is not None,  # tiles behind a finite fill are visited if no score is above LOW
-        "LOW": (plan.fill or 0.0) + UNDERFLOW, "LOWEST": LOWEST,
+        "LOW": (plan.fill or 0.0) + P.UNDERFLOW, "LOWEST": LOWEST,
         "KEEPS_NAN": formulas.change.keeps_nan,  # of rows without keys
         "EXACT": '"ieee"' if DTYPES[plan.dtype] == "float32" else NOTHING,  # not rounded to TF32
         **absent("multiple", unless=not formulas.change.is_plain),
@@ -263,7 +248,7 @@ def rows(plan: Plan, split: bool) -> dict[str, Any]:
         ("D", "d", plan.D, "query_beside query_rest key_beside key_rest d_rest"),
         ("DV", dv, plan.Dv, "value_beside value_rest acc_rest out_rest dv_rest"),
     ):
-        tile, rest = in_two(width) if split else (padded(width), 0)
+        tile, rest = P.in_two(width) if split else (P.padded(width), 0)
         values |= {
             name: tile, f"IN_{name}": True if rest or width == tile else f"{columns} < {width}",
             f"{name}_REST": rest,
@@ -340,15 +325,12 @@ def name_of(plan: Plan) -> str:
     others = [s for s in plan.statements if isinstance(s, Keep) and s != own]
     has_softcap, has_reads = _have("tanh", scores), _have("read", scores)
     words = {
-        "causal": plan.diagonal is not None,
-        "window": bool(window_of(program)),
-        "masked": len(others) > bool(window_of(program)),
-        "softcap": has_softcap,
-        "biased": has_reads,
+        "causal": plan.diagonal is not None, "window": bool(P.window_of(program)),
+        "masked": len(others) > bool(P.window_of(program)), "softcap": has_softcap, "biased": has_reads,
         "scored": bool(scores) and not (plan.is_linear or has_softcap or has_reads),
         "sink": any(isinstance(s, Sink) for s in program.statements),
         "dropout": _have("random", (s.value for s in program.statements if isinstance(s, Weight))),
-    }
+    }  # fmt: skip
     return "_".join([*(word for word, is_said in words.items() if is_said), "attention"])
 
 

@@ -18,8 +18,6 @@ The file's docstring, those of parts, and comments above what is decided explain
 here knows what a kernel computes: another family of kernels is other files.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

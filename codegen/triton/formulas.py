@@ -6,8 +6,6 @@ Index variables keep their names: `b` and `h` are scalars, `q` is a column `[BLO
 the key.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -27,10 +25,7 @@ from attngraph.codegen.scalar.writer import Writer as Common
 from attngraph.codegen.triton import fold
 from attngraph.codegen.triton.fold import NOTHING
 from attngraph.codegen.triton.plan import Plan, is_checked_at_launch
-from attngraph.ir.language import expr as E
-from attngraph.ir.language import score as S
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import Operation
+from attngraph.ir.language import E, Expr, Operation, S
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, formulas
 
 _TYPES = {"int": "tl.int32", "long": "tl.int64", "float": "tl.float32", "double": "tl.float64"}

@@ -5,8 +5,6 @@ program per block of queries of one head. Triton is imported when a kernel is fi
 this module does not require it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -29,28 +27,13 @@ from attngraph.codegen.scalar.read_gradients import (
 )
 from attngraph.codegen.scalar.read_ranges import reads_by_data, require_in_range
 from attngraph.codegen.triton import attempts, store, tuned, visits
+from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton.attempts import KeptPlans, key_of
 from attngraph.codegen.triton.blocks import WIDEST_BACKWARD, backward_blocks
 from attngraph.codegen.triton.blocks import blocks_for as choose_blocks
-from attngraph.codegen.triton.device import (
-    capability,
-    is_interpreted,
-    name_of,
-    no_device,
-    shared_memory,
-)
+from attngraph.codegen.triton.device import capability, is_interpreted, name_of, no_device, shared_memory
 from attngraph.codegen.triton.emit import OF_KEYS, OF_QUERIES, OF_READ, emit, emit_backward
-from attngraph.codegen.triton.plan import (
-    DTYPES,
-    READS,
-    WIDEST,
-    BackwardPlan,
-    Blocks,
-    Plan,
-    Read,
-    is_linear,
-    stays_trusted,
-)
+from attngraph.codegen.triton.plan import DTYPES, WIDEST, BackwardPlan, Blocks, Plan, Read
 from attngraph.codegen.triton.store import (
     described,
     is_describable,
@@ -59,8 +42,7 @@ from attngraph.codegen.triton.store import (
     launch_options,
     read_arguments,
 )
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
 
 UNCHECKED = (
@@ -191,7 +173,7 @@ class Forward(Kernel):
         line = tuned.key("backward", program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
         blocks = self._blocks or tuned.find(name_of(q.device), line, q.shape[2])
         blocks = blocks or backward_blocks(
-            max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads, is_linear(program),
+            max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads, P.is_linear(program),
             capability(q.device),
         )  # fmt: skip
         plan = _listed(plan_call(program, operands, reads, sizes, blocks), operands)
@@ -261,7 +243,7 @@ def plan_call(
     q, k, v = operands
     return Plan(
         program, q.dtype, q.shape[3], v.shape[3], q.shape[1] // k.shape[1],
-        tuple(Read(n, rank, READS[reads[n].dtype], is_wide(reads[n])) for n, rank in program.reads.items()),
+        tuple(Read(n, rank, P.READS[reads[n].dtype], is_wide(reads[n])) for n, rank in program.reads.items()),
         blocks or blocks_by_rule(program, operands),
         wide=max(*q.shape[:3], k.shape[2], *map(abs, sizes[: program.sizes])) >= SMALL,
     )  # fmt: skip
@@ -277,7 +259,7 @@ def load(plan: Plan) -> Any:
 
 def is_served(program: ScoreProgram, number: int, dtype: torch.dtype) -> bool:
     """Whether kernels can read elements of that dtype as the program reads `r<number>`."""
-    return dtype in READS and (dtype.is_floating_point or number not in reads_by_data(program))
+    return dtype in P.READS and (dtype.is_floating_point or number not in reads_by_data(program))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -329,7 +311,7 @@ def differentiate(
     sums = [torch.empty((B, Hq, lengths[s.kind]), dtype=torch.float32, device=q.device) for s in summed]
     delta = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
     rows = [lse.contiguous(), grad_lse.contiguous(), delta]
-    if not stays_trusted(plan.program):
+    if not P.stays_trusted(plan.program):
         rows += torch.empty((2, B, Hq, Sq), dtype=torch.float32, device=q.device)
     first: list[Any] = [q, k, v, grad, out, *rows, unseen, *found, Hq, Sq, Skv]
     first += [stride for tensor in (q, k, v, grad, out) for stride in tensor.stride()]

@@ -4,8 +4,6 @@ A plan fixes everything that changes the source: the score program, dtypes, widt
 Everything else (lengths, strides, tensors) is an argument of the kernel. Equal plans give equal source.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -13,11 +11,7 @@ import math
 import torch
 
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.ir.language import expr as E
-from attngraph.ir.language import score as S
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Statement, Weight
+from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, S, Score, ScoreProgram, Statement, Weight, parse
 from attngraph.ir.ops.kernels import TRUSTED
 from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.masks.fold import UNDERFLOWS, any_fill, seen

@@ -7,8 +7,6 @@ identifies the source and Triton's version. It is written atomically, and writte
 from the source.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -140,12 +138,9 @@ _compiled: dict[Hashable, Any] = {}
 
 
 def launch_kernel(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arguments: Sequence[Any],
-    options: Mapping[str, Any],
+    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any],
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     """Launch a kernel on a device.
 
     Triton finds the compiled kernel of a call from each argument: its type, whether it is one, whether it is

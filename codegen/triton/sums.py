@@ -3,8 +3,6 @@
 Longer runs of tokens are left to PyTorch, which computes them in chunks by matrix products.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging
@@ -33,7 +31,8 @@ class RunningSum:
 
     def run(
         self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
-        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None, less_one: bool = False,
+        starts: Tensor, inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
+        less_one: bool = False,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         given = {"q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right}
         present = {name: tensor for name, tensor in given.items() if tensor is not None}

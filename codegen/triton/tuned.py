@@ -15,8 +15,6 @@ emitted kernels as `tuned_<device>.json`, and take precedence. Without an entry 
 apply. Malformed tables are logged and ignored; tables measured with another version of Triton are logged.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib
@@ -30,18 +28,9 @@ from typing import Any
 
 import torch
 
+from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton import store, visits
-from attngraph.codegen.triton.plan import (
-    DTYPES,
-    Blocks,
-    conjuncts,
-    diagonal,
-    in_two,
-    is_linear,
-    padded,
-    tiles_read,
-    window_of,
-)
+from attngraph.codegen.triton.plan import Blocks, in_two, padded
 from attngraph.ir.language.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.triton")
@@ -63,16 +52,16 @@ def key(
 ) -> str:  # fmt: skip
     """The key of a table's entry: "forward, bfloat16, 128 wide, values 64, causal masked, window within 512,
     8 heads on one, up to 128 queries". What is usual is not said: heads of their own, many queries."""
-    found = diagonal(conjuncts(program))
-    words = ["" if is_linear(program) else "scored", "causal" if found else ""]
+    found = P.diagonal(P.conjuncts(program))
+    words = ["" if P.is_linear(program) else "scored", "causal" if found else ""]
     words += ["masked" if visits.masks(program, found and found[0]) else ""]
-    words += ["biased" if tiles_read(program) else ""]
+    words += ["biased" if P.tiles_read(program) else ""]
     kind = " ".join(filter(None, words)) or "plain"
-    window, few = window_of(program), next((n for n in _FEW if queries is not None and queries <= n), None)
+    window, few = P.window_of(program), next((n for n in _FEW if queries is not None and queries <= n), None)
     about = [f"window within {padded(window)}"] if window else []
     about += [f"{group} heads on one"] if group > 1 else []
     widths = f"{sum(in_two(D))} wide", f"values {sum(in_two(Dv))}"
-    line = ", ".join([step, DTYPES[dtype], *widths, kind, *about])
+    line = ", ".join([step, P.DTYPES[dtype], *widths, kind, *about])
     return line if few is None else f"{line}{_UP_TO}{few} queries"
 
 

@@ -4,8 +4,6 @@ A choice is kept only if its results agree with those of PyTorch's operations: w
 fast and wrong.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -24,8 +22,7 @@ from attngraph.codegen.scalar.read_gradients import wanted_gradients
 from attngraph.codegen.triton import decode, device, launch, tuned
 from attngraph.codegen.triton.blocks import decode_blocks
 from attngraph.codegen.triton.plan import Blocks, in_two, padded
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import ScoreProgram, parse
 from attngraph.ir.ops.cached_attention import Rows, counts, row_by_row
 from attngraph.ir.ops.kernels import Operands
 

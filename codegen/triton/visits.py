@@ -11,8 +11,6 @@ cached. Those that depend on tensors are shared by the layers of one run of a gr
 computed by the graph itself, in each replay, or are such as stay where they are for good.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools
@@ -32,10 +30,7 @@ from attngraph.codegen.triton.plan import (
     soft_diagonal,
     soft_masks,
 )
-from attngraph.ir.language import expr as E
-from attngraph.ir.language import score as S
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import DOT, SCORE, Keep, ScoreProgram, Statement
+from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, S, ScoreProgram, Statement
 from attngraph.ir.ops.kernels import Operands
 from attngraph.ir.ops.sharing import shared
 from attngraph.ir.versions import version_of

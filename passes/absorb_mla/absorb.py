@@ -13,8 +13,6 @@ with the reason, where something stands between the projection and the attention
 cancel, where nothing would be saved, and where gradients may flow.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import operator
@@ -26,25 +24,17 @@ from torch import fx
 from attngraph.ir import choices
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate, move_to_stage
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram
+from attngraph.ir.language import DOT, SCORE, E, Keep, Score, ScoreProgram
 from attngraph.ir.ops import cost
 from attngraph.ir.ops.cost import LatentSizes
 from attngraph.ir.ops.latent_attention import sizes_of
 from attngraph.ir.ops.nodes import Attention, AttentionOp, LatentAttention
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning import M, Meaning, size_expression
 from attngraph.meaning.attention.latent import Latent, Latents, Obstacle, Stretch
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
-from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.fold import low_fill
-from attngraph.passes.absorb_mla.fold_weights import (
-    Folded,
-    fold_query,
-    fold_result,
-    projection_of,
-)
+from attngraph.passes.absorb_mla.fold_weights import Folded, fold_query, fold_result, projection_of
 from attngraph.passes.absorb_mla.join_heads import join_heads
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal
@@ -151,11 +141,7 @@ class _Absorption:
         return f"left expanded at {source}: {proposal.problem}"
 
     def _examine(self, node: fx.Node) -> Latent:
-        """The latent of an attention whose program allows another order of multiplication.
-
-        Raises:
-            Refused: there is no latent, its biases do not cancel, or nothing would be saved.
-        """
+        """The latent of an attention; Refused where there is none, or nothing would be right or saved."""
         view = Attention.of(node)
         found = self.latents.examine(view.k, view.v)
         if isinstance(found, Obstacle):
@@ -177,11 +163,7 @@ class _Absorption:
         return found
 
     def _absorb(self, proposal: Proposal, node: fx.Node, found: Latent) -> _Change:
-        """Propose to replace the attention.
-
-        Raises:
-            Refused: it would be slower, or the result differs.
-        """
+        """Propose to replace the attention; Refused where it would be slower, or differs."""
         given = self._operands(proposal, node, found)
         if given.key_up is None and given.value_up is None:
             change = self._shared(proposal, node, given)
@@ -291,11 +273,7 @@ class _Absorption:
         return _Change(old, result, entry, products, (*sources, *(n for f in done for n in f.sources)))
 
     def _of_weights(self, folded: Folded) -> Folded:
-        """`folded`, if its products depend on weights alone.
-
-        Raises:
-            Refused: they depend on an input.
-        """
+        """`folded`, if its products depend on weights alone; else Refused."""
         known = self.graph.given()
         for node in region(folded.products, []):
             if node in known and known[node].kind == "argument":
@@ -312,11 +290,7 @@ class _Absorption:
         return builder.call(aten.add.Tensor, new, bias)
 
     def _decide(self, sizes: LatentSizes, given: _Operands) -> LatentEntry:
-        """The costs of both orders of multiplication, for the report.
-
-        Raises:
-            Refused: absorbing would be slower.
-        """
+        """The costs of both orders of multiplication; Refused where absorbing would be slower."""
         fake, latent = given.q.meta["val"], given.shared.meta["val"]
         device, itemsize, few = fake.device.type, fake.dtype.itemsize, None
         if self.options.absorb == "auto":
@@ -367,8 +341,7 @@ def _width(attention: Attention) -> int:
 
 
 def _ignores_shift(program: ScoreProgram) -> bool:
-    """Whether adding a number to all dots of a row changes nothing: scores are a multiple of the dot plus
-    terms without it, and masks fill with minus infinity or a very low number."""
+    """Whether adding a number to all dots of a row changes nothing in what the program makes of them."""
     if program.sink is not None:
         return False
     value = DOT

@@ -6,8 +6,6 @@ W_q W_uk^T and W_uv W_o depend on weights alone, so they move to the stage that 
 The products are larger than their factors where the inner width is small; the report says by how much.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -16,14 +14,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import recombined, split_digits
+from attngraph.ir.language import E, Expr
+from attngraph.meaning import Category, M, Meaning, Unliftable, recombined, split_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.latent import Latents, Obstacle
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable
 from attngraph.passes.build import Builder, Refused
 
 aten = torch.ops.aten

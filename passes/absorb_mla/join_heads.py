@@ -7,23 +7,18 @@ weights are concatenated in the stage that runs when a weight changes. Nothing i
 projections differ in form, or are computed from different tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.nodes import Attention
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning import Category, M, Meaning
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.latent import pieces
 from attngraph.meaning.check.region import region
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.merge_heads import same_value
 from attngraph.passes.proposal import Proposal

@@ -4,8 +4,6 @@ By the element rules (`meaning/rules`), and for norms and activations that PyTor
 formulas in `named.py`. Formulas are kept as they are written: rearranging them would change how they round.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable
@@ -17,16 +15,10 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
-from attngraph.ir.language.packed import Packed
-from attngraph.ir.language.parser import operation
+from attngraph.ir.language import E, Expr, Packed, operation, operation_of
 from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
 from attngraph.ir.ops.quantised import unpack
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable
+from attngraph.meaning import Category, M, Meaning, Unliftable
 from attngraph.passes.fuse_token_wise.rows import Place, Rows
 from attngraph.passes.fuse_token_wise.windows import Windows
 from attngraph.passes.named import NAMED

@@ -10,10 +10,7 @@ the operation has none. Nothing is rewritten where no C compiler is found, as th
 worth it in compiled form. Steps of loops over tokens are rewritten in the same way (`steps.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
-import functools
 import heapq
 import operator
 from collections.abc import Collection, Mapping
@@ -48,23 +45,22 @@ class FuseTokenWise:
         outcome = Outcome()
         if not op.RUNNERS or graph.gradients:
             return outcome
-        before = graph.op_count()
-        regions = _made(graph)
-        if regions:
-            fused = before - graph.op_count() + regions
-            outcome.notes.append(f"{fused} operation(s) that compute each token by itself are now {regions}")
-        outcome.notes += fuse_steps(graph, functools.partial(_made, fewest=1))
+        counts = _made(graph)
+        if counts:
+            outcome.notes.append(
+                f"{sum(counts)} operation(s) that compute each token by itself are now {len(counts)}"
+            )
+        outcome.notes += fuse_steps(graph, lambda step: len(_made(step, fewest=1)))
         return outcome
 
 
-def _made(graph: ProgramGraph, fewest: int = FEWEST) -> int:
-    """Fuse all regions of a graph; returns how many there are."""
+def _made(graph: ProgramGraph, fewest: int = FEWEST) -> list[int]:
+    """Fuse all regions of a graph; returns how many operations each of them replaces."""
     facts = Formulas(graph)
     formulas = {n: found for n in graph.graph.nodes if (found := facts.of(n)) is not None}
     replaced: dict[fx.Node, fx.Node] = {}
-    regions = sum(
-        _fuse(graph, facts, members, replaced, fewest) for members in _regions(graph, facts, formulas)
-    )
+    made = (_fuse(graph, facts, members, replaced, fewest) for members in _regions(graph, facts, formulas))
+    regions = [count for count in made if count]
     if regions or facts.windows:
         _sort(graph)
         graph.clean()
@@ -96,7 +92,7 @@ def _fuse(
     graph: ProgramGraph, facts: Formulas, members: dict[fx.Node, Formula],
     replaced: dict[fx.Node, fx.Node], fewest: int,
 ) -> int:  # fmt: skip
-    """Replace the members of a region by one operation; returns how many were made, 0 or 1. `replaced`: the
+    """Replace the members of a region by one operation; returns how many there are, or 0. `replaced`: the
     results that stand for values of earlier regions."""
     computing = [n for n, f in members.items() if f.value.op != "read"]
     if len(computing) < fewest and not any(_multiplies(facts, n) for n in computing):
@@ -120,7 +116,7 @@ def _fuse(
             result.meta["val"] = _of_the_same_sizes(result.meta["val"], node.meta["val"])
         replaced[node] = result
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
-    return 1
+    return len(members)
 
 
 def _of_the_same_sizes(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

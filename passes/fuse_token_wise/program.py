@@ -4,18 +4,16 @@ Operations that only move elements, or whose elements are used once, are compute
 others are definitions: products, sums, and values that are used more than once or at several places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-from attngraph.ir.language import expr as E
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language import token_program as language
-from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.packed import WORD
 from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram
+from attngraph.ir.walk import reached
 from attngraph.passes.fuse_token_wise.formulas import (
     Formula,
     Formulas,
@@ -170,19 +168,11 @@ class Region:
         return TokenProgram(tuple(given), tuple(definitions), tuple(named))
 
     def _used(self, results: Sequence[Result]) -> set[Any]:
-        found: set[Any] = set()
-        stack = [r.number for r in results]
-        while stack:
-            number = stack.pop()
-            if number in found:
-                continue
-            found.add(number)
-            for value in (read.value for read in E.reads(self._definitions[number].value)):
-                if isinstance(value, tuple):
-                    stack.append(value[1])
-                else:
-                    found.add(value)
-        return found
+        def read(used: Any) -> list[Any]:
+            values = (n.value for n in E.reads(self._definitions[used].value)) if type(used) is int else ()
+            return [value[1] if isinstance(value, tuple) else value for value in values]
+
+        return set(reached((r.number for r in results), read))
 
 
 def _kept(formulas: Mapping[fx.Node, Formula], wanted: Collection[fx.Node]) -> set[fx.Node]:

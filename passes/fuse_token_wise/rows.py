@@ -6,8 +6,6 @@ has `B * T` of them, whether sizes are known or not, and `[B * T, F]` has the sa
 as `[B * T, F]`, which is a view, or a copy where memory lies otherwise.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools
@@ -18,11 +16,9 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.token_program import TOKEN
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.rule import Unliftable
+from attngraph.meaning import M, Unliftable
 from attngraph.passes.build import Builder, NoSize
 
 aten = torch.ops.aten
@@ -49,7 +45,7 @@ class Place(NamedTuple):
             return tuple(TOKEN if d in self.dims else a for d, a in enumerate(at))
         return TOKEN, *(a for d, a in enumerate(at) if d not in self.dims)
 
-    def same_row(self, other: Place, rows: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    def same_row(self, other: "Place", rows: tuple[Expr, ...]) -> tuple[Expr, ...]:
         """The indices of a row in these dimensions, given those in the dimensions of another value; () if it
         has other rows."""
         if self.extents == other.extents:

@@ -7,8 +7,6 @@ consist of. What is not token-wise in this sense stays as the model has it. The 
 nothing else of the graph.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

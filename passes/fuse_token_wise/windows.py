@@ -6,20 +6,16 @@ sequence at the token's place and a few places before. `attngraph::last_tokens` 
 values of its own, so with them the result is computed from each token alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
 
-from attngraph.ir.graph.call import argument
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph import ProgramGraph, argument
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.history import last_tokens, with_earlier
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.element import Meaning
+from attngraph.ir.walk import reached
+from attngraph.meaning import M, Meaning
 from attngraph.meaning.rule import UnliftableBecause
 from attngraph.passes.build import Builder
 
@@ -99,14 +95,7 @@ class Windows:
 
 
 def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = [user for node in nodes for user in node.users]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.users
-    return found
+    return set(reached((user for node in nodes for user in node.users), lambda node: node.users))
 
 
 def _with_extents(value: Expr) -> Expr:

@@ -3,8 +3,6 @@
 Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,9 +14,8 @@ from torch import fx
 from attngraph.capture.program.functional import RECURRENT
 from attngraph.errors import NoDecoderError
 from attngraph.ir import budgets
+from attngraph.ir.graph import ProgramGraph, op_name, source_of
 from attngraph.ir.graph.conditions import are_few, holds
-from attngraph.ir.graph.program_graph import ProgramGraph, op_name
-from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.region import region
@@ -75,8 +72,7 @@ def _fixed_number(extent: int | torch.SymInt) -> int | None:
 
 
 def _fixed_at(graph: ProgramGraph, number: int) -> str:
-    """The line of the model where a size became this number, as torch recorded it, or else the first
-    operation that takes tokens one by one."""
+    """Where a size became this number, as torch recorded it, or the first operation by single tokens."""
     fixed = _lines(graph, lambda c: isinstance(c, sympy.Eq) and number in c.args)
     for line in fixed:
         return f", at {line}"
@@ -93,11 +89,7 @@ def _lines(graph: ProgramGraph, is_meant: Callable[[Any], bool]) -> Iterator[str
 
 
 def _require_token_wise(graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> None:
-    """Raise unless the logits are token-wise.
-
-    Raises:
-        NoDecoderError: with the first operation that mixes tokens, its line, and a pair of tokens.
-    """
+    """Raise NoDecoderError, with operation, line and tokens, unless the logits are token-wise."""
     (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
     assert isinstance(result, fx.Node)
     fact = tokens[result]
@@ -141,8 +133,7 @@ def _limits(graph: ProgramGraph, ids: fx.Node) -> tuple[str, list[Any]]:
 
 
 def _of_longer_alone(graph: ProgramGraph, ids: fx.Node) -> str:
-    """That the model does something else with short sequences, as one that picks the largest few of more, and
-    where."""
+    """That the model does something else with short sequences, as a choice of a few does, and where."""
     name, limits = _limits(graph, ids)
     shortest = next((n for n in range(2, 1 << 12) if all(holds(c, {name: n}) for c in limits)), 2)
     if shortest == 2:
@@ -156,8 +147,7 @@ def _of_longer_alone(graph: ProgramGraph, ids: fx.Node) -> str:
 
 
 def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:
-    """Why what is computed from the first operation that mixes tokens is no sum that can be carried, and no
-    loop of equal steps."""
+    """Why what follows the first operation that mixes tokens is no carried sum, and no loop."""
     known = [n for n, f in tokens.facts.items() if f.kind is not Kind.MIXING]
     found = ""
     for what, reasons in (

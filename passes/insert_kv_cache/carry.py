@@ -7,8 +7,6 @@ run: in float64, against the model's own operations, on sequences of several len
 several chunks where the model computes in chunks. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Iterator, Mapping
@@ -18,10 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
-from attngraph.ir.graph.conditions import holds
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph import holds, source_of
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.running_sum import running_sum
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.comparison import compare, elementwise

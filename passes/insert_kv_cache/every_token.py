@@ -6,20 +6,14 @@ picked from, tokens become rows, and at the end rows become tokens again. That r
 afterwards, by the analysis of the rewritten graph. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, is_size, op_name
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.rule import Unliftable
+from attngraph.ir.graph import ProgramGraph, computed_from, is_size, op_name, source_of
+from attngraph.ir.language import E, Expr
+from attngraph.meaning import M, Unliftable, size_expression
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder
@@ -109,8 +103,7 @@ def _after(pick: fx.Node, result: fx.Node) -> list[fx.Node] | None:
 
 
 def _rows_of(tokens: Tokens, result: fx.Node) -> int | None:
-    """The dimension of the result that counts the sequences, if it is the first and the only one that
-    depends on the call."""
+    """The result's dimension of sequences, if it is the first and alone depends on the call."""
     first, *rest = tokens.meaning.shape(result)
     plain = all(isinstance(n, int) for n in result.meta["val"].shape[1:])
     return 0 if first is tokens.space.rows and plain and rest else None

@@ -7,8 +7,6 @@ tokens that a step gets. That this is right for other numbers is shown by runnin
 sequences (`runtime/proof.py`). Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +16,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from attngraph.errors import NoDecoderError
+from attngraph.ir.graph import ProgramGraph, is_size, op_name, source_of
 from attngraph.ir.graph.infer import infer, infer_once
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size, op_name
-from attngraph.ir.graph.source import source_of
 from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder
 
@@ -87,9 +83,8 @@ def repeated(
     """One operation on other operands: those in `done`, to which sizes computed from `sizes` are added."""
     for size in (n for n in node.all_input_nodes if is_size(n) and n not in done):
         done[size] = builder.size(tokens.meaning.renamed(size_expression(size.meta["val"])), sizes)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: done.get(n, n))
     count = builder.size(tokens.space.tokens, sizes) if tokens.space.is_of_one_length else None
-    made = builder.call(node.target, *args, **kwargs)
+    made = builder.again(node, lambda n: done.get(n, n))
     if count is not None:
         replace_number(made, tokens.traced, count, tokens.graph.fake_mode())
     return made

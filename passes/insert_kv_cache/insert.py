@@ -11,8 +11,6 @@ minimum cut (`meaning/tokens/kv_cut.py`); those of the new tokens are results, w
 the step. Refuses, naming the operation, its line and a pair of tokens, where a token can see a later one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Sequence
@@ -22,12 +20,12 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import RESULTS, Level, Output, ProgramGraph, op_name, operands_first
+from attngraph.ir.graph.program_graph import RESULTS, Level, Output, ProgramGraph, op_name
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.nodes import AttentionOp
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.tokens.facts import Fact, Kind, Scan
 from attngraph.meaning.tokens.folds import RunningFold
 from attngraph.meaning.tokens.history import History
@@ -119,12 +117,8 @@ def only_result(graph: ProgramGraph, result: int) -> None:
 
 
 _REWRITES: dict[type[Scan], Rewrite] = {
-    Window: look_back,
-    Sums: carry,
-    RunningFold: fold,
-    TokenLoop: take_steps,
-    History: run_again,
-}
+    Window: look_back, Sums: carry, RunningFold: fold, TokenLoop: take_steps, History: run_again,
+}  # fmt: skip
 """What makes values that follow from earlier tokens a part of a step."""
 
 
@@ -177,18 +171,10 @@ class _Insertion:
             vectors = tuple(self.inputs.rows(name) for name in ("positions", "row"))
             tokens = str(free_tokens(self.graph, self.ids, self.tokens.traced, vectors))
         self.graph.state = CachePlan(
-            tuple(stores.values()),
-            tuple(self.fixed.found.values()),
-            self.expanded,
-            len(attentions),
-            length,
-            tokens,
-            most_tokens,
-            tuple(self.step.carried.values()),
-            self.step.rounding,
-            tuple(self.step.anew),
-            tuple(self.step.assumed),
-        )
+            tuple(stores.values()), tuple(self.fixed.found.values()), self.expanded, len(attentions),
+            length, tokens, most_tokens, tuple(self.step.carried.values()), self.step.rounding,
+            tuple(self.step.anew), tuple(self.step.assumed),
+        )  # fmt: skip
         self.inputs.drop_unused()
         self._annotate()
         self._note(attentions)

@@ -8,8 +8,6 @@ because both are run in float64 and compared. Leaves operations that differ, and
 as they are; the decoder's own analysis says what it makes of them. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import logging
 import operator
 from collections.abc import Sequence
@@ -20,8 +18,7 @@ from torch import fx
 
 from attngraph.errors import AttnGraphError
 from attngraph.ir import budgets
-from attngraph.ir.graph.program_graph import ProgramGraph, is_random, is_size
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import ProgramGraph, is_random, is_size, source_of
 from attngraph.meaning.check.once import Checks
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal

@@ -4,8 +4,6 @@ They are a minimum cut (`meaning/tokens/kv_cut.py`) of what attentions, windows 
 earlier tokens. An operand that is a view of a kept value is a view of its pages, by the same steps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,8 +11,7 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import ProgramGraph, op_name
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph import ProgramGraph, module_of, op_name, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.cached_attention import Store
 from attngraph.ir.ops.nodes import AttentionOp
@@ -78,8 +75,7 @@ class KeptValues:
                     self.stores |= {n: dataclasses.replace(self.stores[n], window=None) for n in values}
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
-        """Operands to cache: keys, values, and the tensors that scores read at key positions; what is read of
-        earlier tokens."""
+        """Operands to cache: keys, values, what scores read at key positions, and of earlier tokens."""
         scan = self.tokens[node].scan
         if scan is not None:
             return list(scan.operands)

@@ -5,21 +5,16 @@ the model has it, on this longer sequence; everything else is computed from its 
 of token t - j is the one that stands j places before. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import op_name
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph import op_name, source_of
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.history import with_earlier
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.tokens.facts import Fact
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.meaning.tokens.windows import Window

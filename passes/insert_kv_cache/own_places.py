@@ -6,8 +6,6 @@ step such an index would point somewhere else, so the operation is left out. Wha
 indices of places is refused. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,11 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, is_size, op_name
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import ProgramGraph, computed_from, is_size, op_name, source_of
 from attngraph.ir.language import expr as E
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
+from attngraph.meaning import Meaning, Unliftable
 from attngraph.meaning.tokens.tokens import Tokens
 
 aten = torch.ops.aten

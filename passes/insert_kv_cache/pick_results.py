@@ -5,8 +5,6 @@ The tokens are selected at the first value after the last attention on which the
 by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +13,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
@@ -65,8 +62,7 @@ def pick_results(
 def _bottlenecks(
     tokens: Tokens, result: fx.Node, kept: Sequence[fx.Node]
 ) -> list[tuple[fx.Node, set[fx.Node]]]:
-    """The values after the last attention through which every path to the result leads, the earliest first,
-    each with the nodes after it."""
+    """The values after the last attention that all paths lead through, each with the nodes after it."""
 
     def follows_tokens(node: fx.Node) -> bool:
         fact = tokens.facts.get(node)

@@ -8,8 +8,6 @@ nothing.
 Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +15,7 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import is_size, op_name
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import is_size, op_name, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.history import History

@@ -5,8 +5,6 @@ t. This module writes the formula as operations on a vector of positions, so tha
 tokens of any sequences. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A value that follows from earlier tokens (`Scan` in `meaning/tokens/facts.py`) i
 for each class of scans: `insert.py` has the table. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -14,8 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph import ProgramGraph, module_of, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.cached_attention import Carried
 from attngraph.meaning.tokens.tokens import Tokens

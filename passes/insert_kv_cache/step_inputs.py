@@ -1,7 +1,5 @@
 """A step's inputs besides the model's own: rows, pages, and values that are fixed for a prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +7,7 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import Input, ProgramGraph, Rate, source_of
 from attngraph.ir.ops.cached_attention import Carried, Store
 from attngraph.meaning.tokens.tokens import Tokens
 
@@ -20,7 +17,6 @@ class StepInputs:
 
     def __init__(self, graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> None:
         self.graph, self.ids, self.tokens = graph, ids, tokens
-        self._fake = graph.fake_mode()
         self._device = graph.placeholders()[-1].meta["val"].device
         self._made: dict[str, fx.Node] = {}
         self._page_sizes: dict[int | None, Any] = {}
@@ -31,17 +27,9 @@ class StepInputs:
     def take(self, kind: str, name: str, shape: Sequence[Any], dtype: torch.dtype = torch.int64) -> fx.Node:
         """A new placeholder, or the existing one of that name; None in the shape is a new symbolic size."""
         if name not in self._made:
-            with self._fake:
-                sizes = [self._new_size() if n is None else n for n in shape]
-                value = torch.empty(sizes, dtype=dtype, device=self._device)
-            called = f"{kind}_{name.replace('.', '_')}"
+            value, called = self.graph.empty(shape, dtype, self._device), f"{kind}_{name.replace('.', '_')}"
             self._made[name] = self.graph.add_input(Input(kind, name), value, called)
         return self._made[name]
-
-    def _new_size(self) -> Any:
-        size = self._fake.shape_env.create_unbacked_symint()
-        torch._check(size >= 2)
-        return size
 
     def rows(self, name: str) -> fx.Node:
         """An integer vector with an entry per row, or per token."""

@@ -5,8 +5,6 @@ value is used together with one that depends on the tokens, if it depends on oth
 values computed from weights alone are not moved.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -98,8 +96,7 @@ class FixedValues:
             self.graph.stages[Rate.PROMPT] = stage
 
     def _measure_own_arguments(self, stage: ProgramGraph) -> None:
-        """Take sizes that the tokens share with the prompt's arguments (the number of sequences) from
-        these: a prompt's stage is not given the tokens."""
+        """Take sizes that tokens share with the prompt's arguments from these: the stage has no tokens."""
         told = self.graph.given()[self.ids]
         inputs = list(zip(stage.placeholders(), stage.inputs, strict=True))
         others = [n for n, given in inputs if given.kind == "argument" and given != told]

@@ -5,8 +5,6 @@ one after the other, and hands on what the model hands on. A fold (a running max
 `attngraph::running_fold`. Used by `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch

@@ -7,8 +7,6 @@ step and reads views; `shift_positions.py` has the dimensions of a value and rea
 `insert_kv_cache`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import FUNCTIONS, OPERATORS
+from attngraph.ir.language import FUNCTIONS, OPERATORS, Expr
 from attngraph.meaning.attention.layout import NoView, solve
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.tokens.axes import Space

@@ -4,13 +4,10 @@ A graph may be divided along several axes, one pass after the other: the second 
 first computes.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph
-from attngraph.ir.graph.ranks import Axis, Ranks
+from attngraph.ir.graph import Axis, Level, ProgramGraph, Ranks
 from attngraph.passes.canonicalize import forget_operands_of_dtype
 from attngraph.pipeline import Outcome
 

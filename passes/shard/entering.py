@@ -4,14 +4,10 @@ Each rank then has a part of its gradient, and the backward pass adds the parts 
 `sum_gradients`, if a gradient may flow to it at all.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.ranks import Axis
-from attngraph.ir.graph.source import ORIGIN
+from attngraph.ir.graph import ORIGIN, Axis, ProgramGraph
 from attngraph.ir.ops.collectives import SUM_GRADIENTS
 
 LEARNED = ("parameter", "shard", "argument")

@@ -1,16 +1,12 @@
 """What a graph for several ranks sends and holds, counted on the graph, for the report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, op_name
-from attngraph.ir.graph.ranks import Ranks
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import ProgramGraph, Ranks, computed_from, op_name, source_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, bytes_sent
 from attngraph.meaning.placement.differing import differing

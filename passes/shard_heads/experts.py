@@ -10,15 +10,12 @@ as it is: it is followed back by the element rules, whatever operations that are
 Where there are no more experts than ranks, or unequally many, hidden units are divided instead.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph import ProgramGraph, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops.experts import EXPERT_ROWS
 from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
@@ -35,8 +32,7 @@ Proved = Callable[[fx.Node, fx.Node, Iterable[fx.Node]], str]
 
 @dataclasses.dataclass(frozen=True)
 class _Mixture:
-    """The last product of a mixture, how many experts there are, and what the product is computed from in
-    rows of single tokens, operands first."""
+    """The last product of a mixture, its experts, and the rows of tokens before it, operands first."""
 
     product: Product
     experts: int
@@ -92,8 +88,7 @@ class Experts:
         return _Mixture(product, int(experts.value), tuple(inside))
 
     def _reaches(self, node: fx.Node, ends: fx.Node, known: dict[fx.Node, bool]) -> bool:
-        """Whether rows of a node are computed, each from the same row, from a product of the same sorted
-        tokens."""
+        """Whether a node's rows are computed, each from the same row, from a product of the same tokens."""
         if node not in known:
             known[node] = False
             told = grouped(node)
@@ -105,8 +100,7 @@ class Experts:
         return known[node]
 
     def _is_by_rows(self, node: fx.Node, operands: list[fx.Node]) -> bool:
-        """Whether a row of a node reads the same row of these operands alone. Of an operation with several
-        results each of them is asked."""
+        """Whether a row reads the same row of these operands alone; of several results each is asked."""
         if isinstance(node.meta.get("val"), (tuple, list)):
             return True
         if is_part(node):
@@ -139,8 +133,7 @@ class Experts:
         for node in (*mixture.inside, last):
             told, builder = grouped(node), Builder(self.graph, node)
             if told is None or not (node is last or self._has_weight(told.weight)):
-                args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
-                twins[node] = builder.call(node.target, *args, **kwargs)
+                twins[node] = builder.again(node, operand)
                 continue
             use = Use(told.weight, {0: blocks})
             chain, demanded, _ = self.regions.followed(Part(How.SAME, (use,)))

@@ -7,8 +7,6 @@ by what every rank has, added to, and cast to a type that has all of its numbers
 factor must be smaller than what is sent, because ranks add up the factor's gradient.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
@@ -18,11 +16,10 @@ from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops.collectives import ALL_REDUCE
+from attngraph.meaning import Category, Meaning
 from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.check.ways import WayChecks
-from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.differing import differing
-from attngraph.meaning.rule import Category
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal
 from attngraph.passes.shard.entering import Entering
@@ -78,20 +75,15 @@ def _merged(builder: Builder, entering: Entering, sides: list[_Summed], group: A
                 rest = added if rest is None else builder.call(aten.add.Tensor, rest, added)
                 continue
             others = {n: entering.enter(n) for n in step.all_input_nodes if n is not before}
-            part = _again(builder, step, {**others, before: part})
-            rest = None if rest is None else _again(builder, step, {**{n: n for n in others}, before: rest})
+            part = builder.again(step, {**others, before: part}.__getitem__)
+            if rest is not None:
+                rest = builder.again(step, {**{n: n for n in others}, before: rest}.__getitem__)
         parts.append(part)
         rests += [] if rest is None else [rest]
     found = builder.call(ALL_REDUCE, builder.call(aten.add.Tensor, *parts), group)
     for rest in rests:
         found = builder.call(aten.add.Tensor, found, rest)
     return found
-
-
-def _again(builder: Builder, step: fx.Node, given: dict[fx.Node, fx.Node]) -> fx.Node:
-    args, kwargs = fx.map_arg((step.args, step.kwargs), given.__getitem__)
-    target: Any = step.target
-    return builder.call(target, *args, **kwargs)
 
 
 def _summed(graph: ProgramGraph, meaning: Meaning, own: set[fx.Node], value: object) -> _Summed | None:

@@ -5,8 +5,6 @@ rank's parts of parameters, and for numbers that differ by rank. A value that ev
 through `sum_gradients`, where gradients flow.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,19 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import Input, ProgramGraph
+from attngraph.ir.graph import ORIGIN, Input, ProgramGraph
 from attngraph.ir.graph.ranks import Axis, Numbers, Shard
-from attngraph.ir.graph.source import ORIGIN
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import reindexed
+from attngraph.ir.language import E, reindexed
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE
-from attngraph.meaning.element import Meaning
+from attngraph.meaning import Meaning, is_part
 from attngraph.meaning.placement.demand import VIEWS, How, Part, Unplaced, Use, head_dims
 from attngraph.meaning.placement.regions import Product, Region
 from attngraph.meaning.placement.table import Cut, Places, Table
 from attngraph.meaning.placement.tails import added_to
-from attngraph.meaning.rule import is_part
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shard.entering import Entering
 
@@ -135,10 +130,9 @@ class Parts(Entering):
             return builder.call(aten.expand.default, first, self._sizes(builder, node, cut))
         if is_part(node) and node.args[0] not in given:
             whole: Any = node.args[0]
-            args, kwargs = fx.map_arg((whole.args, whole.kwargs), lambda n: given.get(n, n))
-            return builder.call(operator.getitem, builder.call(whole.target, *args, **kwargs), node.args[1])
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: given.get(n, n))
-        return builder.call(target, *args, **kwargs)
+            several = builder.again(whole, lambda n: given.get(n, n))
+            return builder.call(operator.getitem, several, node.args[1])
+        return builder.again(node, lambda n: given.get(n, n))
 
     def _sizes(self, builder: Builder, node: fx.Node, cut: Cut) -> list[Any]:
         shape = self.meaning.shape(node)
@@ -255,15 +249,7 @@ class Parts(Entering):
         self, kind: str, name: str, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> fx.Node:
         """A new input of the graph."""
-        with self.graph.graph.inserting_after(self._last_placeholder()):
-            node = self.graph.graph.placeholder(f"{kind}_{len(self.graph.inputs)}")
-        with self.graph.fake_mode():
-            node.meta = {"val": torch.empty(sizes, dtype=dtype, device=device)}
-        self.graph.inputs = (*self.graph.inputs, Input(kind, name))
-        return node
-
-    def _last_placeholder(self) -> fx.Node:
-        return self.graph.placeholders()[-1]
+        return self.graph.add_input(Input(kind, name), self.graph.empty(sizes, dtype, device))
 
     # --- where ranks come together ---
 
@@ -273,8 +259,7 @@ class Parts(Entering):
         target: Any = product.node.target
         given = {use.operand: self._operand(builder, use) for use in part.uses}
         if product.bias is None:
-            args, kwargs = fx.map_arg((product.node.args, product.node.kwargs), lambda n: given.get(n, n))
-            mine = builder.call(target, *args, **kwargs)
+            mine = builder.again(product.node, lambda n: given.get(n, n))
         else:
             plain = {
                 aten.linear.default: aten.linear.default, aten.addmm.default: aten.mm.default,
@@ -297,8 +282,7 @@ class Parts(Entering):
             others = {n: self.enter(n) for n in node.all_input_nodes if n not in (last, added)}
             if added is not None:
                 others[added] = self._of_first(builder, added)
-            args, kwargs = fx.map_arg((node.args, node.kwargs), {**others, last: mine}.__getitem__)
-            mine, last = builder.call(node.target, *args, **kwargs), node
+            mine, last = builder.again(node, {**others, last: mine}.__getitem__), node
             if "attention" in node.meta:
                 mine.meta["attention"] = node.meta["attention"]
         return self.summed(builder, mine, bias)

@@ -8,16 +8,12 @@ not divided stays as it is, computed by every rank; the report says why, with it
 model computes, and knows no model, module or parameter by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.ranks import Axis, Ranks
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph import Axis, ProgramGraph, Ranks, module_of, source_of
 from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced

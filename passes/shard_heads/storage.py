@@ -5,12 +5,9 @@ packed projections), and nothing needs it otherwise. Elsewhere it stays whole on
 part in each call: key/value heads that several ranks share, and parameters with other uses.
 """
 
-from __future__ import annotations
-
 import torch
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import ProgramGraph, source_of
 from attngraph.ir.ops.collectives import SUM_GRADIENTS
 from attngraph.passes.build import Builder
 from attngraph.passes.shard_heads.parts import Parts

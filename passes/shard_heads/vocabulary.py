@@ -9,17 +9,15 @@ instead. Tables with fewer rows than a row has values are left whole, and so are
 at least twice as tall as they are wide.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph import ProgramGraph, module_of, source_of
 from attngraph.ir.language import expr as E
+from attngraph.ir.walk import reached
 from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
 from attngraph.meaning.placement.regions import Product, Regions
 from attngraph.meaning.placement.table import Cut, Table
@@ -86,17 +84,15 @@ class Vocabulary:
     def _ends(self) -> list[fx.Node]:
         """The products whose results leave the model without another product."""
         results = self.graph.graph.output_node().all_input_nodes
-        found, stack, seen = [], list(results), set()
-        while stack:
-            node = stack.pop()
-            if node in seen or node.op != "call_function":
-                continue
-            seen.add(node)
-            if self.meaning.category(node) is Category.CONTRACTION:
-                found.append(node)
-            elif not isinstance(node.meta.get("val"), tuple):
-                stack += node.all_input_nodes
-        return found
+
+        def is_product(node: fx.Node) -> bool:
+            return node.op == "call_function" and self.meaning.category(node) is Category.CONTRACTION
+
+        def before(node: fx.Node) -> Sequence[fx.Node]:
+            ends = is_product(node) or isinstance(node.meta.get("val"), tuple)
+            return () if ends else node.all_input_nodes
+
+        return list(filter(is_product, reached(results, before)))
 
     def _chosen(self, node: fx.Node, table: fx.Node) -> fx.Node | None:
         """The numbers by which a node picks rows of the table; None where it does something else."""

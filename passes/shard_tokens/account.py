@@ -1,16 +1,12 @@
 """What ranks that divide tokens fetch of each other, counted on the graph at the example's sizes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.ranks import Axis
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import Axis, ProgramGraph, source_of
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.collectives import SUM_GRADIENTS
 from attngraph.ir.ops.token_collectives import ALL_TOKENS, FETCH_KEYS, TOKENS, Layout, needed_keys

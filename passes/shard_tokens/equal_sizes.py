@@ -4,8 +4,6 @@ Where a model flattens logits and labels, a trace only demands that rows times t
 graph is made one for calls in which both factors are; other calls are traced again.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import sympy

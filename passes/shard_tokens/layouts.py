@@ -5,16 +5,13 @@ ranks with unequal work (causal masks), each rank has two runs, one as far from 
 from the end, as far as the number of tokens allows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import sympy
 
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import Expr, ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.token_collectives import Layout
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression

@@ -4,16 +4,13 @@ Each rank then computes the losses of its own tokens, and what is gathered is on
 the logits of all.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from attngraph.ir.graph.call import arguments
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+from attngraph.ir.graph import ProgramGraph, arguments, is_size
 from attngraph.meaning.check.once import Checks
 from attngraph.passes.proposal import Proposal
 

@@ -8,8 +8,6 @@ neighbours, or two runs where early tokens have less work than late ones (`layou
 the model computes, and knows no model, module or parameter by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -17,17 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
-from attngraph.ir.graph.ranks import Axis, Ranks
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import Axis, ProgramGraph, Ranks, is_measured, is_size, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.ir.walk import reached
+from attngraph.meaning import Meaning, Unliftable, is_part, size_expression
 from attngraph.meaning.check.ranks import RankChecks
-from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.token_axis import QUERIES, TokenAxis, attention_of
-from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shard.divide import Divide
 from attngraph.passes.shard_tokens.account import account
@@ -92,11 +87,7 @@ def _token_sizes(graph: ProgramGraph) -> Iterator[tuple[Expr, fx.Node]]:
 
 
 def _divide(graph: ProgramGraph, size: Expr, axis: Axis, whole: list[WholeEntry]) -> DividedTokens:
-    """Divide the tokens that one size counts; what stays whole is added to `whole`.
-
-    Raises:
-        Unplaced: they are not divided.
-    """
+    """Divide the tokens that one size counts, or Unplaced; what stays whole is added to `whole`."""
     meaning = Meaning.of(graph, complex_too=True, along_tokens=True)
     tokens = TokenAxis(graph, meaning, size, axis.group)
     if not any(map(attention_of, tokens.axes)):
@@ -150,12 +141,8 @@ def _working(tokens: TokenAxis, proved: dict[fx.Node, fx.Node]) -> dict[fx.Node,
             if operand in proved:
                 around[node].add(operand)
                 around[operand].add(node)
-    found = {n for n in proved if attention_of(n) is not None or tokens.is_product(n)}
-    stack = list(found)
-    while stack:
-        new = around[stack.pop()] - found
-        found |= new
-        stack += new
+    begins = (n for n in proved if attention_of(n) is not None or tokens.is_product(n))
+    found = set(reached(begins, around.__getitem__))
     for node in proved.keys() - found:
         del tokens.axes[node]
     return {node: twin for node, twin in proved.items() if node in found}

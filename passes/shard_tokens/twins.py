@@ -6,8 +6,6 @@ keys that it fetched in the places that they have among all tokens, so that its 
 with the query's number read from a table. A value that every rank has whole enters through `sum_gradients`.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,24 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size
-from attngraph.ir.graph.ranks import Axis
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import ScoreProgram, reindexed
+from attngraph.ir.graph import Axis, ProgramGraph, is_size
+from attngraph.ir.language import E, Expr, ScoreProgram, reindexed
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.token_collectives import ALL_TOKENS, FETCH_KEYS, OWN_TOKENS, Layout
-from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning import evaluate_size, is_part, size_expression
 from attngraph.meaning.masks.needed import visible_keys
 from attngraph.meaning.placement.demand import VIEWS, Unplaced
-from attngraph.meaning.placement.token_axis import (
-    AttentionUses,
-    TokenAxis,
-    Uses,
-    attention_of,
-    dropout_of,
-)
-from attngraph.meaning.rule import is_part
+from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis, Uses, attention_of, dropout_of
 from attngraph.meaning.tokens.axes import Axes
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shard.entering import Entering
@@ -171,22 +159,16 @@ class Twins:
 
         if is_part(node) and node.args[0] not in given:
             several: Any = node.args[0]
-            args, kwargs = fx.map_arg((several.args, several.kwargs), mapped)
-            made = builder.call(operator.getitem, builder.call(several.target, *args, **kwargs), node.args[1])
+            made = builder.call(operator.getitem, builder.again(several, mapped), node.args[1])
         else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), mapped)
-            made = builder.call(node.target, *args, **kwargs)
+            made = builder.again(node, mapped)
         value = node.meta["val"]
         if isinstance(value, Tensor):
             self._check_shape(made, self.meaning.shape(node), place)
         return made
 
     def _check_shape(self, made: fx.Node, shape: Sequence[Expr], place: int) -> None:
-        """Check that a twin has as many tokens as a rank has, and all of the other dimensions.
-
-        Raises:
-            Unplaced: it has not.
-        """
+        """Raise Unplaced unless a twin has a rank's tokens, and all of the other dimensions."""
         hints = self.graph.hints
         tokens = hints.get(str(self.space.tokens.value), 0)
         at = dict(hints)

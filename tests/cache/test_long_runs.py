@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.ir.ops import running_sum as sums
+from attngraph.ir.ops.declare import RUNNERS
 from attngraph.ir.ops.running_fold import running_fold
+from attngraph.ir.ops.running_sum import running_sum
 
 pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
 
@@ -117,7 +118,7 @@ def test_a_decoders_error_stays_the_models_own(mixed: Callable[..., Tensor]) -> 
 @pytest.mark.parametrize("together", [1, 3000])
 @pytest.mark.parametrize("less_one", [False, True])
 def test_sums_by_pytorchs_operations(together: int, less_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "RUNNERS", [])
+    monkeypatch.setitem(RUNNERS, "running_sum", [])
     count = LONG if together > 1 else 12_000
     torch.manual_seed(0)
     q, k, v = torch.rand(3, count, 1, 3).unbind()
@@ -130,7 +131,7 @@ def test_sums_by_pytorchs_operations(together: int, less_one: bool, monkeypatch:
         for at in range(0, count, together):
             parts = [None if t is None else t[at : at + together].to(dtype) for t in (q, k, v, decay)]
             starts = torch.tensor([0, min(together, count - at)])
-            found, state = sums.running_sum(*parts, state, starts, *beside)
+            found, state = running_sum(*parts, state, starts, *beside)
         return found[-1]
 
     wanted = run(torch.float64, count)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import call, compiled, toolchain
 from attngraph.codegen.triton import device, launch, store, tuned
-from attngraph.codegen.triton.ahead_of_time import Usage
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.functions import FUNCTIONS, Operation
+from workshop.bench.scorecard.ahead_of_time import Usage
 
 sys.path[:0] = [str(Path(__file__).parent)]  # for `known_good`
 FLAGS = toolchain.FLAGS

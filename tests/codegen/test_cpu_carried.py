@@ -67,7 +67,7 @@ def test_windows(lengths: tuple[int, ...], first: int, row_dim: int, dim: int) -
     arranged = [t.movedim((0, 1), (row_dim, dim)).contiguous() for t in (store, new)]
     table = torch.randperm(rows * columns).view(rows, columns)
     rest = (table, starts, torch.full((rows,), first), place, row_dim, dim, back)
-    found = LAST_TOKENS.run(*arranged, *rest[:3], *rest[4:])
+    found = LAST_TOKENS.run(*arranged, *rest)
     assert found is not None
     wanted = last_tokens(*(t.double() for t in arranged), *rest)
     assert wanted.shape == (len(row), back + 1, *inner)

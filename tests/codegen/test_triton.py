@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.read_gradients import FLOATING, PAIRS, ROWS, Totals, read_gradients
-from attngraph.codegen.triton import ahead_of_time, attempts, device, launch, store, tuned, visits
+from attngraph.codegen.triton import attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
 from attngraph.codegen.triton.emit import emit, emit_backward, emit_decode, emit_sums
 from attngraph.codegen.triton.plan import (
@@ -42,6 +42,7 @@ from attngraph.ir.language.score import Score, ScoreProgram
 from attngraph.ir.ops import kernels
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.tiles import Cut, Grid
+from workshop.bench.scorecard import ahead_of_time
 
 HERE = Path(__file__).parent
 Check = Callable[..., None]

@@ -220,7 +220,9 @@ def test_the_backward_pass_is_a_cell_of_its_own(tmp_path: Path) -> None:
     assert known(type("Given", (), {"resume": True, "json": file})()) == rows  # type: ignore[arg-type]
 
 
-SMALL = ("models", "training", "narrow-caches", "decode", "states", "mla", "call-checks", "attention")
+SMALL = (
+    "models", "training", "narrow-caches", "decode", "states", "mla", "call-checks", "attention", "whole"
+)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from attngraph.codegen.triton import blocks, device
-from attngraph.codegen.triton.ahead_of_time import TARGETS, requests
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.parser import parse
 from workshop.__main__ import main
 from workshop.bench.scorecard import amd, budgets, flex, nvidia, plain, suite
+from workshop.bench.scorecard.ahead_of_time import TARGETS, requests
 from workshop.bench.scorecard.cards import CARDS, DRAIN, OBTAINED, TURN
 from workshop.bench.scorecard.cells import CELLS, HEADS, TOKENS, plan, useful, visited
 from workshop.bench.scorecard.code import Code, Instruction, Step, Work, tile_loops

@@ -7,8 +7,6 @@ torch's functions are traced twice and repeated after that (`functions.py`), and
 graph (`writes.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

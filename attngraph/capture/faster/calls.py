@@ -7,8 +7,6 @@ follows from, and where that is equal, a result is made from the description. An
 operand, or whose result depends on values, is left to torch. Used by `faster/__init__.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -70,7 +68,7 @@ class Call:
     key: Any = None
 
     @staticmethod
-    def of(mode: Any, args: Any, kwargs: Any) -> Call | None:
+    def of(mode: Any, args: Any, kwargs: Any) -> "Call | None":
         """None where something is met that a key cannot describe."""
         call = Call(mode)
         try:
@@ -190,7 +188,7 @@ class Made:
     is_known: bool = False
 
     @staticmethod
-    def of(call: Call, tensor: Any) -> Made:
+    def of(call: Call, tensor: Any) -> "Made":
         if type(tensor) is not FakeTensor or not _is_plain(tensor):
             raise NotDescribed
         _, _, offset = _layout(tensor)
@@ -259,7 +257,7 @@ class _Result:
     kind: Any
 
     @staticmethod
-    def of(call: Call, result: Any) -> _Result | None:
+    def of(call: Call, result: Any) -> "_Result | None":
         """None where it is something else."""
         if not isinstance(result, (Tensor, list, tuple)):
             return None

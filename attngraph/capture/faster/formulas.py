@@ -5,8 +5,6 @@ follows from the formulas of both sides. Where torch records the computation in 
 torch. So is what follows from the values of tensors. Used by `faster/__init__.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

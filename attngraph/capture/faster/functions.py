@@ -9,8 +9,6 @@ reads or changes needs no thought here. A call that records anything but plain o
 gives anything but tensors, is always traced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import operator
@@ -25,17 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
-from attngraph.capture.faster.calls import (
-    BY_VALUES,
-    Call,
-    Made,
-    NotDescribed,
-    memory_of,
-    own_memories,
-    put_together,
-    taken_apart,
-    within_kernels,
-)  # fmt: skip
+from attngraph.capture.faster import calls
+from attngraph.capture.faster.calls import Call, Made, NotDescribed
 from attngraph.capture.faster.formulas import follows_from_sizes
 from attngraph.capture.lines import user_lines
 
@@ -64,7 +53,7 @@ def equal_functions_traced_twice(noted: Callable[[], Any]) -> Iterator[None]:
 class _Known:
     """Calls with equal keys: what the last one recorded, and whether two recorded the same."""
 
-    recording: Recording
+    recording: "Recording"
     is_confirmed: bool = False
 
 
@@ -160,7 +149,7 @@ class Recording:
     kind: Any
 
     @staticmethod
-    def of(tracer: Any, last: fx.Node, call: Call, result: Any) -> Recording:
+    def of(tracer: Any, last: fx.Node, call: Call, result: Any) -> "Recording":
         """
         Args:
             last: the last node before the call.
@@ -172,7 +161,7 @@ class Recording:
         for number, tensor in enumerate(call.tensors):
             operands.setdefault(_node_of(tracer, tensor), number)
         own, nodes = set(), []
-        memory = {memory_of(t) for t in call.tensors}
+        memory = {calls.memory_of(t) for t in call.tensors}
         for node in _since(tracer, last):
             own.add(node)
             if _stands_for_all(node):
@@ -182,13 +171,13 @@ class Recording:
             ):
                 raise NotRepeatable
             nodes.append(node)
-        kind, tensors = taken_apart(result)
+        kind, tensors = calls.taken_apart(result)
         results = [_result(tracer, call, own, t) for t in tensors]
-        if not own_memories(tensors, [r.made for r in results]):
+        if not calls.own_memories(tensors, [r.made for r in results]):
             raise NotRepeatable
         return Recording(nodes, operands, results, kind)
 
-    def agrees(self, other: Recording) -> bool:
+    def agrees(self, other: "Recording") -> bool:
         """Whether another call recorded the same."""
         return len(self.nodes) == len(other.nodes) and self._told() == other._told()
 
@@ -239,7 +228,7 @@ class Recording:
                 with proxy_tensor.disable_proxy_modes_tracing():
                     found = [_differentiable(result, call) for result in self.results]
             else:
-                with within_kernels(call.mode):
+                with calls.within_kernels(call.mode):
                     found = [_without_gradient(result, call) for result in self.results]
         for result, (made, shown) in zip(self.results, found, strict=True):
             if result.node is not None:
@@ -247,7 +236,7 @@ class Recording:
                 node.meta["val"] = shown
                 slot = proxy_tensor._ProxyTensor(fx.Proxy(node, tracer), made.constant)
                 proxy_tensor.set_proxy_slot(made, tracer, slot)
-        return put_together(self.kind, [made for made, _ in found])
+        return calls.put_together(self.kind, [made for made, _ in found])
 
 
 def _since(tracer: Any, last: fx.Node) -> Iterator[fx.Node]:
@@ -294,13 +283,13 @@ def _is_plain(node: fx.Node, memory: set[int]) -> bool:
         return False
     if target is operator.getitem:
         return True
-    if not isinstance(target, torch._ops.OpOverload) or any(tag in target.tags for tag in BY_VALUES):
+    if not isinstance(target, torch._ops.OpOverload) or any(tag in target.tags for tag in calls.BY_VALUES):
         return False
     for place, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             value = written.meta.get("val") if isinstance(written, fx.Node) else None
-            if not isinstance(value, Tensor) or memory_of(value) in memory:
+            if not isinstance(value, Tensor) or calls.memory_of(value) in memory:
                 return False
     return True
 
@@ -333,7 +322,7 @@ def _without_gradient(result: _Result, call: Call) -> tuple[Any, Any]:
 def _differentiable(result: _Result, call: Call) -> tuple[Any, Any]:
     """The same, where some result has a gradient."""
     if not result.wants_gradient or result.made is None:
-        with within_kernels(call.mode):
+        with calls.within_kernels(call.mode):
             return _without_gradient(result, call)
     made = result.made.differentiable(call)
     return made, proxy_tensor.extract_val(made)

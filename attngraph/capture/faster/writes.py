@@ -7,8 +7,6 @@ memory: what was written is put into the tensor that the view shows a part of, a
 that was allocated; any other view that is used later is made again from the new version.
 """
 
-from __future__ import annotations
-
 import operator
 import sys
 from typing import Any
@@ -19,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from attngraph.capture.program.functional import is_dense
-from attngraph.ir.graph.infer import infer_once
-from attngraph.ir.graph.program_graph import may_alias
+from attngraph.ir.graph import infer_once, may_alias
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -5,8 +5,6 @@ terms of `ir/graph/program_graph.py`: inputs by what they stand for, writes as r
 conditions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

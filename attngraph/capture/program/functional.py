@@ -3,8 +3,6 @@
 Ops that only make views (`flatten`, `mT`, `chunk`) are decomposed during the first trace.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -18,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from attngraph.capture.instead import replaced
 from attngraph.capture.lines import refused
-from attngraph.ir.graph.program_graph import may_alias
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import may_alias, source_of
 from attngraph.meaning.algebra.sizes import example_number
 
 aten = torch.ops.aten

@@ -11,8 +11,6 @@ Not for scores and weights of an attention, which must be looked through: such r
 (`passes/look_later.py`). What a graph cannot share is refused: a write is a result of it. Used by `trace.py`.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,16 +22,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from attngraph.capture.lines import refused
 from attngraph.capture.program.exported import memory_order
-from attngraph.ir.graph.infer import infer_once
-from attngraph.ir.graph.program_graph import (
-    RESULTS,
-    ProgramGraph,
-    computed_from,
-    may_alias,
-    op_name,
-    replace_in_other_users,
-)
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import ProgramGraph, computed_from, infer_once, may_alias, op_name, source_of
+from attngraph.ir.graph.program_graph import RESULTS, replace_in_other_users
+from attngraph.ir.walk import reached
 from attngraph.meaning.rule import ELEMENTWISE, category_of
 
 aten = torch.ops.aten
@@ -141,17 +132,11 @@ def _is_of_scores(node: fx.Node) -> bool:
 
 def _leads(start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> bool:
     """Whether steps through what keeps elements apart lead to exponentials."""
-    stack = list(start)
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if op_name(node) in _EXPONENTIALS:
-            return True
-        if node.op == "call_function" and category_of(node) in ELEMENTWISE:
-            new = [n for n in step(node) if n not in seen]
-            seen.update(new)
-            stack += new
-    return False
+
+    def further(node: fx.Node) -> Iterable[fx.Node]:
+        return step(node) if node.op == "call_function" and category_of(node) in ELEMENTWISE else ()
+
+    return any(op_name(node) in _EXPONENTIALS for node in reached(start, further))
 
 
 def _reads_memory(node: fx.Node, operand: fx.Node) -> bool:

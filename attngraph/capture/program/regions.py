@@ -7,8 +7,6 @@ a new value cannot say that, so a graph for training is refused where a write is
 flow.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -25,8 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from attngraph.capture.lines import refused
 from attngraph.errors import CaptureError
-from attngraph.ir.graph.program_graph import may_alias
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import may_alias, source_of
 
 aten = torch.ops.aten
 _UNDIFFERENTIATED = frozenset(
@@ -124,7 +121,7 @@ class _Value:
     an alias whose writes gradients do not see."""
 
     flows: bool = False
-    shown: _Value | None = None
+    shown: "_Value | None" = None
 
     @property
     def hides(self) -> bool:

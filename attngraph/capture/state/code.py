@@ -4,8 +4,6 @@ Two code objects with equal digests do the same and stand on the same lines of t
 is. What a decorator makes of a function counts with the function.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import hashlib

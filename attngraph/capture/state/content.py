@@ -5,8 +5,6 @@ has a name. What cannot be described is named in `doubts`: a graph that may depe
 unasked.
 """
 
-from __future__ import annotations
-
 import enum
 import hashlib
 import os

@@ -5,8 +5,6 @@ modules share them, since they are looked up at every call; modules, functions a
 containers and objects by what is in them.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Iterable, Mapping

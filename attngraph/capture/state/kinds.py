@@ -5,8 +5,6 @@ attributes of a module are its own. A class is foreign if it belongs to torch or
 What is mute has state on which no result depends: locks, loggers, threads.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextvars
 import dis

@@ -5,8 +5,6 @@ operations, where nearly all of a trace's time goes. Code of torch and of Python
 their versions do.
 """
 
-from __future__ import annotations
-
 import _lsprof
 import contextlib
 import contextvars

@@ -5,8 +5,6 @@ deep they lie; global variables count if code that ran names them; and something
 state cannot be seen, counts only if code that ran names it.
 """
 
-from __future__ import annotations
-
 import builtins
 import dataclasses
 import functools
@@ -170,7 +168,7 @@ class Ran:
                 for name in tuple(names):
                     self._assume(space.get(name))
 
-    def update(self, other: Ran) -> None:
+    def update(self, other: "Ran") -> None:
         """Add what another one has."""
         self._known |= other._known
         self.codes |= other.codes

@@ -4,8 +4,6 @@ A trace runs the model's Python code, some of it several times. What that does t
 iterators, numpy arrays and small tensors must not be seen by the call that is computed afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import operator
@@ -18,20 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attngraph.capture.state import kinds as K
 from attngraph.capture.state.code import nested
 from attngraph.capture.state.fingerprint import fingerprint
-from attngraph.capture.state.kinds import (
-    BY_VALUE,
-    MISSING,
-    MODULES_TABLES,
-    NAMING,
-    Place,
-    bytes_of,
-    is_known,
-    is_of_stand_ins,
-    slots_of,
-    state_of_generator,
-)
+from attngraph.capture.state.kinds import Place
 from attngraph.capture.state.scope import BUILT_IN, Space, read_by
 from attngraph.capture.state.walk import Walk
 from attngraph.ir import budgets
@@ -93,11 +81,11 @@ class _Variable(_Kept):
     def put_back(self) -> None:
         owner, name = self.place
         if isinstance(owner, Space):
-            if self.value is MISSING:
+            if self.value is K.MISSING:
                 owner.held.pop(name, None)
             elif name in owner.held or not isinstance(self.value, types.ModuleType):
                 owner.held[name] = self.value
-        elif self.value is MISSING:
+        elif self.value is K.MISSING:
             delattr(owner, name)
         else:
             setattr(owner, name, self.value)
@@ -107,7 +95,7 @@ class _Buffer(_Kept):
     """An object with bytes, such as a numpy array."""
 
     def is_another(self) -> bool:
-        return bool(bytes_of(self.value) != self.was)
+        return bool(K.bytes_of(self.value) != self.was)
 
     def put_back(self) -> None:
         if isinstance(self.value, bytearray):
@@ -120,7 +108,7 @@ class _Generator(_Kept):
     """A generator of random numbers, with its state and what sets it."""
 
     def is_another(self) -> bool:
-        now = state_of_generator(self.value)
+        now = K.state_of_generator(self.value)
         return now is not None and now[0] != self.was[0]
 
     def put_back(self) -> None:
@@ -159,8 +147,8 @@ class _Found(Walk):
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):
             self.containers.append((Place(value, ""), held))
-        for name in slots_of(type(value)):  # type: ignore[arg-type]
-            if (inner := getattr(value, name, MISSING)) is not MISSING:
+        for name in K.slots_of(type(value)):  # type: ignore[arg-type]
+            if (inner := getattr(value, name, K.MISSING)) is not K.MISSING:
                 self._note(Place(value, name), inner)
 
     def members(self, owner: type) -> Iterator[tuple[str, Any]]:
@@ -183,7 +171,7 @@ class _Found(Walk):
                 self.child(name, frame.f_locals.get(name), 1)
         self._nested.update(id(part) for part in nested(code))
         for space, names in read_by(code, frame.f_globals):
-            if not is_known(space.name):
+            if not K.is_known(space.name):
                 self.variables(space, list(names))
 
     def container(self, value: Any, depth: int) -> None:
@@ -197,10 +185,10 @@ class _Found(Walk):
             self.containers.append((self.at, value))
 
     def buffer(self, value: Any) -> None:
-        self.buffers.append(_Buffer(self.at, value, bytes_of(value)))
+        self.buffers.append(_Buffer(self.at, value, K.bytes_of(value)))
 
     def generator(self, value: Any) -> None:
-        self.generators.append(_Generator(self.at, value, state_of_generator(value)))
+        self.generators.append(_Generator(self.at, value, K.state_of_generator(value)))
 
     def read_variables(self, space: Space, names: Iterable[str]) -> None:
         for name in names:
@@ -308,7 +296,7 @@ class Snapshot:
 
         def is_another(now: Any, before: Any) -> bool:
             """Another one that was there before is another one even if it has the same contents."""
-            swapped = now is not before and id(now) in self._found.seen and not isinstance(now, BY_VALUE)
+            swapped = now is not before and id(now) in self._found.seen and not isinstance(now, K.BY_VALUE)
             self.swapped |= swapped
             return swapped or _differ(now, before, weights)
 
@@ -316,7 +304,7 @@ class Snapshot:
             place, held, was = kept
             if not place.name and isinstance(held, dict):
                 names = (
-                    name for name in (*was, *(n for n in held if n not in was)) if not is_of_stand_ins(name)
+                    name for name in (*was, *(n for n in held if n not in was)) if not K.is_of_stand_ins(name)
                 )
                 for name in names:
                     if is_another(held.get(name, held), was.get(name, held)):
@@ -335,7 +323,7 @@ class _Refused:
     def __init__(self, refuse: Callable[[Place], None], place: Place) -> None:
         self._refuse, self._place = refuse, place
 
-    def __iter__(self) -> _Refused:
+    def __iter__(self) -> "_Refused":
         return self
 
     def __next__(self) -> Any:
@@ -363,10 +351,10 @@ def _is_small(value: Any) -> bool:
 def _tables_of(owner: Any, held: Any) -> Iterator[tuple[Place, Any]]:
     """If these are the attributes of a module: its tables of weights, of submodules and of hooks."""
     if isinstance(owner, nn.Module) and held is vars(owner):
-        for name in MODULES_TABLES:
+        for name in K.MODULES_TABLES:
             table = held.get(name)
             if isinstance(table, (dict, set)):
-                yield Place(owner, "" if name in NAMING else name), table
+                yield Place(owner, "" if name in K.NAMING else name), table
 
 
 def _differ(now: Any, before: Any, weights: Mapping[int, int] = MappingProxyType({})) -> bool:

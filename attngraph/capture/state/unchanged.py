@@ -4,8 +4,6 @@ It would if everything that the walk has read is still in its place, and no tens
 or shape. Comparing identities tells that in a fraction of a walk's time.
 """
 
-from __future__ import annotations
-
 import os
 import types
 import weakref
@@ -20,25 +18,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from attngraph.capture.state import kinds as K
 from attngraph.capture.state.fingerprint import Fingerprint
-from attngraph.capture.state.kinds import (
-    HOOKS,
-    MISSING,
-    MODULES_OWN,
-    NAMING,
-    ORDER,
-    bytes_of,
-    inside,
-    is_known,
-    module_of,
-    own_attributes,
-    set_on_entry,
-    slots_of,
-)
 from attngraph.capture.state.scope import BUILT_IN, TENSORS, Scope, Space
 from attngraph.ir import budgets
 
-_TABLES_OF = itemgetter(*NAMING, *HOOKS)
+_TABLES_OF = itemgetter(*K.NAMING, *K.HOOKS)
 _ABOUT = attrgetter("__class__", "dtype", "device", "shape", "requires_grad")
 _OWN = attrgetter("__dict__")
 _LAYOUT = methodcaller("stride"), methodcaller("storage_offset")
@@ -129,7 +114,7 @@ class RecordingWalk(Fingerprint):
         own = {id(table) for m in modules for table in _TABLES_OF(vars(m))}
         parts = [_parts_of(tuple(vars(m)), skipped) for m in modules]
         referred = [*map(self.reads.reference, modules)]
-        ordered = not ORDER.isdisjoint(self.scope.names)
+        ordered = not K.ORDER.isdisjoint(self.scope.names)
         self.reads.add(partial(_of_modules, referred, parts, skipped, ordered), not_kept=own)
         tables = (table for m in modules for table in (m._parameters, m._buffers))
         held = (t for table in tables for name, t in table.items() if t is not None and name not in skipped)
@@ -147,7 +132,7 @@ class RecordingWalk(Fingerprint):
         super().tensor(value)
 
     def attributes_of_tensor(self, tensor: Tensor, depth: int) -> None:
-        if own_attributes(tensor):
+        if K.own_attributes(tensor):
             self.reads.add(partial(_of_dict, vars(tensor)))
         super().attributes_of_tensor(tensor, depth)
 
@@ -161,19 +146,19 @@ class RecordingWalk(Fingerprint):
 
     def opened(self, value: Any) -> None:
         kind: Any = type(value)
-        names = slots_of(kind) + (_OF_PARTIALS if isinstance(value, partial) else ())
-        skipped = self._skipped(value) | set_on_entry(kind)
+        names = K.slots_of(kind) + (_OF_PARTIALS if isinstance(value, partial) else ())
+        skipped = self._skipped(value) | K.set_on_entry(kind)
         self.reads.add(partial(_of_thing, self.reads.reference(value), names, skipped))
         super().opened(value)
 
     def buffer(self, value: Any) -> None:
         referred = self.reads.reference(value)
-        self.reads.add(lambda: ((), bytes_of(referred())))
+        self.reads.add(lambda: ((), K.bytes_of(referred())))
         super().buffer(value)
 
     def kind(self, kind: type, depth: int) -> None:
         for owner in kind.__mro__:
-            counts = not is_known(module_of(owner)) or issubclass(owner, nn.Module)
+            counts = not K.is_known(K.module_of(owner)) or issubclass(owner, nn.Module)
             if owner not in self.kinds and counts:
                 members = _taking([name for name, _ in self.members(owner)])
                 self.reads.add(partial(_of_class, self.reads.reference(owner), members))
@@ -222,7 +207,7 @@ class RecordingWalk(Fingerprint):
 def _parts_of(names: tuple[str, ...], skipped: frozenset[str]) -> Callable[[Any], Any]:
     """Takes what counts of the attributes of a module that has these: whether it trains, and what users set.
     (What is in its tables is looked at itself.)"""
-    wanted = ("training", *(name for name in names if name not in MODULES_OWN))
+    wanted = ("training", *(name for name in names if name not in K.MODULES_OWN))
     return _taking([name for name in wanted if name in names and name not in skipped])
 
 
@@ -251,7 +236,7 @@ def _of_thing(reference: Callable[[], Any], names: Sequence[str], skipped: froze
     thing = reference()
     own = getattr(thing, "__dict__", None)
     held = {name: value for name, value in (own or {}).items() if name not in skipped}
-    slots = (getattr(thing, name, MISSING) for name in names)
+    slots = (getattr(thing, name, K.MISSING) for name in names)
     return [type(thing), *slots, *held.values()], [*held]
 
 
@@ -268,7 +253,7 @@ def _of_functions(references: Sequence[Callable[[], Any]]) -> Read:
 
 def _of_function(reference: Callable[[], Any]) -> Read:
     function = reference()
-    cells = map(inside, function.__closure__ or ())
+    cells = map(K.inside, function.__closure__ or ())
     return [*_OF_FUNCTIONS(function), *cells, *function.__dict__.values()], [*function.__dict__]
 
 

@@ -7,8 +7,6 @@ records tell whether another walk would read the same (`unchanged.py`), contents
 (`capture/guards.py`). What counts is decided here, by a scope, and nowhere else.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os
@@ -23,43 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import _AttrProxy
 
+from attngraph.capture.state import kinds as K
 from attngraph.capture.state.code import functions_of, nested
-from attngraph.capture.state.kinds import (
-    BY_VALUE,
-    CONTAINERS,
-    HOOKS,
-    MISSING,
-    OF_EVERY_CLASS,
-    ORDER,
-    TOO_DEEP,
-    VIEWS,
-    WRAPPERS,
-    Place,
-    has_value,
-    inside,
-    is_fixed,
-    is_known,
-    is_mute,
-    is_of_stand_ins,
-    is_open,
-    is_plain,
-    module_of,
-    own_attributes,
-    own_classes,
-    set_by_user,
-    set_on_entry,
-    size_of,
-    slots_of,
-    state_of_generator,
-    wrapped_by,
-)
+from attngraph.capture.state.kinds import Place
 from attngraph.capture.state.scope import BUILT_IN, EVERYTHING, Scope, Space
 from attngraph.ir import budgets
 
 _OPENED: tuple[tuple[Any, str], ...] = (
-    (nn.Module, "module"), (type, "kind"), (types.ModuleType, "file"), (CONTAINERS, "container"),
+    (nn.Module, "module"), (type, "kind"), (types.ModuleType, "file"), (K.CONTAINERS, "container"),
     (types.FunctionType, "function"), (types.MethodType, "method"), (types.BuiltinFunctionType, "built_in"),
-    (WRAPPERS, "wrapper"), (ContextVar, "variable"), (VIEWS, "view"), (object, "thing"),
+    (K.WRAPPERS, "wrapper"), (ContextVar, "variable"), (K.VIEWS, "view"), (object, "thing"),
 )  # fmt: skip
 """The kinds of things that have parts, and what visits these."""
 
@@ -113,7 +84,7 @@ class Walk:
     def unseen_at_last(self) -> tuple[Place, Any, str] | None:
         """What nobody can watch, the first of it, once everything has been visited: what is nested too deeply
         may have been met elsewhere."""
-        return next((f for f in self.unseen if f[2] != TOO_DEEP or id(f[1]) not in self.seen), None)
+        return next((f for f in self.unseen if f[2] != K.TOO_DEEP or id(f[1]) not in self.seen), None)
 
     def functions_not_met(self, codes: Iterable[types.CodeType]) -> frozenset[types.FunctionType]:
         """The functions that ran, have variables of their own around them, and were not met; but for those
@@ -126,7 +97,7 @@ class Walk:
         return frozenset(f for f in held if any(f.__code__ is c for c in lost))
 
     def visit(self, value: Any, depth: int) -> None:
-        if isinstance(value, BY_VALUE):
+        if isinstance(value, K.BY_VALUE):
             self.plain(value)
         elif isinstance(value, Tensor):
             self.tensor(value)
@@ -139,7 +110,7 @@ class Walk:
         elif id(value) in self.seen:
             self.again(value)
         elif depth > budgets.STATE_DEPTH:
-            self.hidden(value, TOO_DEEP)
+            self.hidden(value, K.TOO_DEEP)
         else:
             self.seen[id(value)] = len(self.seen)
             getattr(self, _opened_by(type(value), value.__class__))(value, depth + 1)  # type: ignore[arg-type]
@@ -168,10 +139,10 @@ class Walk:
                     if tensor is not None:
                         self.attributes_of_tensor(tensor, depth)
         self.kind(type(module), depth)
-        hooks = ((name, hook) for name in HOOKS for hook in tuple(own[name].values()))
+        hooks = ((name, hook) for name in K.HOOKS for hook in tuple(own[name].values()))
         self.held_by(module, hooks, depth)
-        names = set_by_user(tuple(own))
-        ordered = names if not ORDER.isdisjoint(self.scope.names) else sorted(names)
+        names = K.set_by_user(tuple(own))
+        ordered = names if not K.ORDER.isdisjoint(self.scope.names) else sorted(names)
         # Another thread's call may have removed an attribute.
         counting = ((n, own.get(n)) for n in ordered if (id(module), n) not in left_out)
         self.held_by(module, counting, depth)
@@ -179,7 +150,7 @@ class Walk:
             self.child(name, child, depth)
 
     def attributes_of_tensor(self, tensor: Tensor, depth: int) -> None:
-        held = own_attributes(tensor)
+        held = K.own_attributes(tensor)
         if held:
             self.made.append(held)
             self.child("__dict__", held, depth)
@@ -204,15 +175,15 @@ class Walk:
     def thing(self, value: Any, depth: int) -> None:
         """An object: by its attributes if they are its whole state, by its value if it has one."""
         kind: Any = type(value)
-        names = slots_of(kind)
+        names = K.slots_of(kind)
         held = getattr(value, "__dict__", None)
-        if is_fixed(value):
+        if K.is_fixed(value):
             self.same(value)
-        elif is_mute(kind):
+        elif K.is_mute(kind):
             self.mute(value)
-        elif state_of_generator(value) is not None:
+        elif K.state_of_generator(value) is not None:
             self.generator(value)
-        elif not is_open(kind) or (held is None and not names):
+        elif not K.is_open(kind) or (held is None and not names):
             self.closed_thing(value)
         else:
             if isinstance(value, partial):
@@ -225,18 +196,18 @@ class Walk:
         kind: Any = type(value)
         self.opened(value)
         self.kind(kind, depth)
-        self.held_by(value, ((name, getattr(value, name, MISSING)) for name in slots), depth)
-        passing, left_out, items = set_on_entry(kind), self.scope.left_out, tuple(held.items())
+        self.held_by(value, ((name, getattr(value, name, K.MISSING)) for name in slots), depth)
+        passing, left_out, items = K.set_on_entry(kind), self.scope.left_out, tuple(held.items())
         counting = ((n, v) for n, v in items if n not in passing and (id(value), n) not in left_out)
         self.held_by(value, counting, depth)
 
     def closed_thing(self, value: Any) -> None:
         """An object that cannot be opened: by its value or its bytes. One without either may change
         unseen."""
-        if isinstance(value, slice) or has_value(value):
+        if isinstance(value, slice) or K.has_value(value):
             self.valued(value)
             return
-        size = size_of(value)
+        size = K.size_of(value)
         if size < 0:
             self.hidden(value, "nobody can see its state")
         elif size <= budgets.STATE_BYTES or self.scope.reads(self.at.name):
@@ -251,26 +222,26 @@ class Walk:
             if owner not in self.kinds:
                 self.kinds.add(owner)
                 self.held_by(owner, self.members(owner), depth)
-        if own_classes(type(kind)):
+        if K.own_classes(type(kind)):
             self.kind(type(kind), depth)
 
     def members(self, owner: type) -> Iterator[tuple[str, Any]]:
         """The attributes of a class that count: its code, and what code that ran names. Of torch's modules,
         their forward, which users replace."""
-        if is_known(module_of(owner)):
+        if K.is_known(K.module_of(owner)):
             if issubclass(owner, nn.Module) and "forward" in vars(owner):
                 yield "forward", vars(owner)["forward"]
             return
         for name, value in tuple(vars(owner).items()):
-            is_code = isinstance(value, (types.FunctionType, *WRAPPERS))
+            is_code = isinstance(value, (types.FunctionType, *K.WRAPPERS))
             is_slot = isinstance(value, (types.GetSetDescriptorType, types.MemberDescriptorType))
-            if name not in OF_EVERY_CLASS and not is_slot and (is_code or self.scope.reads(name)):
+            if name not in K.OF_EVERY_CLASS and not is_slot and (is_code or self.scope.reads(name)):
                 yield name, value
 
     def wrapper(self, value: Any, depth: int) -> None:
         """What a decorator of Python's makes of a function."""
         self.same(value)
-        for part in wrapped_by(value):
+        for part in K.wrapped_by(value):
             self.child("", part, depth)
 
     def container(self, value: Any, depth: int) -> None:
@@ -279,7 +250,7 @@ class Walk:
             return
         entries: Any = value
         if isinstance(value, (dict, types.MappingProxyType)):
-            entries = [(key, inner) for key, inner in value.items() if not is_of_stand_ins(key)]
+            entries = [(key, inner) for key, inner in value.items() if not K.is_of_stand_ins(key)]
         self.length(value, len(entries))
         if len(value) > budgets.STATE_ENTRIES and not self.scope.reads(self.at.name):
             self.same(value)
@@ -293,9 +264,9 @@ class Walk:
             if is_set:
                 self.members_of_set(value)
             for number, inner in enumerate(tuple(value)):
-                if not is_set or not isinstance(inner, (*BY_VALUE, type)):
+                if not is_set or not isinstance(inner, (*K.BY_VALUE, type)):
                     self.child(f"[{number}]", inner, depth)
-        if own_classes(type(value)):  # type: ignore[arg-type]
+        if K.own_classes(type(value)):  # type: ignore[arg-type]
             self.attributes(value, (), getattr(value, "__dict__", {}), depth)
 
     def entry(self, number: int, key: Any, value: Any, depth: int) -> None:
@@ -308,7 +279,7 @@ class Walk:
         its closure and its defaults. So does what a library's decorator makes of a function, which it has in
         its closure."""
         self.same(function)
-        decorates = function.__closure__ and is_known(str(function.__globals__.get("__name__")))
+        decorates = function.__closure__ and K.is_known(str(function.__globals__.get("__name__")))
         if decorates or id(function.__code__) in self.codes:
             self.inside_of(function, depth)
             return
@@ -327,19 +298,19 @@ class Walk:
         around = self.at
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self.at = Place(function, name)
-            self.child(f"<{name}>", inside(cell), depth)
+            self.child(f"<{name}>", K.inside(cell), depth)
         self.at = around
 
     def variables(self, space: Space, names: Iterable[str]) -> None:
         """Variables by their names. Of torch's files and Python's own, which object each is; by its value, if
         it is a number, a text, or a container of such (`sys.argv`)."""
-        known = is_known(space.name)
+        known = K.is_known(space.name)
         self.read_variables(space, names)
         for name in names:
             self.at = Place(space, name)
             value = space.get(name)
-            theirs = known and is_known(str(getattr(value, "__module__", None) or space.name))
-            if theirs and not is_plain(value):
+            theirs = known and K.is_known(str(getattr(value, "__module__", None) or space.name))
+            if theirs and not K.is_plain(value):
                 self.same(value)
             else:
                 self.child(name, value, 0)
@@ -349,7 +320,7 @@ class Walk:
         self.same(module)
         space = Space(vars(module))
         names = sorted(name for name in self.scope.names if name in space.held)
-        if names and not is_known(module.__name__):
+        if names and not K.is_known(module.__name__):
             self.read_variables(space, names)
             self.held_by(space, ((name, space.get(name)) for name in names), depth)
 

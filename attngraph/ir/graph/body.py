@@ -4,8 +4,6 @@ Line numbers are not known here: a malformed line raises ValueError, and the rea
 adds the line's number.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Collection, Mapping
@@ -31,9 +29,6 @@ Places = Mapping[str, tuple[int, int]]
 """For names of sizes the input, by number, and its dimension that they are taken from."""
 _BETWEEN_PARTS = ("rows", "pages", "carried", Rate.PROMPT.value, Rate.LOOK.value)
 _KINDS = ("buffer", "constant", Rate.WEIGHTS.value, "parameter", *_BETWEEN_PARTS)
-_CACHED = (
-    "cached_attention", "cached_latent_attention", "divided_attention", "divided_latent_attention",
-)  # fmt: skip
 _WORDS = ("kernel", "values", "absorb", "family", "by")
 """Arguments of attention nodes that are keywords, not values."""
 
@@ -131,16 +126,17 @@ class Body:
             self._value(found[1], found[2], found[3], read_type(found[4]), program)
 
     def _value(self, name: str, op: str, text: str, wanted: Any, program: str) -> None:
-        if op in _CACHED and self.places is None:
+        kind = nodes.NAMED.get(op)
+        is_cached = kind is not None and issubclass(kind, nodes.Cached)
+        if is_cached and self.places is None:
             raise ValueError("graphs of a decoder cannot be read back: what they keep is not in the text")
         self._written = self._allocated(wanted) if self.places is not None else None
         args, kwargs = self._arguments(text)
-        if op in ("attention", "latent_attention", *_CACHED):
-            shared = {n: self.values[f"$rows {n}"] for n in ("starts", "first") if op in _CACHED}
+        if kind is not None:
+            shared = {n: self.values[f"$rows {n}"] for n in ("starts", "first") if is_cached}
             if op == "attention" and self._written is not None:
                 self._written = (self._written, None)
-            target = getattr(torch.ops.attngraph, op).default
-            node = self._call(target, args, _attention(kwargs, program) | shared)
+            node = self._call(kind.target, args, _attention(kind, kwargs, program) | shared)
             node.args, node.kwargs = nodes.AttentionOp.of(node).args, {}
         elif op == "token_program":
             given = [kwargs[f"r{number}"] for number in range(len(kwargs))]
@@ -159,11 +155,7 @@ class Body:
             self._hold(node.meta["val"], wanted)
 
     def _allocated(self, wanted: Any) -> Any:
-        """A value without data of the written type.
-
-        Raises:
-            ValueError: the type does not say what it is.
-        """
+        """A value without data of the written type; ValueError where that does not say what it is."""
         if isinstance(wanted, list):
             return [self._allocated(one) for one in wanted]
         if wanted is None:
@@ -226,13 +218,8 @@ class Body:
         try:
             node.meta["val"] = infer(target, node.args, node.kwargs, self.mode)
         except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            IndexError,
-            NotImplementedError,
-            ProgramError,
-        ) as problem:
+            RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, ProgramError,
+        ) as problem:  # fmt: skip
             raise ValueError(f"{target} cannot be applied to these operands: {problem}") from problem
         return node
 
@@ -276,8 +263,7 @@ class Body:
 
 
 def _whole_name(kind: str, text: str) -> str:
-    """The full name for a printed one: names in the model print without the prefix of capture's wrapper
-    module; results of stages have no such prefix."""
+    """The full name for a printed one: in the model these lack the prefix of capture's wrapper module."""
     name = read_name(text, "$")
     plain = ("value", "check", "tied", Rate.WEIGHTS.value, *_BETWEEN_PARTS)
     return name if kind in plain else f"model.{name}"
@@ -299,7 +285,7 @@ def _target(
     return target
 
 
-def _attention(kwargs: Mapping[str, Any], program: str) -> dict[str, Any]:
+def _attention(kind: type[nodes.AttentionOp], kwargs: Mapping[str, Any], program: str) -> dict[str, Any]:
     """The arguments of an attention after its operands, by their names in the schema."""
     found: dict[str, Any] = {"reads": [], "sizes": [], "program": program}
     for letter, name in (("r", "reads"), ("n", "sizes")):
@@ -308,11 +294,8 @@ def _attention(kwargs: Mapping[str, Any], program: str) -> dict[str, Any]:
     if "values" in kwargs:
         first, _, end = kwargs["values"].partition(":")
         found |= {"key_up": None, "value_up": None, "values": [int(first), int(end) - int(first)]}
-    words = (
-        "kernel", "key_up", "value_up", "absorb", "family", "by", "table", "held", "scales", "k_scales",
-        "v_scales",
-    )  # fmt: skip
-    return found | {name: kwargs[name] for name in words if name in kwargs}
+    known = {a.name for a in kind.target._schema.arguments} - {"values"}
+    return found | {name: value for name, value in kwargs.items() if name in known}
 
 
 def _expression(size: Any) -> Any:

@@ -1,7 +1,5 @@
 """A call by the names of its operation's schema: no other code need know the position of an argument."""
 
-from __future__ import annotations
-
 import functools
 from types import MappingProxyType
 from typing import Any

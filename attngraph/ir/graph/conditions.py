@@ -1,7 +1,5 @@
 """Evaluates the relations between symbolic sizes that a graph assumes, for concrete sizes."""
 
-from __future__ import annotations
-
 import fractions
 import functools
 import math

@@ -6,8 +6,6 @@ sympy, as torch has them. They are bounded before they are computed, as anybody 
 letters, and numbers to what 64 bits hold.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import itertools

@@ -4,8 +4,6 @@ Equal layers have equal calls. For each environment of symbolic sizes, results a
 depends on; a result that follows from values is inferred each time, because its sizes are new ones.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from typing import Any

@@ -7,8 +7,6 @@
 Any other text is taken to be a size formula, which the reader of the graph parses (`ir/graph/formula.py`).
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from typing import Any, NamedTuple

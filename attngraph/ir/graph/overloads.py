@@ -4,8 +4,6 @@ The first overload, in a fixed order, whose schema accepts the arguments is chos
 accepted for a tensor; `default` and `Tensor` overloads come first: `add(%0, 2.0)` is `add.Tensor`.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping, Sequence

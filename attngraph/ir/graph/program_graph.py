@@ -10,8 +10,6 @@ separate graph; its results are inputs of the graphs that run more often. The st
 what one call keeps for the next.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import itertools
@@ -30,6 +28,7 @@ from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import CachePlan
+from attngraph.ir.walk import operands_first, reached
 
 _Value = TypeVar("_Value", bound=Hashable)
 
@@ -125,7 +124,7 @@ class ProgramGraph:
     conditions: tuple[Any, ...] = ()
     hints: dict[str, int] = dataclasses.field(default_factory=dict)
     assumed: set[str] = dataclasses.field(default_factory=set)
-    stages: dict[Rate, ProgramGraph] = dataclasses.field(default_factory=dict)
+    stages: "dict[Rate, ProgramGraph]" = dataclasses.field(default_factory=dict)
     state: CachePlan | None = None
     ranks: Ranks | None = None
 
@@ -157,6 +156,15 @@ class ProgramGraph:
         self.inputs = (*self.inputs, given)
         return node
 
+    def empty(self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
+        """A tensor without data; None in the shape is a new symbolic size."""
+        mode, sizes = self.fake_mode(), list[Any]()
+        with mode:
+            for extent in shape:
+                sizes.append(mode.shape_env.create_unbacked_symint() if extent is None else extent)
+                torch._check(extent is not None or sizes[-1] >= 2)
+            return torch.empty(sizes, dtype=dtype, device=device)
+
     def op_count(self) -> int:
         """The number of nodes that compute: inputs, the output and size queries are not counted."""
         return sum(1 for n in self.graph.nodes if n.op == "call_function" and not is_size(n))
@@ -169,7 +177,7 @@ class ProgramGraph:
         """The attentions over whole sequences, in order. Each has its report entry as `meta["attention"]`."""
         return [n for n in self.graph.nodes if nodes.whole(n) is not None]
 
-    def copy(self) -> ProgramGraph:
+    def copy(self) -> "ProgramGraph":
         """A copy with its own nodes; tensors and metadata are shared."""
         made = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -253,26 +261,15 @@ def part_of(
     inputs = tuple(known[node] for node in taken)
     kinds = {given.kind for given in inputs}
     return dataclasses.replace(
-        graph,
-        module=as_module(made),
-        inputs=inputs,
-        outputs=tuple(Output("value", name) for name in values),
-        assumed=set(graph.assumed),
-        stages={rate: stage for rate, stage in graph.stages.items() if rate.value in kinds},
-        state=None,
-    )
+        graph, module=as_module(made), inputs=inputs,
+        outputs=tuple(Output("value", name) for name in values), assumed=set(graph.assumed),
+        stages={rate: stage for rate, stage in graph.stages.items() if rate.value in kinds}, state=None,
+    )  # fmt: skip
 
 
 def computed_from(values: Iterable[fx.Node], until: Container[fx.Node] = ()) -> set[fx.Node]:
     """The values and all that they are computed from; `until`: what is known besides."""
-    found: set[fx.Node] = set()
-    stack = list(values)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += () if node in until else node.all_input_nodes
-    return found
+    return set(reached(values, lambda node: () if node in until else node.all_input_nodes))
 
 
 def replace_in_other_users(node: fx.Node, made: fx.Node) -> None:
@@ -302,14 +299,9 @@ def measured_sizes(node: fx.Node) -> set[Any]:
     """The sizes that only data know in a node's value: those of its shape, or of the number that it is."""
     value = node.meta.get("val")
     numbers = value.shape if isinstance(value, Tensor) else [value] if is_size(node) else []
-    # No recursion: a chain of sizes is as long as a model makes it.
-    stack = [n.node.expr for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool))]
-    seen = set(stack)
-    while stack:
-        more = set(stack.pop().args) - seen
-        seen |= more
-        stack += more
-    return {s for s in seen if s.is_Symbol and symbol_is_type(s, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))}
+    formulas = (n.node.expr for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)))
+    found = reached(formulas, lambda formula: formula.args)
+    return {s for s in found if s.is_Symbol and symbol_is_type(s, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))}
 
 
 def makes_a_size(node: fx.Node) -> bool:
@@ -354,22 +346,6 @@ def sort(graph: fx.Graph) -> None:
     """Sort the nodes topologically; nodes already in a valid order keep it."""
     for before, node in itertools.pairwise(operands_first(graph.nodes, lambda node: node.all_input_nodes)):
         before.append(node)
-
-
-def operands_first(
-    roots: Iterable[_Value], operands: Callable[[_Value], Sequence[_Value]]
-) -> list[_Value]:  # fmt: skip
-    """The roots and all that `operands` leads to, each after its operands, else in the order of the roots."""
-    order: dict[_Value, None] = {}
-    stack = [(node, False) for node in reversed(list(roots))]
-    while stack:
-        node, visited = stack.pop()
-        if visited:
-            order[node] = None
-        elif node not in order:
-            stack.append((node, True))
-            stack.extend((n, False) for n in reversed(operands(node)))
-    return list(order)
 
 
 def may_alias(op: Any) -> bool:

@@ -5,8 +5,6 @@ One graph serves all ranks. What differs between them are inputs: "shard" is a r
 axis; ranks that are apart along another have the same.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -74,12 +72,12 @@ class Ranks:
     entry: Any = None
     context: Any = None
 
-    def along(self, axis: Axis) -> Ranks:
+    def along(self, axis: Axis) -> "Ranks":
         """The same with one more axis."""
         return dataclasses.replace(self, axes=(*self.axes, axis))
 
     @property
-    def before(self) -> Ranks:
+    def before(self) -> "Ranks":
         """The ranks that there were before the graph was divided along the last axis."""
         return dataclasses.replace(self, axes=self.axes[:-1])
 
@@ -106,11 +104,7 @@ class Ranks:
         return list(found.values())
 
     def _axis(self, group: str) -> int:
-        """The place of an axis.
-
-        Raises:
-            ValueError: there is none of this group.
-        """
+        """The place of an axis; ValueError where there is none of this group."""
         return [axis.group for axis in self.axes].index(group)
 
     def _grid(self) -> list[tuple[int, ...]]:

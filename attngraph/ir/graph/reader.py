@@ -13,8 +13,6 @@ A text may be anybody's. Whatever is wrong with it is a TextError, and how long 
 follows from its length alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping

@@ -4,8 +4,6 @@ Printing and verifying a graph look at every part of it. A pass that found nothi
 objects that they were, and then both say what they said before.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Where in the user's code a node comes from: `model.py:61`, as a relative path where possible."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import linecache

@@ -3,8 +3,6 @@
 What is read may be anybody's: as many bytes are unpacked as the shape says, and no more than `MOST_BYTES`.
 """
 
-from __future__ import annotations
-
 import base64
 import ctypes
 import math

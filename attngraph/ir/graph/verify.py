@@ -4,8 +4,6 @@ A level includes the invariants of all lower levels. Because `verify` runs after
 breaks an invariant is named at once, and the graph before it is still available.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,8 +43,7 @@ def _pure(graph: ProgramGraph) -> Problems:
 
 
 def _staged(graph: ProgramGraph) -> Problems:
-    """What the graph takes from a stage is a result of it, what a stage takes from the graph a result of
-    that, and both are at the same level."""
+    """What graph and stage take from each other is a result of the other, and both are at one level."""
     for rate in Rate:
         stage = graph.stages.get(rate)
         first, then = (stage, graph) if rate in BEFORE else (graph, stage)
@@ -82,8 +79,7 @@ def _with_programs(graph: ProgramGraph) -> Problems:
 
 
 def _keeping(graph: ProgramGraph) -> Problems:
-    """Every store and every carried value of the cache plan is written by a result of its name, and every
-    page that is read is of a store."""
+    """What the cache plan keeps is written by a result of its name, and pages that are read are kept."""
     if graph.state is None:
         return
     stores = {store.name for store in graph.state.stores}
@@ -109,12 +105,9 @@ def _with_kernels(graph: ProgramGraph) -> Problems:
 
 
 PROMISES: dict[Level, tuple[Callable[[ProgramGraph], Problems], ...]] = {
-    Level.CAPTURED: (_pure, _staged),
-    Level.CANONICAL: (_without_assertions,),
-    Level.FUSED: (_with_programs,),
-    Level.CACHED: (_keeping,),
-    Level.LOWERED: (_with_kernels,),
-}
+    Level.CAPTURED: (_pure, _staged), Level.CANONICAL: (_without_assertions,),
+    Level.FUSED: (_with_programs,), Level.CACHED: (_keeping,), Level.LOWERED: (_with_kernels,),
+}  # fmt: skip
 """The invariants that each level adds to those below it; each function's docstring states one."""
 
 

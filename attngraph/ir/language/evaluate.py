@@ -5,8 +5,6 @@ reference (one tile for everything) and executors that iterate over small tiles.
 `[B, Hq, Sq, Skv]` of the tile. The caller chooses the floating dtype.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -16,8 +16,6 @@ An expression's `repr` is its text in the score language. Nothing is simplified 
 `meaning/algebra/simplify`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import weakref
@@ -25,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from attngraph.ir import budgets
+from attngraph.ir.walk import reached
 
 Scalar = int | float | bool
 
@@ -41,7 +40,7 @@ BINARY: dict[str, tuple[str, int]] = {
 COMPARISONS = frozenset({"eq", "ne", "le", "lt", "ge", "gt"})
 _NOT, _SIGN, _ATOM = 3, 7, 9
 _serial = itertools.count()
-_interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+_interned: "weakref.WeakValueDictionary[tuple[Any, ...], Expr]" = weakref.WeakValueDictionary()
 
 
 class Expr:
@@ -56,10 +55,10 @@ class Expr:
     __slots__ = ("__weakref__", "args", "free", "kind", "op", "serial", "value", "words")
 
     op: str
-    args: tuple[Expr, ...]
+    args: "tuple[Expr, ...]"
     value: Any
     kind: str
-    free: frozenset[Expr]
+    free: "frozenset[Expr]"
     serial: int
     words: int
 
@@ -136,6 +135,11 @@ def walk(node: Expr) -> Iterator[Expr]:
             seen.add(current)
             stack.append((current, True))
             stack.extend((arg, False) for arg in reversed(current.args))
+
+
+def outside(node: Expr, *ops: str) -> Iterator[Expr]:
+    """Every distinct node that is in no operand of such operations."""
+    return reached([node], lambda n: () if n.op in ops else n.args)
 
 
 def reads(node: Expr) -> list[Expr]:

@@ -5,8 +5,6 @@ given those of its operands; its derivatives, in the score language; and its spe
 parser, the evaluator, interval arithmetic, differentiation and both backends use this table.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -9,8 +9,6 @@
 The words are part of a graph's text and of a token program's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 
@@ -41,7 +39,7 @@ class Packed:
         return " ".join([*words, *["of outputs"] * self.of_outputs])
 
     @staticmethod
-    def of(text: str) -> Packed:
+    def of(text: str) -> "Packed":
         """What the words say.
 
         Raises:

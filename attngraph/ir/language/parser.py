@@ -13,8 +13,6 @@
 `/` divides real numbers; `//` and `%` are floor division and its remainder, as in Python.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re
@@ -74,7 +72,7 @@ def parse(text: str) -> ScoreProgram:
         raise
 
 
-def _point_out(statements: list[Statement], parsers: list[_Parser]) -> None:
+def _point_out(statements: list[Statement], parsers: "list[_Parser]") -> None:
     """Raise at the first statement that is not valid after those before it."""
     for count, parser in enumerate(parsers, start=1):
         try:

@@ -12,8 +12,6 @@ formed. `ir/language/parser.py` parses the text form, `ir/language/evaluate.py` 
 PyTorch, docs/score-programs.md is the page for users. Programs print and parse back to the identical object.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
@@ -164,7 +162,7 @@ class ScoreProgram:
         return None
 
     @functools.cached_property
-    def without_scale(self) -> ScoreProgram:
+    def without_scale(self) -> "ScoreProgram":
         """The program for a q already multiplied by `scale`; unchanged if there is no scale."""
         if self.scale is None or not self.statements or not isinstance(self.statements[0], Score):
             return self
@@ -183,7 +181,7 @@ class ScoreProgram:
     def sink(self) -> Expr | None:
         return next((s.value for s in self.statements if isinstance(s, Sink)), None)
 
-    def mapped(self, change: Callable[[Expr], Expr]) -> ScoreProgram:
+    def mapped(self, change: Callable[[Expr], Expr]) -> "ScoreProgram":
         """The program with each of its formulas changed."""
         return ScoreProgram(tuple(type(s)(*map(change, formulas(s))) for s in self.statements))
 

@@ -17,8 +17,6 @@ Each part is compiled to an `fx.GraphModule`. Nothing but operators of a closed 
 their plain arguments and arithmetic of `rows` can be written, and nothing is evaluated as Python.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import operator

@@ -15,8 +15,6 @@ extent is a number; only that of tokens is left open, so one program serves any 
 are those of the score language (`parser.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

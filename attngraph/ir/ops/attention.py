@@ -1,18 +1,12 @@
 """The attngraph dialect: the ops that a program graph may hold besides ATen's.
 
-    attngraph::attention(q, k, v, reads, sizes, program, kernel) -> (out, lse)
-
 One op for every attention. q is `[B, Hq, Sq, D]`, k `[B, Hkv, Skv, D]`, v `[B, Hkv, Skv, Dv]`, by any
 strides; `Hq % Hkv == 0`. `program` is a score program as text (`ir/language/score.py`); it reads the tensors
 `reads` as r0, r1, ... and the integers `sizes` as n0, n1, .... `kernel` names the kernel that computes it
 (`ir/ops/kernels.py`); empty: the first that supports it. `out` is `[B, Hq, Sq, Dv]` in v's dtype, with the
 heads of a token contiguous in memory. `lse`, `[B, Hq, Sq]`, is the log-sum-exp of each row, for the backward
 pass and for merging partial attentions (minus infinity or NaN in a row that keeps no key).
-
-Registered with torch.library: schema, fake implementation, kernels, autograd.
 """
-
-from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -22,37 +16,20 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import format_expr
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import E, ScoreProgram, format_expr, parse
 from attngraph.ir.ops import kernels
+from attngraph.ir.ops.declare import Sizes, declare
 from attngraph.ir.ops.kernels import KERNELS, Kernel
 from attngraph.ir.ops.shardings import tell_dtensor
 from attngraph.ir.ops.transforms import (
     are_batched,
     autograd_inside,
-    batch_one_by_one,
-    differentiate_by,
     has_tangent,
     is_recorded,
     is_transformed,
-    refuse_derivatives,
     run_kernel,
 )
 
-torch.library.define(
-    "attngraph::attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor[] reads, SymInt[] sizes, str program, str kernel='') "
-    "-> (Tensor, Tensor)",
-)
-torch.library.define(
-    "attngraph::attention_backward",
-    "(Tensor grad_out, Tensor grad_lse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-    "Tensor[] reads, SymInt[] sizes, str program, str kernel) -> Tensor[]",
-)
-torch.library.define("attngraph::seed", "() -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-_OP = torch.ops.attngraph.attention.default
 _NOTHING = contextlib.nullcontext()
 
 
@@ -169,20 +146,6 @@ def _own_dtypes(like: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False)
 
 
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: list[int], program: str, kernel: str = ""
-) -> tuple[Tensor, Tensor]:
-    parsed = parse(program)
-    check_operands(q, k, v, reads, sizes, parsed)
-    chosen = _kernel(kernel, parsed, q, k, v)
-    with _NOTHING if not torch.is_grad_enabled() else torch.no_grad(), _own_dtypes(q):
-        out, lse = chosen.forward(parsed, (q, k, v), reads, sizes)
-        return _token_major(out), lse.contiguous()
-
-
-torch.library.impl("attngraph::attention", "CompositeExplicitAutograd", _attention)
-
-
 def _token_major(out: Tensor) -> Tensor:
     """A kernel's result as it is if `empty_result` made it, else copied to such a tensor."""
     if out.transpose(1, 2).is_contiguous() and not out._is_view():
@@ -190,21 +153,24 @@ def _token_major(out: Tensor) -> Tensor:
     return kernels.empty_result(out, tuple(out.shape)).copy_(out)
 
 
-@torch.library.register_fake("attngraph::attention")  # type: ignore[untyped-decorator]
-def _attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: list[Any], program: str, kernel: str = ""
-) -> tuple[Tensor, Tensor]:
-    check_operands(q, k, v, reads, sizes, parse(program))
-    b, h, s, _ = q.shape
-    out = v.new_empty((b, s, h, v.shape[3])).transpose(1, 2)
-    lse = q.new_empty(q.shape[:3], dtype=kernels.accumulation_dtype(q.dtype))
-    return out, lse
+def _attention_fake(a: Any) -> tuple[Tensor, Tensor]:
+    check_operands(a.q, a.k, a.v, a.reads, a.sizes, parse(a.program))
+    b, h, s, _ = a.q.shape
+    out = a.v.new_empty((b, s, h, a.v.shape[3])).transpose(1, 2)
+    return out, a.q.new_empty((b, h, s), dtype=kernels.accumulation_dtype(a.q.dtype))
 
 
-@torch.library.impl("attngraph::attention_backward", "CompositeExplicitAutograd")
+@declare(
+    fake=lambda a: [
+        t.new_empty(t.shape) for t in (a.q, a.k, a.v, *filter(Tensor.is_floating_point, a.reads))
+    ],
+    derivatives="differentiate attngraph::attention, with create_graph=True",
+    batched=lambda size, dims, args: None,
+    runs=None,
+)
 def _attention_backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    reads: list[Tensor], sizes: list[int], program: str, kernel: str,
+    reads: list[Tensor], sizes: Sizes, program: str, kernel: str,
 ) -> list[Tensor]:  # fmt: skip
     parsed = parse(program)
     with _own_dtypes(q), autograd_inside():
@@ -212,15 +178,6 @@ def _attention_backward(
             parsed, (q, k, v), reads, sizes, (out, lse), (grad_out, grad_lse)
         )
     return [g.contiguous() for g in found if g is not None]
-
-
-@torch.library.register_fake("attngraph::attention_backward")  # type: ignore[untyped-decorator]
-def _attention_backward_fake(
-    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    reads: list[Tensor], *_: Any,
-) -> list[Tensor]:  # fmt: skip
-    floating = [r for r in reads if r.is_floating_point()]
-    return [t.new_empty(t.shape) for t in (q, k, v, *floating)]
 
 
 class _Attention(torch.autograd.Function):
@@ -248,7 +205,7 @@ class _Attention(torch.autograd.Function):
         else:
             grad_out, grad_lse = grads
             rest = iter(
-                torch.ops.attngraph.attention_backward(
+                _attention_backward(
                     torch.zeros_like(out) if grad_out is None else grad_out,
                     torch.zeros_like(lse) if grad_lse is None else grad_lse,
                     out, lse, q, k, v, reads, ctx.sizes, ctx.program, ctx.kernel,
@@ -285,8 +242,7 @@ def _formula(
 
 
 def _autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    """Which of the three computes a call. Inside of torch.func's transformations, and in forward mode, it is
-    the formula."""
+    """Which of the three computes a call: the formula in torch.func's transformations and forward mode."""
     tell_dtensor()
     if has_tangent(args) or (is_recorded(args) and is_transformed()):
         return _formula(*args)
@@ -315,18 +271,22 @@ def _batched(size: int, dims: Sequence[Any], args: Sequence[Any]) -> tuple[Tenso
     return out.unflatten(0, (size, own)), lse.unflatten(0, (size, own))
 
 
-differentiate_by("attention", _autograd)
-refuse_derivatives("attention_backward", "differentiate attngraph::attention, with create_graph=True")
-batch_one_by_one("attention", _batched)
-batch_one_by_one("attention_backward")
+@declare(fake=_attention_fake, derivatives=_autograd, batched=_batched, plain=True)
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: Sizes, program: str, kernel: str = ""
+) -> tuple[Tensor, Tensor]:
+    parsed = parse(program)
+    check_operands(q, k, v, reads, sizes, parsed)
+    chosen = _kernel(kernel, parsed, q, k, v)
+    with _NOTHING if not torch.is_grad_enabled() else torch.no_grad(), _own_dtypes(q):
+        out, lse = chosen.forward(parsed, (q, k, v), reads, sizes)
+        return _token_major(out), lse.contiguous()
 
 
-@torch.library.impl("attngraph::seed", "CompositeExplicitAutograd")
+_OP = torch.ops.attngraph.attention.default
+
+
+@declare(fake=lambda a: torch.empty((), dtype=torch.int64), tags=(torch.Tag.nondeterministic_seeded,))
 def _seed() -> Tensor:
     """A 32-bit seed drawn from PyTorch's default generator, which `torch.manual_seed` seeds."""
     return torch.randint(0, 1 << 32, (), dtype=torch.int64)
-
-
-@torch.library.register_fake("attngraph::seed")  # type: ignore[untyped-decorator]
-def _seed_fake() -> Tensor:
-    return torch.empty((), dtype=torch.int64)

@@ -1,8 +1,5 @@
 """Attention over a cache: the ops of a decoder's graph.
 
-    attngraph::cached_attention(q, k, v, k_pages, v_pages, reads, sizes, program, rows..., by, k_scales?,
-                                v_scales?) -> out
-
 A step computes new tokens of several sequences (rows) at once. They are packed, `[1, heads, N, width]`:
 tokens starts[r] .. starts[r + 1] - 1 belong to row r, and the first of them has position first[r] in its
 sequence. Their queries attend to the keys in the row's pages (positions 0 .. held[r] - 1) and to the new keys
@@ -16,8 +13,6 @@ of 8 bits have scales, `[pages, heads, page]` (`quantised.py`); pages of any oth
 their dtype, keys and values are computed with in that of the new tokens'.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -29,25 +24,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.parser import operation, parse
-from attngraph.ir.language.score import ScoreProgram, Statement
+from attngraph.ir.language import E, ScoreProgram, Statement, operation, parse
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.attention import check_operands
+from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
 from attngraph.ir.ops.partial_attention import cleared
 from attngraph.ir.ops.quantised import widened
-from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 from attngraph.ir.versions import version_of
-
-ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor k_pages, Tensor v_pages, Tensor[] reads, SymInt[] sizes, "
-    "str program, Tensor table, Tensor starts, Tensor first, Tensor held, str by='', Tensor? k_scales=None, "
-    "Tensor? v_scales=None"
-)
-torch.library.define("attngraph::cached_attention", f"({ARGUMENTS}) -> Tensor")
-INSTEAD = "a decoder has no gradients: differentiate the model itself"
-"""What to do where a derivative is asked for."""
-
 
 Scales = tuple[Tensor | None, Tensor | None]
 """Of the pages of keys and of values; None where these are wide enough to have none."""
@@ -258,8 +241,19 @@ def source_for_short_queries(
     return next((found for found in texts if found[1]), ("", ""))
 
 
+def packed_result(a: Any) -> Tensor:
+    """What attention over a cache gives, without data."""
+    like, width = (a.v, a.v.shape[3]) if hasattr(a, "v") else (a.q, a.values[1])
+    if getattr(a, "value_up", None) is not None:
+        width = a.value_up.shape[1]
+    rows, heads, tokens = a.q.shape[:3]  # rows: 1 at run time; a symbol in a graph traced with several
+    found: Tensor = like.new_empty((rows, tokens, heads, width)).transpose(1, 2)
+    return found
+
+
+@declare(fake=packed_result, derivatives=INSTEAD, plain=True)
 def cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: list[int],
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: Sizes,
     program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, by: str = "",
     k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -274,18 +268,6 @@ def cached_attention(
             return out
     family = by.partition(".")[0]
     return row_by_row(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, family, scales)
-
-
-@torch.library.impl("attngraph::cached_attention", "CompositeExplicitAutograd")
-def _cached_attention(*args: Any) -> Tensor:
-    with torch.no_grad():
-        return cached_attention(*args)
-
-
-@torch.library.register_fake("attngraph::cached_attention")  # type: ignore[untyped-decorator]
-def fake_cached_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    rows, heads, tokens = q.shape[:3]  # rows: 1 at run time; a symbol in a graph traced with several
-    return v.new_empty((rows, tokens, heads, v.shape[3])).transpose(1, 2)
 
 
 def row_by_row(
@@ -374,6 +356,3 @@ def replaced(statements: Sequence[Statement], moved: Mapping[E.Expr, E.Expr]) ->
     """The program of these statements with other expressions in place of variables."""
     made = ScoreProgram(tuple(statements)).mapped(lambda formula: E.replaced(formula, moved))
     return parse(str(made))
-
-
-refuse_derivatives("cached_attention", INSTEAD)

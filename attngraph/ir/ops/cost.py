@@ -7,8 +7,6 @@ form the projections move to the query and the result: every query is projected 
 cost the same at L (P + V) / (2 L - P - V) new tokens over many kept ones; a roofline counts bytes too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

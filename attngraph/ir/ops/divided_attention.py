@@ -1,8 +1,5 @@
 """Attention over a cache whose tokens ranks divide.
 
-    attngraph::divided_attention(<as attngraph::cached_attention>, team, ranks, group) -> out
-    attngraph::divided_latent_attention(<as attngraph::cached_latent_attention>, team, ranks, group) -> out
-
 The ranks of a group have heads of their own, and `team` neighbours among them attend to the same keys. Of
 these each keeps every team-th token: position p lies with member p % team, at slot p // team of the pages
 that its own `table` tells. `held` counts the tokens that the team keeps together. New tokens are known to
@@ -18,34 +15,25 @@ A sink counts with the new tokens. For latents the sums of kept latents are merg
 applied; new tokens are absorbed or projected up as elsewhere. `bytes_exchanged` counts what is sent.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.parser import operation, parse
-from attngraph.ir.language.score import ScoreProgram, Sink
+from attngraph.ir.language import E, ScoreProgram, Sink, operation, parse
 from attngraph.ir.ops import cached_attention as cached
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops import latent_attention as latents
-from attngraph.ir.ops.cached_attention import INSTEAD, Rows, counts, only
+from attngraph.ir.ops.cached_attention import Rows, counts, only
+from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
 from attngraph.ir.ops.exchange import EXCHANGING, Team
 from attngraph.ir.ops.partial_attention import Part, joined
-from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 
-_TEAM = "int team=1, int ranks=1, str group=''"
-torch.library.define("attngraph::divided_attention", f"({cached.ARGUMENTS}, {_TEAM}) -> Tensor")
-torch.library.define("attngraph::divided_latent_attention", f"({latents.ARGUMENTS}, {_TEAM}) -> Tensor")
-DIVIDED, DIVIDED_LATENT = (
-    torch.ops.attngraph.divided_attention.default, torch.ops.attngraph.divided_latent_attention.default,
-)  # fmt: skip
-EXCHANGING.update((DIVIDED, DIVIDED_LATENT))
+_declared = declare(
+    fake=cached.packed_result, after=latents.token_major, derivatives=INSTEAD, plain=True, runs=False
+)
 
 
 def own_count(length: int, team: int, member: int) -> int:
@@ -53,10 +41,12 @@ def own_count(length: int, team: int, member: int) -> int:
     return (length - member + team - 1) // team
 
 
+@_declared
 def divided_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: list[int],
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: Sizes,
     program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, by: str = "",
-    k_scales: None = None, v_scales: None = None, team: int = 1, ranks: int = 1, group: str = "",
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None, team: int = 1, ranks: int = 1,
+    group: str = "",
 ) -> Tensor:  # fmt: skip
     """What the op computes; without gradients."""
     require_no_derivative("divided_attention", INSTEAD, (q, k, v, reads))
@@ -68,10 +58,11 @@ def divided_attention(
     return joined([kept, call.new(q, (k, v))]).out
 
 
+@_declared
 def divided_latent_attention(
     q: Tensor, latent: Tensor, pages: Tensor, key_up: Tensor | None, value_up: Tensor | None,
-    values: Sequence[int], reads: list[Tensor], sizes: list[int], program: str, table: Tensor, starts: Tensor,
-    first: Tensor, held: Tensor, absorb: str = "auto", family: str = "", scales: None = None,
+    values: Sequence[int], reads: list[Tensor], sizes: Sizes, program: str, table: Tensor, starts: Tensor,
+    first: Tensor, held: Tensor, absorb: str = "auto", family: str = "", scales: Tensor | None = None,
     team: int = 1, ranks: int = 1, group: str = "",
 ) -> Tensor:  # fmt: skip
     """What the op computes; without gradients."""
@@ -201,19 +192,6 @@ def bytes_exchanged(
     return others * width * dtype.itemsize, others * (value_width * dtype.itemsize + sums)
 
 
-@torch.library.impl("attngraph::divided_attention", "CompositeExplicitAutograd")
-def _divided_attention(*args: Any) -> Tensor:
-    with torch.no_grad():
-        return latents.token_major(divided_attention(*args))
-
-
-@torch.library.impl("attngraph::divided_latent_attention", "CompositeExplicitAutograd")
-def _divided_latent_attention(*args: Any) -> Tensor:
-    with torch.no_grad():
-        return latents.token_major(divided_latent_attention(*args))
-
-
-torch.library.register_fake("attngraph::divided_attention")(cached.fake_cached_attention)
-torch.library.register_fake("attngraph::divided_latent_attention")(latents.fake_cached_latent_attention)
-refuse_derivatives("divided_attention", INSTEAD)
-refuse_derivatives("divided_latent_attention", INSTEAD)
+EXCHANGING.update(
+    (torch.ops.attngraph.divided_attention.default, torch.ops.attngraph.divided_latent_attention.default)
+)

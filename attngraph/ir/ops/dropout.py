@@ -1,12 +1,8 @@
 """Dropout whose random numbers follow from a seed.
 
-    attngraph::dropout(value, seed, p)
-
 An element is kept where `random(seed, its indices) >= p`, and scaled by `1 / (1 - p)`. A fused attention
 drops its weights by the same numbers, so given its seed this says which weights it dropped.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Environment, Tile
-
-torch.library.define("attngraph::dropout", "(Tensor value, Tensor seed, float p) -> Tensor")
+from attngraph.ir.language import Environment, Tile, evaluate
+from attngraph.ir.ops.declare import declare
 
 
 def dropout(value: Tensor, seed: Any, rate: float, kept: Tensor | None = None) -> Tensor:
@@ -26,7 +20,9 @@ def dropout(value: Tensor, seed: Any, rate: float, kept: Tensor | None = None) -
     return torch.where(kept, value * (1 / (1 - rate)), 0.0)
 
 
-torch.library.impl("attngraph::dropout", "CompositeImplicitAutograd")(dropout)
+@declare()
+def _dropout(value: Tensor, seed: Tensor, p: float) -> Tensor:
+    return dropout(value, seed, p)
 
 
 def kept_elements(

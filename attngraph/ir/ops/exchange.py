@@ -5,8 +5,6 @@ them at the same time. Where ranks are simulated in one process, `together` runs
 other, and again from its beginning after every exchange, until all are done.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from attngraph.ir.ops.collectives import rank_in
 
 EXCHANGING: set[Any] = set()
 """The operations that exchange; their last argument is the process group."""
@@ -32,20 +32,14 @@ class Team:
     def member(self) -> int:
         """Which of its team this rank is."""
         run = _simulated()
-        about: Any = self.group
-        if run is not None:
-            return run.rank % self.size
-        found = torch.distributed.get_rank(torch._C._distributed_c10d._resolve_process_group(about))
-        return found % self.size
+        return (rank_in(self.group) if run is None else run.rank) % self.size
 
     def swapped(self, parts: Tensor) -> Tensor:
         """Send `parts[n]` to member n; what the members sent to this rank, `[team, ...]`."""
         run = _simulated()
         if run is not None:
             return run.swapped(parts, self)
-        functional = torch.ops._c10d_functional
-        about: Any = self.group
-        rank = torch.distributed.get_rank(torch._C._distributed_c10d._resolve_process_group(about))
+        functional, rank = torch.ops._c10d_functional, rank_in(self.group)
         first = rank - rank % self.size
         counts = [int(first <= other < first + self.size) for other in range(self.ranks)]
         found: Tensor = functional.all_to_all_single(parts.contiguous(), counts, counts, self.group)

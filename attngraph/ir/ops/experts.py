@@ -1,15 +1,11 @@
 """Products of tokens, sorted by expert, with the weights of some of the experts.
 
-    attngraph::expert_rows(x, weight, ends, first) -> Tensor
-
 `x`: `[S, D]`, the tokens of expert 0 first, then those of expert 1, and so on; `ends`: `[E]`, where each
 expert's tokens end (as torch's `grouped_mm` takes it). `weight`: `[n, D, H]`, of the experts from `first`
 (`[1]`) on. The result is `[S, H]`: `x @ weight` of its expert for a token of these n, zero for all others. So
 the sum over ranks that have different experts is the product with all of them, and a rank computes only what
 its own experts are asked. Gradients are those of the rows that are computed.
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
@@ -18,12 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.transforms import differentiate_by, has_tangent, is_recorded, run_kernel
-
-torch.library.define(
-    "attngraph::expert_rows", "(Tensor x, Tensor weight, Tensor ends, Tensor first) -> Tensor"
-)
-EXPERT_ROWS = torch.ops.attngraph.expert_rows.default
+from attngraph.ir.ops.declare import declare, differentiated
 
 
 def _rows(ends: Tensor, first: Tensor, count: int) -> Iterator[tuple[int, slice]]:
@@ -36,42 +27,32 @@ def _rows(ends: Tensor, first: Tensor, count: int) -> Iterator[tuple[int, slice]
             yield number, slice(begin, end)
 
 
-def _computed(x: Tensor, weight: Tensor, ends: Tensor, first: Tensor) -> Tensor:
-    found = x.new_zeros(x.shape[0], weight.shape[2])
-    for number, rows in _rows(ends, first, weight.shape[0]):
-        torch.mm(x[rows], weight[number], out=found[rows])
-    return found
-
-
-torch.library.impl("attngraph::expert_rows", "CompositeExplicitAutograd")(_computed)
-
-
-@torch.library.register_fake("attngraph::expert_rows")  # type: ignore[untyped-decorator]
-def _shape(x: Tensor, weight: Tensor, ends: Tensor, first: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
 class _ExpertRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, first: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ends, first)
-        return _computed(x.detach(), weight.detach(), ends, first)
+        return _expert_rows(x.detach(), weight.detach(), ends, first)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         x, weight, ends, first = ctx.saved_tensors
-        of_x = _computed(grad, weight.mT, ends, first)
+        of_x = _expert_rows(grad, weight.mT, ends, first)
         of_weight = torch.zeros_like(weight)
         for number, rows in _rows(ends, first, weight.shape[0]):
             of_weight[number] = x[rows].mT @ grad[rows]
         return of_x, of_weight, None, None
 
 
-def _rule(keys: Any, *args: Any) -> Any:
-    if has_tangent(args):
-        raise NotImplementedError("attngraph::expert_rows has no forward-mode derivative.")
-    return _ExpertRows.apply(*args) if is_recorded(args) else run_kernel(EXPERT_ROWS, keys, *args)
+@declare(
+    fake=lambda a: a.x.new_empty(a.x.shape[0], a.weight.shape[2]), plain=True,
+    derivatives=differentiated("expert_rows", _ExpertRows.apply),
+)  # fmt: skip
+def _expert_rows(x: Tensor, weight: Tensor, ends: Tensor, first: Tensor) -> Tensor:
+    found = x.new_zeros(x.shape[0], weight.shape[2])
+    for number, rows in _rows(ends, first, weight.shape[0]):
+        torch.mm(x[rows], weight[number], out=found[rows])
+    return found
 
 
-differentiate_by("expert_rows", _rule)
+EXPERT_ROWS = torch.ops.attngraph.expert_rows.default

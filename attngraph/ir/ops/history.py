@@ -1,37 +1,35 @@
 """What a step of a decoder reads of earlier tokens beside attention: all of them, or the last few.
 
-    attngraph::history(pages, new, table, starts, held, dim, as_long=None) -> [rows, positions, ...]
-    attngraph::with_earlier(pages, new, table, starts, first, place, row_dim, dim, back) -> longer
-    attngraph::last_tokens(pages, new, table, starts, first, place, row_dim, dim, back) -> windows
-
 `cached_attention.py` says how pages and rows lie. `history` gives a stored value at every position of every
-row, as a batch; rows shorter than the longest are padded with zeros. In `longer` every row's new tokens are
-preceded by the `back` tokens before them, and by zeros where the row begins, so a token's window never
-reaches into another row; `place` says where each new token stands in it. In `windows`, `[N, back + 1, ...]`,
-each new token has a window of its own, itself last: what is computed from a window is computed from each
-token alone.
+row, as a batch; rows shorter than the longest are padded with zeros. `with_earlier` puts the `back` tokens
+before every row's new tokens in front of them, and zeros where the row begins, so a token's window never
+reaches into another row; `place` says where each new token stands then. By `last_tokens`, `[N, back + 1,
+...]`, each new token has a window of its own, itself last: what is computed from a window is computed from
+each token alone.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.cached_attention import INSTEAD, Rows, counts, numbers_of
-from attngraph.ir.ops.transforms import refuse_derivatives
-
-torch.library.define(
-    "attngraph::history",
-    "(Tensor pages, Tensor new, Tensor table, Tensor starts, Tensor held, int dim, Tensor? as_long=None) "
-    "-> Tensor",
-)
+from attngraph.ir.ops.cached_attention import Rows, counts, numbers_of
+from attngraph.ir.ops.declare import INSTEAD, declare
 
 
-@torch.library.impl("attngraph::history", "CompositeExplicitAutograd")
-def _history(
+def _shape(a: Any) -> Tensor:
+    shape = list(a.new.shape)
+    shape[0] = a.table.shape[0]
+    longest: Any = (
+        torch.library.get_ctx().new_dynamic_size(min=2) if a.as_long is None else a.as_long.shape[0]
+    )
+    shape[a.dim] = longest
+    return a.new.new_empty(shape)  # type: ignore[no-any-return]
+
+
+@declare(fake=_shape, derivatives=INSTEAD)
+def history(
     pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int,
     as_long: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -51,32 +49,17 @@ def _history(
     return found.movedim(1, dim)
 
 
-@torch.library.register_fake("attngraph::history")  # type: ignore[untyped-decorator]
-def _history_fake(
-    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int,
-    as_long: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    shape = list(new.shape)
-    shape[0] = table.shape[0]
-    longest: Any = torch.library.get_ctx().new_dynamic_size(min=2) if as_long is None else as_long.shape[0]
-    shape[dim] = longest
-    return new.new_empty(shape)
-
-
-refuse_derivatives("history", INSTEAD)
-
-
 # --- windows over tokens ---
 
-torch.library.define(
-    "attngraph::with_earlier",
-    "(Tensor pages, Tensor new, Tensor table, Tensor starts, Tensor first, Tensor place, int row_dim, "
-    "int dim, int back) -> Tensor",
-)
+
+def _longer_shape(a: Any) -> Tensor:
+    shape = list(a.new.shape)
+    shape[a.dim] = shape[a.dim] + a.first.shape[0] * a.back
+    return a.new.new_empty(shape)  # type: ignore[no-any-return]
 
 
-@torch.library.impl("attngraph::with_earlier", "CompositeExplicitAutograd")
-def _with_earlier(
+@declare(fake=_longer_shape, derivatives=INSTEAD)
+def with_earlier(
     pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, place: Tensor, row_dim: int,
     dim: int, back: int,
 ) -> Tensor:  # fmt: skip
@@ -100,62 +83,18 @@ def _with_earlier(
     return longer.unsqueeze(0).movedim((0, 1), (row_dim, dim))
 
 
-@torch.library.register_fake("attngraph::with_earlier")  # type: ignore[untyped-decorator]
-def _with_earlier_fake(
+def _windows_shape(a: Any) -> Tensor:
+    rank = a.new.ndim
+    shape = [n for d, n in enumerate(a.new.shape) if d not in (a.row_dim % rank, a.dim % rank)]
+    return a.new.new_empty((a.new.shape[a.dim], a.back + 1, *shape))  # type: ignore[no-any-return]
+
+
+@declare(fake=_windows_shape, derivatives=INSTEAD)
+def last_tokens(
     pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, place: Tensor, row_dim: int,
     dim: int, back: int,
 ) -> Tensor:  # fmt: skip
-    shape = list(new.shape)
-    shape[dim] = shape[dim] + first.shape[0] * back
-    return new.new_empty(shape)
-
-
-with_earlier = torch.ops.attngraph.with_earlier.default
-refuse_derivatives("with_earlier", INSTEAD)
-
-
-class Runner(Protocol):
-    """Collects windows; returns None for a call that it does not support."""
-
-    def run(
-        self, pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, row_dim: int,
-        dim: int, back: int,
-    ) -> Tensor | None: ...  # fmt: skip
-
-
-RUNNERS: list[Runner] = []
-"""In order of preference; plain PyTorch serves what none supports."""
-
-torch.library.define(
-    "attngraph::last_tokens",
-    "(Tensor pages, Tensor new, Tensor table, Tensor starts, Tensor first, Tensor place, int row_dim, "
-    "int dim, int back) -> Tensor",
-)
-
-
-@torch.library.impl("attngraph::last_tokens", "CompositeExplicitAutograd")
-def _last_tokens(
-    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, place: Tensor, row_dim: int,
-    dim: int, back: int,
-) -> Tensor:  # fmt: skip
-    for runner in RUNNERS:
-        made = runner.run(pages, new, table, starts, first, row_dim, dim, back)
-        if made is not None:
-            return made
     longer = with_earlier(pages, new, table, starts, first, place, row_dim, dim, back)
     value = longer.movedim((row_dim, dim), (0, 1))[0]
     found: Tensor = value[place.unsqueeze(1) + torch.arange(-back, 1, device=place.device)]
     return found
-
-
-@torch.library.register_fake("attngraph::last_tokens")  # type: ignore[untyped-decorator]
-def _last_tokens_fake(
-    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, place: Tensor, row_dim: int,
-    dim: int, back: int,
-) -> Tensor:  # fmt: skip
-    shape = [n for d, n in enumerate(new.shape) if d not in (row_dim % new.ndim, dim % new.ndim)]
-    return new.new_empty((new.shape[dim], back + 1, *shape))
-
-
-last_tokens = torch.ops.attngraph.last_tokens.default
-refuse_derivatives("last_tokens", INSTEAD)

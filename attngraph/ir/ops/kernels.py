@@ -6,8 +6,6 @@ correct result. The op in `ir/ops/attention.py` runs the kernel that it names, o
 the call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -15,9 +13,7 @@ import torch
 from torch import Tensor
 
 from attngraph.errors import BackendError
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import Environment, ScoreProgram, Tile, evaluate
 from attngraph.ir.ops import memory
 
 Operands = tuple[Tensor, Tensor, Tensor]

@@ -1,7 +1,5 @@
 """Latent attention: keys and values of all heads are made from one narrow vector per token.
 
-    attngraph::latent_attention(q, latent, key_up, value_up, values, reads, sizes, program, absorb) -> out
-
 q is `[B, H, Sq, P + R]`, latent `[B, 1, Skv, C]`. A key of head g is key_up[g] times the first L values of
 the latent, followed by the next R values unchanged; a value is value_up[g] times the values
 `values[0] : values[0] + values[1]`. key_up is `[G, P, L]` and value_up `[G, V, Lv]`, in nn.Linear's layout;
@@ -16,48 +14,30 @@ if one is absent, those values themselves are the key (the value) of every head.
 (`ir/ops/cost.py`) at each call. `family` ("cpu", "reference", ...; empty: any) restricts the kernels.
 Nothing here has gradients.
 
-    attngraph::cached_latent_attention(q, latent, pages, key_up, value_up, values, reads, sizes, program,
-                                       rows..., absorb, scales?) -> out
-
-is the same over a cache whose pages hold latents (`ir/ops/cached_attention.py`). In the expanded form a row's
+`cached_latent_attention` is the same over a cache whose pages hold latents. In the expanded form a row's
 pages are projected up a block at a time, and the blocks' results are merged by their log-sum-exps, so memory
 does not grow with the cache (except for rows whose scores are all far from zero: these are projected up at
 once).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import ScoreProgram, parse
+from attngraph.ir.ops import cached_attention as cached
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.attention import check_operands
-from attngraph.ir.ops.cached_attention import INSTEAD, Rows, cached_attention, counts, gather, packed, shift
+from attngraph.ir.ops.cached_attention import Rows, counts, gather, packed, packed_result, shift
 from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
+from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
 from attngraph.ir.ops.partial_attention import Part, can_be_joined, cleared, joined, tell_shares
-from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 
 ABSORB = ("auto", "always", "never")
 BLOCK = 1024
 """Kept tokens that are projected up at once."""
-_OPERANDS = "Tensor? key_up, Tensor? value_up, int[] values, Tensor[] reads, SymInt[] sizes, str program"
-
-torch.library.define(
-    "attngraph::latent_attention",
-    f"(Tensor q, Tensor latent, {_OPERANDS}, str absorb='auto', str family='') -> Tensor",
-)
-ARGUMENTS = (
-    f"Tensor q, Tensor latent, Tensor pages, {_OPERANDS}, Tensor table, Tensor starts, Tensor first, "
-    "Tensor held, str absorb='auto', str family='', Tensor? scales=None"
-)
-"""Over a cache."""
-torch.library.define("attngraph::cached_latent_attention", f"({ARGUMENTS}) -> Tensor")
 
 
 def sizes_of(
@@ -129,9 +109,18 @@ def absorbed_operands(
     return node.absorbed_query(q), node.shared(latent)
 
 
+def token_major(out: Tensor) -> Tensor:
+    """The tensor with the heads of a token contiguous in memory, so that joining them needs no copy."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@declare(
+    fake=packed_result, after=token_major, plain=True,
+    derivatives='compile the model with gradients enabled, or absorb="never"',
+)  # fmt: skip
 def latent_attention(
     q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: Sequence[int],
-    reads: list[Tensor], sizes: list[int], program: str, absorb: str = "auto", family: str = "",
+    reads: list[Tensor], sizes: Sizes, program: str, absorb: str = "auto", family: str = "",
 ) -> Tensor:  # fmt: skip
     """What the op computes; without gradients."""
     node = LatentNode(q, latent, key_up, value_up, values)
@@ -144,29 +133,10 @@ def latent_attention(
     return node.absorbed_result(out) if absorbed else out
 
 
-@torch.library.impl("attngraph::latent_attention", "CompositeExplicitAutograd")
-def _latent_attention(*args: Any) -> Tensor:
-    with torch.no_grad():
-        return token_major(latent_attention(*args))
-
-
-def token_major(out: Tensor) -> Tensor:
-    """The tensor with the heads of a token contiguous in memory, so that joining them needs no copy."""
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@torch.library.register_fake("attngraph::latent_attention")  # type: ignore[untyped-decorator]
-def _latent_attention_fake(
-    q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: list[int], *_: Any
-) -> Tensor:
-    rows, heads, tokens = q.shape[:3]
-    width = values[1] if value_up is None else value_up.shape[1]
-    return q.new_empty((rows, tokens, heads, width)).transpose(1, 2)
-
-
+@declare(fake=packed_result, after=token_major, derivatives=INSTEAD, plain=True)
 def cached_latent_attention(
     q: Tensor, latent: Tensor, pages: Tensor, key_up: Tensor | None, value_up: Tensor | None,
-    values: Sequence[int], reads: list[Tensor], sizes: list[int], program: str, table: Tensor, starts: Tensor,
+    values: Sequence[int], reads: list[Tensor], sizes: Sizes, program: str, table: Tensor, starts: Tensor,
     first: Tensor, held: Tensor, absorb: str = "auto", family: str = "", scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """What the op computes; without gradients."""
@@ -177,14 +147,14 @@ def cached_latent_attention(
     if node.absorbs(absorb, list(zip(news, kept, strict=True)), q):
         new, old = node.shared(latent), node.shared(pages)
         query = node.absorbed_query(q)
-        out = cached_attention(
+        out = cached.cached_attention(
             query, *new, *old, reads, sizes, program, table, starts, first, held, family, scales, scales
         )
         return node.absorbed_result(out)
     if not any(kept):  # only new tokens to expand
         k, v = node.expanded(latent)
         k_none, v_none = (t.new_empty((1, t.shape[1], 1, t.shape[3])) for t in (k, v))
-        return cached_attention(
+        return cached.cached_attention(
             q, k, v, k_none, v_none, reads, sizes, program, table, starts, first, held, family
         )
     return _expanded_by_blocks(node, q, latent, pages, reads, sizes, parse(program), rows, family, scales)
@@ -224,19 +194,3 @@ def _expanded_by_blocks(
             out = parts[0].out if parts else attend(oldest, total).out
         outs.append(out)
     return packed(outs, q, node.sizes.value)
-
-
-@torch.library.impl("attngraph::cached_latent_attention", "CompositeExplicitAutograd")
-def _cached_latent_attention(*args: Any) -> Tensor:
-    with torch.no_grad():
-        return token_major(cached_latent_attention(*args))
-
-
-@torch.library.register_fake("attngraph::cached_latent_attention")  # type: ignore[untyped-decorator]
-def fake_cached_latent_attention(q: Tensor, latent: Tensor, pages: Tensor, *rest: Any) -> Tensor:
-    found: Tensor = _latent_attention_fake(q, latent, *rest)
-    return found
-
-
-refuse_derivatives("latent_attention", 'compile the model with gradients enabled, or absorb="never"')
-refuse_derivatives("cached_latent_attention", INSTEAD)

@@ -1,26 +1,22 @@
 """How a value lies in memory: as the model's own, on which others rely; and writes through strides.
 
-    attngraph::laid_out(x, order) -> x
-    attngraph::strided_scatter(x, src, size, stride, storage_offset) -> out
+`laid_out`: `order` has the dimensions from the slowest in memory to the fastest; empty: as it is. The value
+is copied where it lies in another way. It has no element rule, so what follows from it goes on following.
 
-`order` has the dimensions from the slowest in memory to the fastest; empty: as it is. The value is copied
-where it lies in another way. It has no element rule, so what follows from it goes on following from it.
-
-`out` is x with `src` at the places of `x.as_strided(size, stride, storage_offset)`, all of them different.
-The elements of x fill its memory. It computes what `aten::as_strided_scatter` does, whose derivative for x
-has the gradient of what is overwritten and none of the rest (torch 2.14); this one has its own.
+`strided_scatter` gives x with `src` at the places of `x.as_strided(size, stride, storage_offset)`, all of
+them different. The elements of x fill its memory. It computes what `aten::as_strided_scatter` does, whose
+derivative for x has the gradient of what is overwritten and none of the rest (torch 2.14); this has its own.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-torch.library.define("attngraph::laid_out", "(Tensor(a) x, int[] order) -> Tensor(a)")
+from attngraph.ir.ops.declare import Size, Sizes, declare
 
 
+@declare(schema="(Tensor(a) x, int[] order) -> Tensor(a)", plain=True)
 def laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:
     """The tensor with its dimensions in this order in memory, from slowest to fastest; unchanged if they are
     already, or if no order is given."""
@@ -33,18 +29,8 @@ def laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:
     return dense.contiguous().permute(inverse)
 
 
-torch.library.impl("attngraph::laid_out", "CompositeImplicitAutograd")(laid_out)
-
-
-torch.library.define(
-    "attngraph::strided_scatter",
-    "(Tensor x, Tensor src, SymInt[] size, SymInt[] stride, SymInt storage_offset) -> Tensor",
-)
-
-
-def strided_scatter(
-    x: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int
-) -> Tensor:  # fmt: skip
+@declare(plain=True)
+def strided_scatter(x: Tensor, src: Tensor, size: Sizes, stride: Sizes, storage_offset: Size) -> Tensor:
     strides = x.stride()
     order = sorted(range(x.ndim), key=lambda d: (-strides[d], d))
     inverse = sorted(range(x.ndim), key=order.__getitem__)
@@ -55,6 +41,3 @@ def strided_scatter(
         places = places + along.view([-1 if d == axis else 1 for d in range(len(size))])
     written = memory.reshape(-1).index_put((places.reshape(-1),), src.reshape(-1))
     return written.reshape(memory.shape).permute(inverse)
-
-
-torch.library.impl("attngraph::strided_scatter", "CompositeImplicitAutograd")(strided_scatter)

@@ -1,7 +1,5 @@
 """The attngraph dialect: attention without a softmax.
 
-    attngraph::linear_attention(q, k, v, reads, sizes, program) -> out
-
 Operands as for `attngraph::attention` (`ir/ops/attention.py`). The weights are the scores themselves: a
 multiple of the dot, zero where `keep k <= q` hides them, times the factor of `p = ...`, which may depend on
 the query but not on the key. k v^T is summed over keys first, which takes O(T) time and memory; a causal mask
@@ -9,28 +7,19 @@ is handled in chunks (Katharopoulos et al. 2020, arXiv 2006.16236). It consists 
 needs no backward of its own.
 """
 
-from __future__ import annotations
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.parser import parse
+from attngraph.ir.language import Environment, Tile, evaluate, parse
+from attngraph.ir.ops.declare import Sizes, declare
 
 CHUNK = 64
 """Queries whose scores are computed at once under a causal mask."""
 
-torch.library.define(
-    "attngraph::linear_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor[] reads, SymInt[] sizes, str program) -> Tensor",
-)
 
-
-@torch.library.impl("attngraph::linear_attention", "CompositeImplicitAutograd")
-def _linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: list[int], program: str
+@declare()
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: Sizes, program: str
 ) -> Tensor:
     parsed = parse(program)
     group = q.shape[1] // k.shape[1]
@@ -57,6 +46,3 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     states = k.mT @ v
     before = F.pad(states.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
     return (within + q @ before).flatten(2, 3)[:, :, :tokens]
-
-
-linear_attention = torch.ops.attngraph.linear_attention.default

@@ -1,7 +1,5 @@
 """Loops over tokens that are carried from step to step.
 
-    attngraph::loop(tokens, shared, carried, starts, first, program) -> [out, *after]
-
 A step of a decoder computes new tokens of several rows, packed (`ir/ops/cached_attention.py`): tokens
 starts[r] .. starts[r + 1] - 1 belong to row r, which has seen first[r] tokens before. Each takes one step of
 `program` (`ir/language/step_program.py`): from its own values in `tokens`, each `[N, ...]`, from what its row
@@ -13,23 +11,15 @@ of the calls that it supports, plain PyTorch those of the others. Sums are compu
 `attngraph::running_sum`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from attngraph.ir.language.step_program import Step, parse
-from attngraph.ir.ops.cached_attention import INSTEAD, Rows, counts
-from attngraph.ir.ops.transforms import refuse_derivatives
-
-torch.library.define(
-    "attngraph::loop",
-    "(Tensor[] tokens, Tensor[] shared, Tensor[] carried, Tensor starts, Tensor first, str program) "
-    "-> Tensor[]",
-)
+from attngraph.ir.ops.cached_attention import Rows, counts
+from attngraph.ir.ops.declare import INSTEAD, declare
 
 
 class Runner(Protocol):
@@ -47,8 +37,15 @@ RUNNERS: list[Runner] = []
 """In order of preference."""
 
 
-@torch.library.impl("attngraph::loop", "CompositeExplicitAutograd")
-def _loop(
+def _shapes(a: Any) -> list[Tensor]:
+    rows, count = a.first.shape[0], a.tokens[0].shape[0]
+    taken = [t.new_empty((rows, *t.shape[1:])) for t in a.tokens]
+    out = _program(a.program, [*a.tokens, *a.shared]).step(rows, taken, a.shared, a.carried)[0]
+    return [out.new_empty((count, *out.shape[1:])), *map(torch.empty_like, a.carried)]
+
+
+@declare(fake=_shapes, derivatives=INSTEAD)
+def loop(
     tokens: list[Tensor], shared: list[Tensor], carried: list[Tensor], starts: Tensor, first: Tensor,
     program: str,
 ) -> list[Tensor]:  # fmt: skip
@@ -109,18 +106,3 @@ def _own(value: Tensor, given: list[Tensor]) -> Tensor:
 
 def _as(value: Tensor, like: Tensor, given: list[Tensor]) -> Tensor:
     return _own(value, given) if value.dtype == like.dtype else value.to(like.dtype)
-
-
-@torch.library.register_fake("attngraph::loop")  # type: ignore[untyped-decorator]
-def _loop_fake(
-    tokens: list[Tensor], shared: list[Tensor], carried: list[Tensor], starts: Tensor, first: Tensor,
-    program: str,
-) -> list[Tensor]:  # fmt: skip
-    rows, count = first.shape[0], tokens[0].shape[0]
-    taken = [t.new_empty((rows, *t.shape[1:])) for t in tokens]
-    out = _program(program, [*tokens, *shared]).step(rows, taken, shared, carried)[0]
-    return [out.new_empty((count, *out.shape[1:])), *(torch.empty_like(c) for c in carried)]
-
-
-loop = torch.ops.attngraph.loop.default
-refuse_derivatives("loop", INSTEAD)

@@ -7,8 +7,6 @@ the next tensor of about its size, until `budgets.MEMORY_KEPT` bytes are. Linux 
 each of which is cleared and looked up in a fraction of the time that 512 of 4 KiB take.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -5,8 +5,6 @@ the view of a graph node, `called` that of a call with actual values; `args` are
 A new op or argument is added here only: no other code knows the position of an argument.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
@@ -14,16 +12,8 @@ from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 import torch
 from torch import fx
 
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops import (
-    attention,
-    divided_attention,
-    history,
-    latent_attention,
-    layout,
-    tied,
-)
+from attngraph.ir.language import ScoreProgram, parse
+from attngraph.ir.ops import attention, divided_attention, history, latent_attention, layout, tied
 
 assert attention and divided_attention and history and latent_attention and layout and tied
 # (imported for the ops that they register)
@@ -64,7 +54,7 @@ class AttentionOp:
         """The weights that project keys and values up."""
         return tuple(w for n in self.projection_names if (w := getattr(self, n)) is not None)
 
-    def over_cache(self, keys: Sequence[Value], pages: Sequence[Value], **given: Value) -> Cached:
+    def over_cache(self, keys: Sequence[Value], pages: Sequence[Value], **given: Value) -> "Cached":
         """The same attention over a cache: `keys` of new tokens, `pages` of earlier ones, and the `given`
         other arguments of the cached op."""
         raise NotImplementedError
@@ -93,6 +83,8 @@ class AttentionOp:
 
 VIEWS: dict[Any, type[AttentionOp]] = {}
 """The view class of each op."""
+NAMED: dict[str, type[AttentionOp]] = {}
+"""The same by the op's name."""
 _View = TypeVar("_View", bound=AttentionOp)
 
 
@@ -106,7 +98,7 @@ def _views(target: Any) -> Callable[[type[_View]], type[_View]]:
         fields = {f.name: f.default for f in dataclasses.fields(cls)}
         assert fields.keys() == schema.keys(), f"{cls.__name__} names other arguments than {target._schema}"
         assert all(fields[n] == a.default_value for n, a in schema.items() if a.has_default_value())
-        cls.target, VIEWS[target] = target, cls
+        cls.target, VIEWS[target], NAMED[target._schema.name.partition("::")[2]] = target, cls, cls
         return cls
 
     return register

@@ -5,8 +5,6 @@ shares of the sum of all exponentials. Blocks of a latent's cache (`latent_atten
 divide the tokens of a cache (`divided_attention.py`) merge by this.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,14 +1,10 @@
 """Numbers of 8 bits and fewer: rounded values with scales, products with weights of integers, packed ones.
 
-    attngraph::quantised(Tensor[] values, str dtype) -> Tensor[]
-    attngraph::linear_q(x, w, scales?, zeros?, bias?) -> out
-    attngraph::unpack(w, outs, packed) -> whole
-
 `quantised` divides each vector along the last dimension (what one head has of one token) by a float32 scale
 of its own, such that its largest magnitude becomes the largest number of the dtype ("int8", "float8_e4m3fn"),
 and rounds to nearest. The values have one shape; the results are all rounded values, then all scales, without
 the last dimension. `widened` is the way back. A vector with an infinity or a NaN has a NaN as its scale, so
-what is read of it is NaN and nothing is lost silently.
+what is read of it is NaN and nothing is lost silently. `linear_q` gives
 
     out[.., o] = sum over d of x[.., d] * (w[o, d] - zeros[o, d // group]) * scales[o, d // group] + bias[o]
 
@@ -17,13 +13,12 @@ Without zeros nothing is subtracted, without scales nothing is multiplied; activ
 consists of differentiable ops; integers have no gradient. A decoder on the CPU computes it in C that reads
 the integers.
 
-`whole` is the matrix `[outs, in]` of int8 whose elements lie in the bytes of `w` as the words in `packed` say
-(`ir/language/packed.py`).
+`unpack` gives the matrix `[outs, in]` of int8 whose elements lie in the bytes of `w` as the words in
+`packed` say (`ir/language/packed.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +26,8 @@ from torch import Tensor
 
 from attngraph.ir.dtypes import DTYPES, SCALED
 from attngraph.ir.language.packed import Packed
-from attngraph.ir.ops.transforms import refuse_derivatives
+from attngraph.ir.ops.declare import INSTEAD, declare
 
-torch.library.define("attngraph::quantised", "(Tensor[] values, str dtype) -> Tensor[]")
 LARGEST = {dtype: DTYPES[dtype].largest for dtype in SCALED}
 """The largest number of each dtype that is used."""
 NAMES = {DTYPES[dtype].name: dtype for dtype in SCALED}
@@ -70,34 +64,22 @@ def largest_error(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return _SLACK * torch.maximum(_RELATIVE * values.double().abs(), _FINEST * by)
 
 
-@torch.library.impl("attngraph::quantised", "CompositeExplicitAutograd")
-def _quantised(values: Sequence[Tensor], dtype: str) -> list[Tensor]:
-    with torch.no_grad():
-        together = torch.stack(list(values))
-        found, scales = quantise(together, NAMES[dtype])
-        return [*found.unbind(), *scales.unbind()]
+def _shapes(a: Any) -> list[Tensor]:
+    found = [value.new_empty(value.shape, dtype=NAMES[a.dtype]) for value in a.values]
+    return found + [value.new_empty(value.shape[:-1], dtype=torch.float32) for value in a.values]
 
 
-@torch.library.register_fake("attngraph::quantised")  # type: ignore[untyped-decorator]
-def _quantised_fake(values: Sequence[Tensor], dtype: str) -> list[Tensor]:
-    found = [value.new_empty(value.shape, dtype=NAMES[dtype]) for value in values]
-    return found + [value.new_empty(value.shape[:-1], dtype=torch.float32) for value in values]
-
-
-quantised = torch.ops.attngraph.quantised.default
-refuse_derivatives("quantised", "a decoder has no gradients: differentiate the model itself")
+@declare(fake=_shapes, derivatives=INSTEAD)
+def quantised(values: Sequence[Tensor], dtype: str) -> list[Tensor]:
+    found, scales = quantise(torch.stack(list(values)), NAMES[dtype])
+    return [*found.unbind(), *scales.unbind()]
 
 
 # --- weights of integers ---
 
-torch.library.define("attngraph::unpack", "(Tensor w, int outs, str packed) -> Tensor")
-torch.library.define(
-    "attngraph::linear_q", "(Tensor x, Tensor w, Tensor? scales, Tensor? zeros, Tensor? bias) -> Tensor"
-)
 
-
-@torch.library.impl("attngraph::linear_q", "CompositeImplicitAutograd")
-def _linear_q(
+@declare()
+def linear_q(
     x: Tensor, w: Tensor, scales: Tensor | None, zeros: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     return F.linear(x, dequantised(w, scales, zeros, x.dtype), bias)
@@ -117,10 +99,6 @@ def dequantised(w: Tensor, scales: Tensor | None, zeros: Tensor | None, dtype: t
     return parts.reshape(whole.shape)
 
 
-@torch.library.impl("attngraph::unpack", "CompositeImplicitAutograd")
-def _unpack(w: Tensor, outs: int, packed: str) -> Tensor:
+@declare()
+def unpack(w: Tensor, outs: int, packed: str) -> Tensor:
     return Packed.of(packed).unpacked(w, outs)
-
-
-linear_q = torch.ops.attngraph.linear_q.default
-unpack = torch.ops.attngraph.unpack.default

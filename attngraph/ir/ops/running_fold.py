@@ -1,7 +1,5 @@
 """Products, maxima, minima and log-sum-exps over earlier tokens, carried from step to step.
 
-    attngraph::running_fold(x, state, starts, first, how) -> (out, after)
-
 A step computes new tokens of several rows, packed (`ir/ops/cached_attention.py`): tokens starts[r] ..
 starts[r + 1] - 1 belong to row r, which has seen first[r] tokens before. x and out are `[N, ...]`, what is
 carried is `[rows, ...]`, and counts for nothing in a row without earlier tokens. `how` is one of `FOLDS`. A
@@ -9,15 +7,13 @@ log-sum-exp is carried as such, so it is as stable as PyTorch's own. All is comp
 which may be wider (`running_sum.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.cached_attention import INSTEAD, Rows, counts
-from attngraph.ir.ops.transforms import refuse_derivatives
+from attngraph.ir.ops.cached_attention import Rows, counts
+from attngraph.ir.ops.declare import INSTEAD, declare
 
 FOLDS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "prod": (torch.mul, lambda x: x.cumprod(0, dtype=x.dtype)),
@@ -29,14 +25,9 @@ FOLDS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Te
 EXACT = ("max", "min")
 """Those that round nothing."""
 
-torch.library.define(
-    "attngraph::running_fold",
-    "(Tensor x, Tensor state, Tensor starts, Tensor first, str how) -> (Tensor, Tensor)",
-)
 
-
-@torch.library.impl("attngraph::running_fold", "CompositeExplicitAutograd")
-def _running_fold(
+@declare(fake=lambda a: (torch.empty_like(a.x), torch.empty_like(a.state)), derivatives=INSTEAD)
+def running_fold(
     x: Tensor, state: Tensor, starts: Tensor, first: Tensor, how: str
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     of_two, of_all = FOLDS[how]
@@ -53,14 +44,3 @@ def _running_fold(
             outs.append(of_all(torch.cat([*known, part]))[len(known) :])
             after[row] = outs[-1][-1]
     return torch.cat(outs).to(x.dtype) if outs else x.clone(), after
-
-
-@torch.library.register_fake("attngraph::running_fold")  # type: ignore[untyped-decorator]
-def _running_fold_fake(
-    x: Tensor, state: Tensor, starts: Tensor, first: Tensor, how: str
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(x), torch.empty_like(state)
-
-
-running_fold = torch.ops.attngraph.running_fold.default
-refuse_derivatives("running_fold", INSTEAD)

@@ -1,8 +1,5 @@
 """Sums over earlier tokens that are carried from step to step.
 
-    attngraph::running_sum(q?, k?, v, decay?, state, starts, inclusive, left?, right?, less_one)
-        -> (out, after)
-
 A step computes new tokens of several rows, packed (`ir/ops/cached_attention.py`): tokens starts[r] ..
 starts[r + 1] - 1 belong to row r. For every row and head a matrix is carried,
 
@@ -29,49 +26,23 @@ of a whole sequence are, which PyTorch adds up in float64 or by blocks. What is 
 not.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.cached_attention import INSTEAD, numbers_of
-from attngraph.ir.ops.transforms import refuse_derivatives
+from attngraph.ir.ops.cached_attention import numbers_of
+from attngraph.ir.ops.declare import INSTEAD, declare
 
 CHUNK, CHUNK_OF_VECTORS = 64, 16
 """Tokens computed at once; where every key digit has a decay of its own, products of decays are larger."""
 
 
-class Runner(Protocol):
-    """Computes running sums; returns None for a call that it does not support."""
-
-    def run(
-        self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
-        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None, less_one: bool,
-    ) -> tuple[Tensor, Tensor] | None: ...  # fmt: skip
-
-
-RUNNERS: list[Runner] = []
-"""In order of preference; plain PyTorch computes what none supports."""
-
-torch.library.define(
-    "attngraph::running_sum",
-    "(Tensor? q, Tensor? k, Tensor v, Tensor? decay, Tensor state, Tensor starts, bool inclusive=True, "
-    "Tensor? left=None, Tensor? right=None, bool less_one=False) -> (Tensor, Tensor)",
-)
-
-
-@torch.library.impl("attngraph::running_sum", "CompositeExplicitAutograd")
-def _running_sum(
+@declare(fake=lambda a: (torch.empty_like(a.v), torch.empty_like(a.state)), derivatives=INSTEAD)
+def running_sum(
     q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
     inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None, less_one: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    for runner in RUNNERS:
-        found = runner.run(q, k, v, decay, state, starts, inclusive, left, right, less_one)
-        if found is not None:
-            return found
     if decay is not None:
         decay = decay.to(state.dtype) + 1 if less_one else decay.to(state.dtype)
     tokens = v.shape[0]
@@ -205,15 +176,3 @@ def _between(decay: Tensor) -> Tensor:
     factors = torch.where(later.unsqueeze(-1), decay.unsqueeze(3), 1.0)
     seen = torch.ones(count, count, dtype=torch.bool, device=decay.device).tril()
     return torch.where(seen.unsqueeze(-1), factors.cumprod(2), 0.0)
-
-
-@torch.library.register_fake("attngraph::running_sum")  # type: ignore[untyped-decorator]
-def _running_sum_fake(
-    q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
-    inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None, less_one: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(v), torch.empty_like(state)
-
-
-running_sum = torch.ops.attngraph.running_sum.default
-refuse_derivatives("running_sum", INSTEAD)

@@ -7,8 +7,6 @@ itself; a program that uses their numbers otherwise (slopes computed from `h`, d
 them. Nothing else is offered: tokens see each other.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Sequence
@@ -16,9 +14,7 @@ from typing import Any
 
 import torch
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import E, ScoreProgram, parse
 
 _OPS = torch.ops.attngraph
 ROW, HEAD = ("b", 0), ("h", 1)

@@ -6,8 +6,6 @@ kernel of the user's, a CUDA graph that is replayed and `.data` leave the versio
 backward pass autograd relies on the same. Anywhere else nothing is kept from one operation to the next.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

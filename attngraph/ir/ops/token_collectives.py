@@ -14,8 +14,6 @@ side by side, of `all_tokens` the rank's own part, and of `fetch_keys` the sum o
 fetched a key have, which is sent back the same way.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -24,24 +22,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.collectives import COLLECTIVES, Together, differentiated
+from attngraph.ir.ops.collectives import COLLECTIVES, Simulated, collective, for_each, rank_in
+from attngraph.ir.ops.declare import Sizes, declare, differentiated
 from attngraph.ir.ops.sharing import shared
-from attngraph.ir.ops.transforms import differentiate_by, has_tangent, is_recorded
+from attngraph.ir.ops.transforms import has_tangent, is_recorded
 
-torch.library.define(
-    "attngraph::own_tokens", "(Tensor x, int dim, int[] chunks, int ranks, str group) -> Tensor"
-)
-torch.library.define(
-    "attngraph::all_tokens", "(Tensor x, int dim, int[] chunks, int ranks, str group) -> Tensor"
-)
-torch.library.define(
-    "attngraph::fetch_keys",
-    "(Tensor x, Tensor[] reads, SymInt[] sizes, str program, int[] chunks, int ranks, str group) -> Tensor",
-)
-_OPS = torch.ops.attngraph
-OWN_TOKENS, ALL_TOKENS, FETCH_KEYS = (
-    _OPS.own_tokens.default, _OPS.all_tokens.default, _OPS.fetch_keys.default,
-)  # fmt: skip
 TOKENS = 2
 """The dimension of keys that counts tokens."""
 
@@ -53,7 +38,7 @@ class Layout:
     chunks: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, chunks: Sequence[int], ranks: int) -> Layout:
+    def of(cls, chunks: Sequence[int], ranks: int) -> "Layout":
         """The layout that an op's arguments tell."""
         each = len(chunks) // ranks
         return cls(tuple(tuple(chunks[r * each : (r + 1) * each]) for r in range(ranks)))
@@ -107,11 +92,6 @@ def needed_keys(
 ) -> Tensor:
     """The keys that each rank must have, its own not counted: booleans, `[ranks, all tokens]`."""
     return _plan(program, reads, tuple(map(int, sizes)), layout, total).needed
-
-
-def _rank(group: str) -> int:
-    about: Any = group
-    return torch.distributed.get_rank(torch._C._distributed_c10d._resolve_process_group(about))
 
 
 def _taken(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
@@ -214,17 +194,17 @@ class Begun:
     coming: Tensor | None
 
     @classmethod
-    def of(cls, x: Tensor, plan: _Plan, group: str) -> Begun:
+    def of(cls, x: Tensor, plan: _Plan, group: str) -> "Begun":
         """Begin to fetch the keys of a plan; `x` are the rank's own."""
         if plan.is_empty:
             return cls(plan, group, None)
-        own = plan.of(_rank(group))
+        own = plan.of(rank_in(group))
         sent = x.detach().movedim(TOKENS, 0)[torch.cat(own.sent).to(x.device)]
         return cls(plan, group, _swap(sent, own.sent, own.received, group))
 
     def with_own(self, x: Tensor) -> Tensor:
         """The keys in their places, once they have come."""
-        own = self.plan.of(_rank(self.group))
+        own = self.plan.of(rank_in(self.group))
         rows = x.movedim(TOKENS, 0)
         whole = rows.new_zeros((self.plan.needed.shape[1], *rows.shape[1:]))
         whole[own.own.to(x.device)] = rows
@@ -235,7 +215,7 @@ class Begun:
 
 def _returned(grad: Tensor, plan: _Plan, group: str) -> Tensor:
     """The gradient of a rank's own keys: what it has itself, and what those have who fetched them."""
-    own = plan.of(_rank(group))
+    own = plan.of(rank_in(group))
     rows = grad.movedim(TOKENS, 0)
     total = rows[own.own.to(grad.device)]
     if not plan.is_empty:
@@ -250,66 +230,39 @@ def _plan_of(x: Tensor, reads: Sequence[Tensor], sizes: Sequence[int], program: 
     return _plan(program, reads, tuple(map(int, sizes)), layout, x.shape[TOKENS] * layout.ranks)
 
 
-# --- kernels, shapes and gradients ---
+# --- the operations ---
 
 
-@torch.library.impl("attngraph::own_tokens", "CompositeExplicitAutograd")
+def _of_rank(values: Sequence[Tensor], dim: int, chunks: list[int]) -> list[Tensor]:
+    layout = Layout.of(chunks, len(values))
+    return [_taken(v, dim, layout, rank) for rank, v in enumerate(values)]
+
+
+def _of_all(parts: Sequence[Tensor], dim: int, chunks: list[int]) -> Tensor:
+    return _ordered(torch.cat(tuple(parts), dim), dim, Layout.of(chunks, len(parts)))
+
+
+@collective(
+    fake=lambda a: a.x.new_empty([
+        n // len(a.chunks) * (len(a.chunks) // a.ranks) if d == a.dim else n for d, n in enumerate(a.x.shape)
+    ]),
+    gradient=lambda grad, dim, chunks, ranks, group: _gathered(grad, dim, Layout.of(chunks, ranks), group),
+    together=lambda args, parts: Simulated.apply(
+        lambda values: _of_rank(values, *args[:2]),
+        lambda grads: [_of_all(grads, *args[:2])] * len(grads), *parts,
+    ),
+)  # fmt: skip
 def _own_tokens(x: Tensor, dim: int, chunks: list[int], ranks: int, group: str) -> Tensor:
-    return _taken(x, dim, Layout.of(chunks, ranks), _rank(group))
+    return _taken(x, dim, Layout.of(chunks, ranks), rank_in(group))
 
 
-@torch.library.impl("attngraph::all_tokens", "CompositeExplicitAutograd")
+@collective(
+    fake=lambda a: a.x.new_empty([n * a.ranks if d == a.dim else n for d, n in enumerate(a.x.shape)]),
+    gradient=_own_tokens,
+    together=lambda args, parts: for_each(parts, lambda own: _of_all(own, *args[:2])),
+)
 def _all_tokens(x: Tensor, dim: int, chunks: list[int], ranks: int, group: str) -> Tensor:
     return _gathered(x, dim, Layout.of(chunks, ranks), group)
-
-
-@torch.library.impl("attngraph::fetch_keys", "CompositeExplicitAutograd")
-def _fetch_keys(
-    x: Tensor, reads: list[Tensor], sizes: list[int], program: str, chunks: list[int], ranks: int, group: str
-) -> Tensor:
-    layout = Layout.of(chunks, ranks)
-    return Begun.of(x, _plan_of(x, reads, sizes, program, layout), group).with_own(x)
-
-
-@torch.library.register_fake("attngraph::own_tokens")  # type: ignore[untyped-decorator]
-def _own_shape(x: Tensor, dim: int, chunks: list[int], ranks: int, group: str) -> Tensor:
-    count = len(chunks)
-    return x.new_empty([n // count * (count // ranks) if d == dim else n for d, n in enumerate(x.shape)])
-
-
-@torch.library.register_fake("attngraph::all_tokens")  # type: ignore[untyped-decorator]
-def _all_shape(x: Tensor, dim: int, chunks: list[int], ranks: int, group: str) -> Tensor:
-    return x.new_empty([n * ranks if d == dim else n for d, n in enumerate(x.shape)])
-
-
-@torch.library.register_fake("attngraph::fetch_keys")  # type: ignore[untyped-decorator]
-def _fetched_shape(
-    x: Tensor, reads: Any, sizes: Any, program: str, chunks: Any, ranks: int, group: str
-) -> Tensor:
-    shape = [x.shape[TOKENS] * ranks, *(n for d, n in enumerate(x.shape) if d != TOKENS)]
-    return x.new_empty(shape).movedim(0, TOKENS)
-
-
-class _OwnTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, chunks: list[int], ranks: int, group: str) -> Tensor:
-        ctx.about = dim, Layout.of(chunks, ranks), group
-        return _taken(x.detach(), dim, ctx.about[1], _rank(group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _gathered(grad, *ctx.about), None, None, None, None
-
-
-class _AllTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, chunks: list[int], ranks: int, group: str) -> Tensor:
-        ctx.about = dim, Layout.of(chunks, ranks), _rank(group)
-        return _gathered(x.detach(), dim, ctx.about[1], group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _taken(grad, *ctx.about), None, None, None, None
 
 
 class _Fetched(torch.autograd.Function):
@@ -335,64 +288,37 @@ def begin_fetch(
 def finish_fetch(x: Tensor, begun: Begun) -> Tensor:
     """What `fetch_keys` gives, of a fetch of `x` that has begun; gradients as there."""
     if has_tangent((x,)):
-        raise NotImplementedError(f"{FETCH_KEYS} has no forward-mode derivative.")
+        raise NotImplementedError("attngraph::fetch_keys has no forward-mode derivative.")
     found: Tensor = _Fetched.apply(x, begun) if is_recorded((x,)) else begun.with_own(x)
     return found
 
 
-class _FetchKeys:
-    """`fetch_keys` with gradients: begun and finished at once."""
-
-    @staticmethod
-    def apply(x: Tensor, *about: Any) -> Tensor:
-        return finish_fetch(x, begin_fetch(x, *about))
+def _fetched_shape(a: Any) -> Tensor:
+    shape = [a.x.shape[TOKENS] * a.ranks, *(n for d, n in enumerate(a.x.shape) if d != TOKENS)]
+    found: Tensor = a.x.new_empty(shape).movedim(0, TOKENS)
+    return found
 
 
-differentiate_by("own_tokens", differentiated(OWN_TOKENS, _OwnTokens))
-differentiate_by("all_tokens", differentiated(ALL_TOKENS, _AllTokens))
-differentiate_by("fetch_keys", differentiated(FETCH_KEYS, _FetchKeys))
-
-
-# --- all ranks in one process ---
-
-
-class _TogetherOwn(torch.autograd.Function):
-    """`own_tokens` of all ranks: the gradient of each rank's copy is that of all parts."""
-
-    @staticmethod
-    def forward(ctx: Any, dim: int, layout: Layout, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.about = dim, layout
-        return tuple(_taken(v.detach(), dim, layout, rank) for rank, v in enumerate(values))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        whole = _ordered(torch.cat(grads, ctx.about[0]), *ctx.about)
-        return (None, None, *(whole for _ in grads))
-
-
-def _own_together(args: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
-    dim, chunks, ranks, _ = args
-    return list(_TogetherOwn.apply(dim, Layout.of(chunks, ranks), *parts))
-
-
-def _all_together(args: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
-    dim, chunks, ranks, _ = args
-    layout = Layout.of(chunks, ranks)
-    # A rank's gradient of its own part is that of its own result alone.
-    mine = ([p if r == rank else p.detach() for r, p in enumerate(parts)] for rank in range(ranks))
-    return [_ordered(torch.cat(of, dim), dim, layout) for of in mine]
+@declare(
+    fake=_fetched_shape, runs=False,
+    derivatives=differentiated("fetch_keys", lambda x, *about: finish_fetch(x, begin_fetch(x, *about))),
+)  # fmt: skip
+def _fetch_keys(
+    x: Tensor, reads: list[Tensor], sizes: Sizes, program: str, chunks: list[int], ranks: int, group: str
+) -> Tensor:
+    return begin_fetch(x, reads, sizes, program, chunks, ranks, group).with_own(x)
 
 
 def _fetch_together(args: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
     reads, sizes, program, chunks, ranks, _ = args
-    layout = Layout.of(chunks, ranks)
-    whole = _ordered(torch.cat(tuple(parts), TOKENS), TOKENS, layout)
+    layout, whole = Layout.of(chunks, ranks), _of_all(parts, TOKENS, chunks)
     needed = _plan_of(parts[0], reads, sizes, program, layout).needed
     there = needed.scatter(1, layout.tokens(whole.shape[TOKENS]), True)
     return [torch.where(t.unsqueeze(-1).to(whole.device), whole, 0.0) for t in there]
 
 
-_TOGETHER: dict[Any, Together] = {
-    OWN_TOKENS: _own_together, ALL_TOKENS: _all_together, FETCH_KEYS: _fetch_together,
-}  # fmt: skip
-COLLECTIVES.update(_TOGETHER)
+_OPS = torch.ops.attngraph
+OWN_TOKENS, ALL_TOKENS, FETCH_KEYS = (
+    _OPS.own_tokens.default, _OPS.all_tokens.default, _OPS.fetch_keys.default,
+)  # fmt: skip
+COLLECTIVES[FETCH_KEYS] = _fetch_together

@@ -1,33 +1,23 @@
 """The attngraph dialect: what is computed from each token alone, as one operation.
 
-    attngraph::token_program(Tensor[] given, str program) -> Tensor[]
-
 `program` is a token program (`ir/language/token_program.py`); the tensors have the shapes that it names, with
 the same number of tokens. In the memory of a result a token's elements are contiguous. A registered runner
 computes the calls that it supports, plain PyTorch the others: operation by operation, in float32 or, where it
 is given float64, in that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from attngraph.ir.dtypes import NAMED
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
+from attngraph.ir.language import E, Expr, operation_of
 from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram, extent, parse
 from attngraph.ir.ops import memory
+from attngraph.ir.ops.declare import INSTEAD, declare, require_no_derivative
 from attngraph.ir.ops.quantised import dequantised
-from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
-
-INSTEAD = "a decoder has no gradients: differentiate the model itself"
-
-torch.library.define("attngraph::token_program", "(Tensor[] given, str program) -> Tensor[]")
 
 
 class Runner(Protocol):
@@ -62,6 +52,13 @@ def prepare(given: Sequence[Tensor], program: str) -> None:
         runner.prepare(program, given)
 
 
+def _memory(a: Any) -> list[Tensor]:
+    parsed = parse(a.program)
+    tokens, like = tokens_in(parsed, a.given), floating(a.given)
+    return [allocated(result, tokens, like) for result in parsed.results]
+
+
+@declare(fake=_memory, derivatives=INSTEAD, plain=True)
 def token_program(given: Sequence[Tensor], program: str) -> list[Tensor]:
     """The results of a token program."""
     require_no_derivative("token_program", INSTEAD, (given,))  # decoders call this directly
@@ -70,23 +67,6 @@ def token_program(given: Sequence[Tensor], program: str) -> list[Tensor]:
         if found is not None:
             return found
     return reference(parse(program), given)
-
-
-@torch.library.impl("attngraph::token_program", "CompositeExplicitAutograd")
-def _token_program(given: list[Tensor], program: str) -> list[Tensor]:
-    with torch.no_grad():
-        return token_program(given, program)
-
-
-@torch.library.register_fake("attngraph::token_program")  # type: ignore[untyped-decorator]
-def _token_program_fake(given: list[Tensor], program: str) -> list[Tensor]:
-    parsed = parse(program)
-    tokens = tokens_in(parsed, given)
-    like = floating(given)
-    return [allocated(result, tokens, like) for result in parsed.results]
-
-
-refuse_derivatives("token_program", INSTEAD)
 
 
 def tokens_in(program: TokenProgram, given: Sequence[Tensor]) -> int:
@@ -180,8 +160,7 @@ def _some_rows(tensor: Tensor, about: Given, rows: slice) -> Tensor:
 
 
 class _Evaluation:
-    """The value of one definition: `[tokens, *indices]`. Every expression is a tensor that broadcasts against
-    `[tokens, *indices, over]`."""
+    """The value of one definition, `[tokens, *indices]`; expressions broadcast against that and `over`."""
 
     def __init__(self, program: TokenProgram, made: Definition, known: Sequence[Tensor], tokens: int) -> None:
         self.program, self.made, self.known = program, made, known

@@ -7,16 +7,12 @@ memory (`SCORES` of them, or one query's). Queries and rows of the batch can be 
 nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Tile
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import ScoreProgram, Tile, evaluate
 from attngraph.ir.ops import kernels
 
 SCORES = 1 << 20

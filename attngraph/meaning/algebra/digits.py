@@ -4,13 +4,10 @@ Views that join or split dimensions divide index variables. Splitting a variable
 are used of it turns those divisions into plain variables again.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 

@@ -6,13 +6,10 @@ so a sum that was rescaled by exp(m - m') has the shape that it had, and cancels
 Nothing here knows of graphs.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 
 
@@ -79,16 +76,7 @@ def _is_exponential(terms: Sum) -> bool:
 
 def _holds_values(terms: Sum) -> bool:
     """Whether a sum has another factor than exponentials."""
-    return any(n.op in ("read", "mul") for _, r in terms for n in _outside_exponents(r))
-
-
-def _outside_exponents(node: Expr) -> Iterable[Expr]:
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        yield current
-        if current.op != "exp":
-            stack += current.args
+    return any(n.op in ("read", "mul") for _, r in terms for n in E.outside(r, "exp"))
 
 
 def fraction(terms: Sum, powers: Mapping[Shape, int], sums: Mapping[Shape, Sum]) -> Value:

@@ -9,8 +9,6 @@ Sound for the values that backends compute, rounding included: bounds are widene
 and a value that may be NaN, may wrap around or is unknown is unbounded: nothing is concluded from it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -20,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
+from attngraph.ir.language import Expr, operation_of
 from attngraph.ir.language.score import INDICES
 
 Interval = tuple[float, float]

@@ -6,8 +6,6 @@ the same integer, the formula for each n is a function of that one integer, and 
 is and what the digit stands for. So it does not matter how the model writes that.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Iterator, Sequence
@@ -15,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.packed import BITS, Packed
 from attngraph.meaning.algebra import simplify as M
 

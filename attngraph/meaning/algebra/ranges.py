@@ -5,10 +5,8 @@ no element. A polynomial maps monomials (sorted tuples of atoms) to integer fact
 Everything here is sound and incomplete: "yes" is proved, "no" may mean "not shown".
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from attngraph.ir.language.expr import Expr, walk
 
@@ -216,13 +214,9 @@ def _shifted(a: Polynomial) -> Polynomial:
 
 def tighten(a: Polynomial) -> Polynomial:
     """a <= 0 divided by the common factor of its variables, the constant rounded to match."""
-    common = _common(factor for atoms, factor in a.items() if atoms)
+    common = math.gcd(*(factor for atoms, factor in a.items() if atoms))
     if common <= 1:
         return a
     scaled = {atoms: factor // common for atoms, factor in a.items() if atoms}
     constant = -((-a.get((), 0)) // common)
     return add(scaled, {(): constant} if constant else {})
-
-
-def _common(factors: Iterable[int]) -> int:
-    return math.gcd(*factors)

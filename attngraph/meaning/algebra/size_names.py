@@ -5,8 +5,6 @@ what another part of it is: here that `max(0, 9 - n)` is `9 - n`. A name never c
 replacing ends. What is no such relation (`2 * n == 3 * m`) renames only a formula that is one of its sides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable
@@ -14,8 +12,7 @@ from typing import Any
 
 import sympy
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import from_sympy
@@ -65,8 +62,7 @@ def _contains(formula: Expr, part: Expr) -> bool:
 
 
 def _solved(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
-    """A symbol that is a product of others, or else the only part of the relation that is no symbol, and what
-    it equals."""
+    """A symbol that is a product of others, or the only part that is no symbol, and what it equals."""
     terms = ranges.subtract(ranges.polynomial(a), ranges.polynomial(b))
     common = math.gcd(*terms.values())
     alone = {atoms[0]: n // common for atoms, n in terms.items() if len(atoms) == 1}

@@ -7,8 +7,6 @@ nothing else. Within `example_size` that number stands for a size, which its dig
 concluded from how small the example is: among 11 tokens, `q - k < 48` keeps its bound.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools
@@ -20,8 +18,7 @@ from typing import Any
 import sympy
 import torch
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.rule import Unliftable
 
@@ -125,8 +122,7 @@ def _rounded_quotient(name: str, value: Any) -> Expr:
 
 
 def _without_floats(value: Any) -> Any:
-    """A formula of sizes that uses floats (such as the length of a range of floats) rewritten in integers;
-    None where its value may not be a whole number."""
+    """A size's formula with floats, rewritten in integers; None where it may be no whole number."""
     name = type(value).__name__
     if value.is_Number:
         return sympy.Integer(int(value)) if float(value).is_integer() else None

@@ -1,7 +1,5 @@
 """Which operations add up what they are given. Used by `recogniser.py`."""
 
-from __future__ import annotations
-
 from torch import fx
 
 

@@ -8,13 +8,10 @@ with the features that the product sums, and stay heads. Where nothing is known,
 report uses this.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra.digits import Digits
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable

@@ -6,8 +6,6 @@ become operands in the op's layout (`layout.py`), and the rest of the scores bec
 (`program.py`). Nothing here looks at a graph's operations.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -16,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import DOT, INDICES, ScoreProgram, Sink
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.digits import Digits, extent, recombined, split_digits
@@ -329,8 +326,7 @@ def _one_query(
 
 
 def _by_part(key: Expr, starts: Sequence[Expr], formulas: Sequence[Expr]) -> Expr:
-    """The formula of the part that the key lies in: one mask over all parts, and in it the terms of all parts
-    plus a selection of the others."""
+    """The formula of the part that the key lies in: one mask for all parts, and a selection of the terms."""
     masked = [f for f in formulas if f.op == "where" and E.NEG_INF in f.args[1:]]
     if masked and starts[1:]:
         kept, inside = zip(*map(_without_mask, formulas), strict=True)

@@ -5,8 +5,6 @@ one that sums a product of two tensors of which exactly one depends on the key. 
 read of the tensor that the model computed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -16,10 +14,8 @@ import torch
 from torch import fx
 
 from attngraph.ir import budgets
-from attngraph.ir.graph.program_graph import computed_from
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph import computed_from, source_of
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import DOT, is_moderate
 from attngraph.ir.ops import kernels
 from attngraph.meaning.algebra import simplify as M

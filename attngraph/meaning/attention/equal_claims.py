@@ -6,8 +6,6 @@ operands. (Every claim is checked before it is used, however it was found.) A cl
 buffer holds is repeated for that very buffer only.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,8 +26,7 @@ _MOST_NODES = 2_000
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """How one node is computed. `operands`: by their numbers in the order in which they were met; none for an
-    operand of the claim, whose own operands do not matter."""
+    """How one node is computed. `operands`: by number in the order they were met; none in the claim's own."""
 
     about: Any
     operands: tuple[int, ...]
@@ -107,12 +104,9 @@ class OnceRecogniser(Recogniser):
             known = node if node in self.meaning.values else None
             told = _told((node.args, node.kwargs)) if node.op == "call_function" else None
             self._about[node] = (
-                node.op,
-                node.op == "call_function" and node.target,
-                told,
-                _layout(node),
-                known,
-            )
+                node.op, node.op == "call_function" and node.target, told,
+                _layout_of(node.meta.get("val")), known,
+            )  # fmt: skip
         return self._about[node]
 
 
@@ -129,10 +123,6 @@ def _told(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _told(inner)) for name, inner in value.items())
     return type(value), repr(value)
-
-
-def _layout(node: fx.Node) -> Any:
-    return _layout_of(node.meta.get("val"))
 
 
 def _layout_of(value: Any) -> Any:

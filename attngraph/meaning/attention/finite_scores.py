@@ -5,14 +5,9 @@ whether a product of queries and keys is a number. Results are promised for fini
 within the dtype's range, where it is one.
 """
 
-from __future__ import annotations
-
 import math
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
-from attngraph.ir.language.score import DOT
+from attngraph.ir.language import DOT, E, Expr, operation_of
 from attngraph.meaning.algebra import simplify as M
 
 _STAYS_FINITE = ("add", "mul", "neg", "min", "max", "abs")

@@ -7,8 +7,6 @@ that place, the pieces of a loop have one formula; pieces that have it, and whos
 become one piece. What one formula does not cover stays a piece of its own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -16,11 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import op_name
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import WEIGHT
+from attngraph.ir.graph import op_name, source_of
+from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import Sum, Term, Value
 from attngraph.meaning.attention.normaliser import open_sums
@@ -127,7 +122,7 @@ def separate(value: Value, fresh: Callable[[Expr], Expr]) -> Separated | Refusal
     )
 
 
-def _piece(x: _Term, exponent: Expr, number: float, fresh: Callable[[Expr], Expr]) -> Piece:
+def _piece(x: "_Term", exponent: Expr, number: float, fresh: Callable[[Expr], Expr]) -> Piece:
     names = {key: fresh(key.args[0]) for key in x.keys}
     weighted = M.mul(WEIGHT, x.rest) if number == 1 else M.mul(E.const(number), WEIGHT, x.rest)
     score = M.add(x.moving, exponent)
@@ -142,8 +137,7 @@ def is_maximum(node: fx.Node) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Term:
-    """A term: number * exp(exponent) * sum over keys of exp(moving) * rest. `weights` is the same sum without
-    the rest."""
+    """number * exp(exponent) * sum over keys of exp(moving) * rest; `weights` is the sum without rest."""
 
     number: float
     exponent: Expr
@@ -382,8 +376,7 @@ def _forms(placed: _Placed) -> tuple[Expr, Expr]:
 
 
 def _with_bounds(node: Expr) -> Expr:
-    """A formula in which being the first or the last of a range is written as a bound: `q == 0` as
-    `not 1 <= q`, as the formula is at other keys."""
+    """A formula in which the first or last of a range is written as a bound: `q == 0` as `not 1 <= q`."""
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
         if current.op == "eq":

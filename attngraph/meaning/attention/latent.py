@@ -12,22 +12,17 @@ Anything between the projection and the attention that is not linear, or that de
 checks it in float64.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import op_name
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import recombined, split_digits
+from attngraph.ir.graph import op_name, source_of
+from attngraph.ir.language import E, Expr
+from attngraph.ir.walk import reached
+from attngraph.meaning.algebra import M, ranges, recombined, split_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.claim import View
 from attngraph.meaning.element import Meaning
@@ -122,8 +117,7 @@ def _width(stretch: Stretch) -> int:
 
 
 class _Side:
-    """Keys or values of one attention. Tensors that are the same for all heads are followed through views up
-    to those in `wanted`."""
+    """Keys or values. Tensors that are the same for all heads are followed up to those in `wanted`."""
 
     def __init__(
         self, meaning: Meaning, node: fx.Node, what: str, wanted: Iterable[fx.Node] | None = None
@@ -165,15 +159,12 @@ class _Side:
         """Whether to look through a view; always if its elements differ by head."""
         if self.head in read.free or self.wanted is None:
             return True
-        stack, seen = [read.value], set()
-        while stack:
-            node = stack.pop()
-            if node in self.wanted:
-                return node is not read.value
-            if node not in seen and self.meaning.category(node) is Category.MOVEMENT:
-                seen.add(node)
-                stack += node.all_input_nodes
-        return False
+
+        def moved(node: fx.Node) -> Sequence[fx.Node]:
+            return node.all_input_nodes if self.meaning.category(node) is Category.MOVEMENT else ()
+
+        found = next((n for n in reached([read.value], moved) if n in self.wanted), None)
+        return found is not None and found is not read.value
 
     def _direct(self, read: Expr, place: Expr, start: int) -> Stretch:
         view = self._view(read, ((self.batch,), (), (self.token,), (place,)))
@@ -181,11 +172,7 @@ class _Side:
         return Stretch(start, width, view, (read.value, self._key(read, place), width))
 
     def _projected(self, read: Expr, place: Expr, start: int) -> Stretch:
-        """A stretch that differs by head: a contraction of a shared tensor and weights of each head.
-
-        Raises:
-            _Stop: it is no such contraction.
-        """
+        """A contraction of a shared tensor and weights of each head; _Stop if it is none."""
         node: fx.Node = read.value
         if self.meaning.category(node) is not Category.CONTRACTION:
             raise self._in_the_way(node)

@@ -5,15 +5,11 @@ index variables. `solve` finds the chain of unflatten, slice, select, permute, e
 operations that presents those elements in the wanted order, or says that there is none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import M, ranges
 
 Roles = tuple[tuple[Expr, ...], ...]
 

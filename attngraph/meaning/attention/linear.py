@@ -5,17 +5,13 @@
 Without an exponential in between, the sum over keys can be taken first, at a cost linear in the tokens.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Set
 
 from torch import fx
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import DOT, WEIGHT
+from attngraph.ir.language import DOT, WEIGHT, E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.claim import Attention, write_claim

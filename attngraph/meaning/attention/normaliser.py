@@ -5,8 +5,6 @@ concatenated, shifted by a maximum, and with terms of its own (sinks). It is com
 meaning: both are brought to one form, and the sums' variables are matched.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -14,10 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import Digits, recombined, split_digits
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import Digits, M, recombined, split_digits
 from attngraph.meaning.attention.refusal import Refusal
 
 Look = Callable[[Expr], Expr]
@@ -79,8 +75,7 @@ def open_sums(node: Expr) -> tuple[tuple[Expr, ...], Expr]:
 def _match_sum(
     score: Expr, places: tuple[Expr, ...], other: Expr, keys: tuple[Expr, ...]
 ) -> tuple[Expr, Expr] | Refusal | None:
-    """If `other` over `places` is `score` over `keys`, up to a shift: the score and the shift. Keys of
-    one side may be digits of a key of the other."""
+    """The score and the shift, if `other` over `places`, maybe digits of keys, is `score` over `keys`."""
     shifted = split_by(score, keys)
     found = _same_terms(score, keys, places, other)
     if found is None:

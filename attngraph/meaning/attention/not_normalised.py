@@ -1,9 +1,6 @@
 """Why exponentials that weigh a sum are not the softmax of attention, where they are divided by something."""
 
-from __future__ import annotations
-
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention.normaliser import open_sums
 from attngraph.meaning.attention.refusal import Refusal
@@ -16,7 +13,7 @@ def why_not_normalised(body: Expr, keys: tuple[Expr, ...]) -> Refusal:
             "its softmax runs over two dimensions at once, as over all pairs of a query and a key or of two "
             "keys: attention has a softmax over the keys of each query alone"
         )
-    if _is_banded(body, keys):
+    if bool(_combined(body, keys)):
         return Refusal(
             "its softmax runs over places that depend on query and key together, such as distances in a "
             "band: give each query a score for each key, and mask those outside the band"
@@ -86,26 +83,10 @@ def _multiplies_exponentials(body: Expr) -> bool:
     """Whether a product has several factors with exponentials in them, besides what it is divided by."""
 
     def has_exponential(factor: Expr) -> bool:
-        return any(n.op == "exp" for n in _multiplied(factor))
+        return any(n.op == "exp" for n in E.outside(factor, "recip"))
 
-    return any(n.op == "mul" and sum(map(has_exponential, n.args)) > 1 for n in _multiplied(body))
-
-
-def _multiplied(node: Expr) -> set[Expr]:
-    """The parts of a formula that are in no divisor."""
-    found, stack = set[Expr](), [node]
-    while stack:
-        current = stack.pop()
-        if current not in found:
-            found.add(current)
-            stack += () if current.op == "recip" else current.args
-    return found
-
-
-def _is_banded(body: Expr, keys: tuple[Expr, ...]) -> bool:
-    """Whether exponentials are read at an index that combines a key with another variable, and their
-    normaliser sums over that index as a whole."""
-    return bool(_combined(body, keys))
+    products = (n for n in E.outside(body, "recip") if n.op == "mul")
+    return any(sum(map(has_exponential, n.args)) > 1 for n in products)
 
 
 def _is_over_pairs(body: Expr, keys: tuple[Expr, ...]) -> bool:

@@ -13,8 +13,6 @@ with the same e above and below. So no rule knows what a running maximum is. The
 that are already divided, by their log-sum-exp: the logarithm of a sum, exponentiated, is that sum.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import itertools
@@ -23,22 +21,12 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import is_random, operands_first
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph.program_graph import is_random
+from attngraph.ir.language import E, Expr
+from attngraph.ir.walk import operands_first
+from attngraph.meaning.algebra import fractions as F
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.fractions import (
-    Fraction,
-    NotASum,
-    Term,
-    Value,
-    add,
-    addends,
-    fraction,
-    multiply,
-    reciprocal,
-    single,
-)
+from attngraph.meaning.algebra.fractions import Fraction, NotASum, Term, Value, add, reciprocal
 from attngraph.meaning.attention.normaliser import split_by
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, is_part
@@ -83,8 +71,7 @@ class PartialSums:
         return self._kinds[node]
 
     def _find_first(self, node: fx.Node) -> fx.Node:
-        """The first node that computes the same as this one: code that takes a block's maximum wherever it
-        needs it rescales by the one and subtracts another."""
+        """The first node that computes the same: code may take a block's maximum wherever it needs it."""
         if node.op != "call_function" or is_random(node.target, node.args):
             return node
         call = fx.map_arg((node.args, node.kwargs), lambda n: self._first.get(n, n))
@@ -206,13 +193,13 @@ class PartialSums:
 
     def value(self, node: Expr) -> Value:
         if node.op == "const":
-            return () if node.value == 0 else single(E.ZERO, E.ONE, float(node.value))
+            return () if node.value == 0 else F.single(E.ZERO, E.ONE, float(node.value))
         if node.op == "add":
             return add(*(x for term in node.args for x in self.value(term)))
         if node.op == "mul":
-            found = single(E.ZERO, E.ONE)
+            found = F.single(E.ZERO, E.ONE)
             for factor in node.args:
-                found = multiply(found, self.value(factor))
+                found = F.multiply(found, self.value(factor))
             return found
         if node.op == "recip":
             return reciprocal(self.value(node.args[0]))
@@ -220,7 +207,7 @@ class PartialSums:
             return self._exponential(node.args[0])
         if node.op == "sigmoid":
             grown = self._exponential(M.neg(node.args[0]))
-            return reciprocal(add(*single(E.ZERO, E.ONE), *grown))
+            return reciprocal(add(*F.single(E.ZERO, E.ONE), *grown))
         if node.op == "sum":
             return self._total(*node.args)
         if node.op == "where":
@@ -230,7 +217,7 @@ class PartialSums:
         if any(self._is_inside(n) for n in E.reads(node)):
             raise NotASum
         known = self.meaning.elementwise(node) if node.op == "read" and self._is_known(node.value) else node
-        return self.value(known) if known is not node else single(E.ZERO, node)
+        return self.value(known) if known is not node else F.single(E.ZERO, node)
 
     def _is_joined(self, node: fx.Node) -> bool:
         """Whether a node moves, or computes element by element, results of pieces that were concatenated."""
@@ -258,30 +245,29 @@ class PartialSums:
 
     def _exponential(self, exponent: Expr) -> Value:
         """e to a sum: logarithms in it are factors, and the rest stays an exponent."""
-        found = single(E.ZERO, E.ONE)
+        found = F.single(E.ZERO, E.ONE)
         kept: list[Expr] = []
-        waiting = list(addends(exponent))
+        waiting = list(F.addends(exponent))
         while waiting:
             term = waiting.pop()
             factor, rest = M.coefficient(term)
             if rest.op == "read" and self._is_opened(rest.value):
-                waiting += addends(M.mul(E.const(factor), self._logarithm(rest)))
+                waiting += F.addends(M.mul(E.const(factor), self._logarithm(rest)))
             elif rest.op in ("log", "log2"):
                 power = factor if rest.op == "log" else factor / math.log(2)
                 if not math.isclose(abs(power), 1.0):
                     raise NotASum
                 of = self.value(rest.args[0])
-                found = multiply(found, of if power > 0 else reciprocal(of))
+                found = F.multiply(found, of if power > 0 else reciprocal(of))
             else:
                 kept.append(term)
         whole = M.add(*kept)
-        if any(a is E.NEG_INF for a in addends(whole)):
+        if any(a is E.NEG_INF for a in F.addends(whole)):
             return ()
-        return multiply(found, single(whole, E.ONE))
+        return F.multiply(found, F.single(whole, E.ONE))
 
     def _is_opened(self, node: fx.Node) -> bool:
-        """Whether an exponent is written in terms of a node's operands: those of logarithms, of known
-        tensors, and of sums and differences, in which references cancel."""
+        """Whether an exponent is written in terms of a node's operands, so that references cancel."""
         if self.kind(node) is not None or self._is_known(node):
             return True
         name = str(node.target).split(".")[1:2]
@@ -307,7 +293,7 @@ class PartialSums:
         if not E.is_const(no, 0) or any(self._is_inside(n) for n in E.reads(condition)):
             raise NotASum
         mask = M.where(condition, E.ZERO, E.NEG_INF)
-        return multiply(self.value(yes), single(mask, E.ONE))
+        return F.multiply(self.value(yes), F.single(mask, E.ONE))
 
     def _total(self, variable: Expr, body: Expr) -> Value:
         moved = self.meaning.lift(body, lambda r: self._is_joined(r.value))
@@ -325,5 +311,5 @@ class PartialSums:
                 inside = rest if E.is_const(moving, 0) else M.mul(M.exp(moving), rest)
                 key = fixed, M.canonical_binders(M.total(variable, inside))
                 terms[key] = terms.get(key, 0.0) + number
-            found += fraction(terms, part.powers, part.sums)
+            found += F.fraction(terms, part.powers, part.sums)
         return add(*found)

@@ -6,14 +6,11 @@
 Both are attention whose dot product has no width. Nothing here is decided by names or shapes.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention.weighted_sums import KeyPart
 from attngraph.meaning.element import Meaning

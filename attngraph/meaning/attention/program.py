@@ -1,35 +1,20 @@
 """From the meaning of scores to a score program: masks taken out as `keep`, tensors numbered,
 canonical forms turned back into what a person would write."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import operation
-from attngraph.ir.language.score import (
-    INDICES,
-    SCORE,
-    WEIGHT,
-    Keep,
-    Score,
-    ScoreProgram,
-    Sink,
-    Statement,
-    Weight,
-)
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.ir.language import E, Expr, operation
+from attngraph.ir.language import score as S
+from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Statement, Weight
+from attngraph.meaning.algebra import M, ranges, size_expression
 from attngraph.meaning.attention.finite_scores import with_finite_dots
 from attngraph.meaning.masks.fold import UNDERFLOWS
 
-LOWERED = M.add(SCORE, E.NEG_INF)
+LOWERED = M.add(S.SCORE, E.NEG_INF)
 """A score to which a mask adds minus infinity."""
 LOST = 2.0**100
 """Scores of ordinary size do not change a number beyond this one when they are added to it in float64."""
@@ -60,7 +45,7 @@ def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
     masks, narrowed = _peel_masks(score)
     writer = _Writer(guarded=narrowed)
     if _rows_are_numbers(masks):
-        nan = E.make("isnan", (WEIGHT,), None, "bool")
+        nan = E.make("isnan", (S.WEIGHT,), None, "bool")
         weight = M.substitute(weight, {nan: E.FALSE})
     for kind, value, fill in reversed(masks):
         if kind == "keep":
@@ -70,7 +55,7 @@ def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
             statements.append(Score(writer.write(value)))
     if sink is not None:
         statements.append(Sink(writer.write(sink)))
-    if weight is not WEIGHT:
+    if weight is not S.WEIGHT:
         statements.append(Weight(writer.write(weight)))
     return Built(ScoreProgram(tuple(statements)), tuple(writer.reads), tuple(writer.sizes))
 
@@ -84,8 +69,7 @@ def rewritten(formula: Expr, program: ScoreProgram) -> Expr:
 
 
 def _rows_are_numbers(masks: list[tuple[str, Expr, Expr]]) -> bool:
-    """Whether no row's softmax is NaN: nothing read can be infinite, and either the first key or the
-    query's own position is kept by every mask."""
+    """Whether no row is NaN: nothing read is infinite, and the first or the own key is always kept."""
     values = [value for kind, value, _ in masks if kind == "score"]
     if any(n.op == "read" for value in values for n in E.walk(value)):
         return False
@@ -107,7 +91,7 @@ def _peel_masks(score: Expr) -> tuple[list[tuple[str, Expr, Expr]], bool]:
             break
         predicate, whole, fill = masked
         # A number added to a masked score may leave it visible; a number in place of the score hides it.
-        stays = fill is not LOWERED and any(n is SCORE for n in E.walk(fill))
+        stays = fill is not LOWERED and any(n is S.SCORE for n in E.walk(fill))
         score = whole if stays else _assuming(predicate, whole)
         narrowed |= score is not whole
         if fill in (E.NEG_INF, LOWERED) and found and found[-1][0] == "keep" and found[-1][2] is fill:
@@ -135,10 +119,10 @@ def _as_mask(score: Expr) -> tuple[Expr, Expr, Expr] | None:
             return M.not_(condition), no, yes
         difference = M.sub(no, yes)
         if _is_fill(difference) and difference.op == "const":
-            return condition, yes, M.add(SCORE, difference)
+            return condition, yes, M.add(S.SCORE, difference)
         difference = M.neg(difference)
         if _is_fill(difference) and difference.op == "const":
-            return M.not_(condition), no, M.add(SCORE, difference)
+            return M.not_(condition), no, M.add(S.SCORE, difference)
         return None
     if score.op == "max":
         return _at_least(*score.args)
@@ -165,8 +149,8 @@ def _added_mask(rest: Expr, term: Expr) -> tuple[Expr, Expr, Expr] | None:
     if fill is E.NEG_INF:
         return keep, M.add(rest, value if len(others) == 1 else _replaced(term, fill)), LOWERED
     if len(others) == 1 and value.op == "const":
-        return None if _is_fill(value) else (keep, M.add(rest, value), M.add(SCORE, M.sub(fill, value)))
-    return keep, M.add(rest, _replaced(term, fill)), M.add(SCORE, fill)
+        return None if _is_fill(value) else (keep, M.add(rest, value), M.add(S.SCORE, M.sub(fill, value)))
+    return keep, M.add(rest, _replaced(term, fill)), M.add(S.SCORE, fill)
 
 
 def _leaves(tree: Expr) -> Iterator[Expr]:
@@ -203,7 +187,7 @@ def _at_least(score: Expr, floor: Expr) -> tuple[Expr, Expr, Expr] | None:
     if masked is None:
         return None
     condition, whole, fill = masked
-    added = M.sub(fill, SCORE) if fill is not LOWERED else E.NEG_INF
+    added = M.sub(fill, S.SCORE) if fill is not LOWERED else E.NEG_INF
     lowest = fill if fill.op == "const" else added
     if lowest.op != "const" or max(lowest.value, floor.value) > -LOST:
         return None
@@ -228,7 +212,7 @@ class _Writer:
 
     def write(self, node: Expr) -> Expr:
         if node.op == "var":
-            assert node.value in INDICES, node
+            assert node.value in S.INDICES, node
             return E.var(node.value)
         if node.op == "size":
             if node not in self.sizes:
@@ -285,11 +269,9 @@ class _Writer:
         return E.read(self.reads.index(source), tuple(self.write(i) for i in indices))
 
     def _ordered(self, nodes: tuple[Expr, ...]) -> list[Expr]:
-        """A readable order that does not depend on how the nodes were built: formulas of indices first,
-        then reads; ties by text."""
+        """An order that does not depend on how nodes were built: indices first, then reads; ties by text."""
         return sorted(
-            nodes,
-            key=lambda n: (n.op == "const", any(m.op == "read" for m in E.walk(n)), _shape_key(n)),
+            nodes, key=lambda n: (n.op == "const", any(m.op == "read" for m in E.walk(n)), _shape_key(n))
         )
 
     def _at_most(self, node: Expr) -> Expr:
@@ -385,5 +367,5 @@ def _term_key(node: Expr) -> tuple[int, int, int, str]:
     ops = {n.op for n in E.walk(node)}
     rank = 0 if ops & {"dot", "s", "p"} else 2 if "read" in ops else 1
     negative = int(M.coefficient(node)[0] < 0)
-    variables = sorted(INDICES.index(v.value) for v in node.free if v.value in INDICES)
+    variables = sorted(S.INDICES.index(v.value) for v in node.free if v.value in S.INDICES)
     return (rank, negative, -variables[-1] if variables else 0, _shape_key(node))

@@ -6,8 +6,6 @@ the dot inside the scores (`dot.py`). From these `claim.py` builds a claim; the 
 checks the claim in float64 before anything is replaced (`meaning/check/check.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -16,9 +14,7 @@ import torch
 from torch import fx
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import DOT
+from attngraph.ir.language import DOT, E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
@@ -312,11 +308,7 @@ class Recogniser:
     def _with_products(
         self, found: WeightedSum, dtype: torch.dtype, apart: bool = False
     ) -> WeightedSum | Refusal:
-        """The sum with the dot found in the scores of each part, or why there is none.
-
-        Args:
-            apart: whether a part of which a condition chooses the products becomes several.
-        """
+        """The sum with its parts' dots, or why there is none. `apart`: chosen products become parts."""
         opened = [self._opened(part, dtype) for part in found.parts]
         # A term that is the same for all keys (a subtracted maximum) changes no weight, except beside a sink.
         split = [split_by(part.score, part.keys) for part in opened]
@@ -377,8 +369,7 @@ class Recogniser:
         return dots.look_into(self.meaning, formula, part.keys, part.value.free, dtype)
 
     def _with_another_product(self, part: KeyPart) -> list[KeyPart]:
-        """The part with one more of the products in its scores joined to the dot: one whose key side is
-        computed from keys, not a table of distances."""
+        """The part with another product of its scores, whose key side is computed from keys, in the dot."""
         if not part.products or any(n is DOT for n in E.walk(part.weight)):
             return []  # the weights depend on this product alone
         of_keys = part.products[0].k[0][0].free | part.value.free | set(part.keys)

@@ -1,7 +1,5 @@
 """Why something that looks like attention is left alone: a value, handed up to the report."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from attngraph.meaning.rule import Unliftable, UnliftableBecause

@@ -9,12 +9,9 @@ first cut into digits. Then, over the digits of the output:
              digits of one dimension are one position, such as the height and width of a map
 """
 
-from __future__ import annotations
-
 import dataclasses
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra.digits import Digits
 from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.element import has_data
@@ -36,14 +33,9 @@ class Roles:
 
 
 def assign(
-    output: tuple[Digits, ...],
-    summed: frozenset[Expr],
-    q: frozenset[Expr],
-    k: frozenset[Expr],
-    v: frozenset[Expr],
-    scores: frozenset[Expr],
-    beside_keys: frozenset[Expr],
-) -> Roles | Refusal:
+    output: tuple[Digits, ...], summed: frozenset[Expr], q: frozenset[Expr], k: frozenset[Expr],
+    v: frozenset[Expr], scores: frozenset[Expr], beside_keys: frozenset[Expr],
+) -> Roles | Refusal:  # fmt: skip
     """Roles of every digit of the output.
 
     Args:

@@ -6,8 +6,6 @@ values that the model computes, it may be attention to chosen keys, and the repo
 Used only for softmaxes that were not fused; never decides what is fused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 

@@ -9,16 +9,12 @@ products, `split_by_product` takes the keys once for each, hidden where the cond
 so that no product has to be computed as a whole. Nothing here looks at masks or values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from torch import fx
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import WEIGHT
+from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.weighted_sums import KeyPart

@@ -14,16 +14,12 @@ The keys of one softmax may come in parts that the model multiplies separately, 
 Weights are linear: where they are a sum over several softmaxes (differential attention), so is `out`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import WEIGHT
+from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention.dot import Dot
 from attngraph.meaning.attention.normaliser import (
@@ -119,8 +115,7 @@ def _sum_over_parts(terms: Sequence[Expr], look: Look) -> WeightedSum | None:
 
 
 def _with_one_divisor(node: Expr) -> Expr:
-    """A gate that depends on a row's total, joined with the row's divisor: sigmoid(log Z - c) / Z is
-    1 / (Z + exp(c))."""
+    """A gate joined with the row's divisor: sigmoid(log Z - c) / Z is 1 / (Z + exp(c))."""
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
         if current.op == "sigmoid" and _adds_logarithm(args[0]):
@@ -274,8 +269,7 @@ def _exponent_of_sum(node: Expr) -> Expr:
 
 
 def _replace(body: Expr, weight: Expr, inverse: Expr, factor: Expr = E.ONE) -> Expr:
-    """The body with p times a factor in the place of the weight times the inverse, wherever they stand
-    together."""
+    """The body with p times a factor wherever the weight and the inverse stand together."""
     found: dict[Expr, Expr] = {}
     for product in E.walk(body):
         if product.op == "mul" and weight in product.args and inverse in product.args:

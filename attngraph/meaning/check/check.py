@@ -8,8 +8,6 @@ well. At the first size both are computed once more in float32, because the clai
 model keeps. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -20,8 +18,7 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import Keep, Score
+from attngraph.ir.language import E, Keep, Score
 from attngraph.ir.ops import nodes
 from attngraph.meaning.check.comparison import compare, elementwise, largest
 from attngraph.meaning.check.parts import Box, choose_box

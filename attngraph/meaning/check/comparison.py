@@ -3,8 +3,6 @@
 Shapes, dtypes, NaN and infinities must be the same. How far numbers may be off is a `Rule`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

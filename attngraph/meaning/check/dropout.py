@@ -4,8 +4,6 @@ Both then keep and drop the same elements, by `random(seed, indices)`, so a clai
 weights can be checked element by element.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

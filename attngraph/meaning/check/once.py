@@ -1,7 +1,5 @@
 """Equal layers are checked once: the verdicts on one graph's claims, cached by what the claims compute."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

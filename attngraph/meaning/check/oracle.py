@@ -6,8 +6,6 @@ one, and its choice follows from how many numbers there are. Nothing depends on 
 the whole process shares.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ itself is run on these parts, as PyTorch defines it; where it cannot be, it is c
 taken from the result. So a part has the values of the whole: only memory and time differ.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -18,11 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
-from attngraph.ir.graph.program_graph import is_size, operands_first
-from attngraph.ir.language import expr as E
-from attngraph.ir.language import score as S
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.language import E, Expr, S
 from attngraph.ir.ops import nodes
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.check.dropout import drop
 from attngraph.meaning.check.oracle import Oracle
 from attngraph.meaning.check.region import bytes_in_float64, scores_of, shape_at
@@ -202,8 +199,7 @@ class Parts:
         return Step(((source, tuple(found)),), run)
 
     def _of_attention(self, node: fx.Node, box: Box) -> Step | None:
-        """Some queries of an attention, with all of their keys: in its program, their place is read from a
-        list."""
+        """Some queries of an attention, with all keys: the program reads their places from a list."""
         made_by: Any = node.args[0]
         found = nodes.view(made_by) if is_part(node) and node.args[1] == 0 else None
         if not isinstance(found, nodes.Attention):

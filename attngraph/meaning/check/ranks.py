@@ -5,8 +5,6 @@ Where ranks exchange values, the collective is computed on the list of the ranks
 computed from the same tensors by every rank is computed once.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -190,8 +188,7 @@ def same_on_ranks(
 
 
 def _bytes_needed(graph: ProgramGraph, order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:
-    """The bytes of a check: every rank has the values in between; of a parameter the ranks together have one
-    more, and both have gradients."""
+    """The bytes of a check: values of every rank, one parameter more for all, and the gradients of both."""
     assert graph.ranks is not None
     given = _given(graph)
     weights = [n for n in order if n in given and given[n].kind in ("parameter", "shard")]
@@ -231,8 +228,7 @@ def _both(
 def _learned(
     found: Sequence[Tensor], drawn: Mapping[fx.Node, Tensor], copies: Mapping[fx.Node, PerRank], learns: bool
 ) -> Iterator[tuple[str, Sequence[Tensor]]]:
-    """The gradients of what the ranks begin with, of every rank: that of its own copy, and of the parts that
-    ranks have of it."""
+    """The gradients of what the ranks begin with: of every rank's own copy, and of its parts."""
     if not (learns and found[0].is_floating_point()):
         return
     generator = torch.Generator().manual_seed(len(drawn))

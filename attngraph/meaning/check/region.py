@@ -1,15 +1,14 @@
 """The part of a graph between some values and what they are computed from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import is_size, makes_a_size, measured_sizes, operands_first
+from attngraph.ir.graph.program_graph import is_size, makes_a_size, measured_sizes
 from attngraph.ir.ops import nodes
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 
 
@@ -56,8 +55,7 @@ def fingerprint(order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> Any:
 
 
 def _about(value: Any) -> Any:
-    """The dtype and the sizes of a value, or of each of several, as numbers and formulas: to print them takes
-    long."""
+    """The dtype and sizes of a value, or of several, as numbers and formulas: printing them takes long."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(n if isinstance(n, int) else n.node.expr for n in value.shape)
     return tuple(map(_about, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -5,8 +5,6 @@ have a first row that is all true and a last one that is all false; the last row
 last place alone, as a mask is that hides all keys but one.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -42,7 +40,7 @@ class Sample:
         self.oracle = Oracle(dtype, torch.device("cpu"), number)
         self._drawn: dict[fx.Node, Tensor] = {}
 
-    def in_float32(self) -> Sample:
+    def in_float32(self) -> "Sample":
         """The same sample, computed in float32."""
         found = Sample(self.values, self.sizes, self.number, torch.float32)
         found._drawn = self._drawn

@@ -4,16 +4,13 @@ One process runs both for all ranks (`ranks.py`). What they begin with may diffe
 a sum that ranks add up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.ranks import Ranks
+from attngraph.ir.graph import ProgramGraph, Ranks
 from attngraph.meaning.check.check import TOLERANCE, Verdict, _gradients, _one_thread, rounding
 from attngraph.meaning.check.comparison import compare, elementwise, largest
 from attngraph.meaning.check.once import Checks

@@ -4,14 +4,11 @@ Proved, not assumed: `k = q + 1 + d` is put into the mask's predicate, and the a
 every q and d. Where it does not, it looks for a pair of positions that the mask keeps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import Keep, ScoreProgram, format_statement
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks import words as masks

@@ -11,10 +11,8 @@ Which kernel computes a call does not matter.
 `attngraph::linear_attention` consists of PyTorch's products, which PyTorch counts.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +20,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
-from attngraph.ir.language import token_program
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language import ScoreProgram, parse, token_program
+from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Rows, counts, shift
-from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
-from attngraph.ir.ops.latent_attention import sizes_of
+from attngraph.ir.ops.latent_attention import LatentNode
 from attngraph.meaning.masks.tiles import SKIP, Cut, Grid, block_map
 
 TILE = 64
@@ -96,63 +92,56 @@ def _token_program(given: Sequence[Tensor], program: str, *_: Any, **__: Any) ->
     return sum(2 * tokens * weight.numel() for weight in weights)
 
 
-@register_flop_formula(ops.cached_attention, get_raw=True)
-def _cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: Any, sizes: Sequence[int],
-    program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    rows = Rows(table, starts, first, held)
-    pairs = _pairs_of_rows(q, k.shape[2], k_pages.shape[2], sizes, program, rows)
-    return 2 * sum(pairs) * int(q.shape[3] + v.shape[3])
-
-
-def _pairs_of_rows(
-    q: Tensor, fresh: int, page: int, sizes: Sequence[int], program: str, rows: Rows
-) -> list[int]:
+def _pairs_of_rows(fresh: int, page: int, view: nodes.Cached) -> list[int]:
     """The pairs of each row of a step: its new queries, with its kept and its new keys."""
-    moved, count = shift(parse(program))
-    given = [*_numbers(sizes), *([0] * (count - len(sizes)))]
+    moved, count = shift(view.program)
+    rows = Rows(view.table, view.starts, view.first, view.held)
+    given = [*_numbers(view.sizes), *([0] * (count - len(view.sizes)))]
     found = []
     for row, (new, first, held) in enumerate(zip(*counts(rows), strict=True)):
         oldest = max(0, held - rows.table.shape[1] * page)
         keys = held - oldest + (new if fresh else 0)
-        found.append(computed_pairs(moved, 1, q.shape[1], new, keys, (*given, row, first, oldest)))
+        found.append(computed_pairs(moved, 1, view.q.shape[1], new, keys, (*given, row, first, oldest)))
     return found
 
 
-@register_flop_formula(ops.latent_attention, get_raw=True)
-def _latent_attention(
-    q: Tensor, latent: Tensor, key_up: Any, value_up: Any, values: Sequence[int], reads: Any,
-    sizes: Sequence[int], program: str, absorb: str = "auto", *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    about = sizes_of(q, latent, key_up, value_up, values)
-    (batch, _heads, new, _width), keys = q.shape, latent.shape[2]
-    pairs = _pairs(q.shape, latent.shape, sizes, program)
-    rows = [(new, max(0, keys - new))] * batch
-    return _of_latents(about, q, absorb, rows, pairs, batch * new, batch * keys)
+def _cached_attention(view: nodes.CachedAttention) -> int:
+    pairs = _pairs_of_rows(view.k.shape[2], view.k_pages.shape[2], view)
+    return 2 * sum(pairs) * int(view.q.shape[3] + view.v.shape[3])
 
 
-@register_flop_formula(ops.cached_latent_attention, get_raw=True)
-def _cached_latent_attention(
-    q: Tensor, latent: Tensor, pages: Tensor, key_up: Any, value_up: Any, values: Sequence[int], reads: Any,
-    sizes: Sequence[int], program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor,
-    absorb: str = "auto", *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    rows = Rows(table, starts, first, held)
-    about = sizes_of(q, latent, key_up, value_up, values)
-    news, _first, kept = counts(rows)
-    pairs = sum(_pairs_of_rows(q, latent.shape[2], pages.shape[2], sizes, program, rows))
-    keys = sum(min(n, table.shape[1] * pages.shape[2]) for n in kept) + latent.shape[2]
-    return _of_latents(about, q, absorb, list(zip(news, kept, strict=True)), pairs, q.shape[2], keys)
+def _latent_attention(view: nodes.LatentAttention) -> int:
+    (batch, _heads, new, _width), keys = view.q.shape, view.latent.shape[2]
+    pairs = _pairs(view.q.shape, view.latent.shape, view.sizes, str(view.program))
+    return _of_latents(view, [(new, max(0, keys - new))] * batch, pairs, batch * new, batch * keys)
+
+
+def _cached_latent_attention(view: nodes.CachedLatentAttention) -> int:
+    page = view.pages.shape[2]
+    news, _first, kept = counts(Rows(view.table, view.starts, view.first, view.held))
+    pairs = sum(_pairs_of_rows(view.latent.shape[2], page, view))
+    keys = sum(min(n, view.table.shape[1] * page) for n in kept) + view.latent.shape[2]
+    return _of_latents(view, list(zip(news, kept, strict=True)), pairs, view.q.shape[2], keys)
 
 
 def _of_latents(
-    about: LatentSizes, q: Tensor, absorb: str, rows: Sequence[tuple[int, int]], pairs: int, queries: int,
-    keys: int,
-) -> int:  # fmt: skip
+    view: nodes.LatentAttention, rows: Sequence[tuple[int, int]], pairs: int, queries: int, keys: int
+) -> int:
     """Operations of all pairs, and of projecting queries and results, or keys and values."""
-    if absorb == "always" or (
-        absorb == "auto" and absorbing_pays(about, rows, q.device.type, q.dtype.itemsize)
-    ):
+    node = LatentNode(view.q, view.latent, view.key_up, view.value_up, view.values)
+    about = node.sizes
+    if node.absorbs(view.absorb, rows, view.q):
         return pairs * about.pair_absorbed // about.heads + queries * about.query_up
     return pairs * about.pair_expanded // about.heads + keys * about.up
+
+
+def _of_view(op: Any, formula: Callable[[Any], int]) -> None:
+    def counted(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        return formula(nodes.called(op.default, args, kwargs))
+
+    register_flop_formula(op, get_raw=True)(counted)
+
+
+_of_view(ops.cached_attention, _cached_attention)
+_of_view(ops.latent_attention, _latent_attention)
+_of_view(ops.cached_latent_attention, _cached_latent_attention)

@@ -15,16 +15,11 @@ which is bounded for tiles, proved for causality, and evaluated by C in each cal
 bounds of scores (`score_bounds.py`) and what may become of each pair (`visible.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
-from attngraph.ir.language.parser import operation
+from attngraph.ir.language import E, Expr, operation, operation_of
 from attngraph.ir.language.score import SCORE, WEIGHT, Keep, Score, Statement, Weight
 
 UNDERFLOWS = 1000.0

@@ -5,18 +5,14 @@ window sends exactly its tokens. A mask that reads tensors (numbers of documents
 in the call. What is not shown to be hidden is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import Keep, ScoreProgram
+from attngraph.ir.language import E, Expr, Keep, ScoreProgram, parse
 from attngraph.ir.ops.token_collectives import NEEDED, Layout
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks.fold import low_fill, seen
 from attngraph.meaning.masks.tiles import SKIP, Cut, Grid, block_map
@@ -57,15 +53,8 @@ def _is_bounded_in_heads(predicate: Expr) -> bool:
     """Whether batch and head only choose entries of tensors, whose extents then tell how many there are."""
     numbers = {E.var("b"), E.var("h")}
     inside = {n for r in E.walk(predicate) if r.op == "read" for n in r.args if n in numbers}
-    stack, seen_ = [predicate], set[Expr]()
-    while stack:
-        node = stack.pop()
-        if node in numbers:
-            return False
-        if node not in seen_:
-            seen_.add(node)
-            stack += [a for a in node.args if not (node.op == "read" and a in inside)]
-    return True
+    others = reached([predicate], lambda n: [a for a in n.args if n.op != "read" or a not in inside])
+    return numbers.isdisjoint(others)
 
 
 def needed_by_ranks(

@@ -4,14 +4,11 @@ Intervals over the whole index space, from a bound of the dot product. A kernel 
 finite fill hides where the largest score of each row is far enough above `hidden_below`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
 
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import Keep, ScoreProgram
+from attngraph.ir.language import Expr, Keep, ScoreProgram
 from attngraph.meaning.algebra.intervals import EVERYTHING, Box, Interval, interval
 from attngraph.meaning.masks.fold import Domain, added_to_score, fold
 

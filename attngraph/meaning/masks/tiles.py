@@ -5,17 +5,13 @@ tiles at once. Sound: "empty" and "full" are proved; whatever is unknown is part
 `block_map` of a call: which tiles it may leave out, and where it need not evaluate the masks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import Keep, ScoreProgram
+from attngraph.ir.language import E, Expr, Keep, ScoreProgram
 from attngraph.meaning.algebra.intervals import (
     EVERYTHING,
     Bounds,

@@ -7,8 +7,6 @@ later statements do to the pairs that they hid, are considered; a score that bec
 way counts as kept.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 
@@ -16,9 +14,8 @@ import torch
 from torch import Tensor
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.evaluate import Environment, Tile, Value, as_bool, evaluate, tensor
-from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import DOT, INDICES, SCORE, Keep, ScoreProgram
 from attngraph.meaning.algebra.intervals import Cut, Grid, bit, bounds
 from attngraph.meaning.masks.fold import Domain, fold

@@ -1,7 +1,5 @@
 """A mask in words: `causal & window(4096) & r1[b, k]`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -9,9 +7,9 @@ from torch import Tensor, fx
 
 from attngraph.ir.dtypes import DTYPES, FLOATS
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language import expr as E
+from attngraph.ir.language import E, Keep, Score, ScoreProgram
 from attngraph.ir.language.expr import Expr, format_expr, format_number
-from attngraph.ir.language.score import Keep, Score, ScoreProgram
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.rule import ELEMENTWISE, category_of
 
@@ -51,16 +49,15 @@ def given(reads: Sequence[object], graph: ProgramGraph) -> frozenset[int]:
 
 
 def _is_given(node: fx.Node, kinds: Mapping[fx.Node, str]) -> bool:
-    sources, pending, seen = set(), [node], {node}
-    while pending:
-        at = pending.pop()
+    def tensors(node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+
+    sources = set()
+    for at in reached([node], tensors):
         if at.op == "placeholder":
             sources.add(kinds[at])
         elif category_of(at) not in ELEMENTWISE:
             return False
-        read = {n for n in at.all_input_nodes if isinstance(n.meta.get("val"), Tensor)} - seen
-        pending += read
-        seen |= read
     return "argument" in sources and sources <= {"argument", "constant", "buffer"}
 
 

@@ -6,8 +6,6 @@ by parts at all is decided in `regions.py`. Nothing here knows an operation by i
 heads are independent of each other), norms over the last dimensions, and the ways of writing a view.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools
@@ -19,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import COLLECTIVES
+from attngraph.ir.walk import reached
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.elements import element, independent_dims
 from attngraph.meaning.placement.table import Cut, Table
@@ -114,15 +112,10 @@ class Demand:
 
     def _require_local(self, value: Expr, variables: Mapping[Expr, Table]) -> None:
         """Check that an element depends on its index only through what it reads."""
-        stack, seen = [value], set()
-        while stack:
-            node = stack.pop()
-            if node in seen or node.op == "read":
-                continue
-            seen.add(node)
+        inside = {"read": slice(0), **dict.fromkeys(E.BINDERS, slice(1, None))}
+        for node in reached([value], lambda n: n.args[inside.get(n.op, slice(None))]):
             if node in variables and not variables[node].is_whole:
                 raise Unplaced("the operation depends on the place of an element itself")
-            stack += node.args[1:] if node.op in E.BINDERS else node.args
 
     def _independent(self, node: fx.Node, cut: Cut) -> Part | None:
         """An operation of which only the leading dimensions are known to be independent of each other."""
@@ -138,31 +131,18 @@ class Demand:
     # --- attention ---
 
     def _heads(self, attention: nodes.AttentionOp, cut: Cut) -> Part:
-        """Attention of some query heads, with the key/value heads and the entries of tables that they
-        need."""
-        if not isinstance(attention, nodes.Attention):
-            return self._latent_heads(attention, cut)
-        heads = cut.get(1)
-        if heads is None or any(dim != 1 and not table.is_whole for dim, table in cut.items()):
-            raise Unplaced("a part of a head's width is no attention")
-        total = self._number(attention.q, 1)
-        kv = self.kv_heads(heads, total, self._number(attention.k, 1))
-        return Part(
-            How.HEADS,
-            (Use(attention.q, {1: heads}), Use(attention.k, {1: kv}), Use(attention.v, {1: kv}),
-             *self._of_reads(attention, heads)),
-        )  # fmt: skip
-
-    def _latent_heads(self, attention: nodes.AttentionOp, cut: Cut) -> Part:
-        if not isinstance(attention, nodes.LatentAttention):
+        """Attention of some query heads, with the key/value heads and entries of tables that they need."""
+        if isinstance(attention, nodes.Cached):
             raise Unplaced("attention over a cache")
         heads = cut.get(1)
         if heads is None or any(dim != 1 and not table.is_whole for dim, table in cut.items()):
             raise Unplaced("a part of a head's width is no attention")
-        total = self._number(attention.q, 1)
-        uses = [Use(attention.q, {1: heads}), Use(attention.latent, {})]
-        for projection in attention.projections:
-            uses.append(Use(projection, {0: self.kv_heads(heads, total, self._number(projection, 0))}))
+        total, latent = self._number(attention.q, 1), isinstance(attention, nodes.LatentAttention)
+        uses = [Use(attention.q, {1: heads})]
+        uses += [Use(key, {}) for key in attention.keys if latent]
+        for node in attention.projections if latent else attention.keys:
+            dim = 0 if latent else 1
+            uses.append(Use(node, {dim: self.kv_heads(heads, total, self._number(node, dim))}))
         return Part(How.HEADS, (*uses, *self._of_reads(attention, heads)))
 
     def _of_reads(self, attention: nodes.AttentionOp, heads: Table) -> Iterator[Use]:
@@ -330,16 +310,8 @@ def _computable(index: Expr) -> bool:
     """Whether an index follows from variables of known extent alone."""
     return all(
         n.op in _FUNCTIONS or n.op == "const" or (n.op == "var" and n.args and n.args[0].op == "const")
-        for n in _without_extents(index)
+        for n in E.outside(index, "var")
     )
-
-
-def _without_extents(index: Expr) -> Iterator[Expr]:
-    stack = [index]
-    while stack:
-        node = stack.pop()
-        yield node
-        stack += () if node.op == "var" else node.args
 
 
 def _value(index: Expr, grid: Mapping[Expr, Tensor]) -> Tensor:

@@ -1,8 +1,6 @@
 """Which values of a graph for several ranks differ by rank: those that follow from a rank's own inputs, up to
 where ranks come together."""
 
-from __future__ import annotations
-
 from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate

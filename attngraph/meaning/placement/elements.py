@@ -5,8 +5,6 @@ that each goes to (mixtures of experts), losses of single entries, and which lea
 operations are independent of each other (norms, complex views).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -14,8 +12,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Indices, Unliftable

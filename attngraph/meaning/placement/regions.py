@@ -9,19 +9,16 @@ products and however many products there are before it). Several demands on one 
 projection gets the rows of queries, keys and values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Input, ProgramGraph, computed_from
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph import Input, ProgramGraph, computed_from, source_of
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
+from attngraph.ir.walk import reached
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Demand, How, Part, Unplaced, Use
 from attngraph.meaning.placement.elements import category, element
@@ -189,12 +186,7 @@ class Regions:
         )
 
     def _require_own(self, region: Region) -> None:
-        """Check that hidden units are between two products alone: that nothing else needs them, and that they
-        are not computed from what every rank has whole.
-
-        Raises:
-            Unplaced: they are a part of a value that all ranks need, such as the sum of all layers so far.
-        """
+        """Raise Unplaced where hidden units are needed, or computed from values, beside the two products."""
         inside = {*region.parts, region.product.node}
         for node, part in region.parts.items():
             if any(user not in inside and not inside.issuperset(user.users) for user in node.users):
@@ -204,8 +196,7 @@ class Regions:
                     raise Unplaced("its input is needed whole elsewhere")
 
     def _is_computed(self, node: fx.Node) -> bool:
-        """Whether a value follows from a product or a table of the model, not from positions and
-        constants."""
+        """Whether a value follows from a product or a table of the model, not from places and constants."""
         return any(self.given_kind(n) in ("parameter", "argument") for n in computed_from([node]))
 
     def given_kind(self, node: fx.Node) -> str:
@@ -275,15 +266,13 @@ class Regions:
 
     def weights_before(self, node: fx.Node) -> Iterator[fx.Node]:
         """The matrices of the last products that a value is computed from."""
-        stack, seen = [node], set()
-        while stack:
-            node = stack.pop()
-            if node in seen or node.op != "call_function":
-                continue
-            seen.add(node)
-            found = [p for n in node.all_input_nodes if (p := self._matrix(n)) is not None]
-            yield from found
-            stack += [] if found else node.all_input_nodes
+
+        def matrices(node: fx.Node) -> list[fx.Node]:
+            operands = node.all_input_nodes if node.op == "call_function" else ()
+            return [p for n in operands if (p := self._matrix(n)) is not None]
+
+        for before in reached([node], lambda n: () if matrices(n) else n.all_input_nodes):
+            yield from matrices(before)
 
     def _matrix(self, node: fx.Node) -> fx.Node | None:
         parameter = self.parameter_of(node) if self.meaning.is_tensor(node) else None

@@ -6,8 +6,6 @@ these are one thing: for every rank a list of indices, ascending and equally lon
 all ranks. A value of which several dimensions are cut has the product of their lists.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
@@ -27,17 +25,17 @@ class Table:
     extent: int
 
     @classmethod
-    def blocks(cls, extent: int, ranks: int) -> Table:
+    def blocks(cls, extent: int, ranks: int) -> "Table":
         """Equal runs of neighbours, one for each rank."""
         return cls(torch.arange(extent, device="cpu").view(ranks, extent // ranks), extent)
 
     @classmethod
-    def whole(cls, extent: int, ranks: int) -> Table:
+    def whole(cls, extent: int, ranks: int) -> "Table":
         """Every index, for every rank."""
         return cls(torch.arange(extent, device="cpu").repeat(ranks, 1), extent)
 
     @classmethod
-    def of(cls, rows: Iterable[Tensor], extent: int) -> Table | None:
+    def of(cls, rows: Iterable[Tensor], extent: int) -> "Table | None":
         """The table of these indices, in ascending order; None where ranks would have unequally many."""
         found = [torch.unique(row) for row in rows]
         if len({len(row) for row in found}) != 1 or not len(found[0]):
@@ -77,13 +75,13 @@ class Table:
         """How many ranks have the same indices, at most."""
         return int(torch.unique(self.places, dim=0, return_counts=True)[1].max())
 
-    def united(self, other: Table) -> Table | None:
+    def united(self, other: "Table") -> "Table | None":
         """What is in either; None where ranks would have unequally many."""
         if self == other:
             return self
         return Table.of(map(torch.cat, zip(self.places, other.places, strict=True)), self.extent)
 
-    def positions(self, wanted: Table) -> Places | None:
+    def positions(self, wanted: "Table") -> Places | None:
         """For each rank, where its list has the indices wanted; None if it lacks one."""
         found = torch.searchsorted(self.places, wanted.places.contiguous())
         there = torch.take_along_dim(self.places, found.clamp(max=self.count - 1), 1)

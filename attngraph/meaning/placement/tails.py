@@ -7,8 +7,6 @@ narrower type is passed if its range is as wide: each rank then rounds its part,
 in that type is divided.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -12,8 +12,6 @@ everything else needs all tokens. Every value is one of these:
 A value that is whole is divided again as soon as something is computed from it token by token.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,8 +20,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, is_size
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
@@ -131,11 +128,7 @@ class TokenAxis:
             raise Unplaced(f"{node.target} has sizes that attngraph cannot follow") from problem
 
     def _divide(self, node: fx.Node) -> None:
-        """Find how ranks compute their own tokens of a value.
-
-        Raises:
-            Unplaced: it mixes tokens, or nothing is known of it.
-        """
+        """Find how ranks compute their own tokens of a value; Unplaced where that is not known."""
         if node.target in COLLECTIVES and node.args[-1] == self.group:
             raise Unplaced("queries of another sequence see it")
         dropped = dropout_of(node)
@@ -166,8 +159,7 @@ class TokenAxis:
         raise Unplaced(problem)
 
     def _is_dense(self, node: fx.Node) -> bool:
-        """Whether the elements of a value lie in memory in their order: random numbers are drawn in that of
-        memory."""
+        """Whether a value's elements lie in their order: random numbers are drawn in that of memory."""
         value, hints = node.meta["val"], self.graph.hints
         strides = [evaluate_size(size_expression(s), hints) for s in value.stride()]
         return bool(torch.empty_strided(shape_at(value, hints), strides, device="meta").is_contiguous())
@@ -183,7 +175,7 @@ class TokenAxis:
         if any(n is self.space.token for n in outside_reads(value)):
             raise Unplaced("it is computed from the token's place")
         uses: dict[fx.Node, Axes | None] = {}
-        for read in _reads(value):
+        for read in (n for n in E.reads(value) if isinstance(n.value, fx.Node)):
             wanted = self._needed(read.value, read.args)
             if uses.setdefault(read.value, wanted) != wanted:
                 raise Unplaced("it reads a value at two tokens")
@@ -258,7 +250,3 @@ def dropout_of(node: fx.Node) -> fx.Node | None:
     if str(getattr(source, "target", "")) != "aten.native_dropout.default" or node.args[1] != 0:
         return None
     return source if len(source.users) == 1 else None  # type: ignore[no-any-return]
-
-
-def _reads(value: Expr) -> Iterator[Expr]:
-    return (n for n in E.reads(value) if isinstance(n.value, fx.Node))

@@ -5,8 +5,6 @@ that can do so is computed from the place; the entries of a short list are compa
 places of a triangle are those for which an inequality holds.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any, cast
@@ -16,8 +14,7 @@ from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning import constants
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
@@ -103,12 +100,7 @@ def _part(pick: Any) -> tuple[fx.Node, int] | None:
 
 
 def _listed(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices) -> Expr:
-    """The condition that index tensors of known values (such as a triangle's) name the place `at`, by the
-    pattern of all places that they name.
-
-    Raises:
-        Unliftable: their values are not known or follow no pattern, or several values may be added up.
-    """
+    """The condition that known index tensors name the place `at`; Unliftable without one pattern."""
     many = Unliftable("an index of many places that is no range")
     known = [context.known(pick) for pick in picks.values()]
     lists = [x.cpu() for x in known if x is not None and x.numel() and int(x.min()) >= 0]
@@ -127,11 +119,7 @@ def _listed(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices)
 
 
 def _entries(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices) -> list[Entry]:
-    """The entries of index tensors, by dimension, that may name the place `at`.
-
-    Raises:
-        Unliftable: there are many entries, and the index is not a range.
-    """
+    """The entries of index tensors, by dimension, that may name `at`; Unliftable where they are many."""
     shapes = [context.shape(pick) for pick in picks.values()]
     extents = [E.ONE] * max(map(len, shapes))
     for shape in shapes:  # they broadcast together
@@ -175,8 +163,7 @@ def _counted_from_the_end(place: Expr, extent: Expr) -> Indices:
 
 
 def _solve(places: Indices, unknown: list[Expr], at: Expr) -> tuple[Expr, Expr, Expr] | None:
-    """The one unknown variable, in which the index is linear, its value where the index is `at`, and the
-    condition that there is one."""
+    """The one variable in which the index is linear, its value where the index is `at`, and when it is."""
     place, *others = places
     variables = [v for v in unknown if v in place.free]
     if others or len(variables) != 1:

@@ -6,15 +6,12 @@ neighbouring bits is one digit in its place; other masks, and operations on the 
 rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Indices, Unliftable, rule

@@ -4,8 +4,6 @@ An element of the result is computed from the ranks' elements at one place and f
 are apart before are apart afterwards. How it is computed is not looked into.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import fx

@@ -1,27 +1,16 @@
 """Rules of contractions: matrix products under all their names, einsum, linear, and torch's own
 scaled_dot_product_attention spelled out."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 from torch import fx
 
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import (
-    Category,
-    Indices,
-    Unliftable,
-    UnliftableBecause,
-    axis,
-    of_each,
-    rule,
-)
+from attngraph.meaning.rule import Category, Indices, Unliftable, UnliftableBecause, axis, of_each, rule
 from attngraph.meaning.rules.pointwise import dropped
 from attngraph.meaning.rules.reduction import zero_where_nan
 

@@ -1,12 +1,9 @@
 """Rules of tensors that are computed from their index alone: ranges, constants, triangles."""
 
-from __future__ import annotations
-
 from torch import fx
 
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Indices, Unliftable, axis, rule

@@ -1,28 +1,15 @@
 """Rules of ops whose elements are those of one tensor, moved: views, slices, repeats, gathers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import fx
 
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import M, ranges, size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import (
-    Category,
-    Indices,
-    Unliftable,
-    UnliftableBecause,
-    axis,
-    part_rule,
-    rule,
-)
+from attngraph.meaning.rule import Category, Indices, Unliftable, UnliftableBecause, axis, part_rule, rule
 
 MOVEMENT = Category.MOVEMENT
 END = (1 << 63) - 1

@@ -1,7 +1,5 @@
 """Rules of pointwise ops: arithmetic, comparisons, selections, functions of one number."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +8,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Indices, Unliftable, part_rule, rule

@@ -1,14 +1,11 @@
 """Rules of windows that slide over dimensions: pooling, and the windows themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import fx
 
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Indices, Unliftable, axis, of_each, rule

@@ -7,8 +7,6 @@ back from the last token, `(k - (n - 1)) * slope`, has a softmax that does not d
 those of the sequence that ends with the query: `n` is `q + 1`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -16,12 +14,10 @@ from collections.abc import Collection, Mapping
 
 from torch import fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import SCORE, Keep, Score, ScoreProgram, Statement, Weight, formulas
 from attngraph.ir.ops import nodes
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.attention.program import rewritten
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import examine
@@ -135,8 +131,7 @@ def ending_at_query(program: ScoreProgram, counted: Collection[str]) -> ScorePro
 
 
 def _keeps_shift(statement: Statement) -> bool:
-    """Whether scores that were shifted by one number for all keys of a query are shifted so, or have the same
-    weights, after this statement."""
+    """Whether scores shifted alike for all keys of a query stay so, or weigh the same, after this."""
     match statement:
         case Keep(predicate, fill):
             is_relative = added_to_score(fill) < math.inf

@@ -5,19 +5,14 @@ dimension of the model (`[B * H, T, D]`). `candidates` lists what a shape may me
 index expressions read an operand at the same row and token as those of the result.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import Digits, recombined
-from attngraph.meaning.algebra.sizes import is_example
+from attngraph.ir.language import E, Expr
+from attngraph.ir.walk import reached
+from attngraph.meaning.algebra import Digits, M, is_example, ranges, recombined
 
 Indices = tuple[Expr, ...]
 Axes = tuple[Digits, ...]
@@ -146,16 +141,10 @@ def _options(space: Space, place: int, extent: Expr) -> tuple[Digits, ...]:
 def outside_reads(node: Expr) -> Iterator[Expr]:
     """The nodes of an expression without those in the indices of reads and in the extents of variables
     (but with the extents of summation variables)."""
-    stack, seen = [node], set()
-    while stack:
-        current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        yield current
-        if current.op in ("var", "read"):
-            continue
-        if current.op in E.BINDERS:
-            stack += [current.args[0].args[0], current.args[1]]
-        else:
-            stack += current.args
+
+    def parts(node: Expr) -> tuple[Expr, ...]:
+        if node.op in E.BINDERS:
+            return (node.args[0].args[0], node.args[1])
+        return () if node.op in ("var", "read") else node.args
+
+    return reached([node], parts)

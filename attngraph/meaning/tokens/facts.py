@@ -3,16 +3,13 @@
 The facts themselves are found by `meaning/tokens/tokens.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from typing import Protocol
 
 from torch import fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks.causal import Causality
 from attngraph.meaning.tokens.axes import Axes, Space

@@ -4,8 +4,6 @@
 graph.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +11,7 @@ from typing import Any
 from torch import fx
 
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import is_part
 from attngraph.meaning.tokens.axes import Axes, Space

@@ -6,8 +6,6 @@ again. That takes as long as the whole sequence does, for this part of the model
 resort. That no token sees a later one is shown by algebra (`looks_back.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -7,8 +7,6 @@ heads are kept before they are repeated, keys that are also values once, and par
 separately if several heads share one of them. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

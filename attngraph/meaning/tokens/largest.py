@@ -4,16 +4,13 @@ So written, nothing is left of how many values there are beside it: minus infini
 equal values `topk` chooses is not said. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Indices, axis, is_part
@@ -44,8 +41,7 @@ def chosen(meaning: Meaning, node: fx.Node, at: Indices) -> Expr | None:
 
 
 def _without_all(count: Expr, extent: Expr) -> Expr:
-    """`count`, or all that there are if these are fewer: of those to which one of them is compared, there are
-    always fewer than all."""
+    """`count`, or all that there are if fewer: fewer than all are compared with one of them."""
     others = [n for n in count.args if n is not extent] if count.op == "min" else []
     return others[0] if len(others) == 1 else count
 

@@ -15,8 +15,6 @@ without an element rule hides what it reads, so it is followed only along the di
 (`meaning/tokens/opaque.py`). Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 
@@ -24,10 +22,8 @@ from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import op_name
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
+from attngraph.ir.language import E, Expr
+from attngraph.meaning.algebra import M, ranges
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.fold import HIDES
 from attngraph.meaning.rule import Unliftable
@@ -118,8 +114,7 @@ class LooksBack:
         return E.rebuild(E.rebuild(element, resolve), count)
 
     def _is_leaf(self, node: fx.Node) -> bool:
-        """Whether a formula reads this value. What follows from sizes and places alone is written out, and so
-        are known values that follow a pattern."""
+        """Whether a formula reads a value; sizes, places and known patterns are written out instead."""
         if self.axes_of(node) is None or self.of_sizes(node):
             return False
         if node in self.meaning.values:
@@ -213,8 +208,7 @@ def _is_at_most(a: Expr, b: Expr) -> bool:
 
 
 def _hidden(body: Expr, variable: Expr, own: Expr) -> Expr:
-    """What is summed over a variable, with minus infinity in the place of numbers that hide, in exponents
-    that show the place `own`."""
+    """What is summed, with minus infinity for numbers that hide, in exponents that show the place `own`."""
 
     def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
         found = M.construct(node, args)

@@ -13,8 +13,6 @@ about what a step computes, so this is how running maxima, gates and cells are c
 tokens are found before, by `recurrence.py`: they need no steps.) Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +22,9 @@ import networkx as nx
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import is_size, op_name, operands_first
-from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph import is_size, op_name, source_of
+from attngraph.ir.language import E, Expr
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.axes import Axes, Indices, Space
@@ -119,10 +116,7 @@ class LoopFinder:
 
 
 class _Steps:
-    """The steps that compute `results`, one node for each token.
-
-    `place` and `variables`: as `result` and `variables` of `TokenLoop`.
-    """
+    """The steps that compute `results`, a node a token; `place`, `variables`: as `TokenLoop` has them."""
 
     def __init__(self, nodes: Unrolled, results: list[fx.Node], place: Indices, variables: Indices) -> None:
         self.nodes, self.results, self.place, self.variables = nodes, results, place, variables
@@ -157,8 +151,7 @@ class _Steps:
     # --- what is handed on ---
 
     def _cut(self, token: int) -> list[fx.Node]:
-        """What the steps up to a token hand to later ones: of the cuts with the fewest bytes (of older tokens
-        before all), the one nearest to where it is used."""
+        """What the steps up to a token hand on: a cut with the fewest bytes, the nearest to its uses."""
         flow = nx.DiGraph()
         later = [n for n in self.results[token + 1 :] if self.levels.get(n, -1) <= token]
         for node in self.order:
@@ -231,11 +224,7 @@ class _Steps:
         self, at: int, pattern: Any, token: int, other: Any, cut: Sequence[fx.Node],
         found: list[dict[int, fx.Node]],
     ) -> None:  # fmt: skip
-        """Note what the step of `token` takes from the one before it, where the pattern takes the cut.
-
-        Raises:
-            NoLoop: they are not the same operations.
-        """
+        """Note what a step takes where the pattern takes the cut; NoLoop if the operations differ."""
         numbers = {node: number for number, node in enumerate(cut)}
         seen: set[tuple[fx.Node, fx.Node]] = set()
         stack = [(pattern, other)]
@@ -261,8 +250,7 @@ class _Steps:
             raise NoLoop(f"the step of token {token} does not compute what the others do")
 
     def _is_same(self, one: fx.Node, two: fx.Node, at: int, token: int) -> bool:
-        """Whether two nodes are known to be the same, or the same of each one's token; if not, they are if
-        their operations and operands are."""
+        """Whether two nodes are known to be the same, each of its token; else their operands are compared."""
         if is_size(one) and is_size(two) and _size_of(self.nodes, one) is _size_of(self.nodes, two):
             return True
         if one is two and (self.nodes.is_shared(one) or at == token):

@@ -7,8 +7,6 @@ a dimension of a fixed extent; fractions only where places or whole numbers are 
 edits the graph.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.call import argument
-from attngraph.ir.graph.program_graph import is_measured, is_size, operands_first
+from attngraph.ir.graph import argument, is_measured, is_size
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.algebra.sizes import size_expression
 
 _NO_END = 1 << 31

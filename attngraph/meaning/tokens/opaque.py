@@ -5,20 +5,15 @@ the dimensions that it mixes, its own place of the others. So an element is an u
 Attention nodes are written as the formulas that they stand for. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, Sink
+from attngraph.ir.language import DOT, SCORE, WEIGHT, E, Expr, Keep, Score, Sink
 from attngraph.ir.ops import nodes
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Indices, Unliftable, axis, is_part
 from attngraph.meaning.tokens.largest import chosen
@@ -89,8 +84,7 @@ def _mixed(node: fx.Node) -> set[int]:
 
 
 def _read(meaning: Meaning, operand: fx.Node, at: Indices, mixed: set[int], is_first: bool) -> Expr:
-    """What is read of an operand: of the first its own place in the dimensions that are not mixed, of the
-    others (weights) every place."""
+    """What is read of an operand: of the first its own place where nothing mixes, of weights every place."""
     shape = meaning.shape(operand)
     own = [d for d in range(len(shape)) if d not in mixed] if is_first else []
     kept = dict(zip(own, at if len(at) == len(own) else [at[d] for d in own], strict=True))

@@ -12,8 +12,6 @@ decays, selective scans and delta rules differ in nothing else. This is a claim,
 Whether it holds is decided by running both (`passes/insert_kv_cache/carry.py`). Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
@@ -21,8 +19,7 @@ from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, category_of

@@ -7,8 +7,6 @@ another order. Such operations know tokens by their data and by numbers alone, s
 these numbers reach (`numbers.py`). Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,8 +16,7 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.comparison import compare, elementwise
@@ -304,8 +301,7 @@ class TokenProbe:
         return None
 
     def _within_reach(self, order: Sequence[fx.Node]) -> int:
-        """So many tokens that the numbers of these operations set none of them farther apart, if the graph
-        serves so many and a trial may have them."""
+        """As many tokens as the numbers of these operations reach, if the graph and a trial may have them."""
         if self.space.is_of_one_length:
             return self.tokens
         tokens = self.tokens + reach(order, self.values, self.of_sizes)
@@ -323,8 +319,7 @@ class TokenProbe:
         return [size_expression(s) for s in value.shape] if isinstance(value, Tensor) else []
 
     def _changed(self, tensor: Tensor, axes: Axes, token: int, tokens: int) -> Tensor:
-        """The tensor with what it holds for one of so many tokens changed, in all sequences; itself if it has
-        no tokens."""
+        """The tensor with one token's values changed in all sequences; itself if it has no tokens."""
         if self.space.place(axes, self.space.token) is None:
             return tensor
         split, place = digits_of(tensor, axes, self.space, (ROWS, tokens))

@@ -17,8 +17,6 @@ Token-wise computations can be run on any selection of tokens, which is what a d
 edits the graph.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -26,11 +24,9 @@ from types import MappingProxyType
 from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens import opaque
@@ -173,15 +169,13 @@ class Tokens:
         return found
 
     def _by_algebra(self, node: fx.Node) -> Fact | None:
-        """What the formula of an attention of another form shows: each token by itself (attention over heads,
-        or over the layers before), or from all earlier tokens; or None."""
+        """What the formula of an attention of another form shows: each token by itself, or looking back."""
         if not isinstance(node.meta.get("val"), Tensor):
             return None
         return self._by_region(node, self.meaning.shape(node)) or self._scanned(node, self._histories)
 
     def _by_region(self, node: fx.Node, shape: Indices) -> Fact | None:
-        """Token-wise by the formula of all operations since values that are known token by token, or by a
-        trial where data choose the tokens that these operations read; or None."""
+        """Token-wise by the formula of the operations before, or by trial where data choose the tokens."""
         if not self._summed.isdisjoint(node.all_input_nodes):
             self._summed.add(node)
         if node in self._summed or self.probe.is_long(node, {n: f.axes for n, f in self._resolved()}):
@@ -381,8 +375,7 @@ class Tokens:
         if any(n.op in E.BINDERS or n.op in ("raw", "random") for n in E.walk(element)):
             return False
         rows = self.space.row is not None and self.space.row in element.free
-        counted = [n for n in _without_extents(element) if self.space.is_count(n)]
-        return not rows and not counted
+        return not rows and not any(map(self.space.is_count, E.outside(element, "var")))
 
     def _by_trial(self, node: fx.Node, shape: Indices) -> Fact | None:
         """Token-wise by a test: running it on some of the tokens (or sequences)."""
@@ -410,14 +403,3 @@ class Tokens:
         causality = self.facts[node].causality
         first = None if causality is None else causality.witness
         return self.probe.witness(result, {n: f.axes for n, f in self._resolved()}, first)
-
-
-def _without_extents(node: Expr) -> list[Expr]:
-    """The nodes of an expression, with indices of reads but without extents of variables."""
-    found, stack = [], [node]
-    while stack:
-        current = stack.pop()
-        found.append(current)
-        if current.op != "var":
-            stack += current.args
-    return found

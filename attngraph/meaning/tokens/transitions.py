@@ -4,15 +4,12 @@ A `Reading` is a term of the second and the third token. Each term of the first 
 same way adds one `Way` past the second: times a factor, or through a vector of it.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.tokens.unfold import Term
 
@@ -131,8 +128,7 @@ def joined(readings: Sequence[Reading], own: list[Term]) -> RunningSum:
 
 
 def _with_own(reading: Reading, way: Way, over: tuple[Expr, ...], own: list[Term]) -> RunningSum:
-    """A sum with a decay. If a token reads what it has written itself like the rest, but for its decay, that
-    belongs to the sum."""
+    """A sum with a decay; what a token reads of its own like the rest belongs to it."""
     second, decays = reading.term, collections.Counter(way.decays)
     wanted = reading.write + (reading.read - decays)
     third = next((t for t in own if t.over == second.over and of(t, THIRD) == wanted), None)

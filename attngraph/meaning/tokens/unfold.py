@@ -9,16 +9,13 @@ are the same. Nothing here edits the graph, and nothing is proved: `recurrence.p
 terms.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
@@ -60,12 +57,12 @@ class Term:
     factors: tuple[Factor, ...] = ()
     over: frozenset[Expr] = frozenset()
 
-    def times(self, other: Term, fresh: Callable[[Expr], Expr]) -> Term:
+    def times(self, other: "Term", fresh: Callable[[Expr], Expr]) -> "Term":
         clash = {v: fresh(v.args[0]) for v in self.over & other.over}
         other = other.renamed(clash) if clash else other
         return Term(self.number * other.number, self.factors + other.factors, self.over | other.over)
 
-    def renamed(self, names: Mapping[Expr, Expr]) -> Term:
+    def renamed(self, names: Mapping[Expr, Expr]) -> "Term":
         factors = tuple(Factor(f.token, M.substitute(f.value, names)) for f in self.factors)
         return Term(self.number, factors, frozenset(names.get(v, v) for v in self.over))
 

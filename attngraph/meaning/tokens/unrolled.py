@@ -3,16 +3,13 @@
 Used by `loops.py`, which finds the steps, and by `write_step.py`. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, fx
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
@@ -94,11 +91,8 @@ class Unrolled:
         """The dimension of a tensor that counts the rows, if there is one."""
         value = node.meta.get("val")
         shape = value.shape if isinstance(value, Tensor) else ()
-        found = [dim for dim, n in enumerate(shape) if self._is_rows(n)]
+        found = [dim for dim, n in enumerate(shape) if (self.size(n) is self.space.rows)]
         return found[0] if len(found) == 1 else None
-
-    def _is_rows(self, extent: Any) -> bool:
-        return self.size(extent) is self.space.rows
 
     def size(self, extent: Any) -> Expr:
         """A size as an expression, by the name that equal sizes share."""

@@ -5,8 +5,6 @@ token t only tokens from t - width + 1 to t. So whatever spells it (a padded con
 with zeros, a `roll`) is one thing. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -15,8 +13,8 @@ from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.call import argument
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
@@ -133,8 +131,7 @@ def _places_counted(variable: Expr, body: Expr) -> int:
 def _offsets(
     formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]
 ) -> dict[fx.Node, tuple[int, int]] | None:
-    """For every value with tokens that a formula reads: the earliest and the latest token, relative to the
-    element's own. None if it reads anything else that follows the tokens."""
+    """For every value with tokens that is read: the earliest and the latest token; None for others."""
     found: dict[fx.Node, tuple[int, int]] = {}
     for read in E.reads(formula):
         fact = facts.get(read.value)
@@ -192,8 +189,7 @@ def _own(formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]) -> Expr:
 def _is_computed_alike(
     meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes
 ) -> bool:
-    """Whether a value is computed from results of convolutions in one way for all tokens: none is put before
-    the first token after a convolution."""
+    """Whether results of convolutions are used alike for all tokens: none is put before the first."""
 
     def is_after(read: Expr) -> bool:
         return facts[read.value].kind is Kind.MIXING and str(read.value.target) not in CONVOLUTIONS
@@ -224,17 +220,11 @@ def _reads_zeros(meaning: Meaning, facts: Mapping[fx.Node, Fact], convolution: f
         return False
     if _is_of_convolutions(element, facts):
         return not any(argument(convolution, "padding"))
-    stack = [element]
-    while stack:
-        current = stack.pop()
-        if current.op == "where":
-            stack += current.args[1:]
-        elif current.op == "read":
-            if facts[current.value].kind is Kind.MIXING:
-                return False
-        elif not E.is_const(current, 0):
-            return False
-    return True
+    chosen = reached([element], lambda n: n.args[1:] if n.op == "where" else ())
+    return all(
+        facts[n.value].kind is not Kind.MIXING if n.op == "read" else n.op == "where" or E.is_const(n, 0)
+        for n in chosen
+    )
 
 
 def _is_of_convolutions(element: Expr, facts: Mapping[fx.Node, Fact]) -> bool:

@@ -3,19 +3,17 @@
 Used by `loops.py`, which finds the steps. Nothing here edits the graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import is_size, operands_first
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.language import E, Expr
 from attngraph.ir.language.step_program import written
 from attngraph.ir.ops.nodes import view
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.tokens.axes import Indices
 from attngraph.meaning.tokens.unrolled import NoLoop, Taken, Unrolled
 
@@ -30,7 +28,7 @@ class StepWriter:
     """
 
     def __init__(
-        self, nodes: Unrolled, token: int, names: Mapping[fx.Node, str], other: StepWriter | None = None
+        self, nodes: Unrolled, token: int, names: Mapping[fx.Node, str], other: "StepWriter | None" = None
     ) -> None:
         self.nodes, self.token, self.given = nodes, token, names
         self.names: dict[fx.Node, str] = {}

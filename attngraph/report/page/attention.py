@@ -1,27 +1,13 @@
 """Panels: for each distinct attention what it computes, by which kernel, and what that costs; for each token
 program what it computes, and by which kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from attngraph.meaning.masks.words import remarks
 from attngraph.report.entries import AttentionEntry, KernelEntry, TokenProgramEntry
+from attngraph.report.page import html as H
 from attngraph.report.page.code import render_excerpt, render_source
-from attngraph.report.page.html import (
-    Html,
-    heading,
-    hint,
-    html,
-    joined,
-    listing,
-    panel,
-    picture,
-    plural,
-    repeated,
-    span_of_names,
-    tag,
-)
+from attngraph.report.page.html import Html, picture, plural, repeated
 from attngraph.report.picture import TileMap, tile_map, to_svg
 from attngraph.report.times import Times
 from attngraph.report.user_code import UserCode
@@ -49,7 +35,7 @@ def render_attentions(
     """Panels, one for each group of equal attentions; `boxes` are those of charts, by panel, `times` what was
     measured."""
     sources: dict[str, str] = {}
-    return joined(
+    return H.joined(
         _panel(list(group), f"attention-{n}", sources, code, boxes, times) for n, group in enumerate(groups)
     )
 
@@ -57,19 +43,21 @@ def render_attentions(
 def render_programs(programs: Sequence[TokenProgramEntry], boxes: Mapping[str, str]) -> Html:
     """Panels of token programs; `boxes` as above."""
     if not programs:
-        return html("")
+        return H.html("")
     sources: dict[str, str] = {}
     found = [
-        hint(
+        H.hint(
             "Between two attentions each token is computed by itself: all of that is one operation, a ",
             "program of single elements.",
         )
     ]
     for name, entry in ((f"program-{n}", entry) for n, entry in enumerate(programs)):
-        title = heading(name, f"token program{repeated(len(entry.names))}", span_of_names(list(entry.names)))
-        text = listing("token program", tag("code", entry.program), class_="program")
-        found.append(panel(name, title, text, _led(boxes, name), _kernel(entry.kernel, name, sources)))
-    return joined(found)
+        title = H.heading(
+            name, f"token program{repeated(len(entry.names))}", H.span_of_names(list(entry.names))
+        )
+        text = H.listing("token program", H.tag("code", entry.program), class_="program")
+        found.append(H.panel(name, title, text, _led(boxes, name), _kernel(entry.kernel, name, sources)))
+    return H.joined(found)
 
 
 def _panel(
@@ -78,38 +66,38 @@ def _panel(
 ) -> Html:  # fmt: skip
     first, drawn = group[0], _tiles(group[0])
     if isinstance(drawn, str):
-        shown = hint(drawn)
+        shown = H.hint(drawn)
     else:
-        shown = tag("div", picture(to_svg(drawn, f"Mask: {drawn.mask}"), f"{name}-mask"), class_="picture")
+        shown = H.tag("div", picture(to_svg(drawn, f"Mask: {drawn.mask}"), f"{name}-mask"), class_="picture")
     excerpt = render_excerpt(code.how(first.source, first.name), code)
     facts = _facts(group, drawn, excerpt, times)
-    told = tag("dl", *(row for what, value in facts for row in (tag("dt", what), tag("dd", value))))
-    program = joined([
-        tag("h4", "Score program"), listing("score program", tag("code", first.program)),
-        *(hint(f"{remark}.") for remark in remarks(first.program)),
+    told = H.tag("dl", *(row for what, value in facts for row in (H.tag("dt", what), H.tag("dd", value))))
+    program = H.joined([
+        H.tag("h4", "Score program"), H.listing("score program", H.tag("code", first.program)),
+        *(H.hint(f"{remark}.") for remark in remarks(first.program)),
     ])  # fmt: skip
-    body = tag("div", tag("div", program, shown), tag("div", told, _led(boxes, name)), class_="columns")
-    title = heading(name, f"attention{repeated(len(group))}", first.caller or first.source)
-    return panel(name, title, body, _kernel(first.kernel, name, sources))
+    body = H.tag("div", H.tag("div", program, shown), H.tag("div", told, _led(boxes, name)), class_="columns")
+    title = H.heading(name, f"attention{repeated(len(group))}", first.caller or first.source)
+    return H.panel(name, title, body, _kernel(first.kernel, name, sources))
 
 
 def _led(boxes: Mapping[str, str], name: str) -> str:
     """A link to the box of a chart."""
     if name not in boxes:
         return ""
-    return tag("p", tag("a", "Show it in the graph", href=f"#{boxes[name]}"), class_="led")
+    return H.tag("p", H.tag("a", "Show it in the graph", href=f"#{boxes[name]}"), class_="led")
 
 
 def _facts(
     group: list[AttentionEntry], drawn: TileMap | str, excerpt: Html, times: Times | None
 ) -> Iterator[tuple[str, str]]:
     first = group[0]
-    yield "Your line", joined([tag("code", first.caller or first.source or "not known"), excerpt])
+    yield "Your line", H.joined([H.tag("code", first.caller or first.source or "not known"), excerpt])
     if first.caller and not excerpt:
-        yield "It calls", tag("code", first.source)
-    names = span_of_names([entry.name for entry in group])
+        yield "It calls", H.tag("code", first.source)
+    names = H.span_of_names([entry.name for entry in group])
     if names:
-        yield ("Modules" if len(group) > 1 else "Module"), tag("code", names)
+        yield ("Modules" if len(group) > 1 else "Module"), H.tag("code", names)
     yield "Heads", first.heads_in_words()
     if first.call is not None:
         call = first.call
@@ -121,7 +109,7 @@ def _facts(
     if first.again:
         yield "Scores", first.again
     kernel = str(first.kernel)
-    yield "Kernel", joined([kernel if " " in kernel else tag("code", kernel), f", {first.numerics}"])
+    yield "Kernel", H.joined([kernel if " " in kernel else H.tag("code", kernel), f", {first.numerics}"])
     spent = None if times is None else times.of(group)
     if times is not None and spent is not None:
         count = f"{milliseconds(spent / len(group))} each, " if len(group) > 1 else ""
@@ -141,7 +129,7 @@ def _facts(
     if first.cached_bytes is not None:
         yield "Kept by a cache", f"{first.cached_bytes:,} bytes per token{each}"
     if first.latent is not None:
-        yield "Latent", joined((html(line) for line in first.latent.lines()), "\n")
+        yield "Latent", H.joined((H.html(line) for line in first.latent.lines()), "\n")
 
 
 def _share(flops: int, drawn: TileMap | str) -> str:
@@ -178,10 +166,10 @@ def _tiles(entry: AttentionEntry) -> TileMap | str:
 def _kernel(kernel: KernelEntry, name: str, sources: dict[str, str]) -> Html:
     """The source of a kernel; `sources` maps those already shown in a panel above to their ids."""
     if not kernel.source and (" " in str(kernel) or not kernel.name):
-        return hint("The kernel is chosen at each call, so there is no one text of it.")
+        return H.hint("The kernel is chosen at each call, so there is no one text of it.")
     if not kernel.source:
-        return hint(f"There is no text of {kernel}: it is a library's, or the report was read from JSON.")
+        return H.hint(f"There is no text of {kernel}: it is a library's, or the report was read from JSON.")
     above = sources.setdefault(kernel.source, f"{name}-source")
     if above != f"{name}-source":
-        return hint(f"The source of {kernel} is ", tag("a", "the same as above", href=f"#{above}"), ".")
+        return H.hint(f"The source of {kernel} is ", H.tag("a", "the same as above", href=f"#{above}"), ".")
     return render_source(kernel.name, kernel.source, f"{name}-source")

@@ -4,8 +4,6 @@ A content security policy lets the page's own script run (by its hash) and nothi
 nothing outside itself.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -19,27 +17,12 @@ from attngraph.report.account import later, records
 from attngraph.report.entries import Break, Entries, folded
 from attngraph.report.files import write_whole
 from attngraph.report.heatmap import to_svg
+from attngraph.report.page import html as H
 from attngraph.report.page.attention import panels, render_attentions, render_programs
 from attngraph.report.page.code import render_excerpt
 from attngraph.report.page.folding import Store
 from attngraph.report.page.graphs import render_graphs
-from attngraph.report.page.html import (
-    TIMES,
-    Html,
-    cards,
-    hint,
-    html,
-    items,
-    joined,
-    panel,
-    picture,
-    plural,
-    repeated,
-    span_of_names,
-    table,
-    tag,
-    visible,
-)
+from attngraph.report.page.html import TIMES, Html, html, plural, tag
 from attngraph.report.page.passes import render_compared, render_passes
 from attngraph.report.times import Times
 from attngraph.report.user_code import UserCode
@@ -87,14 +70,11 @@ def render(
         ("numbers", "Sizes that are numbers", _stops(_OTHER_SIZES, report.numbers)),
         ("attention", f"Attention ({len(report.attention)})", render_attentions(groups, code, boxes, times)),
         ("programs", f"Token programs ({len(report.programs)})", render_programs(report.programs, boxes)),
-        ("times", "Where the time goes", _times(times)),
-        ("weights", "Weights", _weights(weights or {})),
+        ("times", "Where the time goes", _times(times)), ("weights", "Weights", _weights(weights or {})),
         *(_told(part) for part in (*records(report), *later(report))),
-        ("retraces", "Traced again", _retraces(report)),
-        ("compared", "Compared with before", compared),
-        ("passes", "Passes", render_passes(graphs, store)),
-        ("graph", "Graph", drawn),
-    ]
+        ("retraces", "Traced again", _retraces(report)), ("compared", "Compared with before", compared),
+        ("passes", "Passes", render_passes(graphs, store)), ("graph", "Graph", drawn),
+    ]  # fmt: skip
     return _document(report, title, [section for section in found if section[2]], store)
 
 
@@ -128,7 +108,7 @@ def _document(report: Entries, title: str, sections: Sequence[Section], store: S
         tag("a", "Skip to the report", href="#report", class_="skip"),
         tag("header", tag("h1", heading), *_summary(report)),
         tag("nav", tag("ul", *links), aria_label="parts of the report"),
-        hint(_WITHOUT_SCRIPT, id="without-script"),
+        H.hint(_WITHOUT_SCRIPT, id="without-script"),
         tag("main", *(_section(*found) for found in sections), id="report", tabindex=-1),
         tag("p", "", role="status", class_="vh", id="said"),
         tag("script", Html(store.packed()), type="text/plain", id="store"),
@@ -172,32 +152,32 @@ def _summary(report: Entries) -> list[Html]:
 def _missed(report: Entries, code: UserCode) -> Html:
     found = []
     for (reason, source), members in alike(report.missed, lambda m: (m.reason, m.caller or m.source)):
-        names = span_of_names([m.name for m in members])
-        where = [tag("code", source or "line not known"), repeated(len(members))]
+        names = H.span_of_names([m.name for m in members])
+        where = [tag("code", source or "line not known"), H.repeated(len(members))]
         where += [" in ", tag("code", names)] if names else []
         excerpt = render_excerpt(code.how(members[0].source, members[0].name), code)
-        found.append(joined([tag("p", *where, class_="place"), tag("p", reason), excerpt]))
-    return cards(found) if found else html("")
+        found.append(H.joined([tag("p", *where, class_="place"), tag("p", reason), excerpt]))
+    return H.cards(found) if found else html("")
 
 
 def _stops(intro: str, stops: Sequence[Break]) -> Html:
     if not stops:
         return html("")
     places = [tag("p", tag("code", b.source), class_="place") if b.source else "" for b in stops]
-    found = (joined([place, tag("p", b.reason)]) for place, b in zip(places, stops, strict=True))
-    return joined([tag("p", intro), cards(found)])
+    found = (H.joined([place, tag("p", b.reason)]) for place, b in zip(places, stops, strict=True))
+    return H.joined([tag("p", intro), H.cards(found)])
 
 
 def _retraces(report: Entries) -> Html:
     found = [tag("p", f"because of {what}, {TIMES} {n}") for what, n in report.retraces]
-    return joined([tag("p", _TRACED_AGAIN), cards(found)]) if found else html("")
+    return H.joined([tag("p", _TRACED_AGAIN), H.cards(found)]) if found else html("")
 
 
 def _told(part: Part) -> Section:
     """A part of the account, as the text has it."""
     about = part.about.strip()
     head = tag("p", tag("strong", part.head)) if part.head else ""
-    return about.partition(" ")[0], about.capitalize(), joined([head, items(part.facts)])
+    return about.partition(" ")[0], about.capitalize(), H.joined([head, H.items(part.facts)])
 
 
 def _times(times: Times | None) -> Html:
@@ -212,12 +192,12 @@ def _times(times: Times | None) -> Html:
     rows = []
     for group in times.longest():
         share = 100 * group.seconds / whole
-        bar = joined([f"{share:.0f} %", tag("span", "", class_="bar", style=f"width: {share:.0f}%")])
+        bar = H.joined([f"{share:.0f} %", tag("span", "", class_="bar", style=f"width: {share:.0f}%")])
         names = (group.what.replace(" x ", f" {TIMES} "), group.name, group.source)
         rows.append([*(tag("code", name) for name in names), milliseconds(group.seconds), bar])
-    drawn = table(("Operation", "Module", "Line", "Time", "Share"), rows, "times")
+    drawn = H.table(("Operation", "Module", "Line", "Time", "Share"), rows, "times")
     scroll = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label="times of operations")
-    return joined([hint(intro), scroll])
+    return H.joined([H.hint(intro), scroll])
 
 
 def _weights(weights: Mapping[str, Tensor]) -> Html:
@@ -227,8 +207,8 @@ def _weights(weights: Mapping[str, Tensor]) -> Html:
 
 
 def _heatmaps(own: str, name: str, weights: Tensor) -> Html:
-    drawn = picture(to_svg(weights, visible(name)), f"{own}-map")
+    drawn = H.picture(to_svg(weights, H.visible(name)), f"{own}-map")
     several = weights.ndim == 4 and len(weights) > 1
-    note = hint(f"The first of {len(weights):,} rows.") if several else ""
+    note = H.hint(f"The first of {len(weights):,} rows.") if several else ""
     title = tag("h3", name, id=own, class_="vh")  # the picture has it too
-    return panel(own, title, note, tag("div", drawn))
+    return H.panel(own, title, note, tag("div", drawn))

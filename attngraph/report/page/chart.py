@@ -7,8 +7,6 @@ of a row are ordered so that few lines cross, and moved to where their lines are
 rows has one place in each, however many boxes read it. `graphs.py` draws them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -247,9 +245,7 @@ def _order(rows: list[list[Key]], near: tuple[dict[Key, list[Key]], dict[Key, li
 
 
 def _middles(
-    rows: list[list[Key]],
-    near: tuple[dict[Key, list[Key]], dict[Key, list[Key]]],
-    size: dict[Key, float],
+    rows: list[list[Key]], near: tuple[dict[Key, list[Key]], dict[Key, list[Key]]], size: dict[Key, float]
 ) -> dict[Key, float]:
     """Start tightly packed, move rows towards what they are connected to, and finally straighten runs."""
     middle: dict[Key, float] = {}

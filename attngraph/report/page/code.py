@@ -2,8 +2,6 @@
 charts, and sources of kernels, of which what is a kernel's own is shown and what every kernel has folded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence

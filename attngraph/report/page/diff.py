@@ -7,8 +7,6 @@ counterpart in the new one, and a line whose operands are not the counterparts o
 changed.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import functools
@@ -41,7 +39,7 @@ class Block:
     c: int
     d: int
 
-    def cut(self, start: int, stop: int) -> Block:
+    def cut(self, start: int, stop: int) -> "Block":
         """Some lines of a block that has as many on both sides."""
         return Block(self.kind, self.a + start, self.a + stop, self.c + start, self.c + stop)
 

@@ -5,8 +5,6 @@ changed just as an earlier one did: of 61 equal layers one is shown. Folded line
 the texts that are packed into the page.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import itertools

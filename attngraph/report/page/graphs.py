@@ -5,8 +5,6 @@ can be focused and says what it computes, from what, and on which line of the us
 focus with the arrow keys and repeats this text beside the picture. Colours are the page's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from attngraph.report.entries import Entries

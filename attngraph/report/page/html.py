@@ -5,8 +5,6 @@ display instead of being shown (controls, the direction marks of bidirectional t
 pairs) are written as escapes such as `\\u202e`, so that no name can rearrange the text around it.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Sequence

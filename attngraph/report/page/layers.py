@@ -6,8 +6,6 @@ value numbers, names and layer numbers have been renumbered from the start. Only
 that is not part of a graph is kept unchanged.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -5,31 +5,17 @@ What is not shown at first (folded lines, the text of a whole graph) is added by
 are packed into the page (`Store`).
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
 from attngraph.report.entries import AttentionEntry, Entries, PassRecord
+from attngraph.report.page import html as H
 from attngraph.report.page.diff import Block, changed_words, compare
 from attngraph.report.page.folding import Fold, Hunk, Store, fold
 from attngraph.report.page.graphs import final_text, graph_title
-from attngraph.report.page.html import (
-    MINUS,
-    TIMES,
-    Html,
-    hint,
-    html,
-    items,
-    joined,
-    plural,
-    repeated,
-    span_of_names,
-    table,
-    tag,
-)
+from attngraph.report.page.html import MINUS, TIMES, Html, plural, repeated, span_of_names
 from attngraph.report.page.layers import Line, read_lines
 
 _MOST_NOTES = 6
@@ -39,28 +25,28 @@ _MOST_NOTES = 6
 def render_passes(graphs: Sequence[Entries], store: Store) -> Html:
     """The passes of each graph, what searches them, and what the marks in them say."""
     if not graphs:
-        return html("")
+        return H.html("")
     lists = [
-        tag("div", graph_title(graph, n, len(graphs)), _passes(graph, f"g{n}", store), class_="graph")
+        H.tag("div", graph_title(graph, n, len(graphs)), _passes(graph, f"g{n}", store), class_="graph")
         for n, graph in enumerate(graphs)
     ]
-    controls = tag(
+    controls = H.tag(
         "div",
-        tag(
+        H.tag(
             "label", "Search passes, their graphs and charts ",
-            tag("input", type="search", id="search", autocomplete="off"),
+            H.tag("input", type="search", id="search", autocomplete="off"),
         ),
-        tag("label", tag("input", type="checkbox", id="unchanged"), " Show unchanged passes"),
-        tag("button", "Open all", type="button", id="open-all", aria_expanded="false"),
-        tag("p", "", role="status", id="found"),
+        H.tag("label", H.tag("input", type="checkbox", id="unchanged"), " Show unchanged passes"),
+        H.tag("button", "Open all", type="button", id="open-all", aria_expanded="false"),
+        H.tag("p", "", role="status", id="found"),
         class_="controls", role="search", hidden=True,
     )  # fmt: skip
-    legend = hint(
+    legend = H.hint(
         "Lines are matched by what they compute, so that values which are only numbered anew count as ",
         f"equal. {MINUS} removed or was, + added or is; what differs within a line is ",
-        tag("mark", "marked"), ". A line of yours (#) that is the same as above is not repeated.",
+        H.tag("mark", "marked"), ". A line of yours (#) that is the same as above is not repeated.",
     )  # fmt: skip
-    return joined([controls, legend, *lists])
+    return H.joined([controls, legend, *lists])
 
 
 def _passes(report: Entries, prefix: str, store: Store) -> Html:
@@ -74,11 +60,11 @@ def _passes(report: Entries, prefix: str, store: Store) -> Html:
         if record.text:
             lines, place = read_lines(record.text), store.add_text(record.text)
             title = f"The whole graph after this pass ({plural(len(lines), 'line')})"
-            whole = tag("details", tag("summary", title), _text(place, len(lines)), class_="whole")
+            whole = H.tag("details", H.tag("summary", title), _text(place, len(lines)), class_="whole")
             body = [_diff(known, lines, (last, place), store), whole]
             last, known = place, lines
         found.append(_pass(record, f"{prefix}-pass-{number}", body))
-    return tag("ol", *found, class_="passes")
+    return H.tag("ol", *found, class_="passes")
 
 
 def _capture(report: Entries, place: int) -> Html:
@@ -86,12 +72,12 @@ def _capture(report: Entries, place: int) -> Html:
     lines = report.captured.count("\n") + 1
     spent = _duration(report.capture) if report.capture else ""
     head = _summary("capture", "the graph as it was traced", ops, spent)
-    return tag("li", tag("details", head, _text(place, lines), class_="pass"), data_kind="capture")
+    return H.tag("li", H.tag("details", head, _text(place, lines), class_="pass"), data_kind="capture")
 
 
 def _summary(name: str, state: str, count: str, spent: str) -> Html:
     words = (("name", name), ("state", state), ("count", count), ("time", spent))
-    return tag("summary", joined((tag("span", text, class_=kind) for kind, text in words), " "))
+    return H.tag("summary", H.joined((H.tag("span", text, class_=kind) for kind, text in words), " "))
 
 
 def _pass(record: PassRecord, name: str, body: list[Html]) -> Html:
@@ -102,16 +88,16 @@ def _pass(record: PassRecord, name: str, body: list[Html]) -> Html:
         count += f" ({'+' if step > 0 else MINUS}{abs(step):,})"
     said = []
     if record.options:
-        said.append(tag("p", "Options: ", tag("code", record.options)))
+        said.append(H.tag("p", "Options: ", H.tag("code", record.options)))
     if record.notes:
         said.append(_notes(record.notes))
     if not record.changed:
-        said.append(tag("p", "The graph is as it was before."))
+        said.append(H.tag("p", "The graph is as it was before."))
     elif not body:
-        said.append(tag("p", "The text of the graph is not part of this report."))
+        said.append(H.tag("p", "The text of the graph is not part of this report."))
     head = _summary(record.name, state, count, _duration(record.seconds))
     kind = "changed" if record.changed else "unchanged"
-    return tag("li", tag("details", head, *said, *body, class_="pass"), id=name, data_kind=kind)
+    return H.tag("li", H.tag("details", head, *said, *body, class_="pass"), id=name, data_kind=kind)
 
 
 def _notes(notes: Sequence[str]) -> Html:
@@ -119,10 +105,10 @@ def _notes(notes: Sequence[str]) -> Html:
     counted = collections.Counter(notes)
     found = [note if n == 1 else f"{note} ({TIMES} {n})" for note, n in counted.items()]
     if len(found) <= _MOST_NOTES:
-        return items(found, class_="notes")
+        return H.items(found, class_="notes")
     first, more = found[: _MOST_NOTES - 1], found[_MOST_NOTES - 1 :]
-    folded = tag("details", tag("summary", f"{len(more)} more notes"), items(more, class_="notes"))
-    return joined([items(first, class_="notes"), folded])
+    folded = H.tag("details", H.tag("summary", f"{len(more)} more notes"), H.items(more, class_="notes"))
+    return H.joined([H.items(first, class_="notes"), folded])
 
 
 def _duration(seconds: float) -> str:
@@ -131,8 +117,8 @@ def _duration(seconds: float) -> str:
 
 def _text(place: int, lines: int) -> Html:
     """Where a whole text will stand, filled when it is opened."""
-    return tag(
-        "div", tag("p", f"{plural(lines, 'line')}, shown by the page's script.", class_="pending"),
+    return H.tag(
+        "div", H.tag("p", f"{plural(lines, 'line')}, shown by the page's script.", class_="pending"),
         class_="text", data_text=place,
     )  # fmt: skip
 
@@ -142,22 +128,22 @@ def _diff(old: list[Line], new: list[Line], places: tuple[int, int], store: Stor
     parts = [
         _hunk(part, old, new) if isinstance(part, Hunk) else _fold(part, places, store) for part in found
     ]
-    head = tag("div", tag("span", "before"), tag("span", "after"), class_="sides", aria_hidden="true")
-    return tag("div", head, *parts, class_="diff", role="group", aria_label="the graph before and after")
+    head = H.tag("div", H.tag("span", "before"), H.tag("span", "after"), class_="sides", aria_hidden="true")
+    return H.tag("div", head, *parts, class_="diff", role="group", aria_label="the graph before and after")
 
 
 def _fold(part: Fold, places: tuple[int, int], store: Store) -> Html:
     number = store.add_fold(*places, part.blocks)
-    return tag(
+    return H.tag(
         "div",
-        tag("button", part.words(), type="button", class_="fold", aria_expanded="false", data_fold=number),
+        H.tag("button", part.words(), type="button", class_="fold", aria_expanded="false", data_fold=number),
     )
 
 
 def _hunk(hunk: Hunk, old: list[Line], new: list[Line]) -> Html:
     where = f"in {span_of_names(list(hunk.modules))}: " if hunk.modules else ""
-    return tag(
-        "div", tag("p", where, hunk.words(), class_="where"),
+    return H.tag(
+        "div", H.tag("p", where, hunk.words(), class_="where"),
         *(row for block in hunk.blocks for row in _rows(block, old, new)), class_="hunk",
     )  # fmt: skip
 
@@ -174,13 +160,13 @@ def _rows(block: Block, old: list[Line], new: list[Line]) -> Iterator[Html]:
 def _row(kind: str, left: list[Html], right: list[Html]) -> Html:
     """Lines of both sides. Screen readers read equal ones once."""
     if kind == "equal":
-        return tag("div", tag("pre", *left, aria_hidden="true"), tag("pre", *right), class_="equal")
+        return H.tag("div", H.tag("pre", *left, aria_hidden="true"), H.tag("pre", *right), class_="equal")
     words = ("was: ", "is: ") if kind == "changed" else ("removed: ", "added: ")
     sides = [
-        tag("pre", tag("i", word, class_="vh"), *lines) if lines else tag("pre", class_="none")
+        H.tag("pre", H.tag("i", word, class_="vh"), *lines) if lines else H.tag("pre", class_="none")
         for word, lines in zip(words, (left, right), strict=True)
     ]
-    return tag("div", *sides, class_=kind)
+    return H.tag("div", *sides, class_=kind)
 
 
 def _lines(lines: Sequence[Line]) -> list[Html]:
@@ -188,18 +174,18 @@ def _lines(lines: Sequence[Line]) -> list[Html]:
     found, note = [], ""
     for line in lines:
         is_module = line.code.startswith("  [")
-        code = tag("b", line.code) if is_module else html(line.code)
+        code = H.tag("b", line.code) if is_module else H.html(line.code)
         found.append(_line(dataclasses.replace(line, note="") if line.note == note else line, code))
         note = note if is_module or line.is_program else line.note
     return found
 
 
 def _line(line: Line, code: Html) -> Html:
-    return tag("span", code, tag("small", f"  # {line.note}") if line.note else "")
+    return H.tag("span", code, H.tag("small", f"  # {line.note}") if line.note else "")
 
 
 def _marked(pieces: list[tuple[str, bool]]) -> Html:
-    return joined(tag("mark", text) if is_new else text for text, is_new in pieces)
+    return H.joined(H.tag("mark", text) if is_new else text for text, is_new in pieces)
 
 
 def render_compared(
@@ -210,22 +196,22 @@ def render_compared(
     several = max(len(graphs), len(then)) > 1
     for number, (new, old) in enumerate(itertools.zip_longest(graphs, then)):
         if several:
-            found.append(tag("h3", f"Graph {number}"))
+            found.append(H.tag("h3", f"Graph {number}"))
         if new is None or old is None:
             words = "This graph is there only now." if old is None else "This graph was there only earlier."
-            found.append(tag("p", words))
+            found.append(H.tag("p", words))
         elif final_text(new) == final_text(old):
-            found.append(tag("p", "The graph after all passes is the same."))
+            found.append(H.tag("p", "The graph after all passes is the same."))
         else:
             places = (store.add_text(final_text(old)), store.add_text(final_text(new)))
             found.append(_diff(read_lines(final_text(old)), read_lines(final_text(new)), places, store))
-    return joined(found)
+    return H.joined(found)
 
 
 def _numbers(now: Entries, earlier: Entries) -> Html:
     """What can be counted, before and now."""
     rows = zip(_counted(earlier), _counted(now), strict=True)
-    return table(("", "Before", "Now"), ((what, old, new) for (what, old), (_, new) in rows), "numbers")
+    return H.table(("", "Before", "Now"), ((what, old, new) for (what, old), (_, new) in rows), "numbers")
 
 
 def _counted(report: Entries) -> Iterator[tuple[str, str]]:
@@ -241,7 +227,7 @@ def _attentions(now: Entries, earlier: Entries) -> Iterator[Html]:
     for words, some, others in (("Only before", old, new), ("Only now", new, old)):
         found = [_attention(kind, count) for kind, count in (some - others).items()]
         if found:
-            yield joined([tag("p", tag("strong", f"{words}:")), items(found)])
+            yield H.joined([H.tag("p", H.tag("strong", f"{words}:")), H.items(found)])
 
 
 def _kind(entry: AttentionEntry) -> tuple[str, str, str]:
@@ -252,4 +238,4 @@ def _kind(entry: AttentionEntry) -> tuple[str, str, str]:
 def _attention(kind: tuple[str, str, str], count: int) -> Html:
     heads, program, kernel = kind
     of = f"attention{repeated(count)} of {heads}: "
-    return joined([of, tag("code", program), " by ", tag("code", kernel)])
+    return H.joined([of, H.tag("code", program), " by ", H.tag("code", kernel)])

@@ -8,8 +8,6 @@ by rank 0 and sent to the others: logits that several ranks computed each for it
 bits, and random numbers without a seed do.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -19,8 +17,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from attngraph.errors import DisagreementError
-from attngraph.ir.graph.printer import format_file
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph import ProgramGraph, format_file
 from attngraph.runtime.parallel.mesh import RankMesh
 
 

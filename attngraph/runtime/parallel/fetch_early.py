@@ -6,8 +6,6 @@ that wait for the same number of fetches, those that a fetch needs come first. O
 numbers keep their order, and all ranks have the same graph, so they exchange in the same order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ backward pass they add up gradients and divide both again. The graph reads what 
 nothing was collected it would read parts as if they were whole, so that is an error.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -10,8 +10,6 @@
 parts it refuses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Which ranks run a model together: a mesh of torch.distributed's, or ranks simulated in this process."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

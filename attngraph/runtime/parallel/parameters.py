@@ -6,8 +6,6 @@ afterwards), state dicts, gradient clipping and checkpoints work; the first call
 in the same objects. While a graph is traced the model has stand-ins without memory in their place. Parameters
 on `meta` get memory for the rank's part alone (`loading.py` fills it)."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The ranks of a mesh that run a model together: the hooks of `runtime/devices.py` for several devices."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,8 +9,7 @@ from torch import Tensor, nn
 
 from attngraph.capture.program.layouts import let_go
 from attngraph.errors import DisagreementError, NoDecoderError, PlacementError, SavedError
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.ranks import Axis
+from attngraph.ir.graph import Axis, ProgramGraph
 from attngraph.runtime.devices import ONE, OneDevice, OneRank, Own, Runner
 from attngraph.runtime.parallel import parameters
 from attngraph.runtime.parallel.agree import (

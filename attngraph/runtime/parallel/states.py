@@ -7,8 +7,6 @@ keeps its own part of a decoder's state. Simulated ranks share one state, which 
 rank: `kept0` of rank 1 is called `kept0@1` there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.ranks import Ranks
+from attngraph.ir.graph import ProgramGraph, Ranks
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.meaning.check.oracle import Oracle
 from attngraph.meaning.check.ranks import PerRank, run_on_ranks

@@ -5,8 +5,6 @@ For PyTorch each is an operation or more. After the weights have passed through 
 few numbers takes tens of microseconds, in which the memory gives a megabyte of weights.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any

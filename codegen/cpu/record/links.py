@@ -5,8 +5,6 @@ call can be told of another place (pages of a cache, what rows carry), or are th
 decoder's state vouches for (`operands.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 

@@ -11,8 +11,6 @@ cache keeps of the new tokens is written to its pages by whoever keeps the state
 results are the function that writes all of them, until the next run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import operator
 import weakref

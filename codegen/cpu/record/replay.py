@@ -6,8 +6,6 @@ recording serves calls of its thread with the same shapes, while the weights lie
 the cache may move. All other calls run the graph.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

@@ -5,16 +5,12 @@ computed before that loop. Within the branches of a selection nothing has a name
 chosen may be evaluated, because in the other an index may be out of range.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable
 
 from attngraph.codegen.cpu.expression import number_literal
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import Operation, operation_of
+from attngraph.ir.language import E, Expr, Operation, operation_of
 
 
 class Formula:

@@ -8,8 +8,6 @@ heads, halves that a rotary embedding swaps) selects by index: `where(i < 64, ..
 branch, without a condition, which compilers turn into vector instructions.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -19,9 +17,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.functions import operation_of
+from attngraph.ir.language import E, Expr, operation_of
 from attngraph.ir.language.token_program import TOKEN, Definition, TokenProgram, extent
 
 RANKS = 8

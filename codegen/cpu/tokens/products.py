@@ -5,8 +5,6 @@ library of its own, and a program's library has a pointer to each. How a weight 
 because few registers are left for what is not; how wide it is, is not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from attngraph.codegen.cpu.native import header

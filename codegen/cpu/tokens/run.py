@@ -5,8 +5,6 @@ blocks, by one call as well, or with PyTorch's products between calls that compu
 took less time for such products on this machine (`chosen.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -90,7 +88,7 @@ class Tokens:
     def remarks(self, text: str) -> tuple[str, ...]:
         return _remarks.of(text)
 
-    def prepared(self, text: str) -> Prepared | None:
+    def prepared(self, text: str) -> "Prepared | None":
         """A program and its library; None if it is not supported."""
         with self._lock:
             if text not in self._known:

@@ -6,8 +6,6 @@ product element by element (a bias, an activation, a residual sum) is computed b
 computed these columns.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -1,8 +1,6 @@
 """A token program as the source of a C library: loops for the definitions of each phase, and tables of the
 phases, which the functions of `c/phases.h` share among threads."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -16,9 +14,7 @@ from attngraph.codegen.cpu.tokens.indices import RANKS, divided, require_in_rang
 from attngraph.codegen.cpu.tokens.schedule import Group, phases
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.dtypes import NAMED
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import operation
+from attngraph.ir.language import E, Expr, operation
 from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
 
 PLACES = numbers("tokens.h")

@@ -10,6 +10,7 @@ from torch import Tensor
 import attngraph
 from attngraph.codegen.triton import sums
 from attngraph.codegen.triton.decode import FEW
+from attngraph.ir.ops.declare import RUNNERS
 from attngraph.ir.ops.running_sum import running_sum
 from attngraph.models.recurrent_mixers import DeltaRule, GatedLinearAttention, MixerConfig
 
@@ -80,7 +81,7 @@ def test_a_decoder_by_this_kernel(mixer: type[torch.nn.Module], monkeypatch: pyt
     served: list[sums.SumsPlan] = []
     real = sums.launch_sums
     monkeypatch.setattr(sums, "launch_sums", lambda p, *rest: (served.append(p), real(p, *rest))[1])
-    monkeypatch.setattr("attngraph.ir.ops.running_sum.RUNNERS", [sums.RunningSum()])
+    monkeypatch.setitem(RUNNERS, "running_sum", [sums.RunningSum().run])
     decoder = attngraph.compile(model, cache=True)
     out, state = decoder.prefill(x[:, :6])
     served.clear()

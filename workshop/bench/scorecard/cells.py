@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 
 from attngraph.codegen.triton import visits
-from attngraph.codegen.triton.ahead_of_time import Target
 from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
 from attngraph.codegen.triton.plan import (
     BackwardPlan,
@@ -24,6 +23,7 @@ from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.tiles import Cut, Grid
+from workshop.bench.scorecard.ahead_of_time import Target
 from workshop.bench.scorecard.flex import Mods, Pass
 
 DTYPE = torch.bfloat16

@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from attngraph.codegen.triton import ahead_of_time
-from attngraph.codegen.triton.ahead_of_time import Request, build
 from attngraph.codegen.triton.plan import Blocks
-from workshop.bench.scorecard import amd, nvidia
+from workshop.bench.scorecard import ahead_of_time, amd, nvidia
+from workshop.bench.scorecard.ahead_of_time import Request, build
 from workshop.bench.scorecard.cards import ARRIVAL, CARDS, Card
 from workshop.bench.scorecard.code import Work, tile_loops
 

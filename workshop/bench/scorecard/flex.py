@@ -19,8 +19,8 @@ from unittest import mock
 
 import torch
 
-from attngraph.codegen.triton.ahead_of_time import Target
 from attngraph.codegen.triton.plan import Blocks
+from workshop.bench.scorecard.ahead_of_time import Target
 
 NAME = "flex_kernel"
 GRAIN, _WHOLE = 128, 1 << 30

@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from attngraph.codegen.triton.ahead_of_time import TARGETS, compile_join_ahead
 from attngraph.codegen.triton.decode import LEAST_KEYS, parts_for, programs_in
 from attngraph.codegen.triton.emit import TOGETHER, WIDEST_SHARE
 from attngraph.codegen.triton.plan import DecodePlan
+from workshop.bench.scorecard.ahead_of_time import TARGETS, compile_join_ahead
 from workshop.bench.scorecard.cards import CARDS
 from workshop.bench.scorecard.cells import CELLS, HEADS, plan
 from workshop.bench.scorecard.run import OURS, Row

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from attngraph.codegen.triton import store
-from attngraph.codegen.triton.ahead_of_time import TARGETS, Request, Target, requests
 from attngraph.codegen.triton.plan import Blocks
 from workshop.bench.scorecard import flex, plain
+from workshop.bench.scorecard.ahead_of_time import TARGETS, Request, Target, requests
 from workshop.bench.scorecard.cells import (
     CELLS,
     HEADS,

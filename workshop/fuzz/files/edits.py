@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from attngraph.ir.operations import _ATEN, _OURS
+import attngraph.api  # registers our ops
+from attngraph.ir.operations import _ATEN
+from attngraph.ir.ops.declare import READABLE
 
 NUMBERS = (
     0, 1, 2, 3, 4, 7, 8, 16, 63, 64, 65, 100, 1000, 4096, 10**6, 10**9, 1 << 31, (1 << 31) - 1, 1 << 32,
@@ -26,7 +28,8 @@ LINES = (
 _NUMBER = re.compile(r"(?<![\w.])-?\d+")
 _WORD = re.compile(r"[%$][\w.']+|\b[a-z_]{3,}\b")
 _TYPE = re.compile(r"\b(f32|f64|f16|bf16|i64|i32|i8|u8|bool)\b")
-_OPS = sorted(_ATEN | _OURS)
+assert attngraph.api
+_OPS = sorted(_ATEN | {name for name, runs in READABLE.items() if runs})
 
 
 def text(rng: random.Random, given: str) -> str:

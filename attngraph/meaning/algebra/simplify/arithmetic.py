@@ -1,11 +1,8 @@
 """Sums and products in canonical form: like terms joined, numbers in front, selections merged."""
 
-from __future__ import annotations
-
 import math
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.ranges import Polynomial

@@ -1,9 +1,6 @@
 """Floor division and remainder of index expressions, by ranges and by digits."""
 
-from __future__ import annotations
-
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.ranges import Polynomial
@@ -79,8 +76,7 @@ def _divide_by_sum(a: Polynomial, divisor: Polynomial) -> tuple[Expr, Expr] | No
 
 
 def _is_multiple_of_an_extent(divisor: Polynomial, a: Expr) -> bool:
-    """Whether the divisor is a positive multiple of the extent of a variable of `a`: where the variable has
-    a value, its extent is at least 1."""
+    """Whether the divisor is a positive multiple of the extent, at least 1, of a variable of `a`."""
     for variable in a.free:
         extent = ranges.polynomial(variable.args[0]) if variable.args else {}
         if extent.keys() - {()}:
@@ -91,8 +87,7 @@ def _is_multiple_of_an_extent(divisor: Polynomial, a: Expr) -> bool:
 
 
 def _put_together(a: Polynomial) -> Polynomial:
-    """A sum with both digits of a number, x % n and n * (x // n), joined into that number, and without
-    selections whose branches give the same sum."""
+    """A sum with x % n and n * (x // n) joined into x, and without selections of equal sums."""
     for atom in (x for atoms in a for x in atoms):
         if atom.op == "mod" and (atom,) in a:
             number, size = atom.args

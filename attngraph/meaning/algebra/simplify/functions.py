@@ -1,12 +1,9 @@
 """Exponentials with logarithms, powers, and pointwise functions that have no algebra of their own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 

@@ -1,12 +1,9 @@
 """Comparisons, booleans and selections: decided by ranges where possible, canonical otherwise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.ranges import Polynomial
@@ -116,8 +113,7 @@ def _at_most_zero(terms: Polynomial) -> Expr:
 
 
 def _selected_atom(terms: Polynomial) -> tuple[Expr, Polynomial, Polynomial] | None:
-    """A selection among the terms: its condition, and the terms with either branch in its place. None where
-    there are so many selections that the comparison is better left alone."""
+    """A selection among the terms: its condition, and the terms with either branch; None beside many."""
     if _selects_much(*(atoms[0] for atoms in terms if len(atoms) == 1)):
         return None
     for atoms, factor in terms.items():

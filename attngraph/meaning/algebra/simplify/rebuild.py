@@ -1,24 +1,16 @@
 """Rebuilding expressions through the canonical constructors: substitution, names of bound variables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import simplify as M
 
 _CONSTRUCTORS = {
     op: op for op in ("add", "mul", "recip", "floordiv", "mod", "le", "lt", "eq", "where", "exp", "log")
 }
 _CONSTRUCTORS |= {
-    "not": "not_",
-    "and": "and_",
-    "or": "or_",
-    "pow": "power",
-    "abs": "absolute",
-    "sum": "total",
-}
+    "not": "not_", "and": "and_", "or": "or_", "pow": "power", "abs": "absolute", "sum": "total",
+}  # fmt: skip
 """The constructor of each operation that has an algebra, by its name in this package."""
 
 

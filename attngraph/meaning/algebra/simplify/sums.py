@@ -1,13 +1,10 @@
 """Sums over index variables: factors that do not vary are moved out, and a sum can be cut into pieces."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
 from attngraph.ir import budgets
-from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 

@@ -1,0 +1,171 @@
+"""How an op of ours is declared: once, as the function that computes it.
+
+    @declare(fake=lambda a: (torch.empty_like(a.x), torch.empty_like(a.state)), derivatives=INSTEAD)
+    def running_fold(x: Tensor, state: Tensor, ..., how: str) -> tuple[Tensor, Tensor]: ...
+
+The signature is the op's schema. From the declaration follow its registration, its results without data, what
+it does under differentiation and batching, and who may name it in the text of a graph.
+
+PyTorch runs an op that has a kernel and nothing else as if it were constant in forward mode (its tangent is
+lost without a word), and warns of a missing gradient only in the backward pass. So every op of ours has its
+rule, or consists of operations that have theirs, or refuses.
+"""
+
+import contextlib
+import functools
+import inspect
+import types
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.ops.transforms import has_tangent, is_recorded, run_kernel
+
+LIBRARY = torch.library.Library("attngraph", "FRAGMENT")  # type: ignore[no-untyped-call]
+"""Holds the rules that are registered here, for as long as the process runs."""
+RUNNERS: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
+"""By an op without derivatives: what may compute a call of it, in order of preference. None for a call that
+is not supported; the declared function computes what nothing else does."""
+READABLE: dict[str, bool] = {}
+"""The ops that the text of a graph may name, by their names: whether a graph from a file may run them."""
+INSTEAD = "a decoder has no gradients: differentiate the model itself"
+"""What to do where a derivative of a decoder's operation is asked for."""
+
+Size: TypeAlias = Annotated[int, "a symbol"]
+Sizes: TypeAlias = Annotated[list[int], "symbols"]
+"""Kinds of arguments that may be symbols, where others are plain numbers."""
+_KINDS: dict[Any, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", Sequence[Tensor]: "Tensor[]",
+    int: "int", Size: "SymInt", list[int]: "int[]", Sequence[int]: "int[]", Sizes: "SymInt[]",
+    bool: "bool", float: "float", str: "str", tuple[Tensor, Tensor]: "(Tensor, Tensor)",
+}  # fmt: skip
+_NOTHING = contextlib.nullcontext()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def declare(
+    *, fake: Callable[[Any], Any] | None = None, derivatives: str | Callable[..., Any] = "",
+    batched: Callable[..., Any] | None = None, plain: bool = False, runs: bool | None = True,
+    after: Callable[[Any], Any] | None = None, schema: str = "", tags: tuple[Any, ...] = (),
+) -> Callable[[_Function], _Function]:  # fmt: skip
+    """Declare the op of a function's name.
+
+    Args:
+        fake: from the arguments by name to the results, without data. None: the function consists of
+            operations that have everything themselves.
+        derivatives: the rule for autograd, called with the keys of the dispatcher and the arguments; or what
+            to do instead, where there are none.
+        batched: computes a batch of `torch.vmap` as `batch_one_by_one` says.
+        plain: the name goes on to stand for the function; else it stands for the op.
+        runs: whether a graph from a file may run it; None: it may not even name it.
+        after: what the op does with the function's result.
+        schema: where the signature does not say it.
+    """
+
+    def declared(function: _Function) -> _Function:
+        name = function.__name__.lstrip("_")
+        torch.library.define(f"attngraph::{name}", schema or _schema(function), tags=tags)
+        op: Any = getattr(torch.ops.attngraph, name).default
+        kernel: Any = function
+        if isinstance(derivatives, str) and derivatives:
+            kernel = _without_gradients(name, function, after)
+        how = "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd"
+        torch.library.impl(f"attngraph::{name}", how)(kernel)
+        if fake is not None:
+            torch.library.register_fake(f"attngraph::{name}")(_named(function, fake))
+        if derivatives:
+            rule = derivatives if callable(derivatives) else functools.partial(_refuse, name, derivatives)
+            LIBRARY.impl(name, rule, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+        if batched is not None:
+            batch_one_by_one(op, batched)
+        if runs is not None:
+            READABLE[name] = runs
+        return function if plain else op
+
+    return declared
+
+
+def _schema(function: Callable[..., Any]) -> str:
+    about = inspect.signature(function, eval_str=True)
+    texts = (
+        f"{_KINDS[p.annotation]} {p.name}" + f"={p.default!r}" * (p.default is not p.empty)
+        for p in about.parameters.values()
+    )
+    return f"({', '.join(texts)}) -> {_KINDS[about.return_annotation]}"
+
+
+def _named(function: Callable[..., Any], fake: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The function of the arguments by name as one of the arguments in their order."""
+    about = inspect.signature(function).parameters.values()
+    names, defaults = [p.name for p in about], {p.name: p.default for p in about}
+
+    def call(*args: Any, **more: Any) -> Any:
+        return fake(types.SimpleNamespace(**defaults | dict(zip(names, args, strict=False)) | more))
+
+    return call
+
+
+def _without_gradients(name: str, function: Callable[..., Any], after: Callable[[Any], Any] | None) -> Any:
+    """The function, which autograd inside must not record: weights among its operands may want gradients."""
+
+    def kernel(*args: Any) -> Any:
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+            for runner in RUNNERS[name]:
+                if (found := runner(*args)) is not None:
+                    return found
+            return function(*args) if after is None else after(function(*args))
+
+    return kernel
+
+
+def differentiated(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of an op with a gradient in reverse mode alone: `apply` computes it where autograd records."""
+
+    def rule(keys: Any, *args: Any) -> Any:
+        if has_tangent(args):
+            raise NotImplementedError(f"attngraph::{name} has no forward-mode derivative.")
+        if is_recorded(args):
+            return apply(*args)
+        return run_kernel(getattr(torch.ops.attngraph, name).default, keys, *args)
+
+    return rule
+
+
+def _refuse(name: str, instead: str, keys: Any, *args: Any) -> Any:
+    require_no_derivative(name, instead, args)
+    return run_kernel(getattr(torch.ops.attngraph, name).default, keys, *args)
+
+
+def require_no_derivative(name: str, instead: str, args: Any) -> None:
+    """Raise NotImplementedError where a derivative would flow through an op that has none."""
+    if has_tangent(args) or is_recorded(args):
+        raise NotImplementedError(f"attngraph::{name} has no derivatives; {instead}.")
+
+
+def batch_one_by_one(op: Any, together: Callable[..., Any]) -> None:
+    """Make `torch.vmap` call an op once for each entry of the batch and stack the results, where
+    `together(size, dims, args)` does not compute the whole batch at once, but returns None."""
+
+    def rule(info: Any, dims: Any, *args: Any) -> tuple[Any, Any]:
+        found = together(info.batch_size, dims, args)
+        if found is None:
+            entries = [op(*_entry(args, dims, place)) for place in range(info.batch_size)]
+            found = [torch.stack(values) for values in zip(*entries, strict=True)]
+        kind = tuple if len(op._schema.returns) > 1 else list  # several results, or one list of them
+        return kind(found), kind([0] * len(found))
+
+    torch.library.register_vmap(op.name(), rule, lib=LIBRARY)
+
+
+def _entry(values: Any, dims: Any, place: int) -> list[Any]:
+    """The arguments of one entry of the batch; `dims` says along which dimension a tensor is batched."""
+    found: list[Any] = []
+    for value, dim in zip(values, [None] * len(values) if dims is None else dims, strict=True):
+        if isinstance(value, (list, tuple)):
+            found.append(_entry(value, dim, place))
+        else:
+            found.append(value if dim is None else value.select(dim, place))
+    return found

@@ -1,0 +1,33 @@
+"""Walks over what refers to others: nodes of a graph, expressions, sizes. None recurses."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+_Value = TypeVar("_Value", bound=Hashable)
+
+
+def reached(starts: Iterable[_Value], after: Callable[[_Value], Iterable[_Value]]) -> Iterator[_Value]:
+    """These and all that `after` leads to from them, each once and before what it leads to."""
+    stack, seen = list(starts), set[_Value]()
+    while stack:
+        value = stack.pop()
+        if value not in seen:
+            seen.add(value)
+            yield value
+            stack += after(value)
+
+
+def operands_first(
+    roots: Iterable[_Value], operands: Callable[[_Value], Sequence[_Value]]
+) -> list[_Value]:  # fmt: skip
+    """The roots and all that `operands` leads to, each after its operands, else in the order of the roots."""
+    order: dict[_Value, None] = {}
+    stack = [(node, False) for node in reversed(list(roots))]
+    while stack:
+        node, visited = stack.pop()
+        if visited:
+            order[node] = None
+        elif node not in order:
+            stack.append((node, True))
+            stack.extend((n, False) for n in reversed(operands(node)))
+    return list(order)

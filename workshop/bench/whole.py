@@ -1,0 +1,237 @@
+"""Whole models on the CPU, called once or trained a step: default options beside eager and torch.compile.
+
+    python -m workshop whole --json docs/measured/whole.json --plot whole.png
+
+Stock models of transformers with random weights, six layers (Whisper's encoder four, Swin two in each
+stage). Every candidate has a process of its own, and all take turns, round after round. The floor is the time
+that the cell's multiplications take at the speed of a large product, measured in the same run. Results are
+compared with eager's before anything is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from workshop.bench import models
+from workshop.bench.peers.suite import Failure, ask
+from workshop.harness import Cell, Options, Row, Suite, short
+from workshop.processes import Server
+
+EAGER, COMPILE, FROZEN, OURS = "eager", "torch.compile", "torch.compile, frozen", "attngraph"
+CANDIDATES = (EAGER, COMPILE, FROZEN, OURS)
+NOISE = 1.03
+"""A cell is lost where the best of the others is faster by more than this."""
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""The largest accepted difference from eager's result, relative to its largest element (at least 1)."""
+
+
+class Work(NamedTuple):
+    """A model, what it is called with, and whether a step of training is timed (in eval mode: no dropout)."""
+
+    make: Callable[[], Any]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    trains: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+def _of(kind: str, head: str = "Model", **config: Any) -> Callable[[], Any]:
+    """A class of transformers, made from its configuration."""
+
+    def make() -> Any:
+        import transformers
+
+        made = getattr(transformers, f"{kind}{head}")(getattr(transformers, f"{kind}Config")(**config))
+        return made.encoder if kind == "Whisper" else made
+
+    return make
+
+
+def _ids(rows: int, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: (torch.randint(5, 20000, (rows, tokens)),)
+
+
+def _images(rows: int) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: (torch.randn(rows, 3, 224, 224),)
+
+
+_BERT = _of("Bert", num_hidden_layers=6)
+_GPT2 = _of("GPT2", "LMHeadModel", n_layer=6, use_cache=False)
+_LLAMA = _of(
+    "Llama", "ForCausalLM", hidden_size=512, intermediate_size=1408, num_hidden_layers=6,
+    num_attention_heads=8, num_key_value_heads=4, vocab_size=20000, use_cache=False,
+)  # fmt: skip
+WORKS: Mapping[str, Work] = {
+    "BERT 8 x 128": Work(_BERT, _ids(8, 128)), "BERT 4 x 512": Work(_BERT, _ids(4, 512)),
+    "ViT 8 x 224": Work(_of("ViT", num_hidden_layers=6), _images(8)),
+    "Swin 4 x 224": Work(_of("Swin", depths=[2, 2, 2, 2]), _images(4)),
+    "T5 encoder 4 x 512": Work(_of("T5", "EncoderModel", num_layers=6), _ids(4, 512)),
+    "Whisper encoder 3000": Work(
+        _of("Whisper", encoder_layers=4, decoder_layers=1), lambda: (torch.randn(1, 80, 3000),)
+    ),
+    "GPT-2 1 x 1024": Work(_GPT2, _ids(1, 1024)), "Llama 2 x 512": Work(_LLAMA, _ids(2, 512)),
+    "GPT-2 bfloat16 1 x 1024": Work(_GPT2, _ids(1, 1024), dtype=torch.bfloat16),
+    "GPT-2 train 2 x 512": Work(_GPT2, _ids(2, 512), trains=True),
+    "Llama train 2 x 1024": Work(_LLAMA, _ids(2, 1024), trains=True),
+    "BERT train 8 x 128": Work(_BERT, _ids(8, 128), trains=True),
+}  # fmt: skip
+SMALL: Mapping[str, Work] = {
+    "tiny BERT": Work(_of("Bert", num_hidden_layers=1, hidden_size=64, num_attention_heads=2), _ids(2, 16)),
+    "tiny BERT train": Work(
+        _of("Bert", num_hidden_layers=1, hidden_size=64, num_attention_heads=2), _ids(2, 16), trains=True
+    ),
+}
+
+
+# --- the process of a candidate ---
+
+
+def serve(name: str, cell: str, threads: int, pipe: Connection) -> None:
+    """Make the candidate, answer with its first result, then time calls until it is told to end."""
+    torch.set_num_threads(threads)
+    made: _Made | None = None
+    while True:
+        asked, *args = pipe.recv()
+        try:
+            if asked == "make":
+                made = _Made(name, {**WORKS, **SMALL}[cell])
+                pipe.send((made.first, made.seconds))
+            else:
+                assert made is not None
+                pipe.send([made.timed() for _ in range(*args)])
+        except Exception as problem:
+            pipe.send(Failure(short(problem, 300)))
+
+
+class _Made:
+    def __init__(self, name: str, work: Work) -> None:
+        self.work, self.model = work, models.made(work.make).to(work.dtype)
+        torch.manual_seed(0)
+        self.inputs = tuple(x.to(work.dtype) if x.is_floating_point() else x for x in work.inputs())
+        start = time.perf_counter()
+        self.call = _candidate(name, self.model)
+        self.first = self.run().detach()
+        for _ in range(6):  # attngraph finds out which is faster in the first calls of a size
+            self.run()
+        self.seconds = time.perf_counter() - start
+
+    def run(self) -> Tensor:
+        with torch.set_grad_enabled(self.work.trains):
+            found: Tensor = self.call(*self.inputs)[0]
+            if self.work.trains:
+                self.model.zero_grad(set_to_none=True)
+                torch.autograd.backward(found.square().mean())
+        return found
+
+    def timed(self) -> float:
+        start = time.perf_counter()
+        self.run()
+        return time.perf_counter() - start
+
+
+def _candidate(name: str, model: Any) -> Callable[..., Any]:
+    found: Callable[..., Any] = model
+    if name == EAGER:
+        return found
+    if name == OURS:
+        import attngraph
+
+        found = attngraph.compile(model)
+        return found
+    if name == FROZEN:
+        from torch._inductor import config
+
+        config.freezing = True
+    found = torch.compile(model)
+    return found
+
+
+# --- the run ---
+
+
+def measured(cell: str, work: Work, rounds: int) -> dict[str, Row]:
+    """The medians of one cell, or reasons for none, and the floor."""
+    names = [n for n in CANDIDATES if not (work.trains and n == FROZEN)]
+    workers = {n: Server(serve, n, cell, torch.get_num_threads()) for n in names}
+    found: dict[str, Row] = {}
+    eager: Tensor | None = None
+    try:
+        for name, worker in workers.items():
+            answer = ask(worker, "make")
+            if isinstance(answer, Failure):
+                found[name] = {"problem": str(answer)}
+                continue
+            first, seconds = answer
+            eager = first if eager is None else eager
+            off = float((first - eager).abs().max()) / max(1.0, float(eager.abs().max()))
+            told = {"first": seconds, "differs": off}
+            found[name] = (
+                told if off <= CLOSE[work.dtype] else {"problem": f"differs from eager by {off:.1e}"}
+            )
+        seconds_of: dict[str, list[float]] = {n: [] for n, row in found.items() if "problem" not in row}
+        speeds = []
+        for _ in range(rounds):
+            speeds.append(_product_speed())
+            for name, spent in seconds_of.items():
+                answer = ask(workers[name], "time", 2)
+                spent += [] if isinstance(answer, Failure) else answer
+        for name, spent in seconds_of.items():
+            found[name]["seconds"] = statistics.median(spent)
+        flops = _flops(work)
+        found["floor"] = {"seconds": flops / max(speeds), "gflops": max(speeds) / 1e9}
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return found
+
+
+@functools.cache
+def _flops(work: Work) -> float:
+    """What products of the call compute; a step of training has three times as many."""
+    model, inputs = models.made(work.make), work.inputs()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*inputs)
+    return float(counter.get_total_flops()) * (3 if work.trains else 1)
+
+
+def _product_speed(size: int = 1024) -> float:
+    """Floating operations of a second in a product of square matrices."""
+    a, b = torch.randn(2, size, size)
+    a @ b
+    start = time.perf_counter()
+    a @ b
+    return 2 * size**3 / (time.perf_counter() - start)
+
+
+def cells(options: Options) -> Iterator[Cell]:
+    rounds = 2 if options.small else 7
+    for name, work in (SMALL if options.small else WORKS).items():
+        yield Cell(name, functools.partial(measured, name, work, rounds))
+
+
+def lost(_: Options, rows: Sequence[Row]) -> str:
+    """The cells in which another candidate that keeps weights as they are is faster."""
+    told = []
+    for cell in dict.fromkeys(row["cell"] for row in rows):
+        found = {r["name"]: 1e3 * r["seconds"] for r in rows if r["cell"] == cell and "seconds" in r}
+        ours = found.get(OURS)
+        best = min((n for n in (EAGER, COMPILE) if n in found), key=found.__getitem__, default="")
+        if ours is None:
+            told.append(f"LOST: {cell}: attngraph has no figure.")
+        elif best and ours > NOISE * found[best]:
+            ratio = ours / found[best]
+            told.append(
+                f"LOST: {cell}: {ours:.0f} ms, {best} {found[best]:.0f} ms ({ratio:.2f} times as long)."
+            )
+    return "\n".join(told) or "attngraph lost no cell."
+
+
+MAIN = Suite("whole", __doc__, cells, base=OURS, after=lost, gradients=True).main
