@@ -111,11 +111,7 @@ ASKED: dict[str, Asked] = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("pick", PICKS)
-def test_gradients_of_what_is_handed_out_are_eagers(pick: str, asked: str) -> None:
-    if pick == "what follows alone" and asked == "gradients of gradients":
-        return  # there are none
+def _are_eagers(pick: str, asked: str) -> None:
     model = Model(PICKS[pick]).double()
     compiled = attngraph.compile(copy.deepcopy(model))
     x = torch.randn(2, 5, 8, dtype=torch.float64)
@@ -129,6 +125,18 @@ def test_gradients_of_what_is_handed_out_are_eagers(pick: str, asked: str) -> No
     assert [t is None for t in found[0]] == [t is None for t in found[1]]
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("pick", PICKS)
+def test_gradients_of_what_is_handed_out_are_eagers(pick: str, asked: str) -> None:
+    if pick == "what follows alone" and asked == "gradients of gradients":
+        return  # there are none
+    _are_eagers(pick, asked)
+
+
+def test_gradients_by_what_was_kept_of_results_not_looked_at_are_eagers() -> None:
+    _are_eagers("scores and weights", "grad of what is kept")
 
 
 @pytest.mark.parametrize("after", [True, False])
