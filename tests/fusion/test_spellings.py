@@ -149,8 +149,7 @@ def test_what_is_fused_beside_a_result_that_needs_its_weights(name: str, compare
     assert report.attention and (report.later or len(report.attention) > 1)
 
 
-@pytest.mark.parametrize("name", [slow_if(n in NEAR_ANOTHER, n) for n in spellings.MUST_NOT])
-def test_a_near_miss_is_left_alone_and_the_report_says_why(name: str, compare: Compare) -> None:
+def _is_left_alone(name: str, compare: Compare) -> None:
     """Where no result may wait, as in a piece of a model."""
     function, inputs = spellings.MUST_NOT[name]
     report = check_at_two_sizes(name, function, inputs, compare, later=name not in RETURNED).report
@@ -158,6 +157,15 @@ def test_a_near_miss_is_left_alone_and_the_report_says_why(name: str, compare: C
     if name not in WITHOUT_SOFTMAX:
         assert report.missed
         assert all(m.reason and "fusion/spellings/" in m.source for m in report.missed)
+
+
+@pytest.mark.parametrize("name", [slow_if(n in NEAR_ANOTHER, n) for n in spellings.MUST_NOT])
+def test_a_near_miss_is_left_alone_and_the_report_says_why(name: str, compare: Compare) -> None:
+    _is_left_alone(name, compare)
+
+
+def test_weights_that_are_divided_by_another_sum_are_left_alone(compare: Compare) -> None:
+    _is_left_alone("renormalised_after_masking", compare)
 
 
 @pytest.mark.parametrize("name", [slow_if(n not in FIRST_MUTANTS, n) for n in spellings.MUTANTS])
