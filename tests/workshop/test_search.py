@@ -30,7 +30,7 @@ def test_an_error_of_the_check_is_a_finding(
     assert "KeyError: 0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["around", pytest.param("files", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["around", "rows", pytest.param("files", marks=pytest.mark.slow)])
 def test_a_short_search_finds_nothing(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", kind, "--count", "2"]) == 0
     assert f"search {kind}, seed 0: 2 programs" in capsys.readouterr().out

@@ -4,10 +4,10 @@
     python -m workshop search files --count 10000 [--only dump] [--sanitize]
 
 around: numbers kept anywhere that change between calls, and what a function asks of its argument. causal:
-decoders of models that see tokens far away. sizes: functions around data-dependent and empty sizes. files:
-edits of saved files, each in a process of its own. Every program that is wrong is printed; at the end how
-many programs there were of each kind, and how many of them were wrong. A program follows from the seed and
-its number alone.
+decoders of models that see tokens far away. sizes: functions around data-dependent and empty sizes. rows:
+whole sequences without gradients, of which parts mix rows. files: edits of saved files, each in a process of
+its own. Every program that is wrong is printed; at the end how many programs there were of each kind, and how
+many of them were wrong. A program follows from the seed and its number alone.
 """
 
 from __future__ import annotations
@@ -90,6 +90,17 @@ def sizes(options: argparse.Namespace) -> Iterator[Trial]:
 
 
 @contextlib.contextmanager
+def rows(options: argparse.Namespace) -> Iterator[Trial]:
+    from workshop.fuzz import rows
+
+    def one(number: int) -> Found:
+        seed = options.seed * EACH_SEED + number
+        return f"{seed}: {rows.Model(seed)}", "functions", _of(lambda: rows.check(seed))
+
+    yield one
+
+
+@contextlib.contextmanager
 def files(options: argparse.Namespace) -> Iterator[Trial]:
     from workshop.fuzz.files import run
 
@@ -112,7 +123,7 @@ def _of(check: Callable[[], str]) -> str:
         return f"{short(problem, 300)} ({at.filename}:{at.lineno})"
 
 
-KINDS = {"around": around, "causal": causal, "sizes": sizes, "files": files}
+KINDS = {"around": around, "causal": causal, "sizes": sizes, "rows": rows, "files": files}
 
 
 def search(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[collections.Counter[str], int]:
