@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """The command; the exit code is 0."""
-    parser = argparse.ArgumentParser("workshop mutants", description=__doc__)
+    parser = argparse.ArgumentParser("python -m workshop mutants", description=__doc__)
     parser.add_argument("--drawn", type=Path, required=True, help="file of mutants; drawn if there is none")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=300)
