@@ -34,10 +34,10 @@ from attngraph.meaning.masks.needed import pairs_of_ranks
 from attngraph.passes import order, waiting_at_most
 from attngraph.passes.divide_cache import DivideCache
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
-from attngraph.passes.select_kernels import SelectKernels
 from attngraph.passes.shard_heads.shard import ShardHeads
 from attngraph.passes.shard_tokens.layouts import one_run, sizes_of
 from attngraph.passes.shard_tokens.shard import ShardTokens
+from attngraph.passes.tabulate_scores import TabulateScores
 from attngraph.pipeline import run as run_passes
 from attngraph.pipeline import split_at
 from attngraph.report.plan import Machine, Plan, Share, Way
@@ -97,7 +97,7 @@ class Planner:
     ) -> None:  # fmt: skip
         self.progress, self.proves, self.trains = progress, proves, trains
         self.by_heads: dict[int, ProgramGraph] = {}
-        steps, _ = split_at(waiting_at_most(order()), SelectKernels.name)
+        steps, _ = split_at(waiting_at_most(order()), TabulateScores.name)
         progress("capture")
         self.graph = rewritten(
             functools.partial(capture_call, model, inputs, {}), Options(), steps

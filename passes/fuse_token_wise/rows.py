@@ -123,7 +123,8 @@ class Rows:
         if shape is None:
             raise Unliftable("of values that a program does not have")
         inner = [(a, n) for a, n, number in zip(at, shape, numbers, strict=True) if number is None]
-        if len(set(used)) < len(used) or any(n.op != "const" or set(rows) & a.free for a, n in inner):
+        many = any(n is not place.extents[r] for r, n in zip(numbers, shape, strict=True) if r is not None)
+        if many or len(set(used)) < len(used) or any(n.op != "const" or set(rows) & a.free for a, n in inner):
             raise Unliftable("of other rows")
         key = node, numbers, place.total
         if key not in self._spread:
@@ -137,10 +138,8 @@ class Rows:
         try:
             sizes = [builder.size(extent) for extent in place.extents]
             made = builder.call(aten.permute.default, node, [*(d for _, d in used), *inner])
-            for number, size in enumerate(sizes):
-                if number in dict(used):  # a table may have more places than there are rows
-                    made = builder.call(aten.narrow.default, made, number, 0, size)
-                else:
+            for number in range(len(sizes)):
+                if number not in dict(used):
                     made = builder.call(aten.unsqueeze.default, made, number)
             extents = [int(node.meta["val"].shape[d]) for d in inner]
             made = builder.call(aten.expand.default, made, [*sizes, *extents])

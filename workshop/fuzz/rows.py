@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import attngraph
 
 WIDTH, HEADS = 8, 2
-Step = Callable[[Tensor, Callable[[int, int], Tensor]], Tensor]
+Step = Callable[[Any, Callable[[int, int], Tensor]], Any]
 STEPS: dict[str, Step] = {
     "linear": lambda x, w: F.linear(x, w(WIDTH, WIDTH), w(WIDTH, 1)[:, 0]),
     "addmm": lambda x, w: torch.addmm(w(WIDTH, 1)[:, 0], x.reshape(-1, WIDTH), w(WIDTH, WIDTH)).view(x.shape),
@@ -57,8 +57,9 @@ STEPS: dict[str, Step] = {
 }  # fmt: skip
 
 
-def _attended(x: Tensor, weight: Callable[[int, int], Tensor]) -> Tensor:
-    q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in F.linear(x, weight(24, 8)).chunk(3, -1))
+def _attended(x: Any, weight: Callable[[int, int], Tensor]) -> Any:
+    parts: Any = F.linear(x, weight(24, 8)).chunk(3, -1)
+    q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in parts)
     return ((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
@@ -71,17 +72,17 @@ class Model(nn.Module):
         names = [chosen.choice(list(STEPS)) for _ in range(chosen.randint(2, 6))]
         self.names = [*names, "attended", *(chosen.choice(list(STEPS)) for _ in range(chosen.randint(1, 5)))]
         self.fixed = chosen.choice((None, None, WIDTH, 5))
-        self.weights = nn.ParameterList()
+        self.weights: Any = nn.ParameterList()
         self.again = False
         generator = torch.Generator().manual_seed(seed)
-        self._made = lambda n, m: nn.Parameter(torch.randn(n, m, generator=generator) / m**0.5)
+        self._made: Any = lambda n, m: nn.Parameter(torch.randn(n, m, generator=generator) / m**0.5)
         self(torch.zeros(2, self.fixed or 5, WIDTH).flatten(0, 1 if self.fixed else -3))
         self.again = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         kept = iter(self.weights)
 
-        def weight(n: int, m: int) -> Tensor:
+        def weight(n: int, m: int) -> Any:
             if not self.again:
                 self.weights.append(self._made(n, m))
                 return self.weights[-1]

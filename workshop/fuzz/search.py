@@ -170,11 +170,14 @@ def main(argv: Sequence[str]) -> int:
         return with_sanitizer([a for a in argv if a != "--sanitize"])
     options.minutes = options.minutes if options.minutes is not None else math.inf if options.count else 5.0
     options.count = options.count or sys.maxsize
+    tell, start, before = Progress(every=10), time.monotonic(), logging.root.manager.disable
     logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    tell, start = Progress(every=10), time.monotonic()
-    counts, wrong = search(options, tell)
-    tell.done()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            counts, wrong = search(options, tell)
+    finally:
+        logging.disable(before)
+        tell.done()
     each = (time.monotonic() - start) / max(1, counts.total())
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
     programs = f"{counts.total()} programs ({kinds}), {wrong} wrong, {each:.2f} s each"
