@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
 from attngraph.api.records import later_of
 from attngraph.api.rewritten import capture_call, capturing_again, owner_of, rewritten
+from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.codegen.cpu.record.replay import Replay
 from attngraph.errors import NotFusedError
@@ -57,8 +58,10 @@ def compile_graph(
         found_sides = compare_sides(made.captured, made.before, owner, args, kwargs, again)
         made.captured = dataclasses.replace(made.captured, sides=found_sides)
     graph = made.captured.graph
-    prepare_programs(graph)
     found = Executable(made.captured, owner, *options.devices.runs(graph, owner, runner_of(options)))
+    tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    if found.scores is None or found.scores(tensors) >= options.fused_from:
+        prepare_programs(graph)  # a smaller call runs the model itself
     report = made.report(options, start, later=later_of(made.captured))
     if made.dump is not None:
         made.dump.finish(report)

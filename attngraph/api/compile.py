@@ -58,8 +58,9 @@ def compile(
         disable: names of passes that are skipped, such as "merge-heads".
         min_scores: calls whose attentions have fewer scores (queries times keys, of all heads and rows) run
             the model itself, because fusing gains nothing there. None: about a million on the CPU with the
-            default options, where larger calls without gradients are timed, and the model itself serves
-            those at whose size it is faster; else 0. 0: every call runs the graph.
+            default options, where the first larger calls of a size without gradients are timed by turns, and
+            the model itself serves that size if it is faster (both answer, and round differently); else 0.
+            0: every call runs the graph.
         cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and caches what
             later tokens need.
         mesh: a DeviceMesh with named axes (or a `SimulatedMesh`): along its axis `tensor`, heads, units and

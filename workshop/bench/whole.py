@@ -99,7 +99,10 @@ def serve(name: str, cell: str, threads: int, pipe: Connection) -> None:
     torch.set_num_threads(threads)
     made: _Made | None = None
     while True:
-        asked, *args = pipe.recv()
+        try:
+            asked, *args = pipe.recv()
+        except EOFError:
+            return  # nobody asks any more
         try:
             if asked == "make":
                 made = _Made(name, {**WORKS, **SMALL}[cell])
