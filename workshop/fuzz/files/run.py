@@ -125,9 +125,8 @@ def _look(event: str, args: Sequence[Any], escaped: list[str]) -> None:
 
 
 def _own() -> tuple[str, ...]:
-    return tuple(
-        os.environ[name] for name in ("ATTNGRAPH_CACHE", "TORCHINDUCTOR_CACHE_DIR") if os.environ.get(name)
-    )
+    """Where our own compilers write."""
+    return str(cache_folder.wanted()), os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
 
 
 def with_sanitizer(arguments: Sequence[str]) -> int:
