@@ -126,6 +126,8 @@ def _look(event: str, args: Sequence[Any], escaped: list[str]) -> None:
 
 def _own() -> tuple[str, ...]:
     """Where our own compilers write."""
+    from attngraph.ir import cache_folder
+
     return str(cache_folder.wanted()), os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
 
 
