@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from attngraph.ir.ops import memory
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -70,8 +72,9 @@ def peak_memory(call: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated()
         call()
         return int(torch.cuda.max_memory_allocated() - before)
+    memory.let_go()  # memory freed by earlier calls would hide this one's need
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # memory freed by earlier calls would hide this one's need
+        ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     except OSError:

@@ -17,6 +17,7 @@ from torch import Tensor
 from attngraph.ir import budgets
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.kernels import empty_result
+from attngraph.runtime.measure import peak_memory
 
 CPU = torch.device("cpu")
 ROWS = memory.LARGE // 4 // 256
@@ -157,3 +158,14 @@ def test_large_pages_are_asked_for(make: Callable[[], Tensor]) -> None:
             assert "hg" in flags.partition("\n")[0].split()
             return
     raise AssertionError("the block lies in no mapping")
+
+
+def test_the_peak_of_a_call_counts_blocks_that_were_kept() -> None:
+    """What an earlier call left for this one is memory that this one needs."""
+
+    def call() -> None:
+        memory.empty((32 << 20,), torch.uint8, torch.device("cpu")).fill_(1)
+
+    call()
+    assert memory.kept() >= 32 << 20
+    assert peak_memory(call) >= 24 << 20

@@ -61,6 +61,12 @@ def kept() -> int:
     return sum(block.numel() for block in list(_free.values()))
 
 
+def let_go() -> None:
+    """Give all blocks in no use back to the C library, and this thread's workspace."""
+    _free.clear()
+    _own.held = None
+
+
 def workspace(count: int) -> Tensor:
     """Memory of this thread for so many float32, which the next call of this function uses again."""
     held: Tensor | None = getattr(_own, "held", None)
