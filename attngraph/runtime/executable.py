@@ -6,6 +6,7 @@ from typing import Any
 
 import sympy
 from torch import Tensor, nn
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from attngraph.capture.attributes import holder_of
 from attngraph.capture.captured import Captured, Structure
@@ -120,7 +121,7 @@ def scores_per_attention(
 ) -> Callable[[Sequence[Tensor]], float] | None:
     """The function that gives, for a call's tensors, the mean number of scores (queries times keys, of all
     heads and rows) of the graph's attentions; 0 without any. None for graphs that are not on the CPU, where
-    this was not measured."""
+    this was not measured, and where only data tell how many there are."""
     inputs = (node.meta.get("val") for node in graph.placeholders())
     if any(isinstance(t, Tensor) and t.device.type != "cpu" for t in inputs):
         return None
@@ -136,6 +137,8 @@ def scores_per_attention(
     formulas = [getattr(getattr(c, "node", None), "expr", sympy.Integer(0)) for c in counts]
     fixed = sum(c for c in counts if isinstance(c, int))
     total = sympy.Add(*formulas) + fixed
+    if any(symbol_is_type(s, SymT.UNBACKED_INT) for s in total.free_symbols):
+        return None
     known: dict[tuple[int, ...], float] = {}
 
     def scores(tensors: Sequence[Tensor]) -> float:

@@ -108,3 +108,19 @@ def test_a_model_with_compiled_parts_runs_as_a_graph(
 def test_the_fewest_scores_are_a_number() -> None:
     with pytest.raises(ValueError, match="is a whole number from 0 on; found -1"):
         attngraph.compile(Layer(), min_scores=-1)
+
+
+def test_where_only_data_tell_how_many_scores_there_are_the_graph_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from_scores(1 << 20, monkeypatch)
+    model = Layer()
+
+    def of_real_tokens(x: Tensor, real: Tensor) -> Tensor:
+        return model(x[:, real])
+
+    compiled = attngraph.compile(of_real_tokens)
+    for count in (3, 7):
+        x, real = torch.randn(2, 9, 16), torch.arange(9) < count
+        torch.testing.assert_close(compiled(x, real), of_real_tokens(x, real))
+    assert not compiled.report.small_calls and len(compiled.report.attention) == 1
