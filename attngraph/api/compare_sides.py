@@ -90,7 +90,7 @@ def _apart(
         for name in sorted(sides.symbols & graph.hints.keys())
     ]  # fmt: skip
     sets = [frozenset(filter(None, chosen)) for chosen in itertools.product(*([None, *of] for of in places))]
-    sets.sort(key=lambda at: (len(at) > 1, -len(at)))  # sorted() keeps the order of the others
+    sets.sort(key=lambda at: (len(at) > 1, -len(at)))  # the order of the others stays
     allowed = (
         at | always for at in sets
         if (at or always)

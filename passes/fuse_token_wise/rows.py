@@ -22,9 +22,6 @@ from attngraph.meaning import M, Unliftable
 from attngraph.passes.build import Builder, NoSize
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.linear.default: 1, aten.addmm.default: 2, aten.mm.default: 1, aten.matmul.default: 1}
-"""Products with a weight, and the place of the weight."""
-
 Shape = Callable[[fx.Node], tuple[Expr, ...] | None]
 
 
@@ -69,13 +66,14 @@ class Rows:
         graph: gets copies of values that several rows share, each as many rows as there are; those that stay
             unused are removed with the graph's other dead nodes.
         shape: the extents of a value that a program can have; None for another.
+        multiplies: whether a node is a sum of products itself.
     """
 
-    def __init__(self, graph: ProgramGraph, shape: Shape) -> None:
+    def __init__(self, graph: ProgramGraph, shape: Shape, multiplies: Callable[[fx.Node], bool]) -> None:
         self.graph, self.shape = graph, shape
         self._decodes = graph.state is not None
         self._weights = {n for n, given in graph.given().items() if given.kind != "argument"}
-        self._kinds = [] if self._decodes else list(self._of_products())
+        self._kinds = [] if self._decodes else list(self._of_products(multiplies))
         self._spread: dict[tuple[fx.Node, tuple[int | None, ...], Expr], fx.Node] = {}
         self._flat: dict[tuple[fx.Node, Place], fx.Node] = {}
 
@@ -94,22 +92,19 @@ class Rows:
                 return Place(dims, extents)
         return None
 
-    def _of_products(self) -> list[tuple[Expr, ...]]:
-        """The extents of what products with weights leave apart: those in several dimensions first."""
+    def _of_products(self, multiplies: Callable[[fx.Node], bool]) -> list[tuple[Expr, ...]]:
+        """The extents of what products with matrices of weights leave apart: those in several dimensions
+        first."""
         found: collections.Counter[tuple[Expr, ...]] = collections.Counter()
+        known = set(self._weights)  # and what follows from them alone
         for node in self.graph.graph.nodes:
-            shape = self.shape(node) if node.target in _PRODUCTS else None
-            if shape and self._is_weight(node.args[_PRODUCTS[node.target]]):
+            given, shape = node.all_input_nodes, self.shape(node)
+            if given and known.issuperset(given):
+                known.add(node)
+            elif shape and multiplies(node) and any(_is_matrix(n) for n in known.intersection(given)):
                 found[tuple(n for n in shape[:-1] if not E.is_const(n, 1))] += 1
         kinds = sorted(filter(None, found), key=lambda extents: (-len(extents), -found[extents]))
         return list(dict.fromkeys(itertools.chain(kinds, ((Place((), kind).total,) for kind in kinds))))
-
-    def _is_weight(self, value: object) -> bool:
-        """Whether a value follows from weights alone."""
-        if not isinstance(value, fx.Node):
-            return False
-        given = value.all_input_nodes
-        return value in self._weights or (bool(given) and all(map(self._is_weight, given)))
 
     def spread(self, node: fx.Node, at: tuple[Expr, ...], place: Place, rows: tuple[Expr, ...]) -> fx.Node:
         """A value that some rows share (the angles of a place, say), repeated for each, as `[rows, ...]`.
@@ -184,6 +179,10 @@ class Rows:
             whole = builder.call(aten.permute.default, whole, [order.index(d) for d in range(len(shape))])
         self._flat[whole, place] = made
         return whole
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    return getattr(node.meta.get("val"), "ndim", 0) == 2
 
 
 def _found(extents: Sequence[Expr], shape: Sequence[Expr]) -> tuple[int, ...]:
