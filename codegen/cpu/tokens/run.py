@@ -20,7 +20,7 @@ from attngraph.codegen.cpu import chosen, native, toolchain
 from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.indices import RANKS
-from attngraph.codegen.cpu.tokens.schedule import arranged, phases
+from attngraph.codegen.cpu.tokens.schedule import arranged, local, phases
 from attngraph.codegen.cpu.tokens.source import PLACES
 from attngraph.codegen.remarks import Remarks, UnsupportedError
 from attngraph.ir.dtypes import NAMED
@@ -130,7 +130,8 @@ class Prepared:
         self.shared = [about.token_dim is None for about in program.given]
         self.short = source.short_results(program)
         returned = {r.number - self.first for r in program.results if r.dtype == "float32"}
-        between = {n + self.first: size for n, size in enumerate(self.rows) if n not in returned}
+        elsewhere = returned.union(n - self.first for n in local(program))
+        between = {n + self.first: size for n, size in enumerate(self.rows) if n not in elsewhere}
         self.between, self.total = arranged(program, between)
         fitting = IN_BETWEEN // (4 * max(self.total, 1)) // FEW * FEW
         self.at_once = min(max(fitting, AT_LEAST), AT_ONCE)
