@@ -24,6 +24,7 @@ from attngraph.capture.lines import refused
 from attngraph.capture.program.exported import memory_order
 from attngraph.ir.graph import ProgramGraph, computed_from, infer_once, may_alias, op_name, source_of
 from attngraph.ir.graph.program_graph import RESULTS, replace_in_other_users
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.rule import ELEMENTWISE, category_of
 
 aten = torch.ops.aten
@@ -174,8 +175,39 @@ def _dense(root: fx.Node, reader: fx.Node) -> tuple[int, ...]:
     Raises:
         CaptureError: its elements do not fill its memory.
     """
-    order = memory_order(root.meta["val"])
-    if not order and root.meta["val"].ndim:
+    value = _in_eager(root)
+    order = memory_order(value)
+    if not order and value.ndim:
         reason = f"{op_name(reader)} reads memory in which there are gaps between a tensor's elements"
         raise refused(reason, source_of(reader))
     return order
+
+
+def _in_eager(root: fx.Node) -> Tensor:
+    """A tensor that lies in memory as the value does in eager mode. For some operations torch tells a trace
+    other strides (of `roll`, say), so those that the value is computed by run, on zeros. Where they cannot,
+    the trace is believed."""
+
+    def operands(node: fx.Node) -> list[fx.Node]:
+        return node.all_input_nodes if node.op == "call_function" and node.target not in _BY_ITSELF else []
+
+    found: dict[fx.Node, Any] = {}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for node in operands_first([root], operands):
+                if operands(node):
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+                    found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                else:
+                    found[node] = _zeros(node.meta["val"])
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+        return root.meta["val"]  # type: ignore[no-any-return]
+    return found[root]  # type: ignore[no-any-return]
+
+
+def _zeros(value: Any) -> Any:
+    """What a trace has, with its sizes as they were in the call."""
+    if isinstance(value, Tensor):
+        sizes, strides = ([_zeros(n) for n in ns] for ns in (value.shape, value.stride()))
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device).zero_()
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
