@@ -1,6 +1,6 @@
-"""The tables of docs/gpu.md, from the files in docs/measured: `python -m workshop tables [--write]`.
+"""Tables of the docs from the files in docs/measured: `python -m workshop tables [--write]`.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; a test compares the page with what this
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; a test compares the pages with what this
 prints. No figure is written by hand.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from workshop.harness import Row, markdown
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "gpu.md"
+PAGES = (DOCS / "gpu.md", DOCS / "benchmarks.md")
 Cells = Mapping[str, Mapping[str, Row]]
 COLUMNS = {
     "attngraph": "attngraph", "flex": "FlexAttention", "sdpa flash": "flash", "sdpa cudnn": "cuDNN",
@@ -88,6 +88,27 @@ def decoding(file: str) -> str:
     return markdown(lines)
 
 
+def whole(file: str) -> str:
+    """Milliseconds of whole models on the CPU, and of ours beside the best that keeps weights changeable."""
+    found = json.loads((DOCS / "measured" / file).read_text(encoding="utf-8"))
+    cells: dict[str, dict[str, Row]] = {}
+    for row in found["rows"]:
+        cells.setdefault(row["cell"], {})[row["name"]] = row
+    names = ("eager", "torch.compile", "torch.compile, frozen", "attngraph", "floor")
+    lines = [["", *names, "attngraph / best of the first two", "first seven calls, s"]]
+    for cell, rows in cells.items():
+        times = [f"{1e3 * rows[n]['seconds']:.0f}" if "seconds" in rows.get(n, {}) else "-" for n in names]
+        ours, others = rows["attngraph"], [rows[n]["seconds"] for n in names[:2] if "seconds" in rows[n]]
+        beside = f"{ours['seconds'] / min(others):.2f}" if "seconds" in ours else "-"
+        firsts = " / ".join(f"{rows[n]['first']:.0f}" for n in names[:4] if "first" in rows.get(n, {}))
+        lines.append([cell, *times, beside, firsts])
+    head = (
+        f"{found['date']}, commit {found['commit']}, {found['threads']} threads, "
+        f"torch {found['torch'].partition('+')[0]}, {', '.join(found['features'])}; medians in ms."
+    )
+    return f"{head}\n\n{markdown(lines)}"
+
+
 def _milliseconds(row: Row) -> str:
     if row.get("problem"):
         return "out of memory" if row["problem"].startswith("OutOfMemoryError") else "does not compile"
@@ -108,6 +129,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "backward h100": lambda: attention("h100.json", True),
     "decoding h100": lambda: decoding("h100.json"),
     "about h200": lambda: about("h200.json"),
+    "whole models": lambda: whole("whole.json"),
 }  # fmt: skip
 _PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n\n)(.*?)(\n\n<!-- end -->)", re.DOTALL)
 
@@ -129,9 +151,10 @@ def names(page: str) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Print every table, or write them into the page."""
     parser: Any = argparse.ArgumentParser("python -m workshop tables", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write them into docs/gpu.md")
+    parser.add_argument("--write", action="store_true", help="write them into the pages")
     if parser.parse_args(argv).write:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        for page in PAGES:
+            page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print("\n\n".join(f"{name}\n\n{make()}" for name, make in TABLES.items()))
     return 0

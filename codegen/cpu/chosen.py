@@ -93,6 +93,7 @@ def measure(kind: str, ways: Mapping[str, Callable[[], _Result]]) -> _Result:
     if before is None:
         for way in ways.values():
             way()  # compiles what is not compiled yet
+    toolchain.settle()
     times: dict[str, float] = {}
     results: dict[str, _Result] = {}
     for _ in range(TURNS if before is None else 1):

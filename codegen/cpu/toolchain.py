@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from attngraph.ir import cache_folder
@@ -146,6 +146,12 @@ def build(source: str) -> tuple[ctypes.CDLL, float]:
             f"{shlex.join(compiler())} ended well, and its library {path} lacks {', '.join(lacking)}"
         )
     return found, seconds
+
+
+def settle() -> None:
+    """Wait for what is compiled in the background: beside it nothing is measured well."""
+    for made in list(_under_way.values()):
+        wait([made])
 
 
 _EXPORTED = re.compile(r"(?:const )?\w+ (attngraph_\w+)\b")

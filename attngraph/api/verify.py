@@ -1,0 +1,398 @@
+"""Whether two models, functions or kernels compute the same: a port, say, and what was ported.
+
+First by meaning: the attentions of both are compared as score programs, at sizes that no call has, too. Then
+by number: in float64 where both can, for sizes around those of the call and around every number that a
+program names. What two spellings of one formula may differ by is measured: by how far each side's own answer
+moves when its operands move by 1e-12.
+"""
+
+import copy
+import itertools
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attngraph.api.arguments import require_model
+from attngraph.api.compile import explain
+from attngraph.api.matched import Matched, match
+from attngraph.api.verdict import Difference, Verdict
+from attngraph.errors import CaptureError, first_line
+from attngraph.ir.language import Environment, Tile, evaluate, parse
+from attngraph.report.entries import AttentionEntry
+from attngraph.runtime.verify import tensors_of
+
+MOVED, ROUNDINGS, LEAST = 1e-12, 32.0, 1e-11
+"""How far operands are moved, relatively, or half a unit in the last place of the narrowest dtype to which a
+side rounds; how many times as far as that moves an answer two equal ones may lie apart; and at least so much
+of the answer's largest element, or a unit of that dtype."""
+SIZES, MOST_TOKENS = (1, 2, 3, 5, 8, 17, 130), 1 << 13
+"""Extents that are tried beside those of the call; the longest sequence for which programs are compared."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def verify(
+    reference: Callable[..., Any], candidate: Callable[..., Any], inputs: Any, *,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None, gradients: bool = True, seed: int = 0,
+    budget: float = 60.0,
+) -> Verdict:  # fmt: skip
+    """Whether `candidate` computes what `reference` does.
+
+    Args:
+        reference, candidate: modules or functions that take the same arguments. Neither is changed.
+        inputs: a tuple of arguments, a dict of keyword arguments, or a list of such: examples of shapes and
+            dtypes; other sizes and values are tried as well.
+        rename: the name of a weight of the reference, for each name of the candidate's that differs.
+        gradients: compare them too, with respect to floating arguments and weights.
+        seed: repeats a run. budget: seconds after which nothing new is tried.
+
+    Returns:
+        a verdict, which is true where everything that was compared is equal.
+
+    Raises:
+        TypeError: what is given cannot be called.
+    """
+    for side in (reference, candidate):
+        require_model(side, "attngraph.verify")
+    start, calls = time.monotonic(), _calls(inputs)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        matched = match(reference, candidate, rename)
+        if matched.problem:
+            return Verdict("cannot be compared", (Difference("weights", matched.problem),))
+        sides = matched.reference, matched.candidate
+        entries, notes = _attentions(sides, calls[0])
+        differing, unread = _by_meaning(*entries)
+        named = {int(n) for e in itertools.chain(*entries) for n in re.findall(r"\b\d+\b", e.program)}
+        found = _Numbers(matched, gradients, random.Random(seed))
+        for call in calls:
+            for wanted in _sizes(call, named):
+                if found.difference is None and time.monotonic() - start < budget:
+                    found.compare(call, wanted)
+    differences = tuple(d for d in (found.difference, *differing) if d is not None)
+    notes += [f"the programs of {unread} attention(s) read tensors: compared by number alone"] * bool(unread)
+    if not found.tried:
+        return Verdict("cannot be compared", (Difference("call", found.refused),), (), tuple(notes))
+    word = "differs" if differences else "equal"
+    said = (*matched.notes, *notes, *found.notes())
+    return Verdict(word, differences, tuple(zip(*entries, strict=False)), said, found.tried, found.worst)
+
+
+def _calls(inputs: Any) -> list[Call]:
+    every = inputs if isinstance(inputs, list) else [inputs]
+    if not every or not all(isinstance(one, (tuple, dict)) for one in every):
+        raise TypeError(
+            "attngraph.verify: `inputs` is a tuple of arguments, a dict of keyword arguments, or a list of "
+            f"such, found {type(inputs).__name__}. One tensor is given as `(x,)`."
+        )
+    return [(one, {}) if isinstance(one, tuple) else ((), one) for one in every]
+
+
+# --- by meaning ---
+
+
+def _attentions(sides: Sequence[Any], call: Call) -> tuple[list[list[AttentionEntry]], list[str]]:
+    found: list[list[AttentionEntry]] = []
+    notes: list[str] = []
+    for name, side in zip(("reference", "candidate"), sides, strict=True):
+        entries: list[AttentionEntry] = []
+        try:
+            with torch.no_grad():
+                entries = list(explain(side, *call[0], **call[1]).attention)
+        except (CaptureError, TypeError, RuntimeError) as problem:
+            notes.append(f"the {name} is compared by number alone: {first_line(problem)}")
+        found.append(entries)
+    if not all(found) and any(found):
+        notes.append("attention was found in one of them alone, so no programs were compared")
+    return found, notes
+
+
+def _by_meaning(
+    mine: Sequence[AttentionEntry], theirs: Sequence[AttentionEntry]
+) -> tuple[list[Difference], int]:
+    """Where programs differ, and how many pairs could not be compared as they read tensors."""
+    if len(mine) != len(theirs):
+        return [], 0
+    found, unread = [], 0
+    for number, (a, b) in enumerate(zip(mine, theirs, strict=True), start=1):
+        if a.program == b.program and (a.heads, a.kv_heads) == (b.heads, b.kv_heads):
+            continue
+        if (
+            parse(a.program).reads
+            or parse(b.program).reads
+            or parse(a.program).sizes
+            or parse(b.program).sizes
+        ):
+            unread += 1
+            continue
+        where = _first_difference(a, b)
+        if where:
+            about = f"attention {number} differs {where}"
+            found.append(Difference("program", about, a.source, b.source, a.program, b.program))
+    return found, unread
+
+
+def _first_difference(a: AttentionEntry, b: AttentionEntry) -> str:
+    """The first number of tokens at which two programs give the last of them other weights; "" for none."""
+    if a.heads != b.heads:
+        return f"in its heads: {a.heads} and {b.heads}"
+    programs = parse(a.program), parse(b.program)
+    named = {int(n) for p in (a, b) for n in re.findall(r"\b\d+\b", p.program)}
+    near = {n + more for n in (*named, 16, 64, 128, 256, 1024, 4096) for more in (-1, 0, 1, 2)}
+    for tokens in sorted({*range(1, 10), *(n for n in near if 1 <= n <= MOST_TOKENS)}):
+        tile = Tile((0, 1), (0, a.heads), (tokens - 1, tokens), (0, tokens))
+        env = Environment(tile, (), (), torch.float64, torch.device("cpu"))
+        dot = torch.randn(tile.shape, dtype=torch.float64) * a.head_dim**0.5
+        scores = [evaluate.scores(p, dot, env) for p in programs]
+        weights = [
+            evaluate.weights(p, s.softmax(-1), env, dot) for p, s in zip(programs, scores, strict=True)
+        ]
+        apart = ~torch.isclose(weights[0], weights[1], rtol=1e-9, atol=1e-12, equal_nan=True)
+        if apart.any():
+            hidden = (scores[0] == -torch.inf) != (scores[1] == -torch.inf)
+            _, head, _, key = (hidden if hidden.any() else apart).nonzero()[0].tolist()
+            what = (
+                "one hides this key, the other does not"
+                if hidden.any()
+                else "they weigh this key differently"
+            )
+            return f"from {tokens:,} tokens on: query {tokens - 1}, key {key}, head {head}: {what}"
+    return ""
+
+
+# --- by number ---
+
+
+def _sizes(call: Call, named: set[int]) -> Iterator[dict[int, int]]:
+    """Extents to be replaced, and by what: first none, then one at a time, the most telling first."""
+    yield {}
+    tensors = [t for t in pytree.tree_leaves(call) if isinstance(t, Tensor)]
+    extents = dict.fromkeys(n for t in tensors for n in t.shape[: -1 if t.is_floating_point() else None])
+    near = sorted(n + more for n in named for more in (0, 1) if 1 < n + more <= 600)
+    for other in dict.fromkeys((*SIZES, *near)):
+        yield from ({n: other} for n in extents if n != other)
+
+
+class _Numbers:
+    """Compares calls of both sides. Stops at the first difference."""
+
+    def __init__(self, matched: Matched, gradients: bool, chosen: random.Random) -> None:
+        self.matched, self.gradients, self.chosen = matched, gradients, chosen
+        self.wide = [_in_float64(side) for side in (matched.reference, matched.candidate)]
+        modules = [m for m in (matched.reference, matched.candidate, *self.wide) if isinstance(m, nn.Module)]
+        for weight in (w for m in modules for w in m.parameters() if w.is_floating_point()):
+            weight.requires_grad_(gradients)
+        self.difference: Difference | None = None
+        self.tried, self.skipped, self.worst, self.refused = 0, 0, 0.0, ""
+        self.exact, self.narrowest = True, 0.0
+
+    def notes(self) -> list[str]:
+        skipped = (
+            f"; the reference takes no other {self.skipped} size(s) that were tried" if self.skipped else ""
+        )
+        how = "in float64" if self.exact else "in the dtypes that are given, as one side takes no float64"
+        return [f"{self.tried} call(s) compared {how}{skipped}"]
+
+    def compare(self, call: Call, sizes: Mapping[int, int]) -> None:
+        call = _varied(call, sizes, self.chosen)
+        about = ", ".join(f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in _tensors(call))
+        try:
+            wanted = self._run(0, call)
+        except Exception as problem:
+            self.skipped += 1
+            self.refused = f"the reference refuses the call: {first_line(problem)}"
+            return
+        try:
+            found = self._run(1, call)
+        except Exception as problem:
+            if self.exact and not self.tried:  # a kernel may take no float64
+                self.exact = False
+                self.compare(call, {})
+                return
+            self.difference = Difference(
+                "call", f"the candidate refuses a call with {about}: {first_line(problem)}"
+            )
+            return
+        if (
+            not self.tried
+        ):  # beside the calls that are compared: a compiled side does not compile under a mode
+            with _Narrowest() as met:
+                self._run(0, call)
+                self._run(1, call)
+            self.narrowest = max(self.narrowest, met.unit)
+        self.tried += 1
+        if len(found) != len(wanted):
+            said = f"it returns {len(found)} tensors instead of {len(wanted)}"
+            self.difference = Difference("results", said)
+            return
+        by = max(MOVED, self.narrowest / 2)
+        moved = [self._run(side, call, by) for side in (0, 1)]
+        for (name, a), (_, b), *near in zip(wanted, found, *moved, strict=True):
+            if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+                what = "another shape" if a.shape != b.shape else "NaN or infinities in other places"
+                self.difference = Difference("values", f"{name} has {what}, called with {about}")
+                return
+            error, scale = _apart(a, b), float(a[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
+            spread = sum(_apart(x, y) for x, (_, y) in zip((a, b), near, strict=True))
+            allowed = ROUNDINGS * spread + max(LEAST, self.narrowest) * scale
+            self.worst = max(self.worst, error / allowed if allowed else float(error > 0))
+            if error > allowed:
+                said = (
+                    f"{name} is off by {error:.1e} (values up to {scale:.1e}, rounding up to {allowed:.0e})"
+                )
+                self.difference = Difference(
+                    "values", f"{said}, called with {about}", enters=self._enters(call)
+                )
+                return
+
+    def _run(self, side: int, call: Call, by: float = 0.0) -> list[tuple[str, Tensor]]:
+        """The results of one side, and gradients, by name. `by`: how far operands are moved."""
+        plain = self.matched.reference, self.matched.candidate
+        model: Any = self.wide[side] if self.exact else plain[side]
+        args, kwargs = pytree.tree_map_only(Tensor, self._operand(by), call)
+        given = [t for t in _tensors((args, kwargs)) if t.requires_grad]
+        weights = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+        with torch.set_grad_enabled(self.gradients), _moved(weights.values(), by):
+            results = tensors_of(model(*args, **kwargs))
+            self.narrowest = max(self.narrowest, *(u for u in map(_unit, results) if u < 1.0), 0.0)
+            found = [(f"result {n}", r.detach().double()) for n, r in enumerate(results)]
+            flows = [r for r in results if r.requires_grad]
+            total = [(r * torch.linspace(-1, 1, r.numel(), dtype=r.dtype).view(r.shape)).sum() for r in flows]
+            names = [w for w in self.matched.weights if self.gradients]
+            leaves = [*given, *(weights[w[side]] for w in names)]
+            grads: Sequence[Tensor | None] = [None] * len(leaves)
+            if flows and leaves:
+                grads = torch.autograd.grad(total, leaves, allow_unused=True)
+        said = [*(f"argument {n}" for n in range(len(given))), *(w[0] for w in names)]
+        zeros = (torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads, strict=True))
+        return found + [
+            (f"the gradient of {n}", g.detach().double()) for n, g in zip(said, zeros, strict=True)
+        ]
+
+    def _operand(self, by: float) -> Callable[[Tensor], Tensor]:
+        def operand(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            wide = tensor.detach().to(torch.float64 if self.exact else tensor.dtype)
+            return _nudged(wide, by).requires_grad_(self.gradients)
+
+        return operand
+
+    def _enters(self, call: Call) -> str:
+        """The first module of the same name whose result differs although what it was given is equal."""
+        seen = [_recorded(side, pytree.tree_map_only(Tensor, self._operand(0.0), call)) for side in self.wide]
+        for name, (given, result) in seen[0].items():
+            if name in seen[1] and _alike(given, seen[1][name][0]) and not _alike(result, seen[1][name][1]):
+                return name
+        return ""
+
+
+def _in_float64(side: Any) -> Any:
+    return copy.deepcopy(side).double() if isinstance(side, nn.Module) else side
+
+
+def _tensors(call: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    both = a.isfinite() & b.isfinite()
+    return float((a - b)[both].abs().max()) if both.any() else 0.0
+
+
+def _nudged(tensor: Tensor, by: float) -> Tensor:
+    return tensor * (1 + by * (2 * torch.rand_like(tensor) - 1)) if by else tensor
+
+
+class _Narrowest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Meets what a call computes. `unit`: the last place of the narrowest dtype to which it rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unit = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        units = [u for u in map(_unit, _tensors((args, kwargs, result))) if u < 1.0]
+        if units and min(units) < max(
+            units
+        ):  # it rounds to, or computes with what was rounded to, a narrower one
+            self.unit = max(self.unit, *units)
+        return result
+
+
+def _unit(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 1.0
+
+
+class _moved:
+    """Weights moved by a relative amount within the block."""
+
+    def __init__(self, weights: Any, by: float) -> None:
+        self.weights, self.by = list(weights) if by else [], by
+
+    def __enter__(self) -> None:
+        self.before = [w.detach().clone() for w in self.weights]
+        for weight in self.weights:
+            weight.data = _nudged(weight.data, self.by)
+
+    def __exit__(self, *_: object) -> None:
+        for weight, before in zip(self.weights, self.before, strict=True):
+            weight.data = before
+
+
+def _varied(call: Call, sizes: Mapping[int, int], chosen: random.Random) -> Call:
+    """A call of other sizes and, where these are other ones, other values of the same kind."""
+
+    def other(tensor: Tensor) -> Tensor:
+        kept = tensor.ndim - 1 if tensor.is_floating_point() else tensor.ndim
+        shape = [sizes.get(n, n) if d < kept else n for d, n in enumerate(tensor.shape)]
+        if not sizes or not tensor.numel():
+            return tensor
+        torch.manual_seed(chosen.randrange(1 << 30))
+        if tensor.is_floating_point():
+            spread = float(tensor.std()) if tensor.numel() > 1 else 1.0
+            return torch.randn(shape, dtype=tensor.dtype) * spread
+        if tensor.dtype == torch.bool:
+            return torch.rand(shape) < tensor.float().mean()
+        return torch.randint(int(tensor.min()), int(tensor.max()) + 1, shape, dtype=tensor.dtype)
+
+    found: Call = pytree.tree_map_only(Tensor, other, call)
+    return found
+
+
+def _recorded(model: Any, call: Call) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """What each module was given and returned in a call, in the order in which they returned."""
+    found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+    if not isinstance(model, nn.Module):
+        return found
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_: Any, args: Any, kwargs: Any, result: Any) -> None:
+            found.setdefault(name, (_tensors((args, kwargs)), tensors_of(result)))
+
+        return hook
+
+    hooks = [m.register_forward_hook(keep(n), with_kwargs=True) for n, m in model.named_modules() if n]
+    try:
+        with torch.no_grad():
+            model(*call[0], **call[1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _alike(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    pairs = [(a.detach(), b.detach()) for a, b in zip(mine, theirs, strict=False)]
+    return len(mine) == len(theirs) and all(
+        a.shape == b.shape and (not a.is_floating_point() or _apart(a, b) <= 1e-9 * float(a.abs().max()))
+        for a, b in pairs
+        if a.numel()
+    )

@@ -1,0 +1,219 @@
+"""`attngraph.verify`: ports that are right are equal, and each fault of a list is noticed and told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attngraph
+
+WIDTH, HEADS, GROUPS = 32, 4, 2
+
+
+class Block(nn.Module):
+    """A block of a decoder, whose parts can be replaced by others."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = {
+            "scale": (WIDTH // HEADS) ** -0.5, "seen": lambda q, k: (k <= q) & (k > q - 6), "cap": None,
+            "share": lambda t: t.repeat_interleave(HEADS // GROUPS, 1), "base": 100.0, "half": True,
+            "slopes": None, "eps": 1e-5, "activation": F.gelu, "sink": None, "soft": torch.float32, **parts,
+        }  # fmt: skip
+        self.ids = nn.Embedding(50, WIDTH)
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(WIDTH, n * WIDTH // HEADS) for n in (HEADS, GROUPS, GROUPS, HEADS)
+        )
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.norm.eps = self.parts["eps"]
+
+    def turned(self, x: Tensor) -> Tensor:
+        n, d = x.shape[-2:]
+        angle = torch.arange(n)[:, None] * self.parts["base"] ** (-torch.arange(0, d, 2) / d)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        a, b = x.chunk(2, -1) if self.parts["half"] else (x[..., ::2], x[..., 1::2])
+        pair = (a * cos - b * sin, a * sin + b * cos)
+        return torch.cat(pair, -1) if self.parts["half"] else torch.stack(pair, -1).flatten(-2)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        k, v = self.parts["share"](self.turned(k)), self.parts["share"](v)
+        s = self.turned(q) @ k.mT * self.parts["scale"]
+        if self.parts["cap"]:
+            s = self.parts["cap"](s)
+        places = torch.arange(x.shape[1])
+        if self.parts["slopes"] is not None:
+            s = s + self.parts["slopes"].to(s.dtype)[:, None, None] * (places - places[:, None])
+        s = s.masked_fill(~self.parts["seen"](places[:, None], places), -torch.inf)
+        return self.o((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.ids(ids)
+        x = x + self.attend(x)
+        return x + self.down(self.parts["activation"](self.up(self.norm(x))))
+
+
+def ids(tokens: int = 9) -> tuple[Tensor, ...]:
+    return (torch.randint(0, 50, (2, tokens)),)
+
+
+def slopes(first: float) -> Tensor:
+    return first ** torch.arange(1.0, HEADS + 1)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "scale of the model's width": ({}, {"scale": WIDTH**-0.5}),
+    "scale twice": ({}, {"scale": 1 / (WIDTH // HEADS)}),
+    "window longer by one": ({}, {"seen": lambda q, k: (k <= q) & (k >= q - 6)}),
+    "window dropped": ({}, {"seen": lambda q, k: k <= q}),
+    "sees one later token": ({}, {"seen": lambda q, k: (k <= q + 1) & (k > q - 6)}),
+    "first token hidden": ({}, {"seen": lambda q, k: (k <= q) & (k > q - 6) & ((k > 0) | (q == 0))}),
+    "groups repeated instead of interleaved": ({}, {"share": lambda t: t.repeat(1, HEADS // GROUPS, 1, 1)}),
+    "another base": ({}, {"base": 99.0}),
+    "pairs interleaved": ({}, {"half": False}),
+    "epsilon": ({}, {"eps": 1e-6}),
+    "gelu by tanh": ({}, {"activation": lambda x: F.gelu(x, approximate="tanh")}),
+    "relu": ({}, {"activation": F.relu}),
+    "softcap dropped": ({"cap": lambda s: 2 * torch.tanh(s / 2)}, {}),
+    "softcap of another size": (
+        {"cap": lambda s: 2 * torch.tanh(s / 2)}, {"cap": lambda s: 2.001 * torch.tanh(s / 2.001)},
+    ),
+    "slopes": ({"slopes": slopes(0.5)}, {"slopes": slopes(0.505)}),
+    "no slopes": ({"slopes": slopes(0.5)}, {}),
+    "gradient stopped": ({}, {"activation": lambda x: F.gelu(x.detach())}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_noticed(name: str) -> None:
+    reference, candidate = (Block(**parts) for parts in FAULTS[name])
+    verdict = attngraph.verify(reference, candidate, ids(), budget=20)
+    assert not verdict and verdict.status == "differs" and verdict.differences[0].about in str(verdict)
+    assert verdict.json()["status"] == "differs"
+
+
+class Joined(nn.Module):
+    """The same block in other words: torch's own attention, a mask of numbers, complex rotations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, part in Block().named_children():
+            setattr(self, name, part)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.ids.weight)
+        n = x.shape[1]
+        q, k, v = (
+            m(x).view(*x.shape[:2], -1, WIDTH // HEADS).permute(0, 2, 1, 3) for m in (self.q, self.k, self.v)
+        )
+        place = torch.arange(n)
+        turn = torch.polar(
+            torch.ones(n, 4, dtype=torch.float32), place[:, None] * 100.0 ** (-torch.arange(0, 8, 2) / 8)
+        ).to(torch.complex128)
+        q, k = (
+            torch.view_as_real(torch.complex(*t.double().chunk(2, -1)) * turn).mT.flatten(-2).to(x.dtype)
+            for t in (q, k)
+        )
+        far = (place[:, None] - place >= 6) | (place > place[:, None])
+        mask = torch.zeros(n, n, dtype=x.dtype).masked_fill(far, -torch.inf)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        x = x + self.o(out.transpose(1, 2).reshape(*x.shape))
+        mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, correction=0)
+        y = (x - mean) / torch.sqrt(variance + 1e-5) * self.norm.weight + self.norm.bias
+        return x + self.down(F.gelu(self.up(y)))
+
+
+EQUAL: dict[str, Callable[[], nn.Module]] = {
+    "itself": Block, "other words": Joined, "softmax by hand": lambda: Block(cap=lambda s: s + 0.0),
+    "window in another form": lambda: Block(seen=lambda q, k: ~((k > q) | (q - k > 5))),
+    "heads expanded": lambda: Block(share=lambda t: t[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_port_that_is_right_is_equal(name: str) -> None:
+    verdict = attngraph.verify(Block(), EQUAL[name](), ids(), budget=20)
+    assert verdict, str(verdict)
+    assert verdict.tried > 5 and verdict.worst <= 1
+
+
+def test_what_a_call_cannot_show_is_found_in_the_programs() -> None:
+    """A window that is off by one at a length that no call has, with both lines."""
+    one, other = (Block(seen=lambda q, k, n=n: (k <= q) & (k > q - n)) for n in (4096, 4097))
+    verdict = attngraph.verify(one, other, ids(), budget=5)
+    (difference,) = verdict.differences
+    assert difference.kind == "program" and "from 4,097 tokens on: query 4096, key 0" in difference.about
+    assert difference.reference and difference.program != difference.other
+
+
+def test_where_a_difference_enters_is_told() -> None:
+    models = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.LayerNorm(8)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    models[1][4].eps = 1e-3
+    models[0][0].requires_grad_(False)
+    verdict = attngraph.verify(*models, (torch.randn(3, 8),), budget=5)
+    assert not verdict and verdict.differences[0].enters == "4"
+
+
+def test_weights_are_matched_by_name_value_and_shape() -> None:
+    class Named(nn.Module):
+        def __init__(self, *names: str) -> None:
+            super().__init__()
+            for name in names:
+                self.register_parameter(name, nn.Parameter(torch.randn(8, 8)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.parameters()
+            return (x @ a).tanh() @ b
+
+    class Turned(Named):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.parameters()
+            return (x @ a.T).tanh() @ b.T
+
+    x, reference = (torch.randn(3, 8),), Named("first", "second")
+    by_shape = attngraph.verify(reference, Named("one", "two"), x, budget=5)
+    assert by_shape and "the reference's weights: 0 by name, 2 by value or shape" in str(by_shape)
+    renamed = attngraph.verify(
+        reference, Named("two", "one"), x, rename={"two": "second", "one": "first"}, budget=5
+    )
+    assert not renamed and renamed.status == "differs"
+    turned = Turned("first", "second")
+    with torch.no_grad():
+        for mine, theirs in zip(turned.parameters(), reference.parameters(), strict=True):
+            mine.copy_(theirs.T)
+    del turned.second
+    turned.register_parameter("other", nn.Parameter(reference.second.detach().T.clone()))
+    lacking = attngraph.verify(reference, nn.Linear(8, 8), x)
+    assert lacking.status == "cannot be compared" and "bias [8]" in str(lacking)
+
+
+def test_functions_and_kernels_are_compared_by_number() -> None:
+    def plain(x: Tensor, y: Tensor) -> Tensor:
+        return (x @ y.mT / 3).softmax(-1) @ y
+
+    def kernel(x: Tensor, y: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError("float32 alone")
+        return plain(x.detach(), y.detach()) * (1 if x.shape[-2] < 17 else 1.01)
+
+    inputs = {"x": torch.randn(2, 5, 8), "y": torch.randn(2, 7, 8)}
+    verdict = attngraph.verify(plain, kernel, inputs, gradients=False, budget=10)
+    assert not verdict and "[2, 17, 8]" in verdict.differences[0].about
+    assert (
+        attngraph.verify(plain, lambda x, y: kernel(x[..., :16, :], y), inputs, gradients=False).status
+        == "differs"
+    )
+
+
+def test_what_is_no_call_is_refused() -> None:
+    with pytest.raises(TypeError, match="a tuple of arguments"):
+        attngraph.verify(torch.sin, torch.sin, torch.randn(3))
+    with pytest.raises(TypeError, match="the class itself"):
+        attngraph.verify(nn.Linear, torch.sin, (torch.randn(3),))
+    verdict = attngraph.verify(lambda x: x @ x, torch.sin, (torch.randn(3, 4),))
+    assert verdict.status == "cannot be compared" and "the reference refuses the call" in str(verdict)
