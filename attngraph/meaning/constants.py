@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attngraph.ir import budgets
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 
 
 def describe(values: Tensor, at: tuple[Expr, ...]) -> Expr | None:

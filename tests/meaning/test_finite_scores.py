@@ -13,7 +13,7 @@ import attngraph
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import Score
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.attention.finite_scores import with_finite_dots
 
 

@@ -16,7 +16,7 @@ from torch import fx
 from attngraph.ir import budgets
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import DOT, INDICES, ScoreProgram, Sink
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.digits import Digits, extent, recombined, split_digits
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention import layout, program, roles

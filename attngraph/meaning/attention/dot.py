@@ -18,7 +18,7 @@ from attngraph.ir.graph import computed_from, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import DOT, is_moderate
 from attngraph.ir.ops import kernels
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning, has_data, is_exact
 from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable
 

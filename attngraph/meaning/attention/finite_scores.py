@@ -8,7 +8,7 @@ within the dtype's range, where it is one.
 import math
 
 from attngraph.ir.language import DOT, E, Expr, operation_of
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 
 _STAYS_FINITE = ("add", "mul", "neg", "min", "max", "abs")
 """Besides bounded functions."""

@@ -16,7 +16,7 @@ from torch import fx
 
 from attngraph.ir.graph import op_name, source_of
 from attngraph.ir.language import WEIGHT, E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.fractions import Sum, Term, Value
 from attngraph.meaning.attention.normaliser import open_sums
 from attngraph.meaning.attention.refusal import Refusal

@@ -12,7 +12,7 @@ from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.language import DOT, WEIGHT, E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.claim import Attention, write_claim
 from attngraph.meaning.attention.normaliser import open_sums

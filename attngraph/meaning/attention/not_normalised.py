@@ -1,7 +1,7 @@
 """Why exponentials that weigh a sum are not the softmax of attention, where they are divided by something."""
 
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.attention.normaliser import open_sums
 from attngraph.meaning.attention.refusal import Refusal
 

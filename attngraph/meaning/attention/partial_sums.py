@@ -24,8 +24,8 @@ from torch import fx
 from attngraph.ir.graph.program_graph import is_random
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import operands_first
+from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra import fractions as F
-from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import Fraction, NotASum, Term, Value, add, reciprocal
 from attngraph.meaning.attention.normaliser import split_by
 from attngraph.meaning.element import Meaning

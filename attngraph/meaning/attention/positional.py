@@ -11,7 +11,7 @@ import math
 from torch import fx
 
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.attention.weighted_sums import KeyPart
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import ELEMENTWISE, Category

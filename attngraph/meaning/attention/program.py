@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from attngraph.ir.language import E, Expr, operation
+from attngraph.ir.language import E, Expr, Keep, Score, ScoreProgram, Sink, Statement, Weight, operation
 from attngraph.ir.language import score as S
-from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Statement, Weight
 from attngraph.meaning.algebra import M, ranges, size_expression
 from attngraph.meaning.attention.finite_scores import with_finite_dots
 from attngraph.meaning.masks.fold import UNDERFLOWS

@@ -15,7 +15,7 @@ from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.language import DOT, E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.adding import adds_up, is_sum

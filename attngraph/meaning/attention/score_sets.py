@@ -15,7 +15,7 @@ from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.language import WEIGHT, E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.weighted_sums import KeyPart
 from attngraph.meaning.element import Meaning

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from attngraph.ir import budgets
 from attngraph.ir.language import WEIGHT, E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.attention.dot import Dot
 from attngraph.meaning.attention.normaliser import (
     Look,

@@ -13,7 +13,7 @@ from torch import Tensor
 from attngraph.ir.language import E, Expr, Keep, ScoreProgram, parse
 from attngraph.ir.ops.token_collectives import NEEDED, Layout
 from attngraph.ir.walk import reached
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.masks.fold import low_fill, seen
 from attngraph.meaning.masks.tiles import SKIP, Cut, Grid, block_map
 

@@ -29,7 +29,7 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.elements import category, element, independent_dims
 from attngraph.meaning.rule import Category, Indices, Unliftable, is_part
-from attngraph.meaning.tokens.axes import Axes, Space, outside_reads
+from attngraph.meaning.tokens.facts import Axes, Space, outside_reads
 
 QUERIES = 2
 """The dimension of an attention's operands that counts tokens."""

@@ -16,7 +16,7 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.call import argument
 from attngraph.ir.language import E, Expr
 from attngraph.meaning import constants
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Indices, Unliftable, axis, is_part, rule
 from attngraph.meaning.rules.movement import first_picked, is_mask

@@ -10,7 +10,7 @@ from torch import fx
 
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, SUM_GRADIENTS
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import RULES, Category, Indices, Rule
 

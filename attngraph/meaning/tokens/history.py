@@ -14,8 +14,7 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import is_size
 from attngraph.ir.ops import nodes
-from attngraph.meaning.tokens.axes import Axes, Space
-from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_in
+from attngraph.meaning.tokens.facts import Axes, Fact, Kind, Scan, Space, read_in
 from attngraph.meaning.tokens.looks_back import LooksBack, NotShown, OfAll
 from attngraph.meaning.tokens.token_probe import TokenProbe
 

@@ -27,10 +27,9 @@ from attngraph.meaning.algebra import M, ranges
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.fold import HIDES
 from attngraph.meaning.rule import Unliftable
-from attngraph.meaning.tokens.axes import Axes, Indices, Space
-from attngraph.meaning.tokens.facts import place_text
-from attngraph.meaning.tokens.largest import compared, is_choice
+from attngraph.meaning.tokens.facts import Axes, Indices, Space, place_text
 from attngraph.meaning.tokens.numbers import OfSizes
+from attngraph.meaning.tokens.opaque import compared, is_choice
 
 _NEUTRAL = {"sum": 0, "amax": -float("inf"), "amin": float("inf")}
 """What adds nothing to a sum, to a maximum, to a minimum."""

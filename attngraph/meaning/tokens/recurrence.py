@@ -20,11 +20,10 @@ from torch import fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, category_of
-from attngraph.meaning.tokens.axes import Axes, Indices, Space
-from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_by
+from attngraph.meaning.tokens.facts import Axes, Fact, Indices, Kind, Scan, Space, read_by
 from attngraph.meaning.tokens.transitions import THIRD, Reading, RunningSum, joined
 from attngraph.meaning.tokens.unfold import Factor, NoTerms, Term, Unfolding
 

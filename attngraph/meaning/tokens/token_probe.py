@@ -24,7 +24,7 @@ from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region
 from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
-from attngraph.meaning.tokens.axes import Axes, Space
+from attngraph.meaning.tokens.facts import Axes, Space
 from attngraph.meaning.tokens.numbers import OfSizes, reach
 
 ROWS, TOKENS = 2, 5

@@ -31,15 +31,24 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens import opaque
 from attngraph.meaning.tokens.attentions import attention_fact, part_fact
-from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
-from attngraph.meaning.tokens.facts import ENTRIES, Fact, Finder, Kind, place_text, read_token
-from attngraph.meaning.tokens.folds import find_fold
+from attngraph.meaning.tokens.facts import (
+    ENTRIES,
+    Axes,
+    Fact,
+    Finder,
+    Indices,
+    Kind,
+    Space,
+    outside_reads,
+    place_text,
+    read_token,
+)
 from attngraph.meaning.tokens.history import HistoryFinder
 from attngraph.meaning.tokens.looks_back import LooksBack, NotShown
 from attngraph.meaning.tokens.loops import LoopFinder
 from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.token_probe import TokenProbe
-from attngraph.meaning.tokens.windows import find_window
+from attngraph.meaning.tokens.windows import find_fold, find_window
 
 
 class Tokens:

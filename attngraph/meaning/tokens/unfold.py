@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import fx
 
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
-from attngraph.meaning.tokens.axes import Indices, Space
-from attngraph.meaning.tokens.facts import Fact, Kind, read_token
+from attngraph.meaning.tokens.facts import Fact, Indices, Kind, Space, read_token
 
 TERMS = 400
 """Terms of one element. With more, nothing is read from it."""

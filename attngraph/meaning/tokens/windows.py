@@ -1,13 +1,16 @@
-"""Values that are computed from the last few tokens: causal convolutions, token shifts, differences, n-grams.
+"""Values that are computed from the last few tokens, or folded over all tokens so far by one operation.
 
-The formula of an element, followed through all operations that mix tokens, tells which tokens it reads: at
-token t only tokens from t - width + 1 to t. So whatever spells it (a padded convolution that is cut, a `cat`
-with zeros, a `roll`) is one thing. Nothing here edits the graph.
+Of windows (causal convolutions, token shifts, differences, n-grams) the formula of an element, followed
+through all operations that mix tokens, tells which tokens it reads: at token t only tokens from t - width + 1
+to t. So whatever spells it (a padded convolution that is cut, a `cat` with zeros, a `roll`) is one thing.
+Running products, maxima, minima and log-sum-exps are found where an operation of PyTorch computes them;
+running sums in any spelling by `recurrence.py`, loops by `loops.py`.
 """
 
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 from torch import fx
 
@@ -15,12 +18,11 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.call import argument
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import reached
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable
-from attngraph.meaning.tokens.axes import Axes, Space, outside_reads
-from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_by, read_in
+from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable, is_part
+from attngraph.meaning.tokens.facts import Axes, Fact, Kind, Scan, Space, outside_reads, read_by, read_in
 
 CONVOLUTIONS = frozenset({"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"})
 
@@ -235,3 +237,49 @@ def _is_of_convolutions(element: Expr, facts: Mapping[fx.Node, Fact]) -> bool:
     is_plain = all(facts[n].kind is Kind.FIXED and not any(facts[n].axes) for n in read if n not in mixing)
     is_one = is_plain and all(n.op != "where" for n in nodes)
     return bool(mixing) and is_one and all(str(n.target) in CONVOLUTIONS for n in mixing)
+
+
+_OPS = {
+    "aten.cumprod.default": "prod", "aten.cummax.default": "max", "aten.cummin.default": "min",
+    "aten.logcumsumexp.default": "logsumexp",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningFold(Scan):
+    """A value that folds `element` of all tokens up to its own: `how` is one of
+    `ir/ops/running_fold.py`'s. `variables`: those of its dimensions besides row and token."""
+
+    how: str
+    element: Expr
+    variables: tuple[Expr, ...]
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        return read_by(self.element)
+
+    @property
+    def reason(self) -> str:
+        return f"a running {self.how} over earlier tokens"
+
+
+def find_fold(
+    meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes
+) -> RunningFold | None:
+    """How a value with these axes is folded over the tokens so far, or None."""
+    called: Any = node.args[0] if is_part(node) and node.args[1] == 0 else node
+    how = _OPS.get(str(called.target))
+    if how is None:
+        return None
+    operand = called.args[0]
+    fact, rank = facts.get(operand), len(axes)
+    over = int(argument(called, "dim")) % max(rank, 1)
+    if rank == 0 or axes[over] != (space.token,):
+        return None
+    if fact is None or fact.kind not in (Kind.TOKEN, Kind.POSITION, Kind.ATTENTION, Kind.SCAN):
+        return None
+    at = space.indices(axes, meaning.shape(node))
+    if not space.follows(fact.axes, at):
+        return None
+    variables = tuple(i for i, digits in zip(at, axes, strict=True) if not digits)
+    return RunningFold(how, E.read(operand, at, meaning.kind(operand)), variables)
