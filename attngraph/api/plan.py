@@ -30,7 +30,7 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, bytes_sent
 from attngraph.meaning.check.region import shape_at
-from attngraph.meaning.masks.needed import pairs_of_ranks
+from attngraph.meaning.masks.tiles import pairs_of_ranks
 from attngraph.passes import order, waiting_at_most
 from attngraph.passes.divide_cache import DivideCache
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache

@@ -18,7 +18,7 @@ from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.capture.structure import is_value
 from attngraph.capture.trace_lock import LOCK
 from attngraph.ir import budgets
-from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.formula import holds
 from attngraph.ir.modes import autocast_of, default_device, hooks_of_all_modules, settings, surroundings
 from attngraph.ir.versions import version_of
 

@@ -19,7 +19,7 @@ from attngraph.ir.graph.program_graph import ProgramGraph, op_name
 from attngraph.ir.language import E, Expr
 from attngraph.meaning import constants
 from attngraph.meaning.algebra import M, is_example, ranges, size_expression
-from attngraph.meaning.algebra.size_names import SizeNames
+from attngraph.meaning.algebra.sizes import SizeNames
 from attngraph.meaning.constant_folding import ConstantFolding
 from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.rule import (

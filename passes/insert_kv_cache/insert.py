@@ -27,7 +27,7 @@ from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.ir.walk import operands_first
 from attngraph.meaning.tokens.facts import Fact, Kind, Scan
-from attngraph.meaning.tokens.history import History
+from attngraph.meaning.tokens.looks_back import History
 from attngraph.meaning.tokens.loops import TokenLoop
 from attngraph.meaning.tokens.recurrence import Sums
 from attngraph.meaning.tokens.tokens import Tokens

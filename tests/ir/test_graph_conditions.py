@@ -8,7 +8,7 @@ import pytest
 import sympy
 from torch.utils._sympy import functions as torch_functions
 
-from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.formula import holds
 
 N = sympy.Symbol("n", integer=True, positive=True)
 

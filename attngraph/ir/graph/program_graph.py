@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.formula import holds
 from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import CachePlan

@@ -84,7 +84,7 @@ class Needed(Protocol):
 
 
 NEEDED: list[Needed] = []
-"""What decides it: `meaning/masks/needed.py`, which stands above this file, registers itself here."""
+"""What decides it: `meaning/masks/tiles.py`, which stands above this file, registers itself here."""
 
 
 def needed_keys(

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from attngraph.ir.graph.program_graph import is_size
 from attngraph.ir.language import expr as E
 from attngraph.meaning.attention.claim import Attention, Operand
+from attngraph.meaning.attention.normaliser import Refusal
 from attngraph.meaning.attention.program import Seed, Source
 from attngraph.meaning.attention.recogniser import Recogniser
-from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.element import Meaning
 
 _MOST_NODES = 2_000

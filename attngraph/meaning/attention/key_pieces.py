@@ -18,8 +18,7 @@ from attngraph.ir.graph import op_name, source_of
 from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.fractions import Sum, Term, Value
-from attngraph.meaning.attention.normaliser import open_sums
-from attngraph.meaning.attention.refusal import Refusal
+from attngraph.meaning.attention.normaliser import Refusal, open_sums
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, is_part
 

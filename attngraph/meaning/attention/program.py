@@ -10,8 +10,8 @@ from torch import fx
 from attngraph.ir.language import E, Expr, Keep, Score, ScoreProgram, Sink, Statement, Weight, operation
 from attngraph.ir.language import score as S
 from attngraph.meaning.algebra import M, ranges, size_expression
-from attngraph.meaning.attention.finite_scores import with_finite_dots
 from attngraph.meaning.masks.fold import UNDERFLOWS
+from attngraph.meaning.masks.score_bounds import with_finite_dots
 
 LOWERED = M.add(S.SCORE, E.NEG_INF)
 """A score to which a mask adds minus infinity."""

@@ -18,14 +18,19 @@ from attngraph.ir.language import DOT, E, Expr
 from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
-from attngraph.meaning.attention.adding import adds_up, is_sum
 from attngraph.meaning.attention.claim import SECOND_SUM, Attention, write_claim
 from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
-from attngraph.meaning.attention.normaliser import logarithm, split_by
+from attngraph.meaning.attention.normaliser import Refusal, logarithm, split_by, stands_between
 from attngraph.meaning.attention.partial_sums import PartialSums
-from attngraph.meaning.attention.positional import PositionWeights, as_exponentials, has_no_product
-from attngraph.meaning.attention.refusal import Refusal, stands_between
-from attngraph.meaning.attention.score_sets import join_equal_products, split_by_product
+from attngraph.meaning.attention.score_sets import (
+    PositionWeights,
+    adds_up,
+    as_exponentials,
+    has_no_product,
+    is_sum,
+    join_equal_products,
+    split_by_product,
+)
 from attngraph.meaning.attention.weighted_sums import (
     KeyPart,
     Unnormalised,

@@ -24,14 +24,14 @@ from attngraph.meaning.algebra import M
 from attngraph.meaning.attention.dot import Dot
 from attngraph.meaning.attention.normaliser import (
     Look,
+    Refusal,
     is_normaliser,
     match_normaliser,
     open_sums,
     pieces_of,
     split_by,
+    why_not_normalised,
 )
-from attngraph.meaning.attention.not_normalised import why_not_normalised
-from attngraph.meaning.attention.refusal import Refusal
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,17 @@
 """Is a claim true? Two values of one graph, computed in float64 on random inputs and compared.
 
 The region between two nodes and the tensors that both are computed from is run on its own, with every
-floating dtype widened to float64 so that a wrong scale cannot hide in a tolerance, at more than one
-size. Where sizes are fixed and large, they are computed in part (`parts.py`): at the first, the last and
-random places of some dimensions, that of the queries before all. Where gradients flow they are compared as
-well. At the first size both are computed once more in float32, because the claim may lose digits that the
-model keeps. Nothing here edits the graph.
+floating dtype widened to float64 so that a wrong scale cannot hide in a tolerance, at more than one size.
+Where sizes are fixed and large, they are computed in part (`parts.py`): at the first, the last and random
+places of some dimensions, that of the queries before all. Where gradients flow they are compared as well. At
+the first size both are computed once more in float32, because the claim may lose digits that the model keeps.
+
+Equal layers are checked once: verdicts are kept by what the claims compute.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from attngraph.ir.language import E, Keep, Score
 from attngraph.ir.ops import nodes
 from attngraph.meaning.check.comparison import compare, elementwise, largest
 from attngraph.meaning.check.parts import Box, choose_box
-from attngraph.meaning.check.region import bytes_in_float64, region, with_makers_of_sizes
+from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region, with_makers_of_sizes
 from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes
 
 TOLERANCE = 1e-10
@@ -170,3 +171,38 @@ def _gradients(result: Tensor, weight: Tensor, inputs: Sequence[Tensor]) -> Sequ
     total = (finite * weight).sum()
     # The graph is kept: both values may be computed from parts of one tensor.
     return torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+
+class Checks:
+    """The verdicts so far."""
+
+    def __init__(self, graph: ProgramGraph) -> None:
+        self.graph = graph
+        self.verdicts: dict[Any, Verdict] = {}
+        self._contents: list[Tensor] = []
+
+    def same_value(self, old: fx.Node, new: fx.Node, leaves: Iterable[fx.Node]) -> Verdict:
+        """Whether `new` equals `old` as functions of `leaves`."""
+        leaves, values = list(dict.fromkeys(leaves)), self.graph.known_values()
+        order = region((old, new), leaves)
+        begins = [n for n in order if n in leaves or n.op == "placeholder"]
+        told = {n: self._content(values[n]) if n in values else self.about(n, order) for n in begins}
+        key = fingerprint(order, told)
+        if key not in self.verdicts:
+            self.verdicts[key] = self.verdict(old, new, leaves)
+        return self.verdicts[key]
+
+    def about(self, node: fx.Node, order: Sequence[fx.Node]) -> Any:
+        """What is known of a value that a claim begins with, besides dtype and shape."""
+        return None
+
+    def verdict(self, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node]) -> Verdict:
+        return same_value(self.graph, old, new, leaves)
+
+    def _content(self, tensor: Tensor) -> int:
+        """A number that is equal for tensors of equal contents."""
+        for place, other in enumerate(self._contents):
+            if other.dtype == tensor.dtype and other.shape == tensor.shape and torch.equal(other, tensor):
+                return place
+        self._contents.append(tensor)
+        return len(self._contents) - 1

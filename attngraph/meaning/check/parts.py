@@ -20,8 +20,7 @@ from attngraph.ir.graph.program_graph import is_size
 from attngraph.ir.language import E, Expr, S
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import operands_first
-from attngraph.meaning.check.dropout import drop
-from attngraph.meaning.check.oracle import Oracle
+from attngraph.meaning.check.oracle import Oracle, drop
 from attngraph.meaning.check.region import bytes_in_float64, scores_of, shape_at
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import RULES, Unliftable, is_part

@@ -17,9 +17,8 @@ from attngraph.ir.graph.program_graph import Input, ProgramGraph
 from attngraph.ir.graph.ranks import Ranks, Shard
 from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.ir.ops.exchange import EXCHANGING, together
-from attngraph.meaning.check.check import TOLERANCE, Verdict, _gradients, _one_thread, rounding
+from attngraph.meaning.check.check import TOLERANCE, Checks, Verdict, _gradients, _one_thread, rounding
 from attngraph.meaning.check.comparison import compare, elementwise, largest
-from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes
 

@@ -11,9 +11,8 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph import ProgramGraph, Ranks
-from attngraph.meaning.check.check import TOLERANCE, Verdict, _gradients, _one_thread, rounding
+from attngraph.meaning.check.check import TOLERANCE, Checks, Verdict, _gradients, _one_thread, rounding
 from attngraph.meaning.check.comparison import compare, elementwise, largest
-from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.ranks import TOO_LARGE, PerRank, run_on_ranks
 from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes

@@ -21,9 +21,8 @@ from attngraph.ir.ops import nodes
 from attngraph.ir.walk import reached
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Demand, How, Part, Unplaced, Use
-from attngraph.meaning.placement.elements import category, element
+from attngraph.meaning.placement.elements import Tails, category, element
 from attngraph.meaning.placement.table import Cut, Table, is_cut, united
-from attngraph.meaning.placement.tails import Tails
 from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable
 
 

@@ -3,17 +3,12 @@
 from attngraph.meaning.rules import (
     assignment,
     bits,
-    collectives,
     contraction,
     index,
     movement,
     pointwise,
-    pooling,
     reduction,
     writes,
 )
 
-__all__ = [
-    "assignment", "bits", "collectives", "contraction", "index", "movement", "pointwise", "pooling",
-    "reduction", "writes",
-]  # fmt: skip
+__all__ = ["assignment", "bits", "contraction", "index", "movement", "pointwise", "reduction", "writes"]

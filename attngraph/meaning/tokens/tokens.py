@@ -43,8 +43,7 @@ from attngraph.meaning.tokens.facts import (
     place_text,
     read_token,
 )
-from attngraph.meaning.tokens.history import HistoryFinder
-from attngraph.meaning.tokens.looks_back import LooksBack, NotShown
+from attngraph.meaning.tokens.looks_back import HistoryFinder, LooksBack, NotShown
 from attngraph.meaning.tokens.loops import LoopFinder
 from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.token_probe import TokenProbe
