@@ -7,14 +7,14 @@ would give a formula as long as the table. What the values are used for plays no
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
-from attngraph.ir.walk import reached
+from attngraph.ir.walk import computed, operands_first, reached
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.rule import RULES, Category
 
@@ -34,17 +34,13 @@ class ConstantFolding:
     def writers(self, node: fx.Node) -> frozenset[fx.Node] | None:
         """The ops and known tensors that a value is computed from; None where it depends on an input, a
         varying size or a random number. Where there are more than `budgets.TABLE_OPS`, some are left out."""
-        if node in self._writers:
-            return self._writers[node]
-        pending = [node]
-        while pending:
-            current = pending[-1]
-            missing = [n for n in _operands(current) if n not in self._writers]
-            if missing and self._is_fixed(current):
-                pending.extend(missing)
-                continue
-            pending.pop()
-            self._writers[current] = self._gathered(current)
+
+        def missing(n: fx.Node) -> list[fx.Node]:
+            return [o for o in _operands(n) if o not in self._writers] if self._is_fixed(n) else []
+
+        if node not in self._writers:
+            for current in operands_first([node], missing):
+                self._writers[current] = self._gathered(current)
         return self._writers[node]
 
     def values(self, node: fx.Node) -> Tensor | None:
@@ -91,25 +87,21 @@ class ConstantFolding:
 
     def _computed(self, node: fx.Node) -> Tensor | None:
         """The value, or None where it depends on uninitialised memory (`torch.empty`)."""
-        order, last = _in_order(node)
-        result = self._run(order, last, 0)
-        if any("empty" in str(n.target) for n in order):
-            again = self._run(order, last, 1)
-            return result if torch.equal(result, again) else None
+        needed = set(reached([node], _operands))
+        order = [n for n in node.graph.nodes if n in needed]
+        result = self._run(order, 0)
+        if any("empty" in str(n.target) for n in order) and not torch.equal(result, self._run(order, 1)):
+            return None
         return result
 
-    def _run(self, order: list[fx.Node], last: Mapping[fx.Node, int], unwritten: int) -> Tensor:
+    def _run(self, order: Sequence[fx.Node], unwritten: int) -> Tensor:
         """The last value of `order`; uninitialised memory is filled with the number `unwritten`."""
-        made: dict[fx.Node, Any] = {}
+
+        def compute(node: fx.Node, made: Mapping[fx.Node, Any]) -> Any:
+            return self.given[node] if node in self.given else _run(node, made, unwritten)
+
         with torch.no_grad():
-            for place, current in enumerate(order):
-                made[current] = (
-                    self.given[current] if current in self.given else _run(current, made, unwritten)
-                )
-                for operand in _operands(current):
-                    if last[operand] == place:
-                        made.pop(operand, None)
-        result: Tensor = made[order[-1]]
+            result: Tensor = computed(order, _operands, compute, order[-1:])[0]
         return result
 
 
@@ -141,19 +133,6 @@ def _varies(argument: Any) -> bool:
         return value is None or (not _is_data(value) and _varies(value))
     symbolic = isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return symbolic and not argument.node.expr.is_number
-
-
-def _in_order(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, int]]:
-    """The nodes that a value is computed from, in the graph's order, and the place of each one's last use."""
-    seen, pending = {node}, [node]
-    while pending:
-        for operand in _operands(pending.pop()):
-            if operand not in seen:
-                seen.add(operand)
-                pending.append(operand)
-    order = [n for n in node.graph.nodes if n in seen]
-    last = {operand: place for place, n in enumerate(order) for operand in _operands(n)}
-    return order, last
 
 
 def _run(node: fx.Node, made: Mapping[fx.Node, Any], unwritten: int) -> Any:

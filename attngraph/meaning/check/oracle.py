@@ -11,6 +11,7 @@ the same elements, and a claim about a model that drops weights can be checked e
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from attngraph.ir.graph.call import argument
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.dropout import dropout, kept_elements
+from attngraph.ir.walk import computed
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
@@ -56,16 +58,11 @@ class Oracle:
         Args:
             order: the nodes in between, operands first.
         """
-        found = dict(given)
-        last = {operand: node for node in order for operand in node.all_input_nodes}
-        for node in order:
-            if node not in found:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
-                found[node] = self.compute(node, args, kwargs)
-                for operand in node.all_input_nodes:
-                    if last[operand] is node and operand not in wanted:
-                        found.pop(operand, None)
-        return [found[node] for node in wanted]
+
+        def compute(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
+            return self.compute(node, *fx.map_arg((node.args, node.kwargs), found.__getitem__))
+
+        return computed(order, operator.attrgetter("all_input_nodes"), compute, wanted, given)
 
     def compute(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """The value of one operation."""

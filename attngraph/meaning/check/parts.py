@@ -19,7 +19,7 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import is_size
 from attngraph.ir.language import E, Expr, S
 from attngraph.ir.ops import nodes
-from attngraph.ir.walk import operands_first
+from attngraph.ir.walk import computed, operands_first
 from attngraph.meaning.check.oracle import Oracle, drop
 from attngraph.meaning.check.region import bytes_in_float64, scores_of, shape_at
 from attngraph.meaning.element import Meaning
@@ -74,21 +74,14 @@ class Parts:
 
     def evaluate(self, oracle: Oracle, known: Mapping[fx.Node, Any], wanted: Sequence[Piece]) -> list[Any]:
         """The values of the wanted pieces, from those of the given nodes, each freed after its last use."""
-        order = self.order(wanted)
-        last = {operand: piece for piece in order for operand in self.step(piece).operands}
-        found: dict[Piece, Any] = {}
-        for piece in order:
+
+        def compute(piece: Piece, found: Mapping[Piece, Any]) -> Any:
             node, box = piece
-            whole = not any(box)
-            operands = self.step(piece).operands
-            if node in known and whole:
-                found[piece] = known[node]
-            else:
-                found[piece] = self.step(piece).run(oracle, [found[operand] for operand in operands])
-            for operand in operands:
-                if last[operand] is piece and operand not in wanted:
-                    found.pop(operand, None)
-        return [found[piece] for piece in wanted]
+            if node in known and not any(box):
+                return known[node]
+            return self.step(piece).run(oracle, [found[operand] for operand in self.step(piece).operands])
+
+        return computed(self.order(wanted), lambda piece: self.step(piece).operands, compute, wanted)
 
     def shape(self, node: fx.Node, box: Box = ()) -> list[int]:
         """The shape of a node, or of a part of it."""
