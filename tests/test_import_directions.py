@@ -38,7 +38,7 @@ FLOORS_INSIDE = {
         {"language"}, {"ops"}, {"graph"},
     ),
     "meaning": (
-        {"rule"}, {"algebra"}, {"masks", "constants"}, {"constant_folding", "wrapping"}, {"element"},
+        {"rule"}, {"algebra"}, {"masks", "constants", "wrapping"}, {"element"},
         {"rules"}, {"attention"}, {"check"}, {"tokens", "placement"}, {"__init__"},
     ),
     "capture": (

@@ -17,10 +17,9 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
 from attngraph.ir.language import E, Expr
-from attngraph.meaning import constants
 from attngraph.meaning.algebra import M, is_example, ranges, size_expression
 from attngraph.meaning.algebra.sizes import SizeNames
-from attngraph.meaning.constant_folding import ConstantFolding
+from attngraph.meaning.constants import ConstantFolding, describe
 from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.rule import (
     ELEMENTWISE,
@@ -260,7 +259,7 @@ class Meaning:
     def _by_values(self, node: fx.Node, at: Indices) -> Expr | None:
         """The element by a formula of known values, whose sources are then added to `assumed`."""
         values = self._constants.values(node)
-        found = None if values is None else constants.describe(values, at)
+        found = None if values is None else describe(values, at)
         if found is not None:
             self.rely_on(self._constants.sources(node))
         return found

@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.ops.loop import loop
-from attngraph.ir.ops.running_fold import EXACT, running_fold
+from attngraph.ir.ops.loop import EXACT, loop, running_fold
 from attngraph.meaning.attention.layout import NoView, solve
 from attngraph.meaning.tokens.facts import Scan
 from attngraph.meaning.tokens.loops import TokenLoop

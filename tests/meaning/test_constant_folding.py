@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.capture.trace import capture
-from attngraph.meaning.constant_folding import ConstantFolding
+from attngraph.meaning.constants import ConstantFolding
 
 
 def triangle_in_a_loop(x: Tensor) -> Tensor:

@@ -99,7 +99,8 @@ class Formulas:
     def _symbol(self, name: str) -> torch.SymInt:
         if name not in self.symbols:
             raise ValueError(
-                f"{name} is neither a value nor a size; the line `sizes` names {_all(self.symbols)}"
+                f"{name} is neither a value nor a size; the line `sizes` names "
+                f"{', '.join(self.symbols) or 'none'}"
             )
         return self.symbols[name]
 
@@ -201,10 +202,6 @@ def _powers(tree: ast.AST) -> int:
     return own + max(map(_powers, ast.iter_child_nodes(tree)), default=0)
 
 
-def _all(names: Mapping[str, Any]) -> str:
-    return ", ".join(names) or "none"
-
-
 def size_text(formula: Any, names: Mapping[str, str]) -> int | float | bool | str:
     """A formula of sizes, or a relation of them, as it is written in a file. `names`: of sizes in the file by
     those in the formula.
@@ -270,7 +267,8 @@ def test_of(condition: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
     is about a thousand times faster than sympy's substitution. Symbol names do not appear in the code."""
     symbols = sorted(condition.free_symbols, key=str)
     names = tuple(map(str, symbols))
-    if any(not _is_printed(f) for f in condition.atoms(sympy.Function)):
+    if any(not hasattr(PythonPrinter, f"_print_{type(f).__name__}") for f in condition.atoms(sympy.Function)):
+        # Torch prints unsupported functions as plain Python calls.
         return names, lambda *sizes: condition.subs(dict(zip(symbols, sizes, strict=True))) is not sympy.false
     printer = _PlacesForNames({symbol: f"_{place}" for place, symbol in enumerate(symbols)})
     code = f"lambda {', '.join(printer.places.values())}: {printer.doprint(condition)}"
@@ -280,11 +278,6 @@ def test_of(condition: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
 def python_text(condition: Any) -> str:
     """A relation as a Python expression of its symbols."""
     return PythonPrinter().doprint(condition)  # type: ignore[no-any-return]
-
-
-def _is_printed(formula: Any) -> bool:
-    """Whether torch's printer supports the function; it prints unsupported ones as plain Python calls."""
-    return hasattr(PythonPrinter, f"_print_{type(formula).__name__}")
 
 
 class _PlacesForNames(PythonPrinter):

@@ -28,7 +28,7 @@ from attngraph.ir.language import E, ScoreProgram, Statement, operation, parse
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.attention import check_operands
 from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
-from attngraph.ir.ops.partial_attention import cleared
+from attngraph.ir.ops.kernels import cleared
 from attngraph.ir.ops.quantised import widened
 from attngraph.ir.versions import version_of
 

@@ -33,7 +33,7 @@ from attngraph.ir.ops.attention import check_operands
 from attngraph.ir.ops.cached_attention import Rows, counts, gather, packed, packed_result, shift
 from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
 from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
-from attngraph.ir.ops.partial_attention import Part, can_be_joined, cleared, joined, tell_shares
+from attngraph.ir.ops.kernels import Part, can_be_joined, cleared, joined, tell_shares
 
 ABSORB = ("auto", "always", "never")
 BLOCK = 1024

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from attngraph.ir.ops.collectives import COLLECTIVES, Simulated, collective, for_each, rank_in
 from attngraph.ir.ops.declare import Sizes, declare, differentiated
-from attngraph.ir.ops.sharing import shared
-from attngraph.ir.ops.transforms import has_tangent, is_recorded
+from attngraph.ir.ops.transforms import has_tangent, is_recorded, shared
 
 TOKENS = 2
 """The dimension of keys that counts tokens."""
@@ -150,7 +149,7 @@ class _Plan:
 def _plan(
     program: str, reads: Sequence[Tensor], sizes: tuple[int, ...], layout: Layout, total: int
 ) -> _Plan:  # fmt: skip
-    """The plan of a fetch. One that tensors decide is shared within a run of a graph (`sharing.py`)."""
+    """The plan of a fetch. One that tensors decide is shared within a run of a graph (`transforms.py`)."""
     if not reads:
         return _kept_plan(program, sizes, layout, total)
     kept = shared()

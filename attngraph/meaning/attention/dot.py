@@ -73,7 +73,8 @@ def look_into(
             return _formula_is(meaning, read, lambda formula: is_exact(formula, own))
         if not meaning.contracts(tensor) and not _formula_is(meaning, read, lambda f: not _is_long(f)):
             return False
-        if str(tensor.target).split(".")[1:2] not in _COSTLY or _is_scaling(tensor):
+        is_scaling = str(tensor.target).startswith("aten.div.") and not isinstance(tensor.args[1], fx.Node)
+        if str(tensor.target).split(".")[1:2] not in _COSTLY or is_scaling:
             return True
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
         if pairs or meaning.index_expression(tensor, read.args) is not None:
@@ -113,11 +114,6 @@ def _formula_is(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> b
 def _is_one_of_two_numbers(node: Expr) -> bool:
     """Whether it is a selection between two numbers, cheap to compute: the logarithm of a mask, say."""
     return node.op == "where" and all(branch.op == "const" for branch in node.args[1:])
-
-
-def _is_scaling(node: fx.Node) -> bool:
-    """Whether a division is by a number."""
-    return str(node.target).startswith("aten.div.") and not isinstance(node.args[1], fx.Node)
 
 
 def _rounds(node: fx.Node) -> torch.dtype | None:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from attngraph.ir.graph.call import argument
 from attngraph.ir.ops import nodes
-from attngraph.ir.ops.dropout import dropout, kept_elements
+from attngraph.ir.ops.others import dropout, kept_elements
 from attngraph.ir.walk import computed
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX

@@ -16,8 +16,7 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.ranks import Ranks, Shard
-from attngraph.ir.ops.collectives import COLLECTIVES
-from attngraph.ir.ops.exchange import EXCHANGING, together
+from attngraph.ir.ops.collectives import COLLECTIVES, EXCHANGING, together
 from attngraph.ir.walk import computed
 from attngraph.meaning.check.check import (
     TOLERANCE,

@@ -71,16 +71,12 @@ def element(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
     try:
         return meaning.element(node, at)
     except Unliftable:
-        if not _is_pointwise(node):
+        # To detach a value changes no element.
+        detached = str(node.target) == "aten.detach.default"
+        if not detached and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
             raise
     tensors = [n for n in node.all_input_nodes if meaning.is_tensor(n)]
     return E.make("raw", tuple(meaning.read_broadcast(n, at) for n in tensors), "pointwise")
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    """Whether elements are computed from those at the same place; to detach a value changes no element."""
-    detached = str(node.target) == "aten.detach.default"
-    return detached or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _grouped(meaning: Meaning, told: Grouped, at: Indices) -> Expr:

@@ -166,7 +166,8 @@ class LooksBack:
         variable, body = node.args
         if not self.space.counts_tokens(variable.args[0]):
             return self._visit(body, below)
-        for summed in (body, self._from_the_end(variable, body)):
+        from_the_end = M.sub(M.sub(variable.args[0], E.ONE), variable)
+        for summed in (body, M.substitute(body, {variable: from_the_end})):
             for last in sorted(below, key=lambda place: place.serial):
                 if last.free <= summed.free and self._ends(node.op, variable, summed, last):
                     place = M.sub(last, E.var(f"{variable.value} before"))
@@ -176,10 +177,6 @@ class LooksBack:
             raise OfAll("every token is read")
         for part in parts:
             self._visit(part, below)
-
-    def _from_the_end(self, variable: Expr, body: Expr) -> Expr:
-        """What is summed, with its places counted from the end."""
-        return M.substitute(body, {variable: M.sub(M.sub(variable.args[0], E.ONE), variable)})
 
     def _ends(self, op: str, variable: Expr, body: Expr, last: Expr) -> bool:
         """Whether nothing is added for places after `last`, and there are so many places."""

@@ -184,13 +184,12 @@ def _canonical(term: Term) -> Term:
     return term.renamed(names)
 
 
-def _reads_table(factor: Factor, tables: Collection[fx.Node]) -> bool:
-    return factor.token is None and any(n.value in tables for n in E.reads(factor.value))
-
-
 def _claims(terms: Sequence[Term], tables: Collection[fx.Node]) -> tuple[list[RunningSum], Expr]:
     later = [t for t in terms if t.tokens and max(t.tokens) > THIRD]
-    if not all(any(_reads_table(f, tables) for f in t.factors) for t in later):
+    if not all(
+        any(f.token is None and any(n.value in tables for n in E.reads(f.value)) for f in t.factors)
+        for t in later
+    ):
         raise NoTerms("later tokens contribute to it")
     terms = [t for t in terms if t not in later]  # times entries of tables: zeros, if the claim holds
     left = [t for t in terms if not t.tokens - {THIRD}]

@@ -248,7 +248,7 @@ _OPS = {
 @dataclasses.dataclass(frozen=True)
 class RunningFold(Scan):
     """A value that folds `element` of all tokens up to its own: `how` is one of
-    `ir/ops/running_fold.py`'s. `variables`: those of its dimensions besides row and token."""
+    `ir/ops/loop.py`'s. `variables`: those of its dimensions besides row and token."""
 
     how: str
     element: Expr
