@@ -34,7 +34,7 @@ FLOORS = (
 FLOORS_INSIDE = {
     "ir": (
         {"budgets", "choices", "versions", "cache_folder", "garbage", "records", "operations", "dtypes",
-         "walk"},
+         "walk", "kept"},
         {"language"}, {"ops"}, {"graph"},
     ),
     "meaning": (

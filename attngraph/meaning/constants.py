@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
+from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import computed, operands_first, reached
 from attngraph.meaning.algebra import M
@@ -33,7 +34,6 @@ class ConstantFolding:
     def __init__(self, given: Mapping[fx.Node, Tensor]) -> None:
         self.given = given
         self._writers: dict[fx.Node, frozenset[fx.Node] | None] = {}
-        self._values: dict[fx.Node, Tensor | None] = {}
 
     def writers(self, node: fx.Node) -> frozenset[fx.Node] | None:
         """The ops and known tensors that a value is computed from; None where it depends on an input, a
@@ -47,11 +47,10 @@ class ConstantFolding:
                 self._writers[current] = self._gathered(current)
         return self._writers[node]
 
+    @kept
     def values(self, node: fx.Node) -> Tensor | None:
         """The value of the node, equal in every call, or None where it is not known."""
-        if node not in self._values:
-            self._values[node] = None if self.writers(node) is None else self._computed(node)
-        return self._values[node]
+        return None if self.writers(node) is None else self._computed(node)
 
     def sources(self, node: fx.Node) -> frozenset[fx.Node]:
         """The given tensors that known values were computed from."""

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
+from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import M, is_example, ranges, size_expression
 from attngraph.meaning.algebra.sizes import SizeNames
@@ -79,7 +80,6 @@ class Meaning:
         self.required: set[tuple[Expr, Expr]] = set()
         self._fresh = itertools.count()
         self._elements: dict[tuple[fx.Node, Indices], Expr] = {}
-        self._shapes: dict[fx.Node, Indices] = {}
         self._contracts: dict[fx.Node, bool] = {}
         self._long: set[fx.Node] = set()
 
@@ -120,13 +120,12 @@ class Meaning:
             raise Unliftable(f"values of dtype {dtype}")
         return "float"
 
+    @kept
     def shape(self, node: Any) -> Indices:
-        if node not in self._shapes:
-            value = node.meta.get("val")
-            if not isinstance(value, Tensor):
-                raise UnliftableBecause(f"{node} is no tensor")
-            self._shapes[node] = tuple(self.renamed(size_expression(s)) for s in value.shape)
-        return self._shapes[node]
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            raise UnliftableBecause(f"{node} is no tensor")
+        return tuple(self.renamed(size_expression(s)) for s in value.shape)
 
     def named(self, size: Expr) -> Expr:
         """The name that stands for all sizes that are equal to this one by the conditions."""

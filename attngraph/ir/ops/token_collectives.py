@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from attngraph.ir.kept import kept
 from attngraph.ir.ops.collectives import COLLECTIVES, Simulated, collective, for_each, rank_in
 from attngraph.ir.ops.declare import Sizes, declare, differentiated
 from attngraph.ir.ops.transforms import has_tangent, is_recorded, shared
@@ -127,23 +128,21 @@ class _Plan:
 
     needed: Tensor
     layout: Layout
-    exchanges: dict[int, _Exchange] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def is_empty(self) -> bool:
         """Whether nobody needs anything."""
         return not bool(self.needed.any())
 
+    @kept
     def of(self, rank: int) -> _Exchange:
-        if rank not in self.exchanges:
-            tokens, ranks = self.layout.tokens(self.needed.shape[1]), range(self.layout.ranks)
-            mine = self.needed[rank]
-            self.exchanges[rank] = _Exchange(
-                [self.needed[other][tokens[rank]].nonzero().flatten() for other in ranks],
-                [tokens[other][mine[tokens[other]]] for other in ranks],
-                tokens[rank],
-            )
-        return self.exchanges[rank]
+        tokens, ranks = self.layout.tokens(self.needed.shape[1]), range(self.layout.ranks)
+        mine = self.needed[rank]
+        return _Exchange(
+            [self.needed[other][tokens[rank]].nonzero().flatten() for other in ranks],
+            [tokens[other][mine[tokens[other]]] for other in ranks],
+            tokens[rank],
+        )
 
 
 def _plan(

@@ -20,7 +20,7 @@ from attngraph.ir.language.score import DOT, is_moderate
 from attngraph.ir.ops import kernels
 from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning, has_data, is_exact
-from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable
+from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable, tried
 
 _COSTLY = (
     ["exp"], ["exp2"], ["log"], ["log2"], ["pow"], ["sin"], ["cos"], ["tanh"], ["sigmoid"], ["sqrt"],
@@ -96,10 +96,8 @@ def _moves_a_product(node: Expr) -> bool:
 
 def _is_scaled_data(meaning: Meaning, read: Expr) -> bool:
     """Whether it is an element of another tensor times a number."""
-    try:
-        factor, below = M.coefficient(meaning.element(read.value, read.args))
-    except Unliftable:
-        return False
+    element = tried(meaning.element, read.value, read.args)
+    factor, below = (1, E.ONE) if element is None else M.coefficient(element)
     return abs(factor) != 1 and below.op == "read" and has_data(below)
 
 
@@ -316,10 +314,7 @@ def _open(meaning: Meaning, node: Expr) -> Expr | None:
     category = meaning.category(node.value)
     if category not in (Category.CONTRACTION, Category.REDUCTION):
         return None
-    try:
-        return meaning.element(node.value, node.args)
-    except Unliftable:
-        return None
+    return tried(meaning.element, node.value, node.args)
 
 
 def _as_dot(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> Dot | None:
@@ -332,10 +327,10 @@ def _as_dot(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> Dot | None:
     if body.op == "read" and isinstance(body.value, fx.Node):
         if meaning.category(body.value) is not Category.POINTWISE:
             return None
-        try:
-            body = meaning.element(body.value, body.args)
-        except Unliftable:
+        element = tried(meaning.element, body.value, body.args)
+        if element is None:
             return None
+        body = element
     if body.op != "mul" or len(body.args) != 2 or any(f.op != "read" for f in body.args):
         return None
     sides = sorted(body.args, key=lambda f: not f.free.isdisjoint(keys))
@@ -359,10 +354,10 @@ def chain(meaning: Meaning, node: Expr) -> Chain:
             Category.POINTWISE,
         ):
             return tuple(found)
-        try:
-            times, below = M.coefficient(meaning.element(tensor, current.args))
-        except Unliftable:
+        element = tried(meaning.element, tensor, current.args)
+        if element is None:
             return tuple(found)
+        times, below = M.coefficient(element)
         same_dtype = (
             below.op == "read"
             and isinstance(below.value, fx.Node)

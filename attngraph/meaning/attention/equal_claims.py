@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.kept import kept
 from attngraph.ir.language import expr as E
 from attngraph.meaning.attention.claim import Attention, Operand
 from attngraph.meaning.attention.normaliser import Refusal
@@ -45,7 +46,6 @@ class OnceRecogniser(Recogniser):
     def __init__(self, meaning: Meaning, gradients: bool) -> None:
         super().__init__(meaning, gradients)
         self._known: dict[Any, list[_Known]] = {}
-        self._about: dict[fx.Node, Any] = {}
 
     def examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
         """As `Recogniser.examine`."""
@@ -98,16 +98,12 @@ class OnceRecogniser(Recogniser):
                     return None
         return order
 
+    @kept
     def _told(self, node: fx.Node) -> Any:
         """A node's operation, its arguments that are no tensors, and the layout of its result."""
-        if node not in self._about:
-            known = node if node in self.meaning.values else None
-            told = _told((node.args, node.kwargs)) if node.op == "call_function" else None
-            self._about[node] = (
-                node.op, node.op == "call_function" and node.target, told,
-                _layout_of(node.meta.get("val")), known,
-            )  # fmt: skip
-        return self._about[node]
+        known = node if node in self.meaning.values else None
+        called = (node.target, _told((node.args, node.kwargs))) if node.op == "call_function" else None
+        return node.op, called, _layout_of(node.meta.get("val")), known
 
 
 def _computed_from(node: fx.Node) -> list[fx.Node]:

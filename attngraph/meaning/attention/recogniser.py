@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from attngraph.ir import budgets
+from attngraph.ir.kept import kept
 from attngraph.ir.language import DOT, E, Expr
 from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.fractions import NotASum
@@ -55,8 +56,6 @@ class Recogniser:
     def __init__(self, meaning: Meaning, gradients: bool) -> None:
         self.meaning = meaning
         self.gradients = gradients
-        self._indices: dict[fx.Node, bool] = {}
-        self._roots: dict[fx.Node, frozenset[fx.Node]] = {}
         self._near: dict[fx.Node, frozenset[fx.Node]] = {}
         self.unnormalised: set[fx.Node] = set()
         self._too_long: set[fx.Node] = set()
@@ -104,14 +103,11 @@ class Recogniser:
             return frozenset()
         return frozenset().union(*(self._near[n] for n in node.all_input_nodes))
 
+    @kept
     def is_index(self, node: fx.Node) -> bool:
         """Whether a node is computed from indices alone, as ALiBi's slopes are."""
-        if node not in self._indices:
-            category = self.meaning.category(node)
-            self._indices[node] = category in ELEMENTWISE and all(
-                self.is_index(n) for n in node.all_input_nodes if self.meaning.is_tensor(n)
-            )
-        return self._indices[node]
+        operands = filter(self.meaning.is_tensor, node.all_input_nodes)
+        return self.meaning.category(node) in ELEMENTWISE and all(map(self.is_index, operands))
 
     def examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
         """The attentions whose sum this node is, usually one; None where it does not look like attention
@@ -389,12 +385,11 @@ class Recogniser:
         reads = [n.value for n in E.reads(node)]
         return frozenset().union(*map(self._sources_of, reads))
 
+    @kept
     def _sources_of(self, node: fx.Node) -> frozenset[fx.Node]:
         if node.op == "placeholder":
             return frozenset((node,) if node.meta["val"].is_floating_point() else ())
-        if node not in self._roots:
-            self._roots[node] = frozenset().union(*map(self._sources_of, node.all_input_nodes))
-        return self._roots[node]
+        return frozenset().union(*map(self._sources_of, node.all_input_nodes))
 
 
 def _reads(node: fx.Node | None, *formulas: Expr) -> bool:

@@ -23,7 +23,7 @@ from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra.digits import Digits
 from attngraph.meaning.attention.normaliser import Refusal
 from attngraph.meaning.element import Meaning, has_data
-from attngraph.meaning.rule import Category, Unliftable
+from attngraph.meaning.rule import Category, Unliftable, tried
 
 _MOST_WORDS = 200
 """Most words of an operand's formula that is looked at."""
@@ -45,9 +45,8 @@ def _axes_of(
     meaning: Meaning, operand: Expr, wanted: frozenset[Expr], tokens: frozenset[Expr]
 ) -> frozenset[Expr]:
     """Those of the wanted digits that are an axis of what one operand is projected from."""
-    try:
-        lifted = meaning.elementwise(operand, most=_MOST_WORDS)
-    except Unliftable:
+    lifted = tried(meaning.elementwise, operand, most=_MOST_WORDS)
+    if lifted is None:
         return frozenset()
     along: frozenset[Expr] = frozenset()
     weighted: frozenset[Expr] = frozenset()

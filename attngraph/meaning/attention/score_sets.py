@@ -21,6 +21,7 @@ import math
 from torch import fx
 
 from attngraph.ir import budgets
+from attngraph.ir.kept import kept
 from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.meaning.algebra import M
 from attngraph.meaning.attention import dot as dots
@@ -116,7 +117,6 @@ class PositionWeights:
 
     def __init__(self, meaning: Meaning) -> None:
         self.meaning = meaning
-        self._known: dict[fx.Node, tuple[bool, bool]] = {}
 
     def are_divided(self, node: fx.Node) -> bool:
         """Whether a node divides by a sum of what follows from positions alone, as it does itself."""
@@ -128,15 +128,14 @@ class PositionWeights:
         """Whether a node follows from positions alone."""
         return self.known(node)[0]
 
+    @kept
     def known(self, node: fx.Node) -> tuple[bool, bool]:
         """Whether a node follows from positions alone, and whether a sum is among what computes it."""
-        if node not in self._known:
-            operands = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
-            category = self.meaning.category(node)
-            sums = category is Category.REDUCTION and str(node.target) in _SUMS
-            follows = (category in ELEMENTWISE or sums) and all(self.known(n)[0] for n in operands)
-            self._known[node] = (follows, follows and (sums or any(self.known(n)[1] for n in operands)))
-        return self._known[node]
+        operands = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
+        category = self.meaning.category(node)
+        sums = category is Category.REDUCTION and str(node.target) in _SUMS
+        follows = (category in ELEMENTWISE or sums) and all(self.known(n)[0] for n in operands)
+        return follows, follows and (sums or any(self.known(n)[1] for n in operands))
 
 
 def as_exponentials(node: Expr) -> Expr:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr, S
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import computed, operands_first
@@ -60,7 +61,6 @@ class Parts:
     def __init__(self, given: Collection[fx.Node], sizes: Mapping[str, int]) -> None:
         self.given, self.sizes = given, sizes
         self._meaning = Meaning(numbers=sizes)
-        self._steps: dict[Piece, Step] = {}
 
     def order(self, wanted: Sequence[Piece]) -> list[Piece]:
         """The pieces from which those that are wanted are computed, operands first."""
@@ -88,12 +88,9 @@ class Parts:
         whole = shape_at(node.meta["val"], self.sizes)
         return [n if b is None else len(b) for n, b in itertools.zip_longest(whole, box)]
 
+    @kept
     def step(self, piece: Piece) -> Step:
-        if piece not in self._steps:
-            self._steps[piece] = self._step(*piece)
-        return self._steps[piece]
-
-    def _step(self, node: fx.Node, box: Box) -> Step:
+        node, box = piece
         if not any(box):
             given = node in self.given
             operands = () if given else tuple(map(self.whole, node.all_input_nodes))

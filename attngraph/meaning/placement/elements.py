@@ -26,7 +26,7 @@ from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import M
 from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, is_part
+from attngraph.meaning.rule import Category, Indices, Unliftable, is_part, tried
 
 GROUPED = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 """Products `x[t] @ weight[expert of t]` of tokens that are sorted by expert."""
@@ -172,11 +172,7 @@ class Tails:
         added = added_to(user, node)
         if added is not None and self.of_weights(added):
             return True
-        try:
-            _, at = self.meaning.places(user)
-            return is_linear(element(self.meaning, user, at), node)
-        except Unliftable:
-            return False
+        return bool(tried(lambda: is_linear(element(self.meaning, user, self.meaning.places(user)[1]), node)))
 
     def _keeps_range(self, user: fx.Node, node: fx.Node) -> bool:
         """Whether finite parts stay finite in the result's dtype."""

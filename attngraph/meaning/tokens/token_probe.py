@@ -23,7 +23,7 @@ from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region
 from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
+from attngraph.meaning.rule import tried
 from attngraph.meaning.tokens.facts import Axes, Space
 from attngraph.meaning.tokens.numbers import OfSizes, reach
 
@@ -150,11 +150,8 @@ class TokenProbe:
         """Whether all elements are the same number, as in `zeros`."""
         if any(not is_size(n) for n in node.all_input_nodes):
             return False
-        try:
-            at = tuple(E.var(f"o{d}", extent) for d, extent in enumerate(self.meaning.shape(node)))
-            return bool(self.meaning.element(node, at).op == "const")
-        except Unliftable:
-            return False
+        element = tried(lambda: self.meaning.element(node, self.meaning.places(node)[0]))
+        return element is not None and element.op == "const"
 
     def is_long(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> bool:
         """Whether more operations compute the node from values of known axes than are looked at together."""

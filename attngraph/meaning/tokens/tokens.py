@@ -17,7 +17,6 @@ Token-wise computations can be run on any selection of tokens, which is what a d
 edits the graph.
 """
 
-import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -47,7 +46,7 @@ from attngraph.meaning.tokens.looks_back import HistoryFinder, LooksBack, NotSho
 from attngraph.meaning.tokens.loops import LoopFinder
 from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.token_probe import TokenProbe
-from attngraph.meaning.tokens.windows import find_fold, find_window
+from attngraph.meaning.tokens.windows import WindowFinder
 
 
 class Tokens:
@@ -77,8 +76,7 @@ class Tokens:
         self._summed: set[fx.Node] = set()
         """Values that are sums over tokens, and what is computed from them: these are not looked at again."""
         self.looks_back = LooksBack(self.meaning, self.space, self._element, self._known_axes)
-        self._folds: Finder = functools.partial(find_fold, self.meaning, self.space, self.facts)
-        self._windows: Finder = functools.partial(find_window, self.meaning, self.space, self.facts)
+        self._windows = WindowFinder(self.meaning, self.space, self.facts)
         self.sums = SumFinder(graph, self.space, self.facts, self.traced, refuted)
         self.loops = LoopFinder(self.meaning, self.space, self.facts, self.traced)
         anew = HistoryFinder(self.space, self.facts, self.probe, self.looks_back, assume_causal)
@@ -165,9 +163,9 @@ class Tokens:
         found = self._by_rule(node, shape)
         if found.kind is Kind.MIXING:
             found = (
-                self._scanned(node, self._folds)
+                self._scanned(node, self._windows.fold)
                 or self._by_formula(node, shape)
-                or self._scanned(node, self._windows)
+                or self._scanned(node, self._windows.window)
                 or self._by_region(node, shape)
                 or self._scanned(node, self.sums.find)
                 or self._scanned(node, self.loops.find)

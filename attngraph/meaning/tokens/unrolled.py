@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language.step_program import written
 from attngraph.ir.ops.nodes import view
 from attngraph.ir.walk import operands_first
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
+from attngraph.meaning.rule import tried
 from attngraph.meaning.tokens.facts import Fact, Indices, Kind, Space
 from attngraph.meaning.tokens.unfold import VIEWS
 
@@ -46,7 +47,6 @@ class Unrolled:
 
     def __init__(self, meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact]) -> None:
         self.meaning, self.space, self.facts = meaning, space, facts
-        self._taken: dict[fx.Node, Taken | None] = {}
 
     def followed(self, element: Expr) -> Expr:
         """What an element equals, through values that mix tokens and have them in a dimension."""
@@ -57,13 +57,9 @@ class Unrolled:
             element = self.meaning.element(element.value, element.args)
         return element
 
+    @kept
     def taken(self, node: fx.Node) -> Taken | None:
         """Which token's part of which value a node is; None if it is none."""
-        if node not in self._taken:
-            self._taken[node] = self._find_taken(node)
-        return self._taken[node]
-
-    def _find_taken(self, node: fx.Node) -> Taken | None:
         row = self.row_dim(node)
         if row is None or self.counts_tokens(node):
             return None
@@ -71,11 +67,10 @@ class Unrolled:
         shape = self.meaning.shape(node)
         own = [E.ZERO if n is E.ONE else E.var(f"own{dim}", n) for dim, n in enumerate(shape)]
         at = (*own[:row], self.space.row, *own[row + 1 :])
-        try:
-            element = self.followed(self.meaning.element(node, at))
-        except Unliftable:
+        element = tried(lambda: self.followed(self.meaning.element(node, at)))
+        if element is None or element.op != "read":
             return None
-        fact = self.facts.get(element.value) if element.op == "read" else None
+        fact = self.facts.get(element.value)
         if fact is None or fact.kind not in _OF_TOKENS:
             return None
         place = self.space.place(fact.axes, self.space.token)
