@@ -42,7 +42,7 @@ FLOORS_INSIDE = {
         {"rules"}, {"attention"}, {"check"}, {"tokens", "placement"}, {"__init__"},
     ),
     "capture": (
-        {"instead", "structure", "trace_lock"}, {"state"}, {"lines", "sides"},
+        {"instead", "structure"}, {"state"}, {"lines", "sides"},
         {"asked", "attributes"}, {"captured", "guards", "program", "side_effects", "subgraphs"},
         {"compared", "faster", "first_call", "flat", "graph_breaks"}, {"trace"}, {"__init__"},
     ),

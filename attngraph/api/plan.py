@@ -23,7 +23,7 @@ from attngraph.api.options import Options
 from attngraph.api.plan_memory import bytes_of, fetched_at_once, kept_for_backward, without_memory
 from attngraph.api.rewritten import capture_call, rewritten
 from attngraph.capture.captured import Assumed
-from attngraph.capture.trace_lock import LOCK
+from attngraph.capture.instead import LOCK
 from attngraph.errors import CaptureError, NoDecoderError, PassError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language.score import ScoreProgram

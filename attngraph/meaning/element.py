@@ -1,9 +1,9 @@
 """What one element of a graph value equals.
 
-`Meaning` answers, for a node of a program graph and index expressions, the expression of that
-element in terms of elements of the node's operands, by the element rules in `meaning/rules/`.
-`lift` repeats that through chosen nodes. Views, layouts, operand order and broadcasting disappear
-on the way: they only ever change indices. Nothing here edits the graph.
+`Meaning` answers, for a node of a program graph and index expressions, the expression of that element in
+terms of elements of the node's operands, by the element rules in `meaning/rules/`. `lift` repeats that
+through chosen nodes. Views, layouts, operand order and broadcasting disappear on the way: they only ever
+change indices.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import attngraph
-from attngraph.capture.trace_lock import LOCK
+from attngraph.capture.instead import LOCK
 from attngraph.ir.ops.transforms import shared
 
 HERE = Path(attngraph.__file__).parent

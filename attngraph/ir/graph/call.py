@@ -139,7 +139,7 @@ def infer_once(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
         return infer(target, args, kwargs, mode)
     known = _KNOWN.setdefault(mode.shape_env, {})
     try:
-        call = target, _described(fx.map_arg((args, kwargs), lambda n: n.meta["val"]))
+        call = target, described(fx.map_arg((args, kwargs), lambda n: n.meta["val"]))
         found = known.get(call)
     except (TypeError, RuntimeError, AttributeError):  # an operand without a plain layout
         return infer(target, args, kwargs, mode)
@@ -154,17 +154,17 @@ def _is_of_sizes(target: Any) -> bool:
     return not any(tag in getattr(target, "tags", ()) for tag in _BY_VALUES)
 
 
-def _described(value: Any) -> Any:
-    """An operand as far as shapes and types depend on it; equal for equal layers."""
+def described(value: Any) -> Any:
+    """A value, or operands, by types, layouts and formulas of sizes; equal for equal layers."""
     if isinstance(value, Tensor):
-        layout = (tuple(map(_described, value.shape)), tuple(map(_described, value.stride())))
+        layout = (tuple(map(described, value.shape)), tuple(map(described, value.stride())))
         return value.dtype, value.device, layout
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value.node.expr
     if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
+        return tuple(map(described, value))
     if isinstance(value, dict):
-        return tuple((name, _described(inner)) for name, inner in value.items())
+        return tuple((name, described(inner)) for name, inner in value.items())
     if isinstance(value, slice):
-        return slice, _described((value.start, value.stop, value.step))
-    return type(value), value
+        return slice, described((value.start, value.stop, value.step))
+    return type(value), repr(value) if isinstance(value, float) else value  # zeros have signs

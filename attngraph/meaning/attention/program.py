@@ -349,9 +349,6 @@ def _weight_of(node: Expr) -> int:
     return sum(1 for _ in E.walk(node))
 
 
-_RANK = {"dot": 0, "s": 0, "p": 0, "where": 3, "read": 4}
-
-
 def _shape_key(node: Expr) -> str:
     """A text that names variables and operations but no tensors: stable between equal layers."""
     if node.op in ("const", "var", "size"):

@@ -9,7 +9,7 @@ taken from the result. So a part has the values of the whole: only memory and ti
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,26 +18,20 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import is_size
 from attngraph.ir.kept import kept
-from attngraph.ir.language import E, Expr, S
+from attngraph.ir.language import E, Environment, Expr, S, Tile
+from attngraph.ir.language.evaluate import evaluate
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import computed, operands_first
 from attngraph.meaning.check.oracle import Oracle, drop
 from attngraph.meaning.check.region import bytes_in_float64, scores_of, shape_at
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import RULES, Unliftable, is_part
+from attngraph.meaning.rule import Category, Unliftable, is_part, tried
 
 Box = tuple[tuple[int, ...] | None, ...]
 """For each dimension the wanted indices in increasing order; None: all of them."""
 Piece = tuple[fx.Node, Box]
 PLACES = 4
 """How many indices of a dimension are sampled: its first, its last, and others at random."""
-_RESHAPED = frozenset(
-    name for name, rule in RULES.items() if rule.element is RULES["aten.view.default"].element
-)
-_SLICED = frozenset({"aten.narrow.default", "aten.slice.Tensor"})
-_EXPANDED = frozenset(
-    name for name, rule in RULES.items() if rule.element is RULES["aten.expand.default"].element
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +91,7 @@ class Parts:
             scores = 0 if given else scores_of(node, self.sizes)
             return Step(operands, lambda oracle, values: self._run(oracle, node, operands, values), scores)
         if node not in self.given and node.op == "call_function":
-            name = str(node.target)
-            ways = [self._of_attention, self._of_dropout, self._by_rule]
-            if name in _RESHAPED:
-                ways = [self._reshaped]
-            for way in ways:
+            for way in (self._of_attention, self._of_dropout, self._moved, self._by_rule):
                 found = way(node, box)
                 if found is not None:
                     return found
@@ -139,53 +129,43 @@ class Parts:
             if not same or boxes.setdefault(read.value, found) != found:
                 return None
         made_by: Any = node.args[0] if is_part(node) else node
-        name = str(node.target)
-        expanded = name in _EXPANDED
-        needed = made_by.all_input_nodes[:1] if expanded else made_by.all_input_nodes
+        needed = made_by.all_input_nodes
         if not boxes or any(n not in boxes for n in needed if isinstance(n.meta.get("val"), Tensor)):
             return None
         operands = tuple((n, boxes[n]) if n in boxes else self.whole(n) for n in needed)
-        if expanded:
-            return Step(operands, lambda _, values: values[0].expand(self.shape(node, box)))
-        if element.op == "read" and self.shape(node) == self.shape(element.value) and name in _SLICED:
-            return Step(operands, lambda _, values: values[0])  # all of a dimension, by its number
         if made_by is node:
             return Step(operands, lambda oracle, values: self._run(oracle, node, operands, values))
         number: Any = node.args[1]
         return Step(operands, lambda oracle, values: self._run(oracle, made_by, operands, values)[number])
 
-    def _reshaped(self, node: fx.Node, box: Box) -> Step:
-        """A view: where the wanted elements lie in the operand, by counting both in the same order."""
-        source: Any = node.args[0]
-        before, after = self.shape(source), self.shape(node)
+    def _moved(self, node: fx.Node, box: Box) -> Step | None:
+        """Where an op moves elements, and changes none: the operand at the indices that are wanted of each
+        dimension, each once, and where in this the wanted elements lie."""
+        element = tried(self._meaning.element, node, self._meaning.places(node)[1])
+        if element is None or element.op != "read" or self._meaning.category(node) is not Category.MOVEMENT:
+            return None
+        casts = element.value.meta["val"].dtype != node.meta["val"].dtype
+        if casts or any(n.op == "read" for index in element.args for n in E.walk(index)):
+            return None
+        axes: dict[str, Tensor] = {}
+        for dim, (extent, indices) in enumerate(zip(self.shape(node), box, strict=True)):
+            axis = torch.arange(extent) if indices is None else torch.tensor(indices)
+            axes[f"o{dim}"] = axis.view(-1, *[1] * (len(box) - dim - 1))
+        env = Environment(
+            Tile((0, 0), (0, 0), (0, 0), (0, 0)), (), (), torch.float64, torch.device("cpu"), axes
+        )
         found: list[tuple[int, ...] | None] = []
-        # For each group of dimensions that are the operand's in another shape: the extent of its wanted part,
-        # and where the wanted elements lie in it.
-        groups: list[tuple[int, Tensor | None]] = []
-        for i, j in _groups(before, after):
-            if not any(box[j]):
-                found += [None] * (i.stop - i.start)
-                groups.append((math.prod(after[j]), None))
-                continue
-            flat = torch.zeros((), dtype=torch.int64)
-            for extent, indices in zip(after[j], box[j], strict=True):
-                flat = flat[..., None] * extent + torch.tensor(range(extent) if indices is None else indices)
-            digits = torch.unravel_index(flat.flatten(), tuple(before[i]))
-            kept = [torch.unique(digit) for digit in digits]
-            place = torch.zeros((), dtype=torch.int64)
-            for digit, of in zip(digits, kept, strict=True):
-                place = place * len(of) + torch.searchsorted(of, digit.contiguous())
-            found += [tuple(of.tolist()) for of in kept]
-            groups.append((math.prod(map(len, kept)), place))
+        places: list[Tensor] = []
+        for index, extent in zip(element.args, self.shape(element.value), strict=True):
+            kept, where = torch.unique(torch.as_tensor(evaluate(index, env, {})), return_inverse=True)
+            found.append(None if len(kept) == extent else tuple(kept.tolist()))
+            places.append(where)
 
         def run(oracle: Oracle, values: Sequence[Any]) -> Any:
-            value = values[0].reshape([extent for extent, _ in groups])
-            for dim, (_, place) in enumerate(groups):
-                if place is not None:
-                    value = value.index_select(dim, place.to(value.device))
-            return value.reshape(self.shape(node, box))
+            moved = values[0][tuple(where.to(values[0].device) for where in places)]
+            return moved.expand(self.shape(node, box))
 
-        return Step(((source, tuple(found)),), run)
+        return Step(((element.value, tuple(found)),), run)
 
     def _of_attention(self, node: fx.Node, box: Box) -> Step | None:
         """Some queries of an attention, with all keys: the program reads their places from a list."""
@@ -282,18 +262,3 @@ def _occur(node: Expr, variables: Mapping[Expr, Any]) -> bool:
     if node.op == "read":
         return False
     return node in variables or any(_occur(arg, variables) for arg in node.args)
-
-
-def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """The shortest runs of dimensions of equal product in two shapes of the same elements."""
-    i = j = 0
-    while i < len(before) or j < len(after):
-        start = i, j
-        old, i = (before[i], i + 1) if i < len(before) else (1, i)
-        new, j = (after[j], j + 1) if j < len(after) else (1, j)
-        while old != new:
-            if old < new:
-                old, i = old * before[i], i + 1
-            else:
-                new, j = new * after[j], j + 1
-        yield slice(start[0], i), slice(start[1], j)

@@ -7,10 +7,10 @@ the next are one step:
 
     handed', out = step(handed, token)
 
-One step is taken as the pattern. All others must be the same operations of the same operands, with their
-own token in the place of its; only the first may differ, as it has nothing before it. Nothing is assumed
-about what a step computes, so this is how running maxima, gates and cells are carried. (Sums over earlier
-tokens are found before, by `recurrence.py`: they need no steps.) Nothing here edits the graph.
+One step is taken as the pattern. All others must be the same operations of the same operands, with their own
+token in the place of its; only the first may differ, as it has nothing before it. Nothing is assumed about
+what a step computes, so this is how running maxima, gates and cells are carried. (Sums over earlier tokens
+are found before, by `recurrence.py`: they need no steps.)
 """
 
 import dataclasses

@@ -3,8 +3,7 @@
 Operations on places treat tokens alike beyond all their numbers: what they do for more tokens than these add
 up to, and than their divisors multiply to, they do for any more. So a trial of what the operations do is of
 so many tokens. Every number counts that an operation is given, but dimensions, shapes, and what it does along
-a dimension of a fixed extent; fractions only where places or whole numbers are computed with. Nothing here
-edits the graph.
+a dimension of a fixed extent; fractions only where places or whole numbers are computed with.
 """
 
 import math

@@ -9,7 +9,7 @@ third token shows what a token writes and how the next one reads it; the variabl
 are those of S. A term of the first and the third shows how S gets past the second: times a factor (a decay),
 or through a product with one of its vectors, which puts another vector in its place (a delta rule). Sums with
 decays, selective scans and delta rules differ in nothing else. This is a claim, read from three tokens.
-Whether it holds is decided by running both (`passes/insert_kv_cache/carry.py`). Nothing here edits the graph.
+Whether it holds is decided by running both (`passes/insert_kv_cache/carry.py`).
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ Algebra follows every other operation (`tokens.py`). What sorts tokens by expert
 restores the order is run instead: the nodes between values whose axes are known and the one in question, in
 float64 on random inputs, once on all tokens of two sequences, then on selections of them, fewer and in
 another order. Such operations know tokens by their data and by numbers alone, so a trial has more tokens than
-these numbers reach (`numbers.py`). Nothing here edits the graph.
+these numbers reach (`numbers.py`).
 """
 
 import math

@@ -9,12 +9,11 @@ Every value of a graph is one of these:
     scan         computed from the last tokens, or from something that is carried from token to token
     mixing       anything else
 
-Element rules say what one element reads; a value is token-wise where the row and the token that it reads
-in every operand are its own. Where the operands mix tokens, the formula of all operations since values that
-do not is judged (`looks_back.py`). Only where data choose the tokens, the operations are run on all of them
-and on some in another order, and must give each token the same (`token_probe.py`).
-Token-wise computations can be run on any selection of tokens, which is what a decoder does. Nothing here
-edits the graph.
+Element rules say what one element reads; a value is token-wise where the row and the token that it reads in
+every operand are its own. Where the operands mix tokens, the formula of all operations since values that do
+not is judged (`looks_back.py`). Only where data choose the tokens, the operations are run on all of them and
+on some in another order, and must give each token the same (`token_probe.py`). Token-wise computations can be
+run on any selection of tokens, which is what a decoder does.
 """
 
 from collections.abc import Mapping
