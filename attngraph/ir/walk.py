@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 _Value = TypeVar("_Value", bound=Hashable)
+_Made = TypeVar("_Made")
 
 
 def reached(starts: Iterable[_Value], after: Callable[[_Value], Iterable[_Value]]) -> Iterator[_Value]:
@@ -32,6 +33,17 @@ def operands_first(
             stack.append((node, True))
             stack.extend((n, False) for n in reversed(operands(node)))
     return list(order)
+
+
+def filled(
+    table: dict[_Value, _Made], start: _Value, operands: Callable[[_Value], Sequence[_Value]],
+    compute: Callable[[_Value], _Made],
+) -> _Made:  # fmt: skip
+    """What `compute` gives of a value, after it was asked of its operands; the table keeps it of each."""
+    if start not in table:
+        for value in operands_first([start], lambda v: [o for o in operands(v) if o not in table]):
+            table[value] = compute(value)
+    return table[start]
 
 
 def computed(

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
-from attngraph.ir.walk import computed, operands_first, reached
+from attngraph.ir.walk import computed, filled, reached
 from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.rule import RULES, Category
@@ -39,13 +39,10 @@ class ConstantFolding:
         """The ops and known tensors that a value is computed from; None where it depends on an input, a
         varying size or a random number. Where there are more than `budgets.TABLE_OPS`, some are left out."""
 
-        def missing(n: fx.Node) -> list[fx.Node]:
-            return [o for o in _operands(n) if o not in self._writers] if self._is_fixed(n) else []
+        def operands(n: fx.Node) -> list[fx.Node]:
+            return _operands(n) if self._is_fixed(n) else []
 
-        if node not in self._writers:
-            for current in operands_first([node], missing):
-                self._writers[current] = self._gathered(current)
-        return self._writers[node]
+        return filled(self._writers, node, operands, self._gathered)
 
     @kept
     def values(self, node: fx.Node) -> Tensor | None:

@@ -8,7 +8,7 @@ change indices.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
 from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
+from attngraph.ir.walk import filled
 from attngraph.meaning.algebra import M, is_example, ranges, size_expression
 from attngraph.meaning.algebra.sizes import SizeNames
 from attngraph.meaning.constants import ConstantFolding, describe
@@ -161,19 +162,15 @@ class Meaning:
 
     def contracts(self, node: fx.Node) -> bool:
         """Whether the node is a contraction, or is computed from one by elementwise ops alone."""
-        pending = [node]
-        while pending:  # no recursion: a chain of writes is as long as a model makes it
-            at = pending[-1]
-            category = self.category(at)
-            elementwise = category in (Category.MOVEMENT, Category.POINTWISE)
-            inputs = at.all_input_nodes if elementwise else []
-            unknown = [n for n in inputs if n not in self._contracts]
-            if unknown:
-                pending += unknown
-                continue
-            self._contracts[at] = category is Category.CONTRACTION or any(self._contracts[n] for n in inputs)
-            pending.pop()
-        return self._contracts[node]
+
+        def inputs(at: fx.Node) -> Sequence[fx.Node]:
+            elementwise = self.category(at) in (Category.MOVEMENT, Category.POINTWISE)
+            return at.all_input_nodes if elementwise else ()
+
+        def contracts(at: fx.Node) -> bool:
+            return self.category(at) is Category.CONTRACTION or any(self._contracts[n] for n in inputs(at))
+
+        return filled(self._contracts, node, inputs, contracts)
 
     def require_equal(self, a: Expr, b: Expr) -> None:
         if a is not b:

@@ -26,10 +26,10 @@ Value = Tensor | int | float | bool
 class Tile:
     """A box of the index space: half-open ranges for b, h, q and k."""
 
-    b: tuple[int, int]
-    h: tuple[int, int]
-    q: tuple[int, int]
-    k: tuple[int, int]
+    b: tuple[int, int] = (0, 0)
+    h: tuple[int, int] = (0, 0)
+    q: tuple[int, int] = (0, 0)
+    k: tuple[int, int] = (0, 0)
 
     def range(self, name: str) -> tuple[int, int]:
         found: tuple[int, int] = getattr(self, name)

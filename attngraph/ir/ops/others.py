@@ -80,7 +80,7 @@ def kept_elements(
 ) -> Tensor:  # fmt: skip
     """Which elements of a tensor of this shape a dropout keeps. `box`: the indices of each dimension that are
     asked for; None: all."""
-    env = Environment(Tile((0, 0), (0, 0), (0, 0), (0, 0)), (), (), torch.float64, device)
+    env = Environment(Tile(), (), (), torch.float64, device)
     places: list[Any] = []
     for axis, (extent, wanted) in enumerate(zip(shape, box or [None] * len(shape), strict=True)):
         asked = torch.arange(extent) if wanted is None else torch.tensor(wanted, dtype=torch.int64)

@@ -9,6 +9,7 @@ checks the claim in float64 before anything is replaced (`meaning/check/check.py
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -16,6 +17,7 @@ from torch import fx
 from attngraph.ir import budgets
 from attngraph.ir.kept import kept
 from attngraph.ir.language import DOT, E, Expr
+from attngraph.ir.walk import filled
 from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
@@ -66,19 +68,15 @@ class Recogniser:
     def near(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that this node's elements are computed from, without a contraction or
         an opaque op in between. Weights that follow from positions alone count as such."""
-        stack, ends = [node], dict[fx.Node, frozenset[fx.Node] | None]()
-        while stack:  # not by recursion: a model may write a table element by element
-            top = stack[-1]
-            if top not in ends:
-                ends[top] = None if top in self._near else self._end(top)
-                inputs = () if top in self._near or ends[top] is not None else top.all_input_nodes
-                stack += [n for n in inputs if n not in self._near]
-                continue
-            stack.pop()
-            if top not in self._near:
-                found = ends[top]
-                self._near[top] = self._of_inputs(top) if found is None else found
-        return self._near[node]
+
+        def inputs(at: fx.Node) -> Sequence[fx.Node]:
+            return at.all_input_nodes if self._end(at) is None else ()
+
+        def near(at: fx.Node) -> frozenset[fx.Node]:
+            end = self._end(at)
+            return self._of_inputs(at) if end is None else end
+
+        return filled(self._near, node, inputs, near)
 
     def _end(self, node: fx.Node) -> frozenset[fx.Node] | None:
         """The exponentials of a node whose inputs are not asked; None for others."""

@@ -141,31 +141,38 @@ class Parts:
     def _moved(self, node: fx.Node, box: Box) -> Step | None:
         """Where an op moves elements, and changes none: the operand at the indices that are wanted of each
         dimension, each once, and where in this the wanted elements lie."""
-        element = tried(self._meaning.element, node, self._meaning.places(node)[1])
+        variables, place = self._meaning.places(node)
+        element = tried(self._meaning.element, node, place)
         if element is None or element.op != "read" or self._meaning.category(node) is not Category.MOVEMENT:
             return None
-        casts = element.value.meta["val"].dtype != node.meta["val"].dtype
-        if casts or any(n.op == "read" for index in element.args for n in E.walk(index)):
+        source, indices = element.value, element.args
+        casts = source.meta["val"].dtype != node.meta["val"].dtype
+        if casts or any(n.op == "read" for index in indices for n in E.walk(index)):
             return None
+        boxed = {v for v, wanted in zip(variables, box, strict=True) if wanted is not None}
         axes: dict[str, Tensor] = {}
-        for dim, (extent, indices) in enumerate(zip(self.shape(node), box, strict=True)):
-            axis = torch.arange(extent) if indices is None else torch.tensor(indices)
+        for dim, (extent, wanted) in enumerate(zip(self.shape(node), box, strict=True)):
+            axis = torch.arange(extent) if wanted is None else torch.tensor(wanted)
             axes[f"o{dim}"] = axis.view(-1, *[1] * (len(box) - dim - 1))
-        env = Environment(
-            Tile((0, 0), (0, 0), (0, 0), (0, 0)), (), (), torch.float64, torch.device("cpu"), axes
-        )
-        found: list[tuple[int, ...] | None] = []
-        places: list[Tensor] = []
-        for index, extent in zip(element.args, self.shape(element.value), strict=True):
-            kept, where = torch.unique(torch.as_tensor(evaluate(index, env, {})), return_inverse=True)
-            found.append(None if len(kept) == extent else tuple(kept.tolist()))
-            places.append(where)
+
+        def at(index: Expr) -> Tensor:
+            env = Environment(Tile(), (), (), torch.float64, torch.device("cpu"), axes)
+            return torch.as_tensor(evaluate(index, env, {}))
+
+        needed: list[Tensor | None] = []
+        for index, extent in zip(indices, self.shape(source), strict=True):
+            chosen = None if index.free and boxed.isdisjoint(index.free) else torch.unique(at(index))
+            needed.append(None if chosen is None or len(chosen) == extent else chosen)
 
         def run(oracle: Oracle, values: Sequence[Any]) -> Any:
+            places = (
+                at(index) if of is None else torch.searchsorted(of, at(index).contiguous())
+                for index, of in zip(indices, needed, strict=True)
+            )
             moved = values[0][tuple(where.to(values[0].device) for where in places)]
             return moved.expand(self.shape(node, box))
 
-        return Step(((element.value, tuple(found)),), run)
+        return Step(((source, tuple(None if of is None else tuple(of.tolist()) for of in needed)),), run)
 
     def _of_attention(self, node: fx.Node, box: Box) -> Step | None:
         """Some queries of an attention, with all keys: the program reads their places from a list."""

@@ -7,6 +7,7 @@ another order. Such operations know tokens by their data and by numbers alone, s
 these numbers reach (`numbers.py`).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.collectives import COLLECTIVES
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region
@@ -361,15 +363,8 @@ def digits_of(
 
 def _follows_from(node: fx.Node, values: set[fx.Node]) -> bool:
     """Whether a node is computed from one of the values by a few operations."""
-    stack, seen = [node], {node}
-    while stack and len(seen) < budgets.PROBE_NODES:
-        for operand in stack.pop().all_input_nodes:
-            if operand in values:
-                return True
-            if operand not in seen:
-                seen.add(operand)
-                stack.append(operand)
-    return False
+    below = reached(node.all_input_nodes, lambda n: n.all_input_nodes)
+    return any(n in values for n in itertools.islice(below, budgets.PROBE_NODES))
 
 
 def _is_mask(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language.step_program import written
 from attngraph.ir.ops.nodes import view
-from attngraph.ir.walk import operands_first
+from attngraph.ir.walk import filled
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import tried
@@ -132,11 +132,7 @@ class StepWriter:
         return [*self.lines, f"    return {', '.join(found)}"]
 
     def _name(self, root: fx.Node) -> str:
-        order = operands_first([root], lambda n: () if n in self.names else self._before(n))
-        for node in order:
-            if node not in self.names:
-                self.names[node] = self._of(node)
-        return self.names[root]
+        return filled(self.names, root, self._before, self._of)
 
     def _before(self, node: fx.Node) -> Sequence[fx.Node]:
         ends = node in self.given or is_size(node) or self.nodes.is_shared(node)
