@@ -15,8 +15,7 @@ import torch
 
 from attngraph.errors import AttnGraphError, PassError, VerificationError
 from attngraph.ir.graph import Level, ProgramGraph, format_file
-from attngraph.ir.graph.seen import is_unchanged, seen
-from attngraph.ir.graph.verify import verify
+from attngraph.ir.graph.verify import is_unchanged, seen, verify
 from attngraph.ir.modes import own_modes
 from attngraph.meaning.algebra.simplify.remembered import remembering
 from attngraph.report.dump import CAPTURE, Dump, notes_of, write_failed

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph import ORIGIN, infer_once
-from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.call import infer
 from attngraph.ir.graph.program_graph import ProgramGraph, makes_a_size
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.nodes import AttentionOp, view

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from attngraph.errors import ConversionError
 from attngraph.ir.graph import Input, Level, ProgramGraph, Rate, op_name
-from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.call import infer
 from attngraph.ir.graph.program_graph import move_to_stage, replace_in_other_users
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import E, Expr

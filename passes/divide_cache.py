@@ -25,7 +25,7 @@ from attngraph.ir.ops.divided_attention import bytes_exchanged
 from attngraph.ir.ops.latent_attention import sizes_of
 from attngraph.meaning import Category, M, category_of
 from attngraph.meaning.masks.fold import seen
-from attngraph.meaning.placement.differing import differing
+from attngraph.meaning.placement.table import differing
 from attngraph.passes.build import infer_anew
 from attngraph.pipeline import Outcome
 from attngraph.report.ranks import CACHE_EXCHANGE, SentEntry

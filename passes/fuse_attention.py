@@ -28,12 +28,12 @@ from attngraph.meaning import Category, M, Meaning
 from attngraph.meaning.algebra.sizes import to_sympy
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.equal_claims import OnceRecogniser
+from attngraph.meaning.attention.normaliser import Refusal
 from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE
-from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.routing import describe_edges, find_choice, is_of_one_key
-from attngraph.meaning.check.once import Checks
+from attngraph.meaning.check.check import Checks
 from attngraph.passes.attention_entries import describe, describe_claim
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.follows_arguments import FollowsArguments

@@ -8,13 +8,13 @@ shares its memory with an input or with another result.
 
 A result waits only beside one that is computed in the call from the attention's output: else all of the call
 would be computed when it is looked at, and nothing saved. Random numbers must be those of the call. A dropout
-that was fused has them by the seed of its attention (`ir/ops/dropout.py`); what any other random operation
+that was fused has them by the seed of its attention (`ir/ops/others.py`); what any other random operation
 draws is computed in the call, and what draws from the weights themselves computes them there.
 Likewise a size that only data know is measured in the call.
 
 In the model what the attention gives follows from its weights, and gradients flow from it to who holds them.
 The fused value does not, so where gradients may flow it is tied to the results that it would follow from
-(`ir/ops/tied.py`): the stage has it too, computed from them as the model does. Used by `fuse_attention.py`.
+(`ir/ops/others.py`): the stage has it too, computed from them as the model does. Used by `fuse_attention.py`.
 """
 
 import dataclasses

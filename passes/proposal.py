@@ -22,8 +22,7 @@ from attngraph.ir.graph import ProgramGraph, source_of
 from attngraph.ir.language.score import ProgramError
 from attngraph.meaning.attention.claim import NO_VIEW
 from attngraph.meaning.attention.layout import NoView
-from attngraph.meaning.check.check import Verdict
-from attngraph.meaning.check.once import Checks
+from attngraph.meaning.check.check import Checks, Verdict
 from attngraph.meaning.rule import Unliftable
 from attngraph.passes.build import Builder, Refused
 

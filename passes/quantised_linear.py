@@ -25,7 +25,7 @@ from attngraph.meaning import Category, M, Meaning, Unliftable, recombined, spli
 from attngraph.meaning.algebra.packed import find_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.layout import NoView, ViewOp
-from attngraph.meaning.check.once import Checks
+from attngraph.meaning.check.check import Checks
 from attngraph.passes.build import Builder
 from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome

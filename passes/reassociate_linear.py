@@ -18,13 +18,13 @@ from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, is
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import INDICES, Keep, Score, Weight
-from attngraph.ir.ops.linear_attention import linear_attention
+from attngraph.ir.ops.attention import linear_attention
 from attngraph.meaning import Meaning, evaluate_size
 from attngraph.meaning.attention import linear
 from attngraph.meaning.attention.claim import Attention
+from attngraph.meaning.attention.normaliser import Refusal
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import Recogniser
-from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.masks import words
 from attngraph.passes.build import Builder, NoSize, Refused
 from attngraph.passes.proposal import Proposal

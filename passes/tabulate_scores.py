@@ -21,8 +21,8 @@ from attngraph.ir.language import FUNCTIONS, E, Expr, Keep, ScoreProgram, Statem
 from attngraph.ir.language.evaluate import number
 from attngraph.ir.ops.nodes import Attention
 from attngraph.meaning import M, Meaning
-from attngraph.meaning.check.once import Checks
-from attngraph.meaning.tokens.axes import Space
+from attngraph.meaning.check.check import Checks
+from attngraph.meaning.tokens.facts import Space
 from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.write_formula import Writer
 from attngraph.passes.proposal import Proposal

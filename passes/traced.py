@@ -3,7 +3,7 @@
 `Builder.trace` calls a function once, on these. Each operation that it does (a method, an operator, a
 function of `torch`, an overload of `torch.ops`) becomes a node, with its fake value and the source line of
 what is rewritten; nothing is computed. Operations are recorded as they are written, never as what PyTorch
-makes of them, as the overload that the text of a graph need not name (`ir/graph/overloads.py`). A symbolic
+makes of them, as the overload that the text of a graph need not name (`ir/graph/call.py`). A symbolic
 size becomes the node that has it. Sizes have arithmetic as well: `x.size(0) + 1`.
 """
 

@@ -34,15 +34,15 @@ FLOORS = (
 FLOORS_INSIDE = {
     "ir": (
         {"budgets", "choices", "versions", "cache_folder", "garbage", "records", "operations", "dtypes",
-         "walk"},
+         "walk", "kept"},
         {"language"}, {"ops"}, {"graph"},
     ),
     "meaning": (
-        {"rule"}, {"algebra"}, {"masks", "constants"}, {"constant_folding", "wrapping"}, {"element"},
+        {"rule"}, {"algebra"}, {"masks", "constants", "wrapping"}, {"element"},
         {"rules"}, {"attention"}, {"check"}, {"tokens", "placement"}, {"__init__"},
     ),
     "capture": (
-        {"instead", "structure", "trace_lock"}, {"state"}, {"lines", "sides"},
+        {"instead", "structure"}, {"state"}, {"lines", "sides"},
         {"asked", "attributes"}, {"captured", "guards", "program", "side_effects", "subgraphs"},
         {"compared", "faster", "first_call", "flat", "graph_breaks"}, {"trace"}, {"__init__"},
     ),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attngraph.capture.guards import run_past
-from attngraph.capture.trace_lock import LOCK
+from attngraph.capture.instead import LOCK
 from attngraph.runtime.decoder import Decoder
 
 

@@ -13,8 +13,8 @@ from attngraph.api.arguments import require_fit, require_model
 from attngraph.api.build import compile_graph
 from attngraph.api.options import Options
 from attngraph.capture.first_call import once_settled
+from attngraph.capture.instead import LOCK
 from attngraph.capture.structure import flatten
-from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import PassError
 from attngraph.runtime.verify import Agreement, compare
 

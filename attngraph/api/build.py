@@ -18,8 +18,8 @@ from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
 from attngraph.api.records import later_of
 from attngraph.api.rewritten import capture_call, capturing_again, owner_of, rewritten
+from attngraph.capture.instead import LOCK
 from attngraph.capture.structure import flatten
-from attngraph.capture.trace_lock import LOCK
 from attngraph.codegen.cpu.record.replay import Replay
 from attngraph.errors import NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph

@@ -24,7 +24,7 @@ from attngraph.capture.sides import Decision, Same, Sides, assumed, is_of_ones
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import NoDecoderError
 from attngraph.ir import budgets
-from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.formula import holds
 from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, is_size
 from attngraph.meaning.check.comparison import Rule, compare
 from attngraph.meaning.check.oracle import Exact

@@ -25,16 +25,16 @@ from attngraph.api.progress_line import progress_line
 from attngraph.capture.first_call import fills_a_table
 from attngraph.capture.graph_breaks import GraphBreaks
 from attngraph.capture.guards import call_key
+from attngraph.capture.instead import LOCK
 from attngraph.capture.state.scope import EVERYTHING
 from attngraph.capture.structure import flatten
-from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, SavedError
 from attngraph.ir import budgets
 from attngraph.ir.ops.weights import Places
 from attngraph.report import report as reporting
+from attngraph.report.account import Times
 from attngraph.report.dump import write_breaks
 from attngraph.report.report import CompileReport, with_remarks
-from attngraph.report.times import Times
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.graphs import Fingerprints, Graphs, KeyOf, SmallCalls
 from attngraph.runtime.interpret import chosen_names, names_of_attentions, times_of, weights_of

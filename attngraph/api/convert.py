@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from attngraph.capture.captured import Captured
 from attngraph.capture.first_call import once_settled
+from attngraph.capture.instead import LOCK
 from attngraph.capture.trace import capture
-from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import ConversionError
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
 from attngraph.ir.ops import nodes

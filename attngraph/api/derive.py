@@ -18,9 +18,9 @@ from attngraph.api.options import Options
 from attngraph.api.records import programs_of
 from attngraph.api.rewritten import Found, Rewritten
 from attngraph.capture.captured import Assumed, Captured
+from attngraph.capture.instead import LOCK
 from attngraph.capture.sides import Sides
 from attngraph.capture.structure import Spread
-from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.algebra.sizes import example_size

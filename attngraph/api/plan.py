@@ -23,14 +23,14 @@ from attngraph.api.options import Options
 from attngraph.api.plan_memory import bytes_of, fetched_at_once, kept_for_backward, without_memory
 from attngraph.api.rewritten import capture_call, rewritten
 from attngraph.capture.captured import Assumed
-from attngraph.capture.trace_lock import LOCK
+from attngraph.capture.instead import LOCK
 from attngraph.errors import CaptureError, NoDecoderError, PassError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, bytes_sent
 from attngraph.meaning.check.region import shape_at
-from attngraph.meaning.masks.needed import pairs_of_ranks
+from attngraph.meaning.masks.tiles import pairs_of_ranks
 from attngraph.passes import order, waiting_at_most
 from attngraph.passes.divide_cache import DivideCache
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache

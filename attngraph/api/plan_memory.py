@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_REDUCE, SUM_GRADIENTS
-from attngraph.ir.ops.experts import EXPERT_ROWS
+from attngraph.ir.ops.others import EXPERT_ROWS
 from attngraph.ir.ops.token_collectives import FETCH_KEYS
 from attngraph.meaning import evaluate_size, is_part, size_expression
 from attngraph.meaning.check.region import shape_at

@@ -24,6 +24,7 @@ from attngraph.capture.captured import Captured
 from attngraph.capture.program.exported import hints, size_of
 from attngraph.errors import CaptureError
 from attngraph.ir.graph import ProgramGraph, infer_once
+from attngraph.ir.kept import kept
 
 SIZES = ((2, 9), (3, 9), (2, 11), (3, 11), (4, 14))
 """How many sequences and tokens the compared graphs have: four to interpolate, one to check."""
@@ -80,7 +81,6 @@ class _Writer:
         self._order = {node: n for g in (graph, *others) for n, node in enumerate(g.graph.nodes)}
         self.graph, self.number = graph, arguments[place]
         self.mode = FakeTensorMode(shape_env=ShapeEnv())
-        self._made: dict[_Formula, Any] = {}
         self._first = next(n for n in graph.graph.nodes if n.op != "placeholder")
         self._sizes: list[fx.Node] = []
 
@@ -137,23 +137,21 @@ class _Writer:
             raise _unlike(f"a number is {' or '.join(map(str, dict.fromkeys(given)))}")
         return self._written(interpolated(given))
 
+    @kept
     def _written(self, formula: _Formula) -> Any:
         """The node that computes a number."""
-        if formula not in self._made:
-            rows, tokens = self._sizes
-            with self.graph.graph.inserting_before(self._first):
-                terms: list[Any] = [
-                    self._call(operator.mul, number, what) if number != 1 else what
-                    for number, what in ((formula.rows, rows), (formula.tokens, tokens))
-                    if number
-                ]
-                if formula.both:
-                    both = self._call(operator.mul, rows, tokens)
-                    terms.append(self._call(operator.mul, formula.both, both))
-                terms += [formula.constant] if formula.constant else []
-                found = functools.reduce(functools.partial(self._call, operator.add), terms)
-            self._made[formula] = found
-        return self._made[formula]
+        rows, tokens = self._sizes
+        with self.graph.graph.inserting_before(self._first):
+            terms: list[Any] = [
+                self._call(operator.mul, number, what) if number != 1 else what
+                for number, what in ((formula.rows, rows), (formula.tokens, tokens))
+                if number
+            ]
+            if formula.both:
+                both = self._call(operator.mul, rows, tokens)
+                terms.append(self._call(operator.mul, formula.both, both))
+            terms += [formula.constant] if formula.constant else []
+            return functools.reduce(functools.partial(self._call, operator.add), terms)
 
     def _call(self, function: Callable[..., Any], *operands: Any) -> fx.Node:
         found = self.graph.graph.call_function(function, operands)

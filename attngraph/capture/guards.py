@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.capture.asked import answers, key_of_attributes
+from attngraph.capture.instead import LOCK
 from attngraph.capture.lines import name_of
 from attngraph.capture.state.fingerprint import Exact, Fingerprint
 from attngraph.capture.state.kinds import Place
 from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.capture.structure import is_value
-from attngraph.capture.trace_lock import LOCK
 from attngraph.ir import budgets
-from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.formula import holds
 from attngraph.ir.modes import autocast_of, default_device, hooks_of_all_modules, settings, surroundings
 from attngraph.ir.versions import version_of
 

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from attngraph.capture.instead import instead
 from attngraph.ir import budgets
-from attngraph.ir.graph.conditions import holds, python_text
+from attngraph.ir.graph.formula import holds, python_text
 
 _ORDERS = sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt
 _FEW, _MANY = 4, 1 << 24

@@ -11,6 +11,7 @@ user's line; torch.compile then captures what is around it.
 import contextlib
 import functools
 import math
+import operator
 import os
 import sys
 import threading
@@ -92,14 +93,10 @@ def functions_run() -> Iterator[set[str]]:
             "torch.fx.experimental.proxy_tensor", "_temp_remove_pre_dispatch_torch_function_mode",
             contextlib.nullcontext,
         ),
-        replaced(f"{_OPS}.invoke_subgraph", "invoke_subgraph_placeholder", _called),
+        replaced(f"{_OPS}.invoke_subgraph", "invoke_subgraph_placeholder", operator.call),
         _flex_followed(),
     ):  # fmt: skip
         yield written
-
-
-def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def function_refusal(node: fx.Node, traced: bool = False) -> CaptureError | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from attngraph.cli.terminal import TargetError
 from attngraph.errors import meant
 from attngraph.ir.language import ProgramError, ScoreProgram, parse
-from attngraph.report.files import write_whole
+from attngraph.ir.records import write_whole
 from attngraph.report.picture import TileMap, marks, mask_map, tile_map, to_svg, to_text
 from attngraph.report.programs import WELL_KNOWN
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from attngraph.capture.trace_lock import LOCK
+from attngraph.capture.instead import LOCK
 from attngraph.errors import ExportError, first_line
 from attngraph.exporter.formats import Format, Names, Run, quiet
 

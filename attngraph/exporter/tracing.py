@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from attngraph.capture.instead import LOCK
 from attngraph.capture.sides import UNASKED, Sides, assumed, in_words
-from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import ExportError, first_line
 from attngraph.exporter.formats import Format, quiet
-from attngraph.ir.graph.conditions import test_of
+from attngraph.ir.graph.formula import test_of
 from attngraph.ir.modes import without_autocast
 
 _SIZES = "torch.fx.experimental.symbolic_shapes"

@@ -1,10 +1,18 @@
 """Plain records as JSON values and back, by the types that their classes declare. Nothing is executed, and no
-class is made that the caller has not named: what is read may be anybody's."""
+class is made that the caller has not named: what is read may be anybody's.
 
+Files are written as a whole or not at all.
+"""
+
+import contextlib
 import dataclasses
 import functools
+import os
+import tempfile
 import typing
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
@@ -87,3 +95,29 @@ def dtype_of(text: Any) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{text!r:.80} is no dtype")
     return found
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which is at `path` once all is written: readers see all of it, or what was there.
+
+    Raises:
+        OSError: it cannot be written; the previous contents are still there.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with replacing(path) as file:
+        file.write(text.encode())

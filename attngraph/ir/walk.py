@@ -1,9 +1,11 @@
 """Walks over what refers to others: nodes of a graph, expressions, sizes. None recurses."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 _Value = TypeVar("_Value", bound=Hashable)
+_Made = TypeVar("_Made")
 
 
 def reached(starts: Iterable[_Value], after: Callable[[_Value], Iterable[_Value]]) -> Iterator[_Value]:
@@ -31,3 +33,32 @@ def operands_first(
             stack.append((node, True))
             stack.extend((n, False) for n in reversed(operands(node)))
     return list(order)
+
+
+def filled(
+    table: dict[_Value, _Made], start: _Value, operands: Callable[[_Value], Sequence[_Value]],
+    compute: Callable[[_Value], _Made],
+) -> _Made:  # fmt: skip
+    """What `compute` gives of a value, after it was asked of its operands; the table keeps it of each."""
+    if start not in table:
+        for value in operands_first([start], lambda v: [o for o in operands(v) if o not in table]):
+            table[value] = compute(value)
+    return table[start]
+
+
+def computed(
+    order: Sequence[_Value], operands: Callable[[_Value], Iterable[_Value]],
+    compute: Callable[[_Value, dict[_Value, Any]], Any], wanted: Sequence[_Value],
+    given: Mapping[_Value, Any] = MappingProxyType({}),
+) -> list[Any]:  # fmt: skip
+    """What `compute` gives of `wanted`: of each in this order, from what it gave of its operands. Each is let
+    go after its last use."""
+    found = dict(given)
+    last = {operand: value for value in order for operand in operands(value)}
+    for value in order:
+        if value not in found:
+            found[value] = compute(value, found)
+        for operand in operands(value):
+            if last[operand] is value and operand not in wanted:
+                found.pop(operand, None)
+    return [found[value] for value in wanted]

@@ -1,17 +1,155 @@
-"""The values of a known tensor as a formula of the index.
+"""Tensors that depend on no input of a call, and formulas of their values: masks that a loop wrote row by
+row, tables put together from blocks, anything computed from fixed sizes and known tensors.
 
-A buffer that holds a lower triangle, a band, equal blocks, a range, a range whose numbers are repeated, or
-a single number is read as that formula. The formula must give every value of the tensor exactly: one entry
-that differs, and there is none. An element of integers or booleans at constant indices is a constant,
-whatever the pattern.
+Such a tensor is computed once, as the model would. One that holds a lower triangle, a band, equal blocks, a
+range, a range whose numbers are repeated, or a single number is then read as that formula. The formula must
+give every value of the tensor exactly: one entry that differs, and there is none. An element of integers or
+booleans at constant indices is a constant, whatever the pattern. `element.py` uses this where an op has no
+element rule, or where so many ops wrote one table that their rules would give a formula as long as the table.
 """
 
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from attngraph.ir import budgets
+from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.ir.walk import computed, filled, reached
+from attngraph.meaning.algebra import M
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.rule import RULES, Category
+
+
+class ConstantFolding:
+    """The values of one graph that are the same in every call.
+
+    Args:
+        given: the tensors that are known when compiling, by placeholder.
+    """
+
+    def __init__(self, given: Mapping[fx.Node, Tensor]) -> None:
+        self.given = given
+        self._writers: dict[fx.Node, frozenset[fx.Node] | None] = {}
+
+    def writers(self, node: fx.Node) -> frozenset[fx.Node] | None:
+        """The ops and known tensors that a value is computed from; None where it depends on an input, a
+        varying size or a random number. Where there are more than `budgets.TABLE_OPS`, some are left out."""
+
+        def operands(n: fx.Node) -> list[fx.Node]:
+            return _operands(n) if self._is_fixed(n) else []
+
+        return filled(self._writers, node, operands, self._gathered)
+
+    @kept
+    def values(self, node: fx.Node) -> Tensor | None:
+        """The value of the node, equal in every call, or None where it is not known."""
+        return None if self.writers(node) is None else self._computed(node)
+
+    def sources(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The given tensors that known values were computed from."""
+        return frozenset(n for n in reached([node], _operands) if n in self.given)
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        """Whether the node by itself, apart from its operands, gives the same value in every call."""
+        if node.op == "placeholder":
+            return node in self.given
+        if node.op != "call_function" or any(_varies(a) for a in (*node.args, *node.kwargs.values())):
+            return False
+        value = node.meta.get("val")
+        tensors = value if isinstance(value, (tuple, list)) else (value,)
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
+                return False
+            if any(map(_varies, tensor.shape)) or tensor.numel() > budgets.TABLE_ELEMENTS:
+                return False
+        if node.target is operator.getitem:
+            return True
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+            return False
+        return target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags
+
+    def _gathered(self, node: fx.Node) -> frozenset[fx.Node] | None:
+        if not self._is_fixed(node):
+            return None
+        found = {node}
+        for operand in _operands(node):
+            theirs = self._writers[operand]
+            if theirs is None:
+                return None
+            if len(found) <= budgets.TABLE_OPS:
+                found |= theirs
+        return frozenset(found)
+
+    def _computed(self, node: fx.Node) -> Tensor | None:
+        """The value, or None where it depends on uninitialised memory (`torch.empty`)."""
+        needed = set(reached([node], _operands))
+        order = [n for n in node.graph.nodes if n in needed]
+        result = self._run(order, 0)
+        if any("empty" in str(n.target) for n in order) and not torch.equal(result, self._run(order, 1)):
+            return None
+        return result
+
+    def _run(self, order: Sequence[fx.Node], unwritten: int) -> Tensor:
+        """The last value of `order`; uninitialised memory is filled with the number `unwritten`."""
+
+        def compute(node: fx.Node, made: Mapping[fx.Node, Any]) -> Any:
+            return self.given[node] if node in self.given else _run(node, made, unwritten)
+
+        with torch.no_grad():
+            result: Tensor = computed(order, _operands, compute, order[-1:])[0]
+        return result
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The operands whose values the node's value depends on."""
+    return [n for n in node.all_input_nodes if n is not _pattern(node) and _is_data(n.meta.get("val"))]
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value is a tensor or several tensors, not a size."""
+    return isinstance(value, (Tensor, tuple, list))
+
+
+def _pattern(node: fx.Node) -> Any:
+    """The operand from which an op takes only dtype and device (`zeros_like`), if it has one."""
+    rule = RULES.get(str(node.target))
+    from_index = node.op == "call_function" and rule is not None and rule.category is Category.INDEX
+    return node.args[0] if from_index and node.args and node.args[0] not in node.args[1:] else None
+
+
+def _varies(argument: Any) -> bool:
+    """Whether an argument of an op is, or contains, a symbolic size or an example of one."""
+    if isinstance(argument, (list, tuple)):
+        return any(_varies(a) for a in argument)
+    if isinstance(argument, int):
+        return size_expression(argument).op != "const"
+    if isinstance(argument, fx.Node):
+        value = argument.meta.get("val")
+        return value is None or (not _is_data(value) and _varies(value))
+    symbolic = isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return symbolic and not argument.node.expr.is_number
+
+
+def _run(node: fx.Node, made: Mapping[fx.Node, Any], unwritten: int) -> Any:
+    """The value of one op. An operand that only gives a dtype is replaced by one of the result's shape."""
+
+    def value(operand: fx.Node) -> Any:
+        if operand in made:
+            return made[operand]
+        given = operand.meta["val"]
+        if not isinstance(given, Tensor):
+            return float(given) if isinstance(given, (float, torch.SymFloat)) else int(given)
+        return torch.empty(node.meta["val"].shape, dtype=given.dtype, device=given.device)
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    target: Any = node.target
+    result = target(*args, **kwargs)
+    return result.fill_(unwritten) if "empty" in str(target) else result
 
 
 def describe(values: Tensor, at: tuple[Expr, ...]) -> Expr | None:

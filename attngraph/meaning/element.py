@@ -1,14 +1,14 @@
 """What one element of a graph value equals.
 
-`Meaning` answers, for a node of a program graph and index expressions, the expression of that
-element in terms of elements of the node's operands, by the element rules in `meaning/rules/`.
-`lift` repeats that through chosen nodes. Views, layouts, operand order and broadcasting disappear
-on the way: they only ever change indices. Nothing here edits the graph.
+`Meaning` answers, for a node of a program graph and index expressions, the expression of that element in
+terms of elements of the node's operands, by the element rules in `meaning/rules/`. `lift` repeats that
+through chosen nodes. Views, layouts, operand order and broadcasting disappear on the way: they only ever
+change indices.
 """
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
+from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
-from attngraph.meaning import constants
+from attngraph.ir.walk import filled
 from attngraph.meaning.algebra import M, is_example, ranges, size_expression
-from attngraph.meaning.algebra.size_names import SizeNames
-from attngraph.meaning.constant_folding import ConstantFolding
+from attngraph.meaning.algebra.sizes import SizeNames
+from attngraph.meaning.constants import ConstantFolding, describe
 from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.rule import (
     ELEMENTWISE,
@@ -80,7 +81,6 @@ class Meaning:
         self.required: set[tuple[Expr, Expr]] = set()
         self._fresh = itertools.count()
         self._elements: dict[tuple[fx.Node, Indices], Expr] = {}
-        self._shapes: dict[fx.Node, Indices] = {}
         self._contracts: dict[fx.Node, bool] = {}
         self._long: set[fx.Node] = set()
 
@@ -121,13 +121,12 @@ class Meaning:
             raise Unliftable(f"values of dtype {dtype}")
         return "float"
 
+    @kept
     def shape(self, node: Any) -> Indices:
-        if node not in self._shapes:
-            value = node.meta.get("val")
-            if not isinstance(value, Tensor):
-                raise UnliftableBecause(f"{node} is no tensor")
-            self._shapes[node] = tuple(self.renamed(size_expression(s)) for s in value.shape)
-        return self._shapes[node]
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            raise UnliftableBecause(f"{node} is no tensor")
+        return tuple(self.renamed(size_expression(s)) for s in value.shape)
 
     def named(self, size: Expr) -> Expr:
         """The name that stands for all sizes that are equal to this one by the conditions."""
@@ -163,19 +162,15 @@ class Meaning:
 
     def contracts(self, node: fx.Node) -> bool:
         """Whether the node is a contraction, or is computed from one by elementwise ops alone."""
-        pending = [node]
-        while pending:  # no recursion: a chain of writes is as long as a model makes it
-            at = pending[-1]
-            category = self.category(at)
-            elementwise = category in (Category.MOVEMENT, Category.POINTWISE)
-            inputs = at.all_input_nodes if elementwise else []
-            unknown = [n for n in inputs if n not in self._contracts]
-            if unknown:
-                pending += unknown
-                continue
-            self._contracts[at] = category is Category.CONTRACTION or any(self._contracts[n] for n in inputs)
-            pending.pop()
-        return self._contracts[node]
+
+        def inputs(at: fx.Node) -> Sequence[fx.Node]:
+            elementwise = self.category(at) in (Category.MOVEMENT, Category.POINTWISE)
+            return at.all_input_nodes if elementwise else ()
+
+        def contracts(at: fx.Node) -> bool:
+            return self.category(at) is Category.CONTRACTION or any(self._contracts[n] for n in inputs(at))
+
+        return filled(self._contracts, node, inputs, contracts)
 
     def require_equal(self, a: Expr, b: Expr) -> None:
         if a is not b:
@@ -260,7 +255,7 @@ class Meaning:
     def _by_values(self, node: fx.Node, at: Indices) -> Expr | None:
         """The element by a formula of known values, whose sources are then added to `assumed`."""
         values = self._constants.values(node)
-        found = None if values is None else constants.describe(values, at)
+        found = None if values is None else describe(values, at)
         if found is not None:
             self.rely_on(self._constants.sources(node))
         return found

@@ -8,12 +8,14 @@ version lacks is simply never used. To teach attngraph an op, add one function t
 
 import enum
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from torch import fx
 
 from attngraph.ir.language.expr import Expr
 
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 Indices = tuple[Expr, ...]
 RuleFunction = Callable[[Any, fx.Node, Indices], Expr]
 """Its arguments: the graph's `Meaning`, the node, and the indices of the wanted element."""
@@ -50,6 +52,14 @@ class UnliftableBecause(Unliftable):
 
 class TooLong(UnliftableBecause):
     """The formula of an element is too long to be written as a program."""
+
+
+def tried(function: Callable[_Given, _Made], *args: _Given.args, **kwargs: _Given.kwargs) -> _Made | None:
+    """What a function gives; None where it raises `Unliftable`."""
+    try:
+        return function(*args, **kwargs)
+    except Unliftable:
+        return None
 
 
 RULES: dict[str, Rule] = {}

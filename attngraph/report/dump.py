@@ -26,8 +26,8 @@ from typing import Any
 
 from attngraph.errors import DumpError
 from attngraph.ir.graph import ProgramGraph, read_graph
+from attngraph.ir.graph.literals import decode, encode
 from attngraph.ir.graph.printer import input_name
-from attngraph.ir.graph.values import decode, encode
 from attngraph.ir.records import made
 from attngraph.report.entries import AttentionEntry, Break, KernelEntry, PassRecord, TokenProgramEntry
 from attngraph.report.report import CompileReport

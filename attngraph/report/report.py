@@ -15,9 +15,8 @@ from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.token_program import RUNNERS
 from attngraph.ir.records import made
 from attngraph.report import page
-from attngraph.report.account import account
+from attngraph.report.account import Times, account
 from attngraph.report.entries import Entries, PassRecord
-from attngraph.report.times import Times
 from attngraph.report.words import binary
 
 

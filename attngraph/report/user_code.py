@@ -92,12 +92,12 @@ def user_code(graph: ProgramGraph) -> UserCode:
 def _without_what_passes_on(frames: Sequence[Frame], own: int) -> tuple[list[Frame], int]:
     """The frames without those that only pass their arguments on, as decorators do."""
     last = len(frames) - 1
-    kept = [n for n, f in enumerate(frames) if n == last or not _PASSED_ON.search(_line(f))]
+    kept = [
+        n
+        for n, f in enumerate(frames)
+        if n == last or not _PASSED_ON.search(linecache.getline(f.path, f.line))
+    ]
     return [frames[n] for n in kept], min(bisect.bisect_left(kept, own), len(kept) - 1)
-
-
-def _line(frame: Frame) -> str:
-    return linecache.getline(frame.path, frame.line)
 
 
 def _stretches(frames: Iterable[Frame]) -> list[Stretch]:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from attngraph.capture.guards import call_key, run_past
+from attngraph.capture.instead import LOCK
 from attngraph.capture.state.scope import Scope
 from attngraph.capture.structure import flatten
-from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import AttnGraphError, CacheError, DisagreementError, NoDecoderError, SavedError
 from attngraph.ir import budgets
 from attngraph.runtime.examples import ROWS, TOKENS, Derive, Examples, Size

@@ -14,7 +14,7 @@ from attngraph.capture.guards import ShapeGuard, size_value
 from attngraph.capture.state.scope import Scope
 from attngraph.capture.structure import unflatten
 from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, Rate, is_assertion
-from attngraph.ir.ops.layout import laid_out
+from attngraph.ir.ops.others import laid_out
 from attngraph.report.report import CompileReport
 from attngraph.runtime.looks import Looks
 from attngraph.runtime.machine import Machine, Run, change

@@ -20,7 +20,7 @@ from attngraph.ir.graph import ProgramGraph, module_of, op_name, source_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.latent_attention import absorbed_operands
 from attngraph.ir.ops.weights import Places, attention_weights
-from attngraph.report.times import OpTime, Times
+from attngraph.report.account import OpTime, Times
 from attngraph.runtime.executable import Executable
 
 

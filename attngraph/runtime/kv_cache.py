@@ -19,7 +19,7 @@ from torch import Tensor
 from attngraph.errors import CacheError
 from attngraph.ir.modes import serving
 from attngraph.ir.ops.cached_attention import CachePlan, tell
-from attngraph.report.files import replacing
+from attngraph.ir.records import replacing
 from attngraph.runtime import saved_cache
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.pages import Pages, all_pages, sent

@@ -4,7 +4,7 @@ Such a result is a tensor that waits (`look.py`). Results that need the same wei
 computed together, from values that the call kept.
 
 Where gradients are recorded, a fused value that follows from results in the model is tied to them
-(`ir/ops/tied.py`): it is one operation on these results, and on what else it is computed from. As long as
+(`ir/ops/others.py`): it is one operation on these results, and on what else it is computed from. As long as
 nobody has looked at a result, nobody can have asked for its gradient, and the fused value has all gradients.
 Then the operation computes them as the model does: a part to each result, whose own operation hands it on.
 A result that others are tied to stays one operation when it is computed, whose gradients are found by
@@ -25,8 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from attngraph.capture.guards import size_value
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate, computed_from, part_of
-from attngraph.ir.ops.layout import laid_out
-from attngraph.ir.ops.tied import tying
+from attngraph.ir.ops.others import laid_out, tying
 from attngraph.runtime.look import Look, Seen, Unseen, of_operation, same, undisturbed
 from attngraph.runtime.machine import Machine
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from attngraph.capture.guards import ValueGuard
-from attngraph.capture.trace_lock import LOCK
+from attngraph.capture.instead import LOCK
 from attngraph.errors import CheckError
 from attngraph.ir.graph.program_graph import Output, ProgramGraph, Rate
 from attngraph.ir.modes import without_autocast
-from attngraph.ir.ops.sharing import one_run
+from attngraph.ir.ops.transforms import one_run
 from attngraph.ir.versions import version_of
 from attngraph.runtime.inputs import Inputs, own_tensor
 from attngraph.runtime.parallel.fully_sharded import is_fully_sharded
@@ -33,7 +33,7 @@ class Machine:
 
     It is immutable except for cached results of the weights stage, so fingerprints skip it
     (`capture/state/`). No call runs while a trace in any thread has replaced the weights by fake tensors
-    (`trace_lock.py`).
+    (`instead.py`).
 
     Args:
         graph: at any level.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.errors import CacheError
-from attngraph.ir.graph.conditions import are_few
+from attngraph.ir.graph.formula import are_few
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.token_program import prepare

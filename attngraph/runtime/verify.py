@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.capture.structure import flatten
-from attngraph.ir.ops.experts import EXPERT_ROWS
+from attngraph.ir.ops.others import EXPERT_ROWS
 from attngraph.meaning.check import comparison
 from attngraph.meaning.check.comparison import FLASH, Comparison
 from attngraph.meaning.check.oracle import Oracle

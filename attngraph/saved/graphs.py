@@ -16,9 +16,8 @@ from torch import Tensor, fx
 from attngraph.errors import SavedError, TextError
 from attngraph.ir.graph import Input, Output, ProgramGraph, Rate, arguments, is_size, read_graph
 from attngraph.ir.graph.formula import size_of, size_text
-from attngraph.ir.graph.literals import split
+from attngraph.ir.graph.literals import decode, encode, split
 from attngraph.ir.graph.printer import format_named, is_printed, parts_of
-from attngraph.ir.graph.values import decode, encode
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.records import made, plain
 from attngraph.report.entries import AttentionEntry

@@ -31,7 +31,7 @@ from attngraph.ir.ops.latent_attention import sizes_of
 from attngraph.ir.ops.nodes import Attention, AttentionOp, LatentAttention
 from attngraph.meaning import M, Meaning, size_expression
 from attngraph.meaning.attention.latent import Latent, Latents, Obstacle, Stretch
-from attngraph.meaning.check.once import Checks
+from attngraph.meaning.check.check import Checks
 from attngraph.meaning.check.region import region
 from attngraph.meaning.masks.fold import low_fill
 from attngraph.passes.absorb_mla.fold_weights import Folded, fold_query, fold_result, projection_of

@@ -15,7 +15,7 @@ from attngraph.capture.program.functional import RECURRENT
 from attngraph.errors import NoDecoderError
 from attngraph.ir import budgets
 from attngraph.ir.graph import ProgramGraph, op_name, source_of
-from attngraph.ir.graph.conditions import are_few, holds
+from attngraph.ir.graph.formula import are_few, holds
 from attngraph.ir.language import expr as E
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.region import region

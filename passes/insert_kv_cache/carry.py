@@ -19,7 +19,7 @@ from attngraph.ir import budgets
 from attngraph.ir.graph import holds, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.running_sum import running_sum
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.sample import Sample

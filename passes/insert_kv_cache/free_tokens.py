@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph import ProgramGraph, is_size, op_name, source_of
-from attngraph.ir.graph.infer import infer, infer_once
+from attngraph.ir.graph.call import infer, infer_once
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.tokens.tokens import Tokens

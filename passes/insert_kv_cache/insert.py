@@ -27,12 +27,11 @@ from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.ir.walk import operands_first
 from attngraph.meaning.tokens.facts import Fact, Kind, Scan
-from attngraph.meaning.tokens.folds import RunningFold
-from attngraph.meaning.tokens.history import History
+from attngraph.meaning.tokens.looks_back import History
 from attngraph.meaning.tokens.loops import TokenLoop
 from attngraph.meaning.tokens.recurrence import Sums
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.meaning.tokens.windows import Window
+from attngraph.meaning.tokens.windows import RunningFold, Window
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.canonicalize import forget_operands_of_dtype
 from attngraph.passes.insert_kv_cache import shift_positions

@@ -19,7 +19,7 @@ from torch import fx
 from attngraph.errors import AttnGraphError
 from attngraph.ir import budgets
 from attngraph.ir.graph import ProgramGraph, is_random, is_size, source_of
-from attngraph.meaning.check.once import Checks
+from attngraph.meaning.check.check import Checks
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal
 

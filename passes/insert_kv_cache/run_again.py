@@ -1,5 +1,5 @@
-"""Values computed anew from all earlier tokens (`meaning/tokens/history.py`), over a cache of what they are
-computed from.
+"""Values computed anew from all earlier tokens (`meaning/tokens/looks_back.py`), over a cache of what
+they are computed from.
 
 A step puts together what every row has of all its tokens, one row below the other, with zeros after the last
 token of a shorter row (`attngraph::history`). The model's own operations run on that, as on a batch of whole
@@ -18,7 +18,7 @@ from attngraph.errors import NoDecoderError
 from attngraph.ir.graph import is_size, op_name, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.tokens.history import History
+from attngraph.meaning.tokens.looks_back import History
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.insert_kv_cache.free_tokens import repeated

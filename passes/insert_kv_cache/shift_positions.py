@@ -14,8 +14,7 @@ from torch import fx
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.attention.program import within
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.tokens.axes import Space
-from attngraph.meaning.tokens.facts import Fact
+from attngraph.meaning.tokens.facts import Fact, Space
 from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.write_formula import NotWritten, Writer, is_tensor
 

@@ -1,4 +1,4 @@
-"""Loops and folds over tokens (`meaning/tokens/loops.py`, `folds.py`), carried on from one call to the next.
+"""Loops and folds over tokens (`meaning/tokens/loops.py`, `windows.py`), carried on over calls.
 
 A loop becomes one `attngraph::loop`: the step program of the model's own operations, which takes new tokens
 one after the other, and hands on what the model hands on. A fold (a running maximum, say) becomes one
@@ -11,12 +11,11 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.ops.loop import loop
-from attngraph.ir.ops.running_fold import EXACT, running_fold
+from attngraph.ir.ops.loop import EXACT, loop, running_fold
 from attngraph.meaning.attention.layout import NoView, solve
 from attngraph.meaning.tokens.facts import Scan
-from attngraph.meaning.tokens.folds import RunningFold
 from attngraph.meaning.tokens.loops import TokenLoop
+from attngraph.meaning.tokens.windows import RunningFold
 from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.step import Step, carried_in, extent_of
 from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter, NotWritten

@@ -17,7 +17,7 @@ from torch import fx
 from attngraph.ir.language import FUNCTIONS, OPERATORS, Expr
 from attngraph.meaning.attention.layout import NoView, solve
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.tokens.axes import Space
+from attngraph.meaning.tokens.facts import Space
 from attngraph.passes.build import Builder
 
 aten = torch.ops.aten

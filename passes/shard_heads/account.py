@@ -9,7 +9,7 @@ from torch import fx
 from attngraph.ir.graph import ProgramGraph, Ranks, computed_from, op_name, source_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, bytes_sent
-from attngraph.meaning.placement.differing import differing
+from attngraph.meaning.placement.table import differing
 from attngraph.report.ranks import CacheRanksEntry, DividedEntry, RanksEntry, SentEntry
 
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from attngraph.ir.graph import ProgramGraph, module_of, source_of
 from attngraph.ir.language import expr as E
-from attngraph.ir.ops.experts import EXPERT_ROWS
+from attngraph.ir.ops.others import EXPERT_ROWS
 from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
 from attngraph.meaning.placement.elements import element, grouped, independent_dims
 from attngraph.meaning.placement.regions import Product, Regions

@@ -17,9 +17,9 @@ from torch import Tensor, fx
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops.collectives import ALL_REDUCE
 from attngraph.meaning import Category, Meaning
+from attngraph.meaning.check.ranks import WayChecks
 from attngraph.meaning.check.region import shape_at
-from attngraph.meaning.check.ways import WayChecks
-from attngraph.meaning.placement.differing import differing
+from attngraph.meaning.placement.table import differing
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal
 from attngraph.passes.shard.entering import Entering

@@ -19,9 +19,9 @@ from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE
 from attngraph.meaning import Meaning, is_part
 from attngraph.meaning.placement.demand import VIEWS, How, Part, Unplaced, Use, head_dims
+from attngraph.meaning.placement.elements import added_to
 from attngraph.meaning.placement.regions import Product, Region
 from attngraph.meaning.placement.table import Cut, Places, Table
-from attngraph.meaning.placement.tails import added_to
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shard.entering import Entering
 

@@ -15,7 +15,7 @@ from attngraph.ir.language import Expr, ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.token_collectives import Layout
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
-from attngraph.meaning.masks.needed import pairs_of_ranks
+from attngraph.meaning.masks.tiles import pairs_of_ranks
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis
 

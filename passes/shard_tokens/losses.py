@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attngraph.ir.graph import ProgramGraph, arguments, is_size
-from attngraph.meaning.check.once import Checks
+from attngraph.meaning.check.check import Checks
 from attngraph.passes.proposal import Proposal
 
 aten = torch.ops.aten

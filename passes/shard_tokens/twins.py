@@ -18,10 +18,10 @@ from attngraph.ir.language import E, Expr, ScoreProgram, reindexed
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.token_collectives import ALL_TOKENS, FETCH_KEYS, OWN_TOKENS, Layout
 from attngraph.meaning import evaluate_size, is_part, size_expression
-from attngraph.meaning.masks.needed import visible_keys
+from attngraph.meaning.masks.tiles import visible_keys
 from attngraph.meaning.placement.demand import VIEWS, Unplaced
 from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis, Uses, attention_of, dropout_of
-from attngraph.meaning.tokens.axes import Axes
+from attngraph.meaning.tokens.facts import Axes
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shard.entering import Entering
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import attngraph
-from attngraph.capture.trace_lock import LOCK
-from attngraph.ir.ops import sharing
+from attngraph.capture.instead import LOCK
+from attngraph.ir.ops.transforms import shared
 
 HERE = Path(attngraph.__file__).parent
 ROOTS = tuple(str(p.resolve()) for p in (HERE, HERE / "passes", HERE / "codegen"))
@@ -102,5 +102,5 @@ def fails(kind: str, at: int, run: Callable[[], Any]) -> bool:
     torch._C._set_grad_enabled(mode[0])  # torch's own context managers are not safe from interrupts
     assert torch.is_inference_mode_enabled() == mode[1]
     assert not LOCK._waiting and LOCK._tracer is None
-    assert sharing.shared() is None
+    assert shared() is None
     return failed

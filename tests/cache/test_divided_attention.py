@@ -13,7 +13,7 @@ from torch import Tensor
 from attngraph.codegen.cpu import decode
 from attngraph.ir.ops import cached_attention as cached
 from attngraph.ir.ops import nodes
-from attngraph.ir.ops.exchange import Team, together
+from attngraph.ir.ops.collectives import Team, together
 
 assert nodes.VIEWS  # registers the ops
 OPS = torch.ops.attngraph

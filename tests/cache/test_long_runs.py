@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.ir.ops.declare import RUNNERS
-from attngraph.ir.ops.running_fold import running_fold
+from attngraph.ir.ops.loop import running_fold
 from attngraph.ir.ops.running_sum import running_sum
 
 pytestmark = pytest.mark.usefixtures("graphs_of_this_run")

@@ -16,10 +16,10 @@ from attngraph import CacheConfig, NoDecoderError, parse
 from attngraph.capture.trace import capture
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops.cached_attention import CachePlan, Store
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.tokens.attentions import ending_at_query
-from attngraph.meaning.tokens.axes import Space
+from attngraph.meaning.tokens.facts import Space
 from attngraph.meaning.tokens.numbers import OfSizes, reach
 from attngraph.meaning.tokens.token_probe import select
 from attngraph.meaning.tokens.tokens import Kind, Tokens

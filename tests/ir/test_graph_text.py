@@ -1,19 +1,27 @@
 """The text of a graph is read back as the same graph: it prints the same, computes the same, and a line that
-is wrong is named."""
+is wrong is named. Its relations between sizes hold as numbers are put into them, and its names of dtypes are
+unique.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
+from torch.utils._sympy import functions as torch_functions
 
 from attngraph import pipeline
 from attngraph.capture.trace import capture
+from attngraph.codegen.scalar.form import KINDS
 from attngraph.errors import TextError
+from attngraph.ir.dtypes import DTYPES, FLOATS, NAMED, SCALED
+from attngraph.ir.graph.formula import holds
 from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.reader import read_graph
@@ -210,3 +218,48 @@ def test_a_graph_whose_sizes_data_decide_is_refused_with_that_reason() -> None:
 def test_a_text_that_is_cut_anywhere_is_refused(length: int) -> None:
     with pytest.raises(TextError, match="line"):
         read_graph(TEXT[:length])
+
+
+N = sympy.Symbol("n", integer=True, positive=True)
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [
+        (torch_functions.ToFloat(N), 9.0),
+        (torch_functions.OpaqueUnaryFn_sqrt(N), 3.0),
+        (torch_functions.OpaqueUnaryFn_log2(N), 3.169925001442312),
+        (torch_functions.FloorDiv(N, 2), 4),
+        (torch_functions.Where(N > 8, 7, 1), 7),
+    ],
+)
+def test_a_relation_holds_for_sizes_as_torch_computes_its_functions(formula: Any, value: float) -> None:
+    assert holds(sympy.Ge(formula, value - 0.01), {"n": 9})
+    assert not holds(sympy.Ge(formula, value + 0.01), {"n": 9})
+
+
+HEADER = Path(__file__).parents[2] / "codegen" / "cpu" / "c" / "elements.h"
+BYTES_IN_C = {
+    "float": 4, "_Float16": 2, "uint16_t": 2, "int64_t": 8, "int32_t": 4, "int8_t": 1, "uint8_t": 1,
+}  # fmt: skip
+
+
+def test_every_dtype_is_found_by_its_names() -> None:
+    assert all(NAMED[row.name] is row and getattr(torch, row.name) is dtype for dtype, row in DTYPES.items())
+    short = [row.short for row in DTYPES.values() if row.short]
+    assert len(set(short)) == len(short)
+
+
+def test_elements_in_c_have_the_dtypes_bytes() -> None:
+    assert all(BYTES_IN_C[row.c] == row.bytes for row in DTYPES.values() if row.c)
+
+
+def test_elements_that_weights_and_caches_have_are_named_in_the_header() -> None:
+    found = re.search(r"enum \{ NONE, (.*) \};", HEADER.read_text(encoding="utf-8"))
+    assert found is not None
+    assert sorted(found[1].split(", ")) == sorted(row.word for row in DTYPES.values() if row.word)
+    assert all(DTYPES[dtype].word for dtype in (*FLOATS, *SCALED))
+
+
+def test_kinds_are_those_of_the_scalar_form() -> None:
+    assert {row.kind for row in DTYPES.values() if row.kind} == set(KINDS)

@@ -109,7 +109,7 @@ def test_every_level_says_what_it_promises() -> None:
 
 def test_equal_layers_are_inferred_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification infers a call once, however many layers have it; a wrong type in any layer is found."""
-    import attngraph.ir.graph.infer as inferring
+    import attngraph.ir.graph.call as inferring
 
     def layers(count: int) -> tuple[ProgramGraph, int]:
         class Layers(torch.nn.Module):

@@ -13,8 +13,8 @@ import attngraph
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import Score
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.attention.finite_scores import with_finite_dots
+from attngraph.meaning.algebra import M
+from attngraph.meaning.masks.score_bounds import with_finite_dots
 
 
 def score(text: str) -> Expr:

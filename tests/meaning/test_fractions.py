@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.fractions import Value, add, multiply, reciprocal, single
 
 

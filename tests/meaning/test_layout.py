@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.attention.layout import NoView, ViewOp, solve
 from attngraph.meaning.rules.movement import reindex
 

@@ -18,8 +18,7 @@ from attngraph.capture.trace import capture
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.check import check
-from attngraph.meaning.check.dropout import SEED
-from attngraph.meaning.check.oracle import Oracle
+from attngraph.meaning.check.oracle import SEED, Oracle
 from attngraph.meaning.check.parts import Box, Parts
 from attngraph.meaning.check.region import region
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import ranges
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M, ranges
 
 BUILD: dict[str, Callable[..., Expr]] = {
     "add": M.add,

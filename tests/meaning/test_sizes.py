@@ -11,8 +11,13 @@ from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, FloorDiv, Floo
 
 from attngraph.ir.language import expr as E
 from attngraph.meaning.algebra import simplify
-from attngraph.meaning.algebra.size_names import SizeNames
-from attngraph.meaning.algebra.sizes import evaluate_size, example_size, from_sympy, size_expression
+from attngraph.meaning.algebra.sizes import (
+    SizeNames,
+    evaluate_size,
+    example_size,
+    from_sympy,
+    size_expression,
+)
 from attngraph.meaning.rule import Unliftable
 
 N, M = sympy.symbols("n m", integer=True, positive=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.ir.ops import exchange
+from attngraph.ir.ops import collectives
 from attngraph.report.ranks import CACHE_EXCHANGE
 
 
@@ -107,15 +107,15 @@ def test_ranks_send_what_the_report_says_and_nothing_for_a_first_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Simulated ranks wait once in each exchange."""
-    decoder, sent, wait = _on(2, _shared(latent=True)), list[int](), exchange._Waits.__init__
+    decoder, sent, wait = _on(2, _shared(latent=True)), list[int](), collectives._Waits.__init__
 
-    def counted(self: Any, parts: Tensor, team: exchange.Team) -> None:
+    def counted(self: Any, parts: Tensor, team: collectives.Team) -> None:
         sent.append(parts.nbytes * (team.size - 1) // team.size)
         wait(self, parts, team)
 
     ids = torch.randint(0, 64, (2, 5))
     decoder.prefill(ids)  # compiles, with its proof
-    monkeypatch.setattr(exchange._Waits, "__init__", counted)
+    monkeypatch.setattr(collectives._Waits, "__init__", counted)
     _, state = decoder.prefill(ids)
     assert sent == []
     decoder.decode(ids[:, :3], state)

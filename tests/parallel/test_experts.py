@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.ir.ops.experts import EXPERT_ROWS
+from attngraph.ir.ops.others import EXPERT_ROWS
 from attngraph.report.ranks import RanksEntry
 
 pytest.importorskip("transformers.integrations.moe")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import attngraph
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.token_collectives import Layout, needed_keys
-from attngraph.meaning.masks.needed import visible_keys
+from attngraph.meaning.masks.tiles import visible_keys
 from attngraph.models.mla import MLAConfig, MLADecoder
 from attngraph.report.ranks import ContextEntry
 

@@ -314,7 +314,7 @@ def test_a_graph_that_uses_a_value_before_it_exists_is_caught(captured: ProgramG
 
 def test_more_equal_layers_take_no_more_inferences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes and verification infer equal calls once, however many layers have them."""
-    import attngraph.ir.graph.infer as inferring
+    import attngraph.ir.graph.call as inferring
     from attngraph.capture.trace import capture
     from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 

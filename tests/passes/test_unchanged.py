@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from attngraph.capture.trace import capture
-from attngraph.ir.graph import seen
 from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.graph.verify import is_unchanged, seen
 from attngraph.pipeline import Outcome, run
 
 
@@ -73,10 +73,10 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_seen(change: Callable[[ProgramGraph], None]) -> None:
     graph = _graph()
-    before = seen.seen(graph)
-    assert seen.is_unchanged(before, graph)
+    before = seen(graph)
+    assert is_unchanged(before, graph)
     change(graph)
-    assert not seen.is_unchanged(before, graph)
+    assert not is_unchanged(before, graph)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import attngraph
 from attngraph import cli
 from attngraph.errors import CaptureError
+from attngraph.report.account import OpTime, Times
 from attngraph.report.entries import AttentionEntry, KernelEntry
-from attngraph.report.times import OpTime, Times
 
 
 class Layer(nn.Module):

@@ -106,7 +106,9 @@ class _Writes:
             if not _is_fresh(node):
                 for operand in node.all_input_nodes:
                     self._perhaps.setdefault(self._root(operand), []).append(node)
-            return op.namespace == "aten" and not may_alias(op) and not _hides_a_write(op)
+            # These may write or alias although their schema declares them functional.
+            hides = op is aten.native_batch_norm.default or torch.Tag.maybe_aliasing_or_mutating in op.tags
+            return op.namespace == "aten" and not may_alias(op) and not hides
         if may_alias(op) and isinstance(node.args[0], fx.Node):
             self._note(node, node.args[0])
             if op is aten.as_strided.default:
@@ -297,8 +299,3 @@ def _is_fresh(node: fx.Node) -> bool:
 def _is_composite(op: torch._ops.OpOverload) -> bool:
     name = op.name()  # type: ignore[no-untyped-call]
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE) or _COMPOSITE in op.py_kernels
-
-
-def _hides_a_write(op: torch._ops.OpOverload) -> bool:
-    """Whether the op may write or alias although its schema declares it functional."""
-    return op is aten.native_batch_norm.default or torch.Tag.maybe_aliasing_or_mutating in op.tags

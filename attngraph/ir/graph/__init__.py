@@ -1,9 +1,7 @@
 """The program graph, its conditions, and its text: printed, and read back."""
 
-from attngraph.ir.graph.call import argument, arguments
-from attngraph.ir.graph.conditions import holds
-from attngraph.ir.graph.infer import infer_once
-from attngraph.ir.graph.overloads import implied
+from attngraph.ir.graph.call import argument, arguments, implied, infer_once
+from attngraph.ir.graph.formula import holds
 from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import (
     Input,

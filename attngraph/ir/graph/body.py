@@ -16,10 +16,9 @@ from torch._guards import SLoc
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, has_free_unbacked_symbols
 
+from attngraph.ir.graph.call import implied, infer
 from attngraph.ir.graph.formula import Formulas
-from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.literals import Formula, Name, TensorType, read_name, read_type, read_value, split
-from attngraph.ir.graph.overloads import implied
 from attngraph.ir.graph.program_graph import Input, Output, Rate
 from attngraph.ir.language.score import ProgramError
 from attngraph.ir.operations import is_pure, packet_of

@@ -4,9 +4,12 @@ They are parsed as arithmetic, never evaluated as Python. In a graph they become
 size query on an input for each symbol, and a node for each operation; beside a graph they are formulas of
 sympy, as torch has them. They are bounded before they are computed, as anybody may have written them: in
 letters, and numbers to what 64 bits hold.
+
+The relations between sizes that a graph assumes are such formulas, too, evaluated for concrete sizes.
 """
 
 import ast
+import fractions
 import functools
 import itertools
 import math
@@ -18,9 +21,10 @@ import sympy
 import torch
 from torch import fx
 from torch.utils._sympy import functions as torchs
+from torch.utils._sympy.printers import PythonPrinter
 
 from attngraph.errors import SavedError
-from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.call import infer
 
 _SIGNS: dict[type[ast.AST], str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "FloorDiv", ast.Div: "/", ast.Mod: "Mod",
@@ -95,7 +99,8 @@ class Formulas:
     def _symbol(self, name: str) -> torch.SymInt:
         if name not in self.symbols:
             raise ValueError(
-                f"{name} is neither a value nor a size; the line `sizes` names {_all(self.symbols)}"
+                f"{name} is neither a value nor a size; the line `sizes` names "
+                f"{', '.join(self.symbols) or 'none'}"
             )
         return self.symbols[name]
 
@@ -197,10 +202,6 @@ def _powers(tree: ast.AST) -> int:
     return own + max(map(_powers, ast.iter_child_nodes(tree)), default=0)
 
 
-def _all(names: Mapping[str, Any]) -> str:
-    return ", ".join(names) or "none"
-
-
 def size_text(formula: Any, names: Mapping[str, str]) -> int | float | bool | str:
     """A formula of sizes, or a relation of them, as it is written in a file. `names`: of sizes in the file by
     those in the formula.
@@ -240,3 +241,58 @@ def _number(known: bool | int | float) -> Any:
     if isinstance(known, bool):
         return sympy.true if known else sympy.false
     return sympy.Integer(known) if isinstance(known, int) else sympy.Float(known)
+
+
+def holds(condition: Any, sizes: Mapping[str, int]) -> bool:
+    """Whether a sympy relation is true for these sizes; also True if sizes are missing. One that divides by
+    a size of zero says nothing about it, so it is not true of it."""
+    names, test = test_of(condition)
+    if any(name not in sizes for name in names):
+        return True
+    try:
+        return bool(test(*(sizes[name] for name in names)))
+    except ZeroDivisionError:
+        return False
+
+
+def are_few(conditions: Sequence[Any], size: str) -> bool:
+    """Whether conditions on one size hold for neither small numbers nor large ones."""
+    tried = (range(2, 6), range(1 << 24, (1 << 24) + 64))
+    return not any(all(holds(c, {size: n}) for c in conditions) for numbers in tried for n in numbers)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def test_of(condition: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
+    """The symbol names of a relation, and the relation compiled to a Python function of their values, which
+    is about a thousand times faster than sympy's substitution. Symbol names do not appear in the code."""
+    symbols = sorted(condition.free_symbols, key=str)
+    names = tuple(map(str, symbols))
+    if any(not hasattr(PythonPrinter, f"_print_{type(f).__name__}") for f in condition.atoms(sympy.Function)):
+        # Torch prints unsupported functions as plain Python calls.
+        return names, lambda *sizes: condition.subs(dict(zip(symbols, sizes, strict=True))) is not sympy.false
+    printer = _PlacesForNames({symbol: f"_{place}" for place, symbol in enumerate(symbols)})
+    code = f"lambda {', '.join(printer.places.values())}: {printer.doprint(condition)}"
+    return names, eval(code, {"math": math, "torch": torch, "Fraction": fractions.Fraction})
+
+
+def python_text(condition: Any) -> str:
+    """A relation as a Python expression of its symbols."""
+    return PythonPrinter().doprint(condition)  # type: ignore[no-any-return]
+
+
+class _PlacesForNames(PythonPrinter):
+    """Torch's printer of formulas as Python code, with numbered parameters for symbols and exact division."""
+
+    def __init__(self, places: Mapping[Any, str]) -> None:
+        super().__init__()
+        self.places = places
+
+    def _print_Symbol(self, symbol: Any) -> str:  # noqa: N802
+        return self.places[symbol]
+
+    def _print_Rational(self, number: Any) -> str:  # noqa: N802
+        return f"Fraction({number.p}, {number.q})"
+
+    def _print_Pow(self, power: Any) -> str:  # noqa: N802
+        base, exponent = map(self._print, power.args)
+        return f"(Fraction({base}) ** ({exponent}))" if power.exp.is_negative else super()._print_Pow(power)

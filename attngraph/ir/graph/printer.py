@@ -13,8 +13,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir.graph.call import implied
 from attngraph.ir.graph.literals import format_dtype, format_name
-from attngraph.ir.graph.overloads import implied
 from attngraph.ir.graph.program_graph import BEFORE, Input, Output, ProgramGraph, is_size, op_name
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.ops.nodes import AttentionOp, view

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.formula import holds
 from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import CachePlan
@@ -83,7 +83,7 @@ class Output:
     contents of a "buffer" or "argument", a tensor of what an "attribute" of the model is set to, the
     condition of a "check" that must be true, new entries for the "pages" of a store, the next of a "carried"
     value, or what the stage "look" takes. Of that stage it may be what a fused value of the graph stands for
-    and is "tied" to (`ir/ops/tied.py`); `name` is the number.
+    and is "tied" to (`ir/ops/others.py`); `name` is the number.
 
     `order`: the dimensions of the model's own result from slowest to fastest in memory, because the caller
     may rely on its layout; empty if it is not dense. `place`: of a result that the stage "look" computes, its

@@ -2,9 +2,13 @@
 
 A level includes the invariants of all lower levels. Because `verify` runs after every pass, a pass that
 breaks an invariant is named at once, and the graph before it is still available.
+
+Verifying and printing a graph look at every part of it. A pass that found nothing leaves all parts the very
+objects that they were (`is_unchanged`), and then both say what they said before.
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import VerificationError
-from attngraph.ir.graph.infer import infer_once
+from attngraph.ir.graph.call import infer_once
 from attngraph.ir.graph.program_graph import BEFORE, Level, ProgramGraph, Rate
 from attngraph.ir.language.score import ProgramError
 from attngraph.ir.ops import nodes
@@ -172,3 +176,29 @@ def _check_shape(node: fx.Node) -> None:
             raise VerificationError(
                 f"{node}: recorded as {list(recorded.shape)}, but {node.target} gives {list(found.shape)}"
             )
+
+
+def seen(graph: ProgramGraph) -> list[Any]:
+    """All objects that the graph's text and its promises follow from."""
+    return list(_parts(graph))
+
+
+def is_unchanged(before: list[Any], graph: ProgramGraph) -> bool:
+    """Whether it still consists of the same objects."""
+    now = seen(graph)
+    return len(now) == len(before) and all(map(operator.is_, before, now))
+
+
+def _parts(graph: ProgramGraph) -> Iterator[Any]:
+    yield graph.level
+    yield from (graph.inputs, graph.outputs, graph.conditions, graph.gradients, graph.state, graph.ranks)
+    for table in (graph.constants, graph.values, graph.hints):
+        yield from table
+        yield from table.values()
+    yield from sorted(graph.assumed)
+    for node in graph.graph.nodes:
+        yield from (node, node.target, node.args, node.kwargs)
+        yield from node.meta.values()
+    for rate, stage in graph.stages.items():
+        yield rate
+        yield from _parts(stage)

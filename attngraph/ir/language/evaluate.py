@@ -26,10 +26,10 @@ Value = Tensor | int | float | bool
 class Tile:
     """A box of the index space: half-open ranges for b, h, q and k."""
 
-    b: tuple[int, int]
-    h: tuple[int, int]
-    q: tuple[int, int]
-    k: tuple[int, int]
+    b: tuple[int, int] = (0, 0)
+    h: tuple[int, int] = (0, 0)
+    q: tuple[int, int] = (0, 0)
+    k: tuple[int, int] = (0, 0)
 
     def range(self, name: str) -> tuple[int, int]:
         found: tuple[int, int] = getattr(self, name)
@@ -163,11 +163,8 @@ def _apply(op: str, args: Sequence[Value], env: Environment) -> Tensor:
     operands = [_promote(x, env, device) for x in args]
     if op == "float":
         return operands[0].to(torch.promote_types(env.dtype, torch.float32))
-    return row.torch(*(operands if row.takes == "alike" else (_real(x, env) for x in operands)))
-
-
-def _real(value: Tensor, env: Environment) -> Tensor:
-    return value if value.is_floating_point() else value.to(env.dtype)
+    real = (x if x.is_floating_point() else x.to(env.dtype) for x in operands)
+    return row.torch(*(operands if row.takes == "alike" else real))
 
 
 def _promote(value: Value, env: Environment, device: torch.device) -> Tensor:

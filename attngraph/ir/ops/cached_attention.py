@@ -28,7 +28,7 @@ from attngraph.ir.language import E, ScoreProgram, Statement, operation, parse
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.attention import check_operands
 from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
-from attngraph.ir.ops.partial_attention import cleared
+from attngraph.ir.ops.kernels import cleared
 from attngraph.ir.ops.quantised import widened
 from attngraph.ir.versions import version_of
 
@@ -283,7 +283,7 @@ def row_by_row(
     fixed = new[0].shape[2] == 0 and q.shape[2] > 0
     if not fixed and not any(held) and not any(first) and len(set(lengths)) == 1 and lengths[0] > 0:
         batch = [t[0].reshape(t.shape[1], len(lengths), lengths[0], -1).transpose(0, 1) for t in (q, *new)]
-        out, sums = _attend(program, batch, reads, sizes, family)
+        out, sums = attend_to(program, batch, reads, sizes, family)
         if lse is not None:
             lse.copy_(cleared(out, sums, (*batch, *reads)).lse.transpose(0, 1).flatten(1)[None])
         return packed([out[row : row + 1] for row in range(len(lengths))], q, pages[1].shape[3])
@@ -302,17 +302,18 @@ def row_by_row(
         )
         shifted, count = shift(program)
         moved = [*sizes, *([0] * (count - len(sizes))), row, first[row], oldest]
-        out, sums = _attend(shifted, [q[:, :, place], keys, values], reads, moved, family)
+        out, sums = attend_to(shifted, [q[:, :, place], keys, values], reads, moved, family)
         if lse is not None:
             lse[:, :, place] = cleared(out, sums, (q, keys, values, *reads)).lse
         outs.append(out)
     return packed(outs, q, pages[1].shape[3])
 
 
-def _attend(
+def attend_to(
     program: ScoreProgram, operands: Sequence[Tensor], reads: Sequence[Tensor], sizes: Sequence[int],
     family: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention by a kernel of this family, with the log-sum-exps."""
     q, k, v = operands
     if q.shape[2] == 0:
         return v.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3])

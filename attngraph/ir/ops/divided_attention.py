@@ -27,9 +27,9 @@ from attngraph.ir.ops import cached_attention as cached
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops import latent_attention as latents
 from attngraph.ir.ops.cached_attention import Rows, counts, only
+from attngraph.ir.ops.collectives import EXCHANGING, Team
 from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
-from attngraph.ir.ops.exchange import EXCHANGING, Team
-from attngraph.ir.ops.partial_attention import Part, joined
+from attngraph.ir.ops.kernels import Part, joined
 
 _declared = declare(
     fake=cached.packed_result, after=latents.token_major, derivatives=INSTEAD, plain=True, runs=False
@@ -111,7 +111,8 @@ class _Attending:
         asked = q if tokens is None else q.index_select(2, tokens)
         everyone = self.team.swapped(asked.expand(self.team.size, *asked.shape[1:]))
         found = self._of_own(everyone.flatten(0, 1).unsqueeze(0), pages, rows)
-        sent = _packed(found)
+        # One tensor: the bits of the log-sum-exp follow the result.
+        sent = torch.cat([found.out, found.lse.unsqueeze(-1).contiguous().view(found.out.dtype)], -1)
         answers = self.team.swapped(sent.reshape(self.team.size, q.shape[1], *sent.shape[2:]))
         merged = joined([_unpacked(a.unsqueeze(0), found) for a in answers])
         return merged if tokens is None else _spread(merged, tokens, q.shape[2])
@@ -161,11 +162,6 @@ def strided(program: ScoreProgram, team: int) -> tuple[ScoreProgram, int]:
 def _lengths(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Numbers of tokens as a tensor; all layers of a step have the same one."""
     return cached.tell(torch.tensor(numbers, dtype=torch.int64).to(device), numbers)
-
-
-def _packed(part: Part) -> Tensor:
-    """A part as one tensor: the bits of the log-sum-exp follow the result."""
-    return torch.cat([part.out, part.lse.unsqueeze(-1).contiguous().view(part.out.dtype)], -1)
 
 
 def _unpacked(packed: Tensor, like: Part) -> Part:

@@ -4,10 +4,15 @@ A kernel supports some programs on some devices and gives the reason when it doe
 `codegen/` registers the fast kernels; the reference kernel in this file supports everything and defines the
 correct result. The op in `ir/ops/attention.py` runs the kernel that it names, or else the first that supports
 the call.
+
+Attention to some of the keys (`Part`) is merged with attention to the others by the log-sum-exps of the
+scores: together they are the parts weighted by their shares of the sum of all exponentials. So are blocks of
+a latent's cache, and the ranks' parts of a divided one.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -207,13 +212,9 @@ class Reference(Kernel):
     ) -> list[Tensor | None]:  # fmt: skip
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_() for t in operands]
-            sources = [_differentiable(r) for r in reads]
+            sources = [r.detach().requires_grad_() if r.is_floating_point() else r for r in reads]
             outputs = self.forward(program, (inputs[0], inputs[1], inputs[2]), sources, sizes)
             return gradients([*inputs, *sources], outputs, grads)
-
-
-def _differentiable(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
 def gradients(
@@ -239,3 +240,49 @@ def _nothing_to_see(q: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, 
 
 
 register(Reference())
+
+
+class Part(NamedTuple):
+    """Attention of some queries to a part of their keys. `lse` is minus infinity for a query that sees no key
+    of the part; `is_clear` is False if a NaN in `lse` may instead come from NaN scores."""
+
+    out: Tensor
+    lse: Tensor
+    is_clear: bool = True
+
+
+def cleared(out: Tensor, lse: Tensor, operands: Sequence[Tensor]) -> Part:
+    """A kernel's results as a part: where its log-sum-exp is NaN because no key is seen, it is minus
+    infinity."""
+    hidden = lse.isnan()
+    if not bool(hidden.any()) or all(map(_is_a_number, operands)):
+        return Part(out, lse.masked_fill(hidden, -math.inf))
+    return Part(out, lse, False)
+
+
+def _is_a_number(tensor: Tensor) -> bool:
+    """Whether no element can make a score NaN: no NaN and no +inf (masks contain -inf)."""
+    return not tensor.is_floating_point() or bool((tensor < math.inf).all())
+
+
+def tell_shares(parts: Sequence[Part]) -> bool:
+    """Whether the log-sum-exps are precise enough to weight the parts: not for a row whose scores are all
+    far from zero, such as one masked everywhere with a finite fill."""
+    top = torch.stack([part.lse for part in parts]).amax(0).abs()
+    return not bool(((top > TRUSTED) & top.isfinite()).any())
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """The parts merged, each weighted by its share of the normaliser. A row that sees no key in any part is
+    NaN."""
+    lse = torch.stack([part.lse for part in parts])
+    outs = torch.stack([part.out for part in parts])
+    weights = torch.softmax(lse, 0).to(outs.dtype)
+    out = torch.where((lse > -math.inf)[..., None], outs, 0.0).mul(weights[..., None]).sum(0)
+    return Part(out, lse.logsumexp(0))
+
+
+def can_be_joined(program: ScoreProgram) -> bool:
+    """Whether attention to blocks of keys can be merged afterwards: a sink would be counted once per block,
+    and changes to the weights apply to weights normalised over all keys."""
+    return program.sink is None and not program.changes_weights

@@ -29,11 +29,10 @@ from torch import Tensor
 from attngraph.ir.language import ScoreProgram, parse
 from attngraph.ir.ops import cached_attention as cached
 from attngraph.ir.ops import kernels
-from attngraph.ir.ops.attention import check_operands
-from attngraph.ir.ops.cached_attention import Rows, counts, gather, packed, packed_result, shift
+from attngraph.ir.ops.cached_attention import Rows, attend_to, counts, gather, packed, packed_result, shift
 from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
 from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
-from attngraph.ir.ops.partial_attention import Part, can_be_joined, cleared, joined, tell_shares
+from attngraph.ir.ops.kernels import Part, can_be_joined, cleared, joined, tell_shares
 
 ABSORB = ("auto", "always", "never")
 BLOCK = 1024
@@ -179,9 +178,7 @@ def _expanded_by_blocks(
             kept = gather(pages, rows.table[row], old, scales, fresh.dtype)
             k, v = node.expanded(torch.cat([kept, fresh], 2))
             numbers = [*sizes, *([0] * (count - len(sizes))), row, first[row], start]
-            check_operands(query, k, v, reads, numbers, moved)
-            chosen = kernels.choose(moved, (query, k, v), family)
-            return cleared(*chosen.forward(moved, (query, k, v), reads, numbers), (query, k, v, *reads))
+            return cleared(*attend_to(moved, (query, k, v), reads, numbers, family), (query, k, v, *reads))
 
         if begin == end:
             continue

@@ -9,6 +9,10 @@ Steps of all rows that have another token are taken at once, one token after the
 says, where what a step hands on is no sum (a maximum, a gate, any cell). A registered runner takes all steps
 of the calls that it supports, plain PyTorch those of the others. Sums are computed in chunks by
 `attngraph::running_sum`.
+
+`running_fold` has products, maxima, minima and log-sum-exps of x over earlier tokens, of each row of its own,
+carried in the same way. A log-sum-exp is carried as such, so it is as stable as PyTorch's own. All is
+computed in the state's dtype, which may be wider.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,3 +110,34 @@ def _own(value: Tensor, given: list[Tensor]) -> Tensor:
 
 def _as(value: Tensor, like: Tensor, given: list[Tensor]) -> Tensor:
     return _own(value, given) if value.dtype == like.dtype else value.to(like.dtype)
+
+
+FOLDS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "prod": (torch.mul, lambda x: x.cumprod(0, dtype=x.dtype)),
+    "max": (torch.maximum, lambda x: x.cummax(0).values),
+    "min": (torch.minimum, lambda x: x.cummin(0).values),
+    "logsumexp": (torch.logaddexp, lambda x: x.logcumsumexp(0)),
+}
+"""Of two values, and of all values up to each."""
+EXACT = ("max", "min")
+"""Those that round nothing."""
+
+
+@declare(fake=lambda a: (torch.empty_like(a.x), torch.empty_like(a.state)), derivatives=INSTEAD)
+def running_fold(
+    x: Tensor, state: Tensor, starts: Tensor, first: Tensor, how: str
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    of_two, of_all = FOLDS[how]
+    lengths, seen, _ = counts(Rows(first, starts, first, first))
+    if x.shape[0] == len(lengths) and all(n == 1 for n in lengths):
+        after = of_two(state, x.to(state.dtype))
+        if not all(seen):
+            after = torch.where((first > 0).view(-1, *(1 for _ in x.shape[1:])), after, x)
+        return after.to(x.dtype, copy=True), after
+    outs, after = [], state.clone()
+    for row, part in enumerate(torch.split(x.to(state.dtype), lengths)):
+        if lengths[row]:
+            known = [state[row : row + 1]] if seen[row] else []
+            outs.append(of_all(torch.cat([*known, part]))[len(known) :])
+            after[row] = outs[-1][-1]
+    return torch.cat(outs).to(x.dtype) if outs else x.clone(), after

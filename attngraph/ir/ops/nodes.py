@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from attngraph.ir.language import ScoreProgram, parse
-from attngraph.ir.ops import attention, divided_attention, history, latent_attention, layout, tied
+from attngraph.ir.ops import attention, divided_attention, history, latent_attention, others
 
-assert attention and divided_attention and history and latent_attention and layout and tied
+assert attention and divided_attention and history and latent_attention and others
 # (imported for the ops that they register)
 Value = Any
 """A graph node, or the value passed for it in a call."""

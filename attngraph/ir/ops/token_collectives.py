@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from attngraph.ir.kept import kept
 from attngraph.ir.ops.collectives import COLLECTIVES, Simulated, collective, for_each, rank_in
 from attngraph.ir.ops.declare import Sizes, declare, differentiated
-from attngraph.ir.ops.sharing import shared
-from attngraph.ir.ops.transforms import has_tangent, is_recorded
+from attngraph.ir.ops.transforms import has_tangent, is_recorded, shared
 
 TOKENS = 2
 """The dimension of keys that counts tokens."""
@@ -84,7 +84,7 @@ class Needed(Protocol):
 
 
 NEEDED: list[Needed] = []
-"""What decides it: `meaning/masks/needed.py`, which stands above this file, registers itself here."""
+"""What decides it: `meaning/masks/tiles.py`, which stands above this file, registers itself here."""
 
 
 def needed_keys(
@@ -128,29 +128,27 @@ class _Plan:
 
     needed: Tensor
     layout: Layout
-    exchanges: dict[int, _Exchange] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def is_empty(self) -> bool:
         """Whether nobody needs anything."""
         return not bool(self.needed.any())
 
+    @kept
     def of(self, rank: int) -> _Exchange:
-        if rank not in self.exchanges:
-            tokens, ranks = self.layout.tokens(self.needed.shape[1]), range(self.layout.ranks)
-            mine = self.needed[rank]
-            self.exchanges[rank] = _Exchange(
-                [self.needed[other][tokens[rank]].nonzero().flatten() for other in ranks],
-                [tokens[other][mine[tokens[other]]] for other in ranks],
-                tokens[rank],
-            )
-        return self.exchanges[rank]
+        tokens, ranks = self.layout.tokens(self.needed.shape[1]), range(self.layout.ranks)
+        mine = self.needed[rank]
+        return _Exchange(
+            [self.needed[other][tokens[rank]].nonzero().flatten() for other in ranks],
+            [tokens[other][mine[tokens[other]]] for other in ranks],
+            tokens[rank],
+        )
 
 
 def _plan(
     program: str, reads: Sequence[Tensor], sizes: tuple[int, ...], layout: Layout, total: int
 ) -> _Plan:  # fmt: skip
-    """The plan of a fetch. One that tensors decide is shared within a run of a graph (`sharing.py`)."""
+    """The plan of a fetch. One that tensors decide is shared within a run of a graph (`transforms.py`)."""
     if not reads:
         return _kept_plan(program, sizes, layout, total)
     kept = shared()

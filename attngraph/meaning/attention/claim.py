@@ -16,16 +16,15 @@ from torch import fx
 from attngraph.ir import budgets
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import DOT, INDICES, ScoreProgram, Sink
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.digits import Digits, extent, recombined, split_digits
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention import layout, program, roles
-from attngraph.meaning.attention.axes import other_axes
 from attngraph.meaning.attention.dot import Chain
 from attngraph.meaning.attention.layout import ViewOp
+from attngraph.meaning.attention.normaliser import Refusal
 from attngraph.meaning.attention.program import Source
-from attngraph.meaning.attention.refusal import Refusal
-from attngraph.meaning.attention.roles import Roles
+from attngraph.meaning.attention.roles import Roles, other_axes
 from attngraph.meaning.attention.weighted_sums import KeyPart, WeightedSum
 from attngraph.meaning.element import Meaning
 

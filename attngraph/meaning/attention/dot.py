@@ -18,9 +18,9 @@ from attngraph.ir.graph import computed_from, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import DOT, is_moderate
 from attngraph.ir.ops import kernels
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning, has_data, is_exact
-from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable
+from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable, tried
 
 _COSTLY = (
     ["exp"], ["exp2"], ["log"], ["log2"], ["pow"], ["sin"], ["cos"], ["tanh"], ["sigmoid"], ["sqrt"],
@@ -73,7 +73,8 @@ def look_into(
             return _formula_is(meaning, read, lambda formula: is_exact(formula, own))
         if not meaning.contracts(tensor) and not _formula_is(meaning, read, lambda f: not _is_long(f)):
             return False
-        if str(tensor.target).split(".")[1:2] not in _COSTLY or _is_scaling(tensor):
+        is_scaling = str(tensor.target).startswith("aten.div.") and not isinstance(tensor.args[1], fx.Node)
+        if str(tensor.target).split(".")[1:2] not in _COSTLY or is_scaling:
             return True
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
         if pairs or meaning.index_expression(tensor, read.args) is not None:
@@ -95,10 +96,8 @@ def _moves_a_product(node: Expr) -> bool:
 
 def _is_scaled_data(meaning: Meaning, read: Expr) -> bool:
     """Whether it is an element of another tensor times a number."""
-    try:
-        factor, below = M.coefficient(meaning.element(read.value, read.args))
-    except Unliftable:
-        return False
+    element = tried(meaning.element, read.value, read.args)
+    factor, below = (1, E.ONE) if element is None else M.coefficient(element)
     return abs(factor) != 1 and below.op == "read" and has_data(below)
 
 
@@ -113,11 +112,6 @@ def _formula_is(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> b
 def _is_one_of_two_numbers(node: Expr) -> bool:
     """Whether it is a selection between two numbers, cheap to compute: the logarithm of a mask, say."""
     return node.op == "where" and all(branch.op == "const" for branch in node.args[1:])
-
-
-def _is_scaling(node: fx.Node) -> bool:
-    """Whether a division is by a number."""
-    return str(node.target).startswith("aten.div.") and not isinstance(node.args[1], fx.Node)
 
 
 def _rounds(node: fx.Node) -> torch.dtype | None:
@@ -320,10 +314,7 @@ def _open(meaning: Meaning, node: Expr) -> Expr | None:
     category = meaning.category(node.value)
     if category not in (Category.CONTRACTION, Category.REDUCTION):
         return None
-    try:
-        return meaning.element(node.value, node.args)
-    except Unliftable:
-        return None
+    return tried(meaning.element, node.value, node.args)
 
 
 def _as_dot(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> Dot | None:
@@ -336,10 +327,10 @@ def _as_dot(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> Dot | None:
     if body.op == "read" and isinstance(body.value, fx.Node):
         if meaning.category(body.value) is not Category.POINTWISE:
             return None
-        try:
-            body = meaning.element(body.value, body.args)
-        except Unliftable:
+        element = tried(meaning.element, body.value, body.args)
+        if element is None:
             return None
+        body = element
     if body.op != "mul" or len(body.args) != 2 or any(f.op != "read" for f in body.args):
         return None
     sides = sorted(body.args, key=lambda f: not f.free.isdisjoint(keys))
@@ -363,10 +354,10 @@ def chain(meaning: Meaning, node: Expr) -> Chain:
             Category.POINTWISE,
         ):
             return tuple(found)
-        try:
-            times, below = M.coefficient(meaning.element(tensor, current.args))
-        except Unliftable:
+        element = tried(meaning.element, tensor, current.args)
+        if element is None:
             return tuple(found)
+        times, below = M.coefficient(element)
         same_dtype = (
             below.op == "read"
             and isinstance(below.value, fx.Node)

@@ -7,17 +7,20 @@ buffer holds is repeated for that very buffer only.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
+from attngraph.ir.graph.call import described
 from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.kept import kept
 from attngraph.ir.language import expr as E
-from attngraph.meaning.attention.claim import Attention, Operand
-from attngraph.meaning.attention.program import Seed, Source
+from attngraph.meaning.attention.claim import Attention, Operand, View
+from attngraph.meaning.attention.layout import ViewOp
+from attngraph.meaning.attention.normaliser import Refusal
+from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import Recogniser
-from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.element import Meaning
 
 _MOST_NODES = 2_000
@@ -38,6 +41,12 @@ class _Known:
     steps: tuple[_Step, ...]
     numbers: dict[fx.Node, int]
 
+    def of(self, place: Sequence[fx.Node]) -> tuple[Attention, ...]:
+        """The claims with the nodes of another place, by their numbers."""
+        own = {node: place[number] for node, number in self.numbers.items()}
+        found: tuple[Attention, ...] = _mapped(self.claims, lambda leaf: own.get(leaf, leaf))
+        return found
+
 
 class OnceRecogniser(Recogniser):
     """A recogniser that knows what it found for equal nodes."""
@@ -45,7 +54,6 @@ class OnceRecogniser(Recogniser):
     def __init__(self, meaning: Meaning, gradients: bool) -> None:
         super().__init__(meaning, gradients)
         self._known: dict[Any, list[_Known]] = {}
-        self._about: dict[fx.Node, Any] = {}
 
     def examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
         """As `Recogniser.examine`."""
@@ -55,8 +63,7 @@ class OnceRecogniser(Recogniser):
             place = self._placed(node, known.steps)
             if place is not None:
                 self.note_found(node)
-                own = {n: place[number] for n, number in known.numbers.items()}
-                return tuple(_rewritten(claim, own) for claim in known.claims)
+                return known.of(place)
         found = super().examine(node)
         if isinstance(found, tuple) and node not in self._of_values:
             self._remember(node, found)
@@ -75,8 +82,16 @@ class OnceRecogniser(Recogniser):
             steps.append(_Step(self._told(each), tuple(numbers[n] for n in below)))
             if len(order) > _MOST_NODES:
                 return
-        named = {n for claim in claims for n in _named(claim)}
-        if named <= numbers.keys() and not any(_reads_nodes(claim) for claim in claims):
+        leaves: list[Any] = []
+
+        def noted(leaf: Any) -> Any:
+            leaves.append(leaf)
+            return leaf
+
+        _mapped(claims, noted)
+        formulas = (n for leaf in leaves if isinstance(leaf, E.Expr) for n in E.walk(leaf))
+        named = {leaf for leaf in leaves if isinstance(leaf, fx.Node)}
+        if named <= numbers.keys() and not any(isinstance(n.value, fx.Node) for n in formulas):
             known = _Known(claims, tuple(steps), {n: numbers[n] for n in named})
             self._known.setdefault(node.target, []).append(known)
 
@@ -98,42 +113,18 @@ class OnceRecogniser(Recogniser):
                     return None
         return order
 
+    @kept
     def _told(self, node: fx.Node) -> Any:
         """A node's operation, its arguments that are no tensors, and the layout of its result."""
-        if node not in self._about:
-            known = node if node in self.meaning.values else None
-            told = _told((node.args, node.kwargs)) if node.op == "call_function" else None
-            self._about[node] = (
-                node.op, node.op == "call_function" and node.target, told,
-                _layout_of(node.meta.get("val")), known,
-            )  # fmt: skip
-        return self._about[node]
+        known = node if node in self.meaning.values else None
+        given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"] if is_size(n) else "%")
+        called = (node.target, described(given)) if node.op == "call_function" else None
+        return node.op, called, described(node.meta.get("val")), known
 
 
 def _computed_from(node: fx.Node) -> list[fx.Node]:
     """Its operands that are no sizes."""
     return [n for n in node.all_input_nodes if not is_size(n)]
-
-
-def _told(value: Any) -> Any:
-    if isinstance(value, fx.Node):
-        return ("size", _formula(value.meta["val"])) if is_size(value) else fx.Node
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_told, value))
-    if isinstance(value, dict):
-        return tuple((name, _told(inner)) for name, inner in value.items())
-    return type(value), repr(value)
-
-
-def _layout_of(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        sizes = tuple(map(_formula, (*value.shape, *value.stride())))
-        return value.dtype, value.device, sizes
-    return tuple(map(_layout_of, value)) if isinstance(value, (list, tuple)) else None
-
-
-def _formula(size: Any) -> Any:
-    return size.node.expr if hasattr(size, "node") else size
 
 
 def _operands(claim: Attention) -> Iterator[fx.Node]:
@@ -143,34 +134,11 @@ def _operands(claim: Attention) -> Iterator[fx.Node]:
     yield from (read for read in claim.reads if isinstance(read, fx.Node))
 
 
-def _named(claim: Attention) -> Iterator[fx.Node]:
-    """All nodes in a claim."""
-    yield from (claim.node, *claim.scores)
-    yield from _operands(claim)
-    yield from (read.dropout for read in claim.reads if isinstance(read, Seed))
-
-
-def _reads_nodes(claim: Attention) -> bool:
-    """Whether a formula in a claim, outside of its program, reads a tensor of the graph."""
-    views = [v for o in (claim.q, claim.k, claim.v) for part in o.parts for v in part]
-    steps = [step for view in views for step in view.steps] + list(claim.output)
-    zeros = [formula for view in views for formula in view.zeros]
-    own = (*claim.sizes, claim.heads, claim.kv_heads, claim.head_dim, claim.value_dim, *sum(claim.axes, ()))
-    formulas = [*own, *zeros, *(size for step in steps for size in step.sizes)]
-    return any(isinstance(n.value, fx.Node) for formula in formulas for n in E.walk(formula))
-
-
-def _rewritten(claim: Attention, own: dict[fx.Node, fx.Node]) -> Attention:
-    """The claim with other nodes in the places of its own."""
-
-    def operand(given: Operand) -> Operand:
-        parts = tuple(tuple(dataclasses.replace(v, base=own[v.base]) for v in part) for part in given.parts)
-        return Operand(parts)
-
-    def source(read: Source) -> Source:
-        return Seed(own[read.dropout]) if isinstance(read, Seed) else own[read]
-
-    return dataclasses.replace(
-        claim, node=own[claim.node], scores=tuple(own[n] for n in claim.scores), q=operand(claim.q),
-        k=operand(claim.k), v=operand(claim.v), reads=tuple(map(source, claim.reads)),
-    )  # fmt: skip
+def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A claim, or a part of one, with `leaf` of each node, formula and number in it."""
+    if isinstance(value, tuple):
+        return tuple(_mapped(part, leaf) for part in value)
+    if not isinstance(value, (Attention, Operand, View, ViewOp, Seed)):
+        return leaf(value)
+    parts = {f.name: _mapped(getattr(value, f.name), leaf) for f in dataclasses.fields(value)}
+    return dataclasses.replace(value, **parts)

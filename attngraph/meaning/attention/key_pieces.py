@@ -16,12 +16,11 @@ from torch import fx
 
 from attngraph.ir.graph import op_name, source_of
 from attngraph.ir.language import WEIGHT, E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.fractions import Sum, Term, Value
-from attngraph.meaning.attention.normaliser import open_sums
-from attngraph.meaning.attention.refusal import Refusal
+from attngraph.meaning.attention.normaliser import Refusal, open_sums
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable, is_part
+from attngraph.meaning.rule import Category, is_part, tried
 
 NOT_ALIKE = (
     "the {} blocks of its keys are not scaled alike in the sum and in what divides it: a rescaling by the "
@@ -246,11 +245,8 @@ def _opened(meaning: Meaning, piece: Piece, look: Callable[[Piece, Expr], Expr])
     def write_out(read: Expr) -> Expr:
         if meaning.category(read.value) not in (Category.CONTRACTION, Category.REDUCTION):
             return read
-        try:
-            whole = meaning.element(read.value, read.args)
-        except Unliftable:
-            return read
-        if not any(n.op == "sum" for n in E.walk(whole)):
+        whole = tried(meaning.element, read.value, read.args)
+        if whole is None or not any(n.op == "sum" for n in E.walk(whole)):
             return read
         return meaning.lift(whole, lambda r: moves(r) or str(r.value.target) == "aten.mul.Tensor")
 

@@ -247,23 +247,18 @@ class _Side:
             E.var(f"e{n}", s) for n, s in enumerate(self.meaning.shape(node)))))  # fmt: skip
         turned = any(n.op in ("sin", "cos") for n in E.walk(lifted))
         by = ", by an angle that follows the token's place (rotary positions)" if turned else ""
-        contractions = [n for n in E.reads(lifted) if self._is_projection(n.value)]
+        contractions = [n for n in E.reads(lifted) if self.meaning.category(n.value) is Category.CONTRACTION]
         if len(contractions) > 1 and not turned and "add" in str(node.target):
             by = " (a sum of several products, as of a weight and its adapter)"
-        near = any(self._rank(n) < self._whole_width() for n in contractions)
+        whole = self.width * float(self.heads.value) if self.heads.op == "const" else 0.0
+        near = any(self._rank(n) < whole for n in contractions)
         return _Stop(f"its {self.what} are changed after they are projected up, by {where}{by}", near)
-
-    def _is_projection(self, node: fx.Node) -> bool:
-        return self.meaning.category(node) is Category.CONTRACTION
 
     def _rank(self, read: Expr) -> float:
         """How wide the tensor is that is projected; infinite where that is not known."""
         sums = [n for n in E.walk(self.meaning.element(read.value, read.args)) if n.op == "sum"]
         extents = [n.args[0].args[0] for n in sums]
         return min((float(e.value) for e in extents if e.op == "const"), default=math.inf)
-
-    def _whole_width(self) -> float:
-        return self.width * float(self.heads.value) if self.heads.op == "const" else 0.0
 
     def _no_image(self, node: fx.Node) -> _Stop:
         return _Stop(

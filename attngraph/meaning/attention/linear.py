@@ -12,12 +12,11 @@ from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.language import DOT, WEIGHT, E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.claim import Attention, write_claim
-from attngraph.meaning.attention.normaliser import open_sums
+from attngraph.meaning.attention.normaliser import Refusal, open_sums
 from attngraph.meaning.attention.recogniser import Recogniser
-from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.weighted_sums import KeyPart, WeightedSum
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable

@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from torch import fx
 
 from attngraph.ir.graph.program_graph import is_random
+from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import operands_first
+from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra import fractions as F
-from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import Fraction, NotASum, Term, Value, add, reciprocal
 from attngraph.meaning.attention.normaliser import split_by
 from attngraph.meaning.element import Meaning
@@ -55,9 +56,6 @@ class PartialSums:
     def __init__(self, meaning: Meaning) -> None:
         self.meaning = meaning
         self._kinds: dict[fx.Node, Kind | None] = {}
-        self._pieces: dict[fx.Node, frozenset[fx.Node]] = {}
-        self._joined: dict[fx.Node, bool] = {}
-        self._known: dict[fx.Node, bool] = {}
         self._values: dict[tuple[fx.Node, tuple[Expr, ...]], Value] = {}
         self._first: dict[fx.Node, fx.Node] = {}
         self._calls: dict[str, fx.Node] = {}
@@ -87,17 +85,15 @@ class PartialSums:
 
         return E.rebuild(formula, first)
 
+    @kept
     def pieces(self, node: fx.Node) -> frozenset[fx.Node]:
         """The nodes at which weights meet values, below a sum weighted by exponentials."""
-        if node not in self._pieces:
-            found: frozenset[fx.Node] = frozenset()
-            if self.kind(node) in _VALUED:
-                below = [n for n in node.all_input_nodes if self.kind(n) in _VALUED]
-                found = frozenset().union(*map(self.pieces, below))
-                if any(self.kind(n) is Kind.WEIGHTS for n in node.all_input_nodes) and not below:
-                    found = frozenset((node,))
-            self._pieces[node] = found
-        return self._pieces[node]
+        if self.kind(node) not in _VALUED:
+            return frozenset()
+        below = [n for n in node.all_input_nodes if self.kind(n) in _VALUED]
+        if any(self.kind(n) is Kind.WEIGHTS for n in node.all_input_nodes) and not below:
+            return frozenset((node,))
+        return frozenset().union(*map(self.pieces, below))
 
     def _find_kind(self, node: fx.Node) -> Kind | None:
         operands = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
@@ -159,15 +155,14 @@ class PartialSums:
             return Kind.VALUES if len(valued) == 1 else None
         return Kind.PRODUCT if others else Kind.WEIGHTS
 
+    @kept
     def _is_known(self, node: fx.Node) -> bool:
         """Whether a node is computed from numbers and positions alone."""
-        if node not in self._known:
-            category = self.meaning.category(node)
-            self._known[node] = category is Category.INDEX or (
-                category in (Category.MOVEMENT, Category.POINTWISE)
-                and all(self._is_known(n) for n in node.all_input_nodes if self.meaning.is_tensor(n))
-            )
-        return self._known[node]
+        category = self.meaning.category(node)
+        return category is Category.INDEX or (
+            category in (Category.MOVEMENT, Category.POINTWISE)
+            and all(self._is_known(n) for n in node.all_input_nodes if self.meaning.is_tensor(n))
+        )
 
     def begins(self, node: fx.Node) -> bool:
         """Whether exponentials are first taken at a node."""
@@ -219,16 +214,14 @@ class PartialSums:
         known = self.meaning.elementwise(node) if node.op == "read" and self._is_known(node.value) else node
         return self.value(known) if known is not node else F.single(E.ZERO, node)
 
+    @kept
     def _is_joined(self, node: fx.Node) -> bool:
         """Whether a node moves, or computes element by element, results of pieces that were concatenated."""
-        if node not in self._joined:
-            movable = self.meaning.category(node) in (Category.MOVEMENT, Category.POINTWISE)
-            self._joined[node] = (
-                movable
-                and self._kinds.get(node) is not None
-                and (str(node.target) in _CONCATENATIONS or any(map(self._is_joined, node.all_input_nodes)))
-            )
-        return self._joined[node]
+        return (
+            self.meaning.category(node) in (Category.MOVEMENT, Category.POINTWISE)
+            and self._kinds.get(node) is not None
+            and (str(node.target) in _CONCATENATIONS or any(map(self._is_joined, node.all_input_nodes)))
+        )
 
     def _is_inside(self, read: Expr) -> bool:
         return self._kinds.get(read.value) is not None

@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import fx
 
-from attngraph.ir.language import E, Expr, operation
+from attngraph.ir.language import E, Expr, Keep, Score, ScoreProgram, Sink, Statement, Weight, operation
 from attngraph.ir.language import score as S
-from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Statement, Weight
 from attngraph.meaning.algebra import M, ranges, size_expression
-from attngraph.meaning.attention.finite_scores import with_finite_dots
 from attngraph.meaning.masks.fold import UNDERFLOWS
+from attngraph.meaning.masks.score_bounds import with_finite_dots
 
 LOWERED = M.add(S.SCORE, E.NEG_INF)
 """A score to which a mask adds minus infinity."""
@@ -348,9 +347,6 @@ def _is_of_large(term: Expr) -> bool:
 
 def _weight_of(node: Expr) -> int:
     return sum(1 for _ in E.walk(node))
-
-
-_RANK = {"dot": 0, "s": 0, "p": 0, "where": 3, "read": 4}
 
 
 def _shape_key(node: Expr) -> str:

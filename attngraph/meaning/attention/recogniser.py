@@ -9,23 +9,31 @@ checks the claim in float64 before anything is replaced (`meaning/check/check.py
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from attngraph.ir import budgets
+from attngraph.ir.kept import kept
 from attngraph.ir.language import DOT, E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.ir.walk import filled
+from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
-from attngraph.meaning.attention.adding import adds_up, is_sum
 from attngraph.meaning.attention.claim import SECOND_SUM, Attention, write_claim
 from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
-from attngraph.meaning.attention.normaliser import logarithm, split_by
+from attngraph.meaning.attention.normaliser import Refusal, logarithm, split_by, stands_between
 from attngraph.meaning.attention.partial_sums import PartialSums
-from attngraph.meaning.attention.positional import PositionWeights, as_exponentials, has_no_product
-from attngraph.meaning.attention.refusal import Refusal, stands_between
-from attngraph.meaning.attention.score_sets import join_equal_products, split_by_product
+from attngraph.meaning.attention.score_sets import (
+    PositionWeights,
+    adds_up,
+    as_exponentials,
+    has_no_product,
+    is_sum,
+    join_equal_products,
+    split_by_product,
+)
 from attngraph.meaning.attention.weighted_sums import (
     KeyPart,
     Unnormalised,
@@ -50,8 +58,6 @@ class Recogniser:
     def __init__(self, meaning: Meaning, gradients: bool) -> None:
         self.meaning = meaning
         self.gradients = gradients
-        self._indices: dict[fx.Node, bool] = {}
-        self._roots: dict[fx.Node, frozenset[fx.Node]] = {}
         self._near: dict[fx.Node, frozenset[fx.Node]] = {}
         self.unnormalised: set[fx.Node] = set()
         self._too_long: set[fx.Node] = set()
@@ -62,19 +68,15 @@ class Recogniser:
     def near(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that this node's elements are computed from, without a contraction or
         an opaque op in between. Weights that follow from positions alone count as such."""
-        stack, ends = [node], dict[fx.Node, frozenset[fx.Node] | None]()
-        while stack:  # not by recursion: a model may write a table element by element
-            top = stack[-1]
-            if top not in ends:
-                ends[top] = None if top in self._near else self._end(top)
-                inputs = () if top in self._near or ends[top] is not None else top.all_input_nodes
-                stack += [n for n in inputs if n not in self._near]
-                continue
-            stack.pop()
-            if top not in self._near:
-                found = ends[top]
-                self._near[top] = self._of_inputs(top) if found is None else found
-        return self._near[node]
+
+        def inputs(at: fx.Node) -> Sequence[fx.Node]:
+            return at.all_input_nodes if self._end(at) is None else ()
+
+        def near(at: fx.Node) -> frozenset[fx.Node]:
+            end = self._end(at)
+            return self._of_inputs(at) if end is None else end
+
+        return filled(self._near, node, inputs, near)
 
     def _end(self, node: fx.Node) -> frozenset[fx.Node] | None:
         """The exponentials of a node whose inputs are not asked; None for others."""
@@ -99,14 +101,11 @@ class Recogniser:
             return frozenset()
         return frozenset().union(*(self._near[n] for n in node.all_input_nodes))
 
+    @kept
     def is_index(self, node: fx.Node) -> bool:
         """Whether a node is computed from indices alone, as ALiBi's slopes are."""
-        if node not in self._indices:
-            category = self.meaning.category(node)
-            self._indices[node] = category in ELEMENTWISE and all(
-                self.is_index(n) for n in node.all_input_nodes if self.meaning.is_tensor(n)
-            )
-        return self._indices[node]
+        operands = filter(self.meaning.is_tensor, node.all_input_nodes)
+        return self.meaning.category(node) in ELEMENTWISE and all(map(self.is_index, operands))
 
     def examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
         """The attentions whose sum this node is, usually one; None where it does not look like attention
@@ -384,12 +383,11 @@ class Recogniser:
         reads = [n.value for n in E.reads(node)]
         return frozenset().union(*map(self._sources_of, reads))
 
+    @kept
     def _sources_of(self, node: fx.Node) -> frozenset[fx.Node]:
         if node.op == "placeholder":
             return frozenset((node,) if node.meta["val"].is_floating_point() else ())
-        if node not in self._roots:
-            self._roots[node] = frozenset().union(*map(self._sources_of, node.all_input_nodes))
-        return self._roots[node]
+        return frozenset().union(*map(self._sources_of, node.all_input_nodes))
 
 
 def _reads(node: fx.Node | None, *formulas: Expr) -> bool:

@@ -20,18 +20,18 @@ from collections.abc import Sequence
 
 from attngraph.ir import budgets
 from attngraph.ir.language import WEIGHT, E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.attention.dot import Dot
 from attngraph.meaning.attention.normaliser import (
     Look,
+    Refusal,
     is_normaliser,
     match_normaliser,
     open_sums,
     pieces_of,
     split_by,
+    why_not_normalised,
 )
-from attngraph.meaning.attention.not_normalised import why_not_normalised
-from attngraph.meaning.attention.refusal import Refusal
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,18 @@
 """Is a claim true? Two values of one graph, computed in float64 on random inputs and compared.
 
 The region between two nodes and the tensors that both are computed from is run on its own, with every
-floating dtype widened to float64 so that a wrong scale cannot hide in a tolerance, at more than one
-size. Where sizes are fixed and large, they are computed in part (`parts.py`): at the first, the last and
-random places of some dimensions, that of the queries before all. Where gradients flow they are compared as
-well. At the first size both are computed once more in float32, because the claim may lose digits that the
-model keeps. Nothing here edits the graph.
+floating dtype widened to float64 so that a wrong scale cannot hide in a tolerance, at more than one size.
+Where sizes are fixed and large, they are computed in part (`parts.py`): at the first, the last and random
+places of some dimensions, that of the queries before all. Where gradients flow they are compared as well. At
+the first size both are computed once more in float32, because the claim may lose digits that the model keeps.
+
+Equal layers are checked once: verdicts are kept by what the claims compute.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from attngraph.ir.language import E, Keep, Score
 from attngraph.ir.ops import nodes
 from attngraph.meaning.check.comparison import compare, elementwise, largest
 from attngraph.meaning.check.parts import Box, choose_box
-from attngraph.meaning.check.region import bytes_in_float64, region, with_makers_of_sizes
+from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region, with_makers_of_sizes
 from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes
 
 TOLERANCE = 1e-10
@@ -30,6 +32,14 @@ TOLERANCE = 1e-10
 LARGEST_SUM = 1e10
 """A number of this size, added to all scores of a row, leaves six of their digits in float64; with a larger
 one, sums in two different orders cannot be compared."""
+
+
+Pair = tuple[str, Tensor, Tensor]
+"""What is compared: its name ("value", or of a gradient), what it should be, and what it is."""
+
+
+class TooLarge(Exception):
+    """What is to be compared takes too many bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,49 +62,70 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@_one_thread()
 def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node]) -> Verdict:
     """Whether `new` equals `old` as functions of `leaves`, for random values of these, at two choices of
     sizes. The sizes of the example are tried where the model runs at none of the others."""
-    values, example = graph.known_values(), graph.hints
     leaves = with_makers_of_sizes((old, new), leaves)
     order = region((old, new), leaves)
-    sizes = choose_sizes(leaves, graph.admits, example)
-    if bytes_in_float64(order, {**example, **dict(*sizes[-1:])}) > budgets.SAMPLE_BYTES:
+    boxes: list[Box] = []
+
+    def pairs(sample: Sample) -> list[Pair]:
+        box, needed = choose_box(order, (old, new), leaves, sample.sizes, sample.generator)
+        boxes.append(box)
+        if needed > budgets.CHECK_BYTES:
+            raise TooLarge
+        return _both_ways(old, new, leaves, order, sample, graph.gradients, box)
+
+    def drowned(sample: Sample, exact: Tensor) -> str:
+        return _drowned(old, new, leaves, order, sample.in_float32(), exact, boxes[-1])
+
+    sizes = choose_sizes(leaves, graph.admits, graph.hints)
+    if bytes_in_float64(order, {**graph.hints, **dict(*sizes[-1:])}) > budgets.SAMPLE_BYTES:
         # Most sizes are the model's own and large: the others are as small as can be.
-        sizes = choose_sizes(leaves, graph.admits, example, SMALLEST)
-    tolerance = TOLERANCE + rounding(order)
+        sizes = choose_sizes(leaves, graph.admits, graph.hints, SMALLEST)
     steep = {f"gradient for {leaf}": factor for leaf, factor in factors(order).items()}
-    worst = 0.0
+    return compared(graph, sizes, TOLERANCE + rounding(order), pairs, steep, drowned)
+
+
+@_one_thread()
+def compared(
+    graph: ProgramGraph, sizes: Sequence[Mapping[str, int]], tolerance: float,
+    pairs: Callable[[Sample], Iterable[Pair]], steep: Mapping[str, float] = MappingProxyType({}),
+    at_first: Callable[[Sample, Tensor], str] = lambda sample, exact: "",
+) -> Verdict:  # fmt: skip
+    """Whether each of `pairs` is equal at these sizes; at those of the example where it cannot be computed at
+    any of them.
+
+    Args:
+        steep: what is added to the largest element of a gradient, for the error that is accepted.
+        at_first: what else is wrong, asked once of the first sample and of its first value.
+    """
+    worst, problem = 0.0, ""
     tried: list[dict[str, int]] = []
-    problem = ""
-    for number, chosen in enumerate((*sizes, example)):
+    for number, chosen in enumerate((*sizes, graph.hints)):
         if number == len(sizes) and tried:
             break
-        at = {**example, **chosen}  # some operands contribute only a dtype: their sizes are not chosen
-        sample = Sample(values, at, number)
-        box, needed = choose_box(order, (old, new), leaves, at, sample.generator)
-        if needed > budgets.CHECK_BYTES:
-            return Verdict(worst, tuple(tried), "too large to be checked in float64 at its fixed sizes")
+        # Some operands contribute only a dtype: their sizes are not chosen.
+        sample = Sample(graph.known_values(), {**graph.hints, **chosen}, number)
         try:
-            pairs = _both_ways(old, new, leaves, order, sample, graph.gradients, box)
+            found = list(pairs(sample))
+        except TooLarge:
+            return Verdict(worst, tuple(tried), "too large to be checked in float64 at its fixed sizes")
         except (IndexError, RuntimeError, ValueError) as cause:
             # For example, a table is read beyond its end: the model does not allow these sizes together.
             problem = f"cannot be run at small sizes: {cause}"
             continue
-        tried.append(chosen)
-        for what, wanted, found in pairs:
+        tried.append(dict(chosen))
+        for what, wanted, value in found:
             # Where terms cancel, the rounding error of a gradient is that of its largest elements.
             added = 0.0 if what == "value" else largest(wanted) + steep.get(what, 0.0)
-            result = compare(found, wanted, elementwise(tolerance, added))
+            result = compare(value, wanted, elementwise(tolerance, added))
             if not result.holds:
                 shown = ", ".join(f"{k}={v}" for k, v in chosen.items())
                 return Verdict(result.error, tuple(tried), f"its {what} differs at sizes ({shown}): {result}")
             worst = max(worst, result.error)
-        if len(tried) == 1:
-            problem = _drowned(old, new, leaves, order, sample.in_float32(), pairs[0][1], box)
-            if problem:
-                return Verdict(worst, tuple(tried), problem)
+        if len(tried) == 1 and (problem := at_first(sample, found[0][1])):
+            return Verdict(worst, tuple(tried), problem)
     return Verdict(worst, tuple(tried), "" if tried else problem)
 
 
@@ -148,12 +179,11 @@ def _drowned(
 def _both_ways(
     old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node], order: Sequence[fx.Node], sample: Sample,
     gradients: bool, box: Box,
-) -> list[tuple[str, Tensor, Tensor]]:  # fmt: skip
-    """What is compared, as (name, value by the old node, value by the new one)."""
+) -> list[Pair]:  # fmt: skip
     given = {leaf: sample.draw(leaf, gradients) for leaf in leaves}
     with torch.set_grad_enabled(gradients):
         both = sample.evaluate(order, given, old, new, box=box)
-        pairs = [("value", *both)]
+        pairs: list[Pair] = [("value", *both)]
         if gradients:
             inputs = {n: t for n, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
             weight = torch.randn(both[0].shape, generator=sample.generator, dtype=torch.float64)
@@ -170,3 +200,38 @@ def _gradients(result: Tensor, weight: Tensor, inputs: Sequence[Tensor]) -> Sequ
     total = (finite * weight).sum()
     # The graph is kept: both values may be computed from parts of one tensor.
     return torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+
+class Checks:
+    """The verdicts so far."""
+
+    def __init__(self, graph: ProgramGraph) -> None:
+        self.graph = graph
+        self.verdicts: dict[Any, Verdict] = {}
+        self._contents: list[Tensor] = []
+
+    def same_value(self, old: fx.Node, new: fx.Node, leaves: Iterable[fx.Node]) -> Verdict:
+        """Whether `new` equals `old` as functions of `leaves`."""
+        leaves, values = list(dict.fromkeys(leaves)), self.graph.known_values()
+        order = region((old, new), leaves)
+        begins = [n for n in order if n in leaves or n.op == "placeholder"]
+        told = {n: self._content(values[n]) if n in values else self.about(n, order) for n in begins}
+        key = fingerprint(order, told)
+        if key not in self.verdicts:
+            self.verdicts[key] = self.verdict(old, new, leaves)
+        return self.verdicts[key]
+
+    def about(self, node: fx.Node, order: Sequence[fx.Node]) -> Any:
+        """What is known of a value that a claim begins with, besides dtype and shape."""
+        return None
+
+    def verdict(self, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node]) -> Verdict:
+        return same_value(self.graph, old, new, leaves)
+
+    def _content(self, tensor: Tensor) -> int:
+        """A number that is equal for tensors of equal contents."""
+        for place, other in enumerate(self._contents):
+            if other.dtype == tensor.dtype and other.shape == tensor.shape and torch.equal(other, tensor):
+                return place
+        self._contents.append(tensor)
+        return len(self._contents) - 1

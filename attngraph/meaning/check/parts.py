@@ -9,7 +9,7 @@ taken from the result. So a part has the values of the whole: only memory and ti
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,27 +17,21 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import is_size
-from attngraph.ir.language import E, Expr, S
+from attngraph.ir.kept import kept
+from attngraph.ir.language import E, Environment, Expr, S, Tile
+from attngraph.ir.language.evaluate import evaluate
 from attngraph.ir.ops import nodes
-from attngraph.ir.walk import operands_first
-from attngraph.meaning.check.dropout import drop
-from attngraph.meaning.check.oracle import Oracle
+from attngraph.ir.walk import computed, operands_first
+from attngraph.meaning.check.oracle import Oracle, drop
 from attngraph.meaning.check.region import bytes_in_float64, scores_of, shape_at
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import RULES, Unliftable, is_part
+from attngraph.meaning.rule import Category, Unliftable, is_part, tried
 
 Box = tuple[tuple[int, ...] | None, ...]
 """For each dimension the wanted indices in increasing order; None: all of them."""
 Piece = tuple[fx.Node, Box]
 PLACES = 4
 """How many indices of a dimension are sampled: its first, its last, and others at random."""
-_RESHAPED = frozenset(
-    name for name, rule in RULES.items() if rule.element is RULES["aten.view.default"].element
-)
-_SLICED = frozenset({"aten.narrow.default", "aten.slice.Tensor"})
-_EXPANDED = frozenset(
-    name for name, rule in RULES.items() if rule.element is RULES["aten.expand.default"].element
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +55,6 @@ class Parts:
     def __init__(self, given: Collection[fx.Node], sizes: Mapping[str, int]) -> None:
         self.given, self.sizes = given, sizes
         self._meaning = Meaning(numbers=sizes)
-        self._steps: dict[Piece, Step] = {}
 
     def order(self, wanted: Sequence[Piece]) -> list[Piece]:
         """The pieces from which those that are wanted are computed, operands first."""
@@ -75,44 +68,30 @@ class Parts:
 
     def evaluate(self, oracle: Oracle, known: Mapping[fx.Node, Any], wanted: Sequence[Piece]) -> list[Any]:
         """The values of the wanted pieces, from those of the given nodes, each freed after its last use."""
-        order = self.order(wanted)
-        last = {operand: piece for piece in order for operand in self.step(piece).operands}
-        found: dict[Piece, Any] = {}
-        for piece in order:
+
+        def compute(piece: Piece, found: Mapping[Piece, Any]) -> Any:
             node, box = piece
-            whole = not any(box)
-            operands = self.step(piece).operands
-            if node in known and whole:
-                found[piece] = known[node]
-            else:
-                found[piece] = self.step(piece).run(oracle, [found[operand] for operand in operands])
-            for operand in operands:
-                if last[operand] is piece and operand not in wanted:
-                    found.pop(operand, None)
-        return [found[piece] for piece in wanted]
+            if node in known and not any(box):
+                return known[node]
+            return self.step(piece).run(oracle, [found[operand] for operand in self.step(piece).operands])
+
+        return computed(self.order(wanted), lambda piece: self.step(piece).operands, compute, wanted)
 
     def shape(self, node: fx.Node, box: Box = ()) -> list[int]:
         """The shape of a node, or of a part of it."""
         whole = shape_at(node.meta["val"], self.sizes)
         return [n if b is None else len(b) for n, b in itertools.zip_longest(whole, box)]
 
+    @kept
     def step(self, piece: Piece) -> Step:
-        if piece not in self._steps:
-            self._steps[piece] = self._step(*piece)
-        return self._steps[piece]
-
-    def _step(self, node: fx.Node, box: Box) -> Step:
+        node, box = piece
         if not any(box):
             given = node in self.given
             operands = () if given else tuple(map(self.whole, node.all_input_nodes))
             scores = 0 if given else scores_of(node, self.sizes)
             return Step(operands, lambda oracle, values: self._run(oracle, node, operands, values), scores)
         if node not in self.given and node.op == "call_function":
-            name = str(node.target)
-            ways = [self._of_attention, self._of_dropout, self._by_rule]
-            if name in _RESHAPED:
-                ways = [self._reshaped]
-            for way in ways:
+            for way in (self._of_attention, self._of_dropout, self._moved, self._by_rule):
                 found = way(node, box)
                 if found is not None:
                     return found
@@ -150,53 +129,50 @@ class Parts:
             if not same or boxes.setdefault(read.value, found) != found:
                 return None
         made_by: Any = node.args[0] if is_part(node) else node
-        name = str(node.target)
-        expanded = name in _EXPANDED
-        needed = made_by.all_input_nodes[:1] if expanded else made_by.all_input_nodes
+        needed = made_by.all_input_nodes
         if not boxes or any(n not in boxes for n in needed if isinstance(n.meta.get("val"), Tensor)):
             return None
         operands = tuple((n, boxes[n]) if n in boxes else self.whole(n) for n in needed)
-        if expanded:
-            return Step(operands, lambda _, values: values[0].expand(self.shape(node, box)))
-        if element.op == "read" and self.shape(node) == self.shape(element.value) and name in _SLICED:
-            return Step(operands, lambda _, values: values[0])  # all of a dimension, by its number
         if made_by is node:
             return Step(operands, lambda oracle, values: self._run(oracle, node, operands, values))
         number: Any = node.args[1]
         return Step(operands, lambda oracle, values: self._run(oracle, made_by, operands, values)[number])
 
-    def _reshaped(self, node: fx.Node, box: Box) -> Step:
-        """A view: where the wanted elements lie in the operand, by counting both in the same order."""
-        source: Any = node.args[0]
-        before, after = self.shape(source), self.shape(node)
-        found: list[tuple[int, ...] | None] = []
-        # For each group of dimensions that are the operand's in another shape: the extent of its wanted part,
-        # and where the wanted elements lie in it.
-        groups: list[tuple[int, Tensor | None]] = []
-        for i, j in _groups(before, after):
-            if not any(box[j]):
-                found += [None] * (i.stop - i.start)
-                groups.append((math.prod(after[j]), None))
-                continue
-            flat = torch.zeros((), dtype=torch.int64)
-            for extent, indices in zip(after[j], box[j], strict=True):
-                flat = flat[..., None] * extent + torch.tensor(range(extent) if indices is None else indices)
-            digits = torch.unravel_index(flat.flatten(), tuple(before[i]))
-            kept = [torch.unique(digit) for digit in digits]
-            place = torch.zeros((), dtype=torch.int64)
-            for digit, of in zip(digits, kept, strict=True):
-                place = place * len(of) + torch.searchsorted(of, digit.contiguous())
-            found += [tuple(of.tolist()) for of in kept]
-            groups.append((math.prod(map(len, kept)), place))
+    def _moved(self, node: fx.Node, box: Box) -> Step | None:
+        """Where an op moves elements, and changes none: the operand at the indices that are wanted of each
+        dimension, each once, and where in this the wanted elements lie."""
+        variables, place = self._meaning.places(node)
+        element = tried(self._meaning.element, node, place)
+        if element is None or element.op != "read" or self._meaning.category(node) is not Category.MOVEMENT:
+            return None
+        source, indices = element.value, element.args
+        casts = source.meta["val"].dtype != node.meta["val"].dtype
+        if casts or any(n.op == "read" for index in indices for n in E.walk(index)):
+            return None
+        boxed = {v for v, wanted in zip(variables, box, strict=True) if wanted is not None}
+        axes: dict[str, Tensor] = {}
+        for dim, (extent, wanted) in enumerate(zip(self.shape(node), box, strict=True)):
+            axis = torch.arange(extent) if wanted is None else torch.tensor(wanted)
+            axes[f"o{dim}"] = axis.view(-1, *[1] * (len(box) - dim - 1))
+
+        def at(index: Expr) -> Tensor:
+            env = Environment(Tile(), (), (), torch.float64, torch.device("cpu"), axes)
+            return torch.as_tensor(evaluate(index, env, {}))
+
+        needed: list[Tensor | None] = []
+        for index, extent in zip(indices, self.shape(source), strict=True):
+            chosen = None if index.free and boxed.isdisjoint(index.free) else torch.unique(at(index))
+            needed.append(None if chosen is None or len(chosen) == extent else chosen)
 
         def run(oracle: Oracle, values: Sequence[Any]) -> Any:
-            value = values[0].reshape([extent for extent, _ in groups])
-            for dim, (_, place) in enumerate(groups):
-                if place is not None:
-                    value = value.index_select(dim, place.to(value.device))
-            return value.reshape(self.shape(node, box))
+            places = (
+                at(index) if of is None else torch.searchsorted(of, at(index).contiguous())
+                for index, of in zip(indices, needed, strict=True)
+            )
+            moved = values[0][tuple(where.to(values[0].device) for where in places)]
+            return moved.expand(self.shape(node, box))
 
-        return Step(((source, tuple(found)),), run)
+        return Step(((source, tuple(None if of is None else tuple(of.tolist()) for of in needed)),), run)
 
     def _of_attention(self, node: fx.Node, box: Box) -> Step | None:
         """Some queries of an attention, with all keys: the program reads their places from a list."""
@@ -293,18 +269,3 @@ def _occur(node: Expr, variables: Mapping[Expr, Any]) -> bool:
     if node.op == "read":
         return False
     return node in variables or any(_occur(arg, variables) for arg in node.args)
-
-
-def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """The shortest runs of dimensions of equal product in two shapes of the same elements."""
-    i = j = 0
-    while i < len(before) or j < len(after):
-        start = i, j
-        old, i = (before[i], i + 1) if i < len(before) else (1, i)
-        new, j = (after[j], j + 1) if j < len(after) else (1, j)
-        while old != new:
-            if old < new:
-                old, i = old * before[i], i + 1
-            else:
-                new, j = new * after[j], j + 1
-        yield slice(start[0], i), slice(start[1], j)

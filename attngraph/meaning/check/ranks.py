@@ -6,24 +6,34 @@ computed from the same tensors by every rank is computed once.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
-from attngraph.ir.graph.program_graph import Input, ProgramGraph
+from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.ranks import Ranks, Shard
-from attngraph.ir.ops.collectives import COLLECTIVES
-from attngraph.ir.ops.exchange import EXCHANGING, together
-from attngraph.meaning.check.check import TOLERANCE, Verdict, _gradients, _one_thread, rounding
-from attngraph.meaning.check.comparison import compare, elementwise, largest
-from attngraph.meaning.check.once import Checks
+from attngraph.ir.ops.collectives import COLLECTIVES, EXCHANGING, together
+from attngraph.ir.walk import computed
+from attngraph.meaning.check.check import (
+    TOLERANCE,
+    Checks,
+    Pair,
+    TooLarge,
+    Verdict,
+    _gradients,
+    compared,
+    rounding,
+)
 from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes
 
-TOO_LARGE = "too large to be checked in float64 at its fixed sizes"
+_One = TypeVar("_One")
+Two = tuple[_One, _One]
+"""What is said of the old node, and of the new one."""
 Compute = Callable[[fx.Node, Any, Any], Any]
 """Computes one operation: the node, its arguments, its keyword arguments."""
 
@@ -41,32 +51,25 @@ def run_on_ranks(
     Args:
         order: the nodes in between, operands first. given: what they begin with.
     """
-    found = dict(given)
-    last = {operand: node for node in order for operand in node.all_input_nodes}
-    for node in order:
-        if node in found:
-            continue
-        found[node] = _computed(node, found, compute, ranks)
-        for operand in node.all_input_nodes:
-            if last[operand] is node and operand not in wanted:
-                found.pop(operand, None)
-    return [found[node] for node in wanted]
+
+    def of_all(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
+        return _of_all(node, found, compute, ranks)
+
+    return computed(order, operator.attrgetter("all_input_nodes"), of_all, wanted, given)
 
 
-def _computed(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ranks: Ranks) -> Any:
-    differ = any(isinstance(found[n], PerRank) for n in node.all_input_nodes)
+def _of_all(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ranks: Ranks) -> Any:
     if node.target in COLLECTIVES:
         return _together(node, found, ranks)
     if node.target in EXCHANGING:
         return _exchanging(node, found, compute, ranks)
-    if not differ:
+    if not any(isinstance(found[n], PerRank) for n in node.all_input_nodes):
         return compute(node, *fx.map_arg((node.args, node.kwargs), found.__getitem__))
     results = PerRank()
     before = torch.get_rng_state()
     for rank in range(ranks.count):
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             torch.set_rng_state(before)  # ranks draw the same numbers
-
         results.append(compute(node, *_own(node, found, rank)))
     return results
 
@@ -107,122 +110,159 @@ def _together(node: fx.Node, found: Mapping[fx.Node, Any], ranks: Ranks) -> PerR
     return results
 
 
-class RankChecks(Checks):
-    """The verdicts on what ranks compute together. `learns` tells to which values gradients flow; `below` has
-    the number of rows of the table that integers choose from, `ends` the tokens in which integers say where
-    each expert's end."""
+class _OnRanks(Checks):
+    """The verdicts on what ranks compute. `learns` tells to which values gradients flow. What takes more
+    bytes than the ranks trust is not computed."""
 
     def __init__(self, graph: ProgramGraph, learns: Callable[[fx.Node], bool]) -> None:
         super().__init__(graph)
-        self.learns, self.below = learns, dict[fx.Node, int]()
-        self.ends = dict[fx.Node, fx.Node]()
+        self.learns = learns
+
+    @property
+    def ranks(self) -> Ranks:
+        assert self.graph.ranks is not None
+        return self.graph.ranks
+
+    def verdict(self, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node]) -> Verdict:
+        graph, orders = self.graph, (region((old,), leaves), region((new,), leaves))
+        if self.ranks.trusts is not None and self._needed(orders[0], graph.hints) > self.ranks.trusts:
+            self.ranks.unproved += 1
+            return Verdict(0.0, (), "")
+        begins = list(dict.fromkeys([*leaves, *(n for n in orders[0] if n.op == "placeholder")]))
+        sizes = choose_sizes(begins, graph.admits, graph.hints)
+        if bytes_in_float64(orders[0], {**graph.hints, **dict(*sizes[-1:])}) > budgets.SAMPLE_BYTES:
+            sizes = choose_sizes(begins, graph.admits, graph.hints, SMALLEST)[:1]
+
+        def pairs(sample: Sample) -> Iterable[Pair]:
+            if self._needed(orders[0], sample.sizes) > 2 * budgets.CHECK_BYTES:
+                raise TooLarge
+            return self._pairs((old, new), orders, frozenset(leaves), sample)
+
+        return compared(graph, sizes, TOLERANCE + rounding(orders[0]), pairs)
+
+    def _needed(self, order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:
+        """The bytes of a check."""
+        raise NotImplementedError
+
+    def _pairs(
+        self, nodes: Two[fx.Node], orders: Two[Sequence[fx.Node]], leaves: frozenset[fx.Node], sample: Sample
+    ) -> Iterable[Pair]:
+        """What is compared of two nodes, which these orders compute."""
+        raise NotImplementedError
+
+
+class RankChecks(_OnRanks):
+    """The verdicts on what ranks compute together: whether it is, on every rank, the value before, with the
+    gradients that the backward pass of the ranks gives. `below` has the number of rows of the table that
+    integers choose from, `ends` the tokens in which integers say where each expert's end."""
+
+    def __init__(self, graph: ProgramGraph, learns: Callable[[fx.Node], bool]) -> None:
+        super().__init__(graph, learns)
+        self.below, self.ends = dict[fx.Node, int](), dict[fx.Node, fx.Node]()
 
     def about(self, node: fx.Node, order: Sequence[fx.Node]) -> Any:
-        ranks, told = self.graph.ranks, _given(self.graph).get(node)
-        if ranks is None or told is None:
-            return None
-        if told.kind == "places":
-            return tuple(ranks.places[told.name].of.flatten().tolist())
-        if told.kind == "shard":
-            shard = ranks.shards[told.name]
-            names = [_given(self.graph)[n].name if n in _given(self.graph) else "" for n in order]
+        given = self.graph.given()
+        told = given.get(node)
+        if told is not None and told.kind == "places":
+            return tuple(self.ranks.places[told.name].of.flatten().tolist())
+        if told is not None and told.kind == "shard":
+            shard = self.ranks.shards[told.name]
+            names = [given[n].name if n in given else "" for n in order]
             whose = names.index(shard.parameter) if shard.parameter in names else -1
             return whose, shard.dims, tuple(tuple(p.flatten().tolist()) for p in shard.places)
         return None
 
-    def verdict(self, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node]) -> Verdict:
-        ranks = self.graph.ranks
-        if ranks is not None and ranks.trusts is not None:
-            order = region((old,), leaves)
-            if _bytes_needed(self.graph, order, self.graph.hints) > ranks.trusts:
-                ranks.unproved += 1
-                return Verdict(0.0, (), "")
-        return same_on_ranks(self.graph, old, new, leaves, self.learns, self.below, self.ends)
+    def _needed(self, order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:
+        """Values of every rank, one parameter more for all, and the gradients of both."""
+        given = self.graph.given()
+        weights = [n for n in order if n in given and given[n].kind in ("parameter", "shard")]
+        own, every = bytes_in_float64(weights, sizes), bytes_in_float64(order, sizes)
+        return 4 * own + (2 + self.ranks.count) * (every - own)
 
-
-def _given(graph: ProgramGraph) -> dict[fx.Node, Input]:
-    return graph.given()
-
-
-@_one_thread()
-def same_on_ranks(
-    graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node],
-    learns: Callable[[fx.Node], bool], below: Mapping[fx.Node, int] | None = None,
-    ends: Mapping[fx.Node, fx.Node] | None = None,
-) -> Verdict:  # fmt: skip
-    """Whether `new`, computed by all ranks together, equals `old` on every rank, in float64: the value, and
-    the gradients that the backward pass of the ranks gives, at two choices of sizes."""
-    assert graph.ranks is not None
-    order, theirs = region((old,), leaves), region((new,), leaves)
-    given = list(dict.fromkeys([*leaves, *(n for n in order if n.op == "placeholder")]))
-    sizes = choose_sizes(given, graph.admits, graph.hints)
-    if bytes_in_float64(order, {**graph.hints, **dict(*sizes[-1:])}) > budgets.SAMPLE_BYTES:
-        sizes = choose_sizes(given, graph.admits, graph.hints, SMALLEST)[:1]
-    tolerance = TOLERANCE + rounding(order)
-    worst, problem = 0.0, ""
-    tried: list[dict[str, int]] = []
-    for number, chosen in enumerate((*sizes, graph.hints)):
-        if number == len(sizes) and tried:
-            break
-        at = {**graph.hints, **chosen}
-        if _bytes_needed(graph, order, at) > 2 * budgets.CHECK_BYTES:
-            return Verdict(worst, tuple(tried), TOO_LARGE)
-        sample = Sample(graph.known_values(), at, number)
-        for node, rows in (below or {}).items():
+    def _pairs(
+        self, nodes: Two[fx.Node], orders: Two[Sequence[fx.Node]], leaves: frozenset[fx.Node], sample: Sample
+    ) -> Iterable[Pair]:
+        for node, rows in self.below.items():
             sample.draw_below(node, rows)
-        for node, tokens in (ends or {}).items():
+        for node, tokens in self.ends.items():
             sample.draw_ends(node, tokens)
-        try:
-            pairs = _both(graph, old, new, (order, theirs), frozenset(leaves), sample, learns)
-        except (IndexError, RuntimeError, ValueError) as cause:
-            problem = f"cannot be run at small sizes: {cause}"
-            continue
-        tried.append(dict(chosen))
-        for what, wanted, found in pairs:
-            added = largest(wanted) if what != "value" else 0.0
-            result = compare(found, wanted, elementwise(tolerance, added))
-            if not result.holds:
-                return Verdict(result.error, tuple(tried), f"its {what} differs: {result}")
-            worst = max(worst, result.error)
-    return Verdict(worst, tuple(tried), "" if tried else problem)
+        ranks, given, gradients = self.ranks, self.graph.given(), self.graph.gradients
+        places = {n for n, told in given.items() if told.kind == "places"}
+        begins = [n for n in orders[0] if (n in leaves or n.op == "placeholder") and n not in places]
+        with torch.set_grad_enabled(gradients):
+            tensors = [n for n in begins if isinstance(n.meta["val"], Tensor)]
+            drawn = {n: sample.draw(n, self.learns(n)) for n in tensors}
+            sides = []
+            # The graph may be one for ranks of other axes already, which have values of their own before.
+            for order, node, at in zip(orders, nodes, (ranks.before, ranks), strict=True):
+                start, copies = _begin(self.graph, at, order, drawn, sample)
+                found = _run_by_oracle(order, node, start, sample, at)
+                sides.append([("value", found), *_learned(found, drawn, copies, gradients)])
+        each = ranks.count // ranks.before.count
+        for (what, theirs), (_, ours) in zip(*sides, strict=True):
+            for number, mine in enumerate(ours):
+                yield what, theirs[number // each], mine
 
 
-def _bytes_needed(graph: ProgramGraph, order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:
-    """The bytes of a check: values of every rank, one parameter more for all, and the gradients of both."""
-    assert graph.ranks is not None
-    given = _given(graph)
-    weights = [n for n in order if n in given and given[n].kind in ("parameter", "shard")]
-    own, every = bytes_in_float64(weights, sizes), bytes_in_float64(order, sizes)
-    return 4 * own + (2 + graph.ranks.count) * (every - own)
+class WayChecks(_OnRanks):
+    """The verdicts on other ways of computing what ranks compute. What they begin with may differ by rank, as
+    do the parts of a sum that ranks add up. `own`: the values that do."""
+
+    def __init__(
+        self, graph: ProgramGraph, own: Collection[fx.Node], learns: Callable[[fx.Node], bool]
+    ) -> None:
+        super().__init__(graph, learns)
+        self.own = own
+
+    def about(self, node: fx.Node, order: Sequence[fx.Node]) -> bool:
+        return node in self.own
+
+    def _needed(self, order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:
+        """Every rank has all values, and their gradients."""
+        return 2 * self.ranks.count * bytes_in_float64(order, sizes)
+
+    def _pairs(
+        self, nodes: Two[fx.Node], orders: Two[Sequence[fx.Node]], leaves: frozenset[fx.Node], sample: Sample
+    ) -> Iterable[Pair]:
+        drawn = {n: self._drawn(n, sample) for order in orders for n in order if n in leaves}
+        sides = [self._told(o, node, drawn, sample) for o, node in zip(orders, nodes, strict=True)]
+        for number, (wanted, found) in enumerate(zip(*sides, strict=True)):
+            yield "value" if number < self.ranks.count else "gradient", wanted, found
+
+    def _drawn(self, node: fx.Node, sample: Sample) -> PerRank:
+        """A copy for every rank: with values of its own, if the ranks' differ."""
+        whole = sample.draw(node)
+        own = node in self.own and whole.is_floating_point()
+        copies = [whole * (1 + rank) if own else whole for rank in range(self.ranks.count)]
+        learns = self.learns(node) and whole.is_floating_point()
+        return PerRank(c.detach().clone().requires_grad_(learns) for c in copies)
+
+    def _told(
+        self, order: Sequence[fx.Node], node: fx.Node, drawn: Mapping[fx.Node, PerRank], sample: Sample
+    ) -> list[Tensor]:
+        """The value on every rank, and the gradient of each rank's copy of what they begin with."""
+        with torch.set_grad_enabled(self.graph.gradients):
+            start = {n: copies for n, copies in drawn.items() if n in order}
+            values = _run_by_oracle(order, node, start, sample, self.ranks)
+        inputs = [t for copies in drawn.values() for t in copies if t.requires_grad]
+        gradients = _gradients_of_all(values, inputs, len(drawn)) if self.graph.gradients and inputs else ()
+        return [*(v.detach() for v in values), *gradients]
 
 
-def _both(
-    graph: ProgramGraph, old: fx.Node, new: fx.Node, orders: tuple[Sequence[fx.Node], Sequence[fx.Node]],
-    leaves: frozenset[fx.Node], sample: Sample, learns: Callable[[fx.Node], bool],
-) -> list[tuple[str, Tensor, Tensor]]:  # fmt: skip
-    """What is compared, as (name, value before, value on ranks). The graph may be one for ranks of other axes
-    already, which have values of their own before and after."""
-    ranks = graph.ranks
-    assert ranks is not None
-    begins = [n for n in orders[0] if n in leaves or n.op == "placeholder"]
-    with torch.set_grad_enabled(graph.gradients):
-        drawn = {
-            n: sample.draw(n, learns(n)) for n in begins
-            if isinstance(n.meta["val"], Tensor) and not _is_places(graph, n)
-        }  # fmt: skip
-        sides = []
-        for order, node, at in zip(orders, (old, new), (ranks.before, ranks), strict=True):
-            start, copies = _begin(graph, at, order, drawn, sample)
-            (results,) = run_on_ranks(order, sample.known(order, start), (node,), sample.oracle.compute, at)
-            found = results if isinstance(results, PerRank) else PerRank([results] * at.count)
-            sides.append([("value", found), *_learned(found, drawn, copies, graph.gradients)])
-    each = ranks.count // ranks.before.count
-    return [
-        (what, wanted, mine)
-        for (what, theirs), (_, ours) in zip(*sides, strict=True)
-        for number, mine in enumerate(ours)
-        for wanted in (theirs[number // each],)
-    ]
+def _run_by_oracle(
+    order: Sequence[fx.Node], node: fx.Node, start: Mapping[fx.Node, Any], sample: Sample, ranks: Ranks
+) -> PerRank:
+    """A node's value on every rank."""
+    (found,) = run_on_ranks(order, sample.known(order, start), (node,), sample.oracle.compute, ranks)
+    return found if isinstance(found, PerRank) else PerRank([found] * ranks.count)
+
+
+def _gradients_of_all(found: Sequence[Tensor], inputs: Sequence[Tensor], seed: int) -> Sequence[Tensor]:
+    """The gradients of all ranks' results together, each weighted by the same random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(found[0].shape, generator=generator, dtype=torch.float64)
+    together = torch.stack(list(found))
+    return _gradients(together, weight.expand_as(together), inputs)
 
 
 def _learned(
@@ -231,21 +271,13 @@ def _learned(
     """The gradients of what the ranks begin with: of every rank's own copy, and of its parts."""
     if not (learns and found[0].is_floating_point()):
         return
-    generator = torch.Generator().manual_seed(len(drawn))
-    weight = torch.randn(found[0].shape, generator=generator, dtype=torch.float64)
     inputs = {n: t for n, t in drawn.items() if t.requires_grad}
-    together = torch.stack([torch.where(r.isfinite(), r, 0.0) for r in found])
     flat = [t for n in inputs for t in (inputs[n], *copies.get(n, ()))]
-    grads = iter(_gradients(together, weight.expand_as(together), flat))
+    grads = iter(_gradients_of_all(found, flat, len(drawn)))
     for n in inputs:
         of_parts = next(grads)
         own = [next(grads) for _ in copies.get(n, ())] or [torch.zeros_like(of_parts)] * len(found)
         yield f"gradient for {n}", [of_parts + g for g in own]
-
-
-def _is_places(graph: ProgramGraph, node: fx.Node) -> bool:
-    told = _given(graph).get(node)
-    return told is not None and told.kind == "places"
 
 
 def _begin(
@@ -254,7 +286,7 @@ def _begin(
 ) -> tuple[dict[fx.Node, Any], dict[fx.Node, PerRank]]:  # fmt: skip
     """What the ranks begin with, and their copies of every tensor that all ranks have whole: the gradient of
     such a tensor is the one that a rank has of its own copy."""
-    placeholders = _given(graph)
+    placeholders = graph.given()
     by_name = {i.name: n for n, i in placeholders.items() if i.kind == "parameter"}
     start: dict[fx.Node, Any] = {}
     copies: dict[fx.Node, PerRank] = {}

@@ -10,7 +10,7 @@ import functools
 from attngraph.ir import budgets
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import Keep, ScoreProgram, format_statement
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.masks import words as masks
 from attngraph.meaning.masks.fold import hiding_fills, seen
 

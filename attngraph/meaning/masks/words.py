@@ -10,7 +10,7 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import E, Keep, Score, ScoreProgram
 from attngraph.ir.language.expr import Expr, format_expr, format_number
 from attngraph.ir.walk import reached
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.rule import ELEMENTWISE, category_of
 
 _K = E.var("k")

@@ -3,19 +3,30 @@
 By the element rules; beyond them, pointwise operations, products of tokens with the weights of the expert
 that each goes to (mixtures of experts), losses of single entries, and which leading dimensions of other
 operations are independent of each other (norms, complex views).
+
+What follows a value of which ranks have parts of the sum is linear as far as these rules say it, and
+attention in its values. So long, the sum over ranks may stand after it, where it has the fewest bytes: the
+results of a token's experts, each times its weight, are one sum. Weights that are added on the way, such as
+the biases of experts, are then added by the first rank alone. A cast to a narrower type is passed if its
+range is as wide: each rank then rounds its part, as it does wherever a product in that type is divided.
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from attngraph.ir.graph.call import argument
+from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.ir.ops import nodes
+from attngraph.meaning.algebra import M
+from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable
+from attngraph.meaning.rule import Category, Indices, Unliftable, is_part, tried
 
 GROUPED = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 """Products `x[t] @ weight[expert of t]` of tokens that are sorted by expert."""
@@ -60,16 +71,12 @@ def element(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
     try:
         return meaning.element(node, at)
     except Unliftable:
-        if not _is_pointwise(node):
+        # To detach a value changes no element.
+        detached = str(node.target) == "aten.detach.default"
+        if not detached and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
             raise
     tensors = [n for n in node.all_input_nodes if meaning.is_tensor(n)]
     return E.make("raw", tuple(meaning.read_broadcast(n, at) for n in tensors), "pointwise")
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    """Whether elements are computed from those at the same place; to detach a value changes no element."""
-    detached = str(node.target) == "aten.detach.default"
-    return detached or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _grouped(meaning: Meaning, told: Grouped, at: Indices) -> Expr:
@@ -124,3 +131,89 @@ def is_linear(value: Expr, node: fx.Node) -> bool:
 
 def _reads(value: Expr, node: fx.Node) -> bool:
     return any(n.op == "read" and n.value is node for n in E.walk(value))
+
+
+aten = torch.ops.aten
+
+
+class Tails:
+    """What follows values of one graph. `of_weights`: whether a value has elements of a parameter alone."""
+
+    def __init__(self, graph: ProgramGraph, meaning: Meaning, of_weights: Callable[[fx.Node], bool]) -> None:
+        self.graph, self.meaning, self.of_weights = graph, meaning, of_weights
+
+    def of(self, node: fx.Node) -> list[fx.Node]:
+        """The operations after a node up to where ranks are added up; none if that is the node itself. Where
+        bytes are equally few, what only moves or scales elements is passed too: another sum may be added
+        there."""
+        chain, best, fewest, moved = list[fx.Node](), 0, self._bytes(node), True
+        while len(node.users) == 1:
+            (user,) = node.users
+            if not self._keeps_sums(user, node):
+                break
+            chain.append(user)
+            moved &= self.meaning.category(user) is Category.MOVEMENT or _is_scaled(user)
+            node, size = user, self._bytes(user)
+            if size < fewest or (size == fewest and moved):
+                best, fewest, moved = len(chain), size, True
+        return chain[:best]
+
+    def _keeps_sums(self, user: fx.Node, node: fx.Node) -> bool:
+        """Whether a sum over ranks may be made after `user` instead of before it."""
+        if user.op != "call_function":
+            return False
+        view = nodes.view(user)
+        if view is not None:
+            return _is_linear_in_values(view, user, node)
+        if is_part(user) and nodes.view(node) is not None:
+            return bool(user.args[1] == 0)
+        if not self._keeps_range(user, node):
+            return False
+        added = added_to(user, node)
+        if added is not None and self.of_weights(added):
+            return True
+        return bool(tried(lambda: is_linear(element(self.meaning, user, self.meaning.places(user)[1]), node)))
+
+    def _keeps_range(self, user: fx.Node, node: fx.Node) -> bool:
+        """Whether finite parts stay finite in the result's dtype."""
+        one, other = (n.meta.get("val") for n in (node, user))
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            return False
+        if not (one.dtype.is_floating_point and other.dtype.is_floating_point):
+            return one.dtype == other.dtype
+        widest, found = torch.finfo(one.dtype).max, torch.finfo(other.dtype).max
+        return found >= 0.99 * widest
+
+    def _bytes(self, node: fx.Node) -> float:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return math.inf
+        return math.prod(shape_at(value, self.graph.hints)) * value.dtype.itemsize
+
+
+def added_to(node: fx.Node, total: fx.Node) -> fx.Node | None:
+    """The tensor that a node adds to `total`, or takes from it; None for another operation."""
+    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs or len(node.args) != 2:
+        return None
+    others: list[Any] = [a for a in node.args if a is not total]
+    if len(others) != 1 or not isinstance(getattr(others[0], "meta", {}).get("val"), Tensor):
+        return None
+    found: fx.Node = others[0]
+    return found
+
+
+def _is_scaled(node: fx.Node) -> bool:
+    """Whether a node is a value times a number."""
+    return node.target is aten.mul.Tensor and any(isinstance(a, (int, float)) for a in node.args)
+
+
+def _is_linear_in_values(view: nodes.AttentionOp, user: fx.Node, node: fx.Node) -> bool:
+    """Whether `node` is an attention's values and nothing else of it, and its output alone is used."""
+    return (
+        isinstance(view, nodes.Attention)
+        and view.v is node
+        and view.k is not node
+        and view.q is not node
+        and node not in view.reads
+        and all(is_part(result) and result.args[1] == 0 for result in user.users)
+    )

@@ -21,10 +21,9 @@ from attngraph.ir.ops import nodes
 from attngraph.ir.walk import reached
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Demand, How, Part, Unplaced, Use
-from attngraph.meaning.placement.elements import category, element
+from attngraph.meaning.placement.elements import Tails, category, element
 from attngraph.meaning.placement.table import Cut, Table, is_cut, united
-from attngraph.meaning.placement.tails import Tails
-from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable
+from attngraph.meaning.rule import ELEMENTWISE, Category, tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +110,12 @@ class Regions:
             return None
         if self.meaning.category(node) is Category.MOVEMENT and len(operands) == 1:
             return operands[0]
-        try:
-            _, at = self.meaning.places(node)
-            value = element(self.meaning, node, at)
-        except Unliftable:
-            return None
-        return value.value if value.op == "read" and isinstance(value.value, fx.Node) else None
+        value = tried(lambda: element(self.meaning, node, self.meaning.places(node)[1]))
+        return (
+            value.value
+            if value is not None and value.op == "read" and isinstance(value.value, fx.Node)
+            else None
+        )
 
     def matrices_of(self, node: fx.Node) -> fx.Node | None:
         """The parameter whose elements a weight has: moved, or matrices of it that integers choose, such as
@@ -131,10 +130,8 @@ class Regions:
         """The ways to see a node as a sum over a dimension that it shares with a weight."""
         if node.op != "call_function" or category(self.meaning, node) is not Category.CONTRACTION:
             return
-        try:
-            _, at = self.meaning.places(node)
-            value = element(self.meaning, node, at)
-        except Unliftable:
+        value = tried(lambda: element(self.meaning, node, self.meaning.places(node)[1]))
+        if value is None:
             return
         sums = [t for t in E.parts(value, "add") if t.op == "sum"]
         others = [t for t in (value.args if value.op == "add" else ()) if t.op != "sum"]

@@ -28,8 +28,8 @@ from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.elements import category, element, independent_dims
-from attngraph.meaning.rule import Category, Indices, Unliftable, is_part
-from attngraph.meaning.tokens.axes import Axes, Space, outside_reads
+from attngraph.meaning.rule import Category, Indices, Unliftable, is_part, tried
+from attngraph.meaning.tokens.facts import Axes, Space, outside_reads
 
 QUERIES = 2
 """The dimension of an attention's operands that counts tokens."""
@@ -116,10 +116,7 @@ class TokenAxis:
 
     def _has_pairs(self, node: fx.Node) -> bool:
         """Whether a value has an entry for every pair of tokens: a rank then computes its rows alone."""
-        try:
-            return sum(map(self.space.counts_tokens, self.meaning.shape(node))) > 1
-        except Unliftable:
-            return False
+        return sum(map(self.space.counts_tokens, tried(self.meaning.shape, node) or ())) > 1
 
     def _shape(self, node: fx.Node) -> Indices:
         try:

@@ -9,7 +9,7 @@ from torch import fx
 
 from attngraph.ir.graph.call import argument
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Indices, Unliftable, part_rule, rule
 

@@ -22,8 +22,7 @@ from attngraph.meaning.attention.program import rewritten
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.masks.fold import added_to_score, is_of_row, low_fill
-from attngraph.meaning.tokens.axes import Axes, Space
-from attngraph.meaning.tokens.facts import Fact, Kind
+from attngraph.meaning.tokens.facts import Axes, Fact, Kind, Space
 
 ENDS = M.add(E.var("q"), E.ONE)
 """How many tokens there are in the sequence that ends with the query."""

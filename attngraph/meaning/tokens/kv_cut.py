@@ -1,10 +1,10 @@
 """What a decoder keeps of every token: a minimum cut between the tokens and the operands of attention.
 
-Keys, values and what masks read of a token are needed again by later tokens. Any cut through the values
-that they are computed from would do; chosen is the one of fewest bytes, among values of which the operands
-are only views (`networkx.minimum_cut`, each value an edge with its bytes per token as capacity). So key/value
+Keys, values and what masks read of a token are needed again by later tokens. Any cut through the values that
+they are computed from would do; chosen is the one of fewest bytes, among values of which the operands are
+only views (`networkx.minimum_cut`, each value an edge with its bytes per token as capacity). So key/value
 heads are kept before they are repeated, keys that are also values once, and parts that are joined by `cat`
-separately if several heads share one of them. Nothing here edits the graph.
+separately if several heads share one of them.
 """
 
 import math

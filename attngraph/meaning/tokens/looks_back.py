@@ -12,25 +12,30 @@ Then a sequence begins with the results that it has alone. A variable of which a
 known to be no later than t in what it sums, so that attention of attention is followed, too. A number that
 hides (`masks/fold.py`) is taken for minus infinity in an exponent whose own token is shown. An operation
 without an element rule hides what it reads, so it is followed only along the dimensions that it does not mix
-(`meaning/tokens/opaque.py`). Nothing here edits the graph.
+(`meaning/tokens/opaque.py`).
+
+Such a value, which may be no attention and no sum known here, is the last resort: what it is computed from is
+kept for every token, and the model's own operations run on all of it again (`HistoryFinder`).
 """
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 
-from torch import fx
+from torch import Tensor, fx
 
 from attngraph.ir import budgets
-from attngraph.ir.graph.program_graph import op_name
+from attngraph.ir.graph.program_graph import is_size, op_name
 from attngraph.ir.language import E, Expr
+from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import M, ranges
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.fold import HIDES
 from attngraph.meaning.rule import Unliftable
-from attngraph.meaning.tokens.axes import Axes, Indices, Space
-from attngraph.meaning.tokens.facts import place_text
-from attngraph.meaning.tokens.largest import compared, is_choice
+from attngraph.meaning.tokens.facts import Axes, Fact, Indices, Kind, Scan, Space, place_text, read_in
 from attngraph.meaning.tokens.numbers import OfSizes
+from attngraph.meaning.tokens.opaque import compared, is_choice
+from attngraph.meaning.tokens.token_probe import TokenProbe
 
 _NEUTRAL = {"sum": 0, "amax": -float("inf"), "amin": float("inf")}
 """What adds nothing to a sum, to a maximum, to a minimum."""
@@ -161,7 +166,8 @@ class LooksBack:
         variable, body = node.args
         if not self.space.counts_tokens(variable.args[0]):
             return self._visit(body, below)
-        for summed in (body, self._from_the_end(variable, body)):
+        from_the_end = M.sub(M.sub(variable.args[0], E.ONE), variable)
+        for summed in (body, M.substitute(body, {variable: from_the_end})):
             for last in sorted(below, key=lambda place: place.serial):
                 if last.free <= summed.free and self._ends(node.op, variable, summed, last):
                     place = M.sub(last, E.var(f"{variable.value} before"))
@@ -171,10 +177,6 @@ class LooksBack:
             raise OfAll("every token is read")
         for part in parts:
             self._visit(part, below)
-
-    def _from_the_end(self, variable: Expr, body: Expr) -> Expr:
-        """What is summed, with its places counted from the end."""
-        return M.substitute(body, {variable: M.sub(M.sub(variable.args[0], E.ONE), variable)})
 
     def _ends(self, op: str, variable: Expr, body: Expr, last: Expr) -> bool:
         """Whether nothing is added for places after `last`, and there are so many places."""
@@ -235,3 +237,92 @@ def _hides(factor: float, branch: Expr) -> bool:
     """Whether `factor` times a branch is a number that hides, or anything plus one."""
     numbers = [t.value for t in E.parts(branch, "add") if t.op == "const" and t is not E.NAN]
     return bool(numbers) and factor * numbers[0] <= -HIDES
+
+
+_GIVEN = (Kind.FIXED, Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
+
+
+@dataclasses.dataclass(frozen=True)
+class History(Scan):
+    """A value that is computed from all earlier tokens of others, by the model's own operations.
+
+    `operands`: the values that are read at earlier tokens. `region`: the operations between them and the
+    value, in the graph's order.
+    """
+
+    region: tuple[fx.Node, ...]
+    operands: tuple[fx.Node, ...] = ()
+    reason = "computed anew from all earlier tokens"
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        return read_in(self.region)
+
+
+class HistoryFinder:
+    """Looks for values of one graph that are computed from all earlier tokens. `why_not`: why that could not
+    be shown of those that were looked at in vain; `assumed`: of those that are taken to be such values
+    because the user says so (`assume_causal`)."""
+
+    def __init__(
+        self, space: Space, facts: Mapping[fx.Node, Fact], probe: TokenProbe, looks_back: LooksBack,
+        assume_causal: bool,
+    ) -> None:  # fmt: skip
+        self.space, self.facts, self.probe, self.looks_back = space, facts, probe, looks_back
+        self.assume_causal = assume_causal
+        self.why_not: dict[fx.Node, str] = {}
+        self.assumed: dict[fx.Node, str] = {}
+        self._of_all: set[fx.Node] = set()
+        """Values for which a sum over all tokens is in the way, and what is computed from them."""
+
+    def find(self, node: fx.Node, axes: Axes) -> History | None:
+        """How a value with these axes is computed from all earlier tokens of others; None if it is not."""
+        space, facts, probe = self.space, self.facts, self.probe
+        if not self._of_all.isdisjoint(node.all_input_nodes):
+            self._of_all.add(node)
+        if (node in self._of_all and not self.assume_causal) or not _stands_alone(space, axes):
+            return None
+        given = {n: f.axes for n, f in facts.items() if self._is_given(n, f)}
+        order, leaves = probe.region(node, given)
+        operands = [n for n in leaves if n in facts and space.place(facts[n].axes, space.token) is not None]
+        inner = tuple(n for n in order if n not in leaves and not is_size(n))
+        if (
+            not operands
+            or len(inner) > budgets.PROBE_NODES
+            or not any(_is_of_pairs(space, probe, n) for n in inner)
+        ):
+            return None
+        for leaf in leaves:
+            known = facts.get(leaf)
+            if known is None or (leaf in operands) != any(known.axes) or not _stands_alone(space, known.axes):
+                return None
+        try:
+            self.looks_back.require(node, axes)
+        except NotShown as why_not:
+            if isinstance(why_not, OfAll):
+                self._of_all.add(node)
+            (self.assumed if self.assume_causal else self.why_not)[node] = str(why_not)
+            if not self.assume_causal:
+                return None
+        return History(inner, tuple(operands))
+
+    def _is_given(self, node: fx.Node, fact: Fact) -> bool:
+        """Whether a value is kept, or fixed. What follows from sizes and places alone is computed anew, as
+        views are in which rows and tokens are not dimensions of their own."""
+        if fact.kind not in _GIVEN or isinstance(fact.scan, History):
+            return False
+        return _stands_alone(self.space, fact.axes) and not self.looks_back.of_sizes(node)
+
+
+def _stands_alone(space: Space, axes: Axes) -> bool:
+    """Whether row and token are dimensions of their own, the rows first; or neither is there."""
+    places = [axes.index((v,)) if (v,) in axes else None for v in (space.row, space.token)]
+    return not any(axes) or (space.row is not None and places[0] == 0 and places[1] is not None)
+
+
+def _is_of_pairs(space: Space, probe: TokenProbe, node: fx.Node) -> bool:
+    """Whether a value has an entry for each pair of tokens, or is computed from such within one operation."""
+    if nodes.whole(node) is not None:
+        return True
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and sum(space.counts_tokens(n) for n in probe.extents(node)) > 1

@@ -7,10 +7,10 @@ the next are one step:
 
     handed', out = step(handed, token)
 
-One step is taken as the pattern. All others must be the same operations of the same operands, with their
-own token in the place of its; only the first may differ, as it has nothing before it. Nothing is assumed
-about what a step computes, so this is how running maxima, gates and cells are carried. (Sums over earlier
-tokens are found before, by `recurrence.py`: they need no steps.) Nothing here edits the graph.
+One step is taken as the pattern. All others must be the same operations of the same operands, with their own
+token in the place of its; only the first may differ, as it has nothing before it. Nothing is assumed about
+what a step computes, so this is how running maxima, gates and cells are carried. (Sums over earlier tokens
+are found before, by `recurrence.py`: they need no steps.)
 """
 
 import dataclasses
@@ -27,10 +27,8 @@ from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import operands_first
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
-from attngraph.meaning.tokens.axes import Axes, Indices, Space
-from attngraph.meaning.tokens.facts import Fact, Scan, read_by
-from attngraph.meaning.tokens.unrolled import NoLoop, Unrolled
-from attngraph.meaning.tokens.write_step import StepWriter
+from attngraph.meaning.tokens.facts import Axes, Fact, Indices, Scan, Space, read_by
+from attngraph.meaning.tokens.unrolled import NoLoop, StepWriter, Unrolled
 
 PATTERN = 3
 """The token whose step is the pattern: the first ones may be computed in another way."""

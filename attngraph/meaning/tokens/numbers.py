@@ -3,8 +3,7 @@
 Operations on places treat tokens alike beyond all their numbers: what they do for more tokens than these add
 up to, and than their divisors multiply to, they do for any more. So a trial of what the operations do is of
 so many tokens. Every number counts that an operation is given, but dimensions, shapes, and what it does along
-a dimension of a fixed extent; fractions only where places or whole numbers are computed with. Nothing here
-edits the graph.
+a dimension of a fixed extent; fractions only where places or whole numbers are computed with.
 """
 
 import math
@@ -18,7 +17,7 @@ from torch import Tensor, fx
 from attngraph.ir.graph import argument, is_measured, is_size
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes
-from attngraph.ir.walk import operands_first
+from attngraph.ir.walk import filled
 from attngraph.meaning.algebra.sizes import size_expression
 
 _NO_END = 1 << 31
@@ -49,13 +48,12 @@ class OfSizes:
         self._known: dict[fx.Node, bool] = {}
 
     def __call__(self, node: fx.Node) -> bool:
-        for step in operands_first([node], lambda n: () if n in self._known else n.all_input_nodes):
-            if step not in self._known:
-                inputs = step.all_input_nodes
-                self._known[step] = is_size(step) or (
-                    step.op != "placeholder" and all(self._known[n] for n in inputs)
-                )
-        return self._known[node]
+
+        def is_of_sizes(step: fx.Node) -> bool:
+            own = step.op != "placeholder" and all(self._known[n] for n in step.all_input_nodes)
+            return is_size(step) or own
+
+        return filled(self._known, node, lambda n: n.all_input_nodes, is_of_sizes)
 
 
 def reach(

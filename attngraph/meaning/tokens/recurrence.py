@@ -9,7 +9,7 @@ third token shows what a token writes and how the next one reads it; the variabl
 are those of S. A term of the first and the third shows how S gets past the second: times a factor (a decay),
 or through a product with one of its vectors, which puts another vector in its place (a delta rule). Sums with
 decays, selective scans and delta rules differ in nothing else. This is a claim, read from three tokens.
-Whether it holds is decided by running both (`passes/insert_kv_cache/carry.py`). Nothing here edits the graph.
+Whether it holds is decided by running both (`passes/insert_kv_cache/carry.py`).
 """
 
 import dataclasses
@@ -20,11 +20,10 @@ from torch import fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, category_of
-from attngraph.meaning.tokens.axes import Axes, Indices, Space
-from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_by
+from attngraph.meaning.tokens.facts import Axes, Fact, Indices, Kind, Scan, Space, read_by
 from attngraph.meaning.tokens.transitions import THIRD, Reading, RunningSum, joined
 from attngraph.meaning.tokens.unfold import Factor, NoTerms, Term, Unfolding
 
@@ -185,13 +184,12 @@ def _canonical(term: Term) -> Term:
     return term.renamed(names)
 
 
-def _reads_table(factor: Factor, tables: Collection[fx.Node]) -> bool:
-    return factor.token is None and any(n.value in tables for n in E.reads(factor.value))
-
-
 def _claims(terms: Sequence[Term], tables: Collection[fx.Node]) -> tuple[list[RunningSum], Expr]:
     later = [t for t in terms if t.tokens and max(t.tokens) > THIRD]
-    if not all(any(_reads_table(f, tables) for f in t.factors) for t in later):
+    if not all(
+        any(f.token is None and any(n.value in tables for n in E.reads(f.value)) for f in t.factors)
+        for t in later
+    ):
         raise NoTerms("later tokens contribute to it")
     terms = [t for t in terms if t not in later]  # times entries of tables: zeros, if the claim holds
     left = [t for t in terms if not t.tokens - {THIRD}]

@@ -4,9 +4,10 @@ Algebra follows every other operation (`tokens.py`). What sorts tokens by expert
 restores the order is run instead: the nodes between values whose axes are known and the one in question, in
 float64 on random inputs, once on all tokens of two sequences, then on selections of them, fewer and in
 another order. Such operations know tokens by their data and by numbers alone, so a trial has more tokens than
-these numbers reach (`numbers.py`). Nothing here edits the graph.
+these numbers reach (`numbers.py`).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,13 +19,14 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.collectives import COLLECTIVES
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region
 from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
-from attngraph.meaning.tokens.axes import Axes, Space
+from attngraph.meaning.rule import tried
+from attngraph.meaning.tokens.facts import Axes, Space
 from attngraph.meaning.tokens.numbers import OfSizes, reach
 
 ROWS, TOKENS = 2, 5
@@ -150,11 +152,8 @@ class TokenProbe:
         """Whether all elements are the same number, as in `zeros`."""
         if any(not is_size(n) for n in node.all_input_nodes):
             return False
-        try:
-            at = tuple(E.var(f"o{d}", extent) for d, extent in enumerate(self.meaning.shape(node)))
-            return bool(self.meaning.element(node, at).op == "const")
-        except Unliftable:
-            return False
+        element = tried(lambda: self.meaning.element(node, self.meaning.places(node)[0]))
+        return element is not None and element.op == "const"
 
     def is_long(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> bool:
         """Whether more operations compute the node from values of known axes than are looked at together."""
@@ -364,15 +363,8 @@ def digits_of(
 
 def _follows_from(node: fx.Node, values: set[fx.Node]) -> bool:
     """Whether a node is computed from one of the values by a few operations."""
-    stack, seen = [node], {node}
-    while stack and len(seen) < budgets.PROBE_NODES:
-        for operand in stack.pop().all_input_nodes:
-            if operand in values:
-                return True
-            if operand not in seen:
-                seen.add(operand)
-                stack.append(operand)
-    return False
+    below = reached(node.all_input_nodes, lambda n: n.all_input_nodes)
+    return any(n in values for n in itertools.islice(below, budgets.PROBE_NODES))
 
 
 def _is_mask(node: fx.Node) -> bool:

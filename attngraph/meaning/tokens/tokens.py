@@ -9,15 +9,13 @@ Every value of a graph is one of these:
     scan         computed from the last tokens, or from something that is carried from token to token
     mixing       anything else
 
-Element rules say what one element reads; a value is token-wise where the row and the token that it reads
-in every operand are its own. Where the operands mix tokens, the formula of all operations since values that
-do not is judged (`looks_back.py`). Only where data choose the tokens, the operations are run on all of them
-and on some in another order, and must give each token the same (`token_probe.py`).
-Token-wise computations can be run on any selection of tokens, which is what a decoder does. Nothing here
-edits the graph.
+Element rules say what one element reads; a value is token-wise where the row and the token that it reads in
+every operand are its own. Where the operands mix tokens, the formula of all operations since values that do
+not is judged (`looks_back.py`). Only where data choose the tokens, the operations are run on all of them and
+on some in another order, and must give each token the same (`token_probe.py`). Token-wise computations can be
+run on any selection of tokens, which is what a decoder does.
 """
 
-import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -31,15 +29,23 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens import opaque
 from attngraph.meaning.tokens.attentions import attention_fact, part_fact
-from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
-from attngraph.meaning.tokens.facts import ENTRIES, Fact, Finder, Kind, place_text, read_token
-from attngraph.meaning.tokens.folds import find_fold
-from attngraph.meaning.tokens.history import HistoryFinder
-from attngraph.meaning.tokens.looks_back import LooksBack, NotShown
+from attngraph.meaning.tokens.facts import (
+    ENTRIES,
+    Axes,
+    Fact,
+    Finder,
+    Indices,
+    Kind,
+    Space,
+    outside_reads,
+    place_text,
+    read_token,
+)
+from attngraph.meaning.tokens.looks_back import HistoryFinder, LooksBack, NotShown
 from attngraph.meaning.tokens.loops import LoopFinder
 from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.token_probe import TokenProbe
-from attngraph.meaning.tokens.windows import find_window
+from attngraph.meaning.tokens.windows import WindowFinder
 
 
 class Tokens:
@@ -69,8 +75,7 @@ class Tokens:
         self._summed: set[fx.Node] = set()
         """Values that are sums over tokens, and what is computed from them: these are not looked at again."""
         self.looks_back = LooksBack(self.meaning, self.space, self._element, self._known_axes)
-        self._folds: Finder = functools.partial(find_fold, self.meaning, self.space, self.facts)
-        self._windows: Finder = functools.partial(find_window, self.meaning, self.space, self.facts)
+        self._windows = WindowFinder(self.meaning, self.space, self.facts)
         self.sums = SumFinder(graph, self.space, self.facts, self.traced, refuted)
         self.loops = LoopFinder(self.meaning, self.space, self.facts, self.traced)
         anew = HistoryFinder(self.space, self.facts, self.probe, self.looks_back, assume_causal)
@@ -157,9 +162,9 @@ class Tokens:
         found = self._by_rule(node, shape)
         if found.kind is Kind.MIXING:
             found = (
-                self._scanned(node, self._folds)
+                self._scanned(node, self._windows.fold)
                 or self._by_formula(node, shape)
-                or self._scanned(node, self._windows)
+                or self._scanned(node, self._windows.window)
                 or self._by_region(node, shape)
                 or self._scanned(node, self.sums.find)
                 or self._scanned(node, self.loops.find)

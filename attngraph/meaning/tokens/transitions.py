@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.tokens.unfold import Term
 
 THIRD = 2

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import fx
 
+from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
-from attngraph.meaning.tokens.axes import Indices, Space
-from attngraph.meaning.tokens.facts import Fact, Kind, read_token
+from attngraph.meaning.rule import tried
+from attngraph.meaning.tokens.facts import Fact, Indices, Kind, Space, read_token
 
 TERMS = 400
 """Terms of one element. With more, nothing is read from it."""
@@ -98,7 +98,6 @@ class Unfolding:
         self.through = through
         self._place = {node: place for place, node in enumerate(facts)}
         self._along: dict[fx.Node, frozenset[int]] = {}
-        self._done: dict[Expr, Terms] = {}
 
     def terms(self, node: fx.Node, at: Indices) -> Terms:
         """An element of a node.
@@ -110,10 +109,9 @@ class Unfolding:
 
     # --- expressions ---
 
+    @kept
     def _unfold(self, node: Expr) -> Terms:
-        if node not in self._done:
-            self._done[node] = _collected(self._unfolded(node))
-        return self._done[node]
+        return _collected(self._unfolded(node))
 
     def _unfolded(self, node: Expr) -> Terms:
         match node.op:
@@ -312,12 +310,9 @@ class Unfolding:
         if not self.meaning.is_tensor(node):
             return set()
         output = tuple(E.var(f"a{d}", extent) for d, extent in enumerate(self.meaning.shape(node)))
-        try:
-            element = self.meaning.element(node, output)
-        except Unliftable:
-            return set()
-        found: set[int] = set()
-        for read in E.reads(element):
+        element = tried(self.meaning.element, node, output)
+        reads, found = [] if element is None else list(E.reads(element)), set[int]()
+        for read in reads:
             for dim in self._dims_along_tokens(read.value):
                 found |= {d for d, variable in enumerate(output) if variable in read.args[dim].free}
         return found

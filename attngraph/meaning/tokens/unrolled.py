@@ -1,20 +1,26 @@
-"""The nodes of a loop over tokens that was unrolled: what each of them is of the tokens and the rows.
+"""A loop over tokens that was unrolled: what each of its nodes is of tokens and rows, and the text of a step.
 
-Used by `loops.py`, which finds the steps, and by `write_step.py`. Nothing here edits the graph.
+`loops.py` finds the steps by these facts, and has one written as a part of a step program
+(`ir/language/step_program.py`).
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
+from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
+from attngraph.ir.language.step_program import written
+from attngraph.ir.ops.nodes import view
+from attngraph.ir.walk import filled
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable
-from attngraph.meaning.tokens.axes import Space
-from attngraph.meaning.tokens.facts import Fact, Kind
+from attngraph.meaning.rule import tried
+from attngraph.meaning.tokens.facts import Fact, Indices, Kind, Space
 from attngraph.meaning.tokens.unfold import VIEWS
 
 _OF_TOKENS = (Kind.TOKEN, Kind.POSITION, Kind.ATTENTION, Kind.SCAN)
@@ -41,7 +47,6 @@ class Unrolled:
 
     def __init__(self, meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact]) -> None:
         self.meaning, self.space, self.facts = meaning, space, facts
-        self._taken: dict[fx.Node, Taken | None] = {}
 
     def followed(self, element: Expr) -> Expr:
         """What an element equals, through values that mix tokens and have them in a dimension."""
@@ -52,13 +57,9 @@ class Unrolled:
             element = self.meaning.element(element.value, element.args)
         return element
 
+    @kept
     def taken(self, node: fx.Node) -> Taken | None:
         """Which token's part of which value a node is; None if it is none."""
-        if node not in self._taken:
-            self._taken[node] = self._find_taken(node)
-        return self._taken[node]
-
-    def _find_taken(self, node: fx.Node) -> Taken | None:
         row = self.row_dim(node)
         if row is None or self.counts_tokens(node):
             return None
@@ -66,11 +67,10 @@ class Unrolled:
         shape = self.meaning.shape(node)
         own = [E.ZERO if n is E.ONE else E.var(f"own{dim}", n) for dim, n in enumerate(shape)]
         at = (*own[:row], self.space.row, *own[row + 1 :])
-        try:
-            element = self.followed(self.meaning.element(node, at))
-        except Unliftable:
+        element = tried(lambda: self.followed(self.meaning.element(node, at)))
+        if element is None or element.op != "read":
             return None
-        fact = self.facts.get(element.value) if element.op == "read" else None
+        fact = self.facts.get(element.value)
         if fact is None or fact.kind not in _OF_TOKENS:
             return None
         place = self.space.place(fact.axes, self.space.token)
@@ -102,3 +102,105 @@ class Unrolled:
         """Whether all tokens and all rows share a value."""
         fact = self.facts.get(node)
         return fact is not None and fact.kind is Kind.FIXED and not any(fact.axes)
+
+
+class StepWriter:
+    """Writes one part of a step program.
+
+    Args:
+        nodes: of the loop. token: the one whose step it is. names: what the step before handed on, as the
+            program calls it.
+        other: the other part, which has the same tokens and shared values.
+    """
+
+    def __init__(
+        self, nodes: Unrolled, token: int, names: Mapping[fx.Node, str], other: "StepWriter | None" = None
+    ) -> None:
+        self.nodes, self.token, self.given = nodes, token, names
+        self.names: dict[fx.Node, str] = {}
+        self.lines: list[str] = []
+        self.tokens: list[tuple[Expr, Indices, torch.dtype]] = [] if other is None else other.tokens
+        self.shared: list[fx.Node] = [] if other is None else other.shared
+
+    def part(self, results: Sequence[fx.Node]) -> list[str]:
+        """The lines; each result has the row in its first dimension.
+
+        Raises:
+            NoLoop: something cannot be written.
+        """
+        found = [self._turned(self._name(n), n, to_rows=True) for n in results]
+        return [*self.lines, f"    return {', '.join(found)}"]
+
+    def _name(self, root: fx.Node) -> str:
+        return filled(self.names, root, self._before, self._of)
+
+    def _before(self, node: fx.Node) -> Sequence[fx.Node]:
+        ends = node in self.given or is_size(node) or self.nodes.is_shared(node)
+        return () if ends or self.nodes.taken(node) is not None else node.all_input_nodes
+
+    def _of(self, node: fx.Node) -> str:
+        if node in self.given:
+            return self._turned(self.given[node], node)
+        if is_size(node):
+            return self._rows(self.nodes.size(node.meta["val"]))
+        if self.nodes.is_shared(node):
+            if node not in self.shared:
+                self.shared.append(node)
+            return f"s{self.shared.index(node)}"
+        taken = self.nodes.taken(node)
+        if taken is not None:
+            return self._turned(self._token(node, taken), node)
+        return self._operation(node)
+
+    def _operation(self, node: fx.Node) -> str:
+        if view(node) is not None or node.op != "call_function":
+            raise NoLoop(f"a step contains %{node.name}")
+        args = [self._written(a) for a in node.args]
+        if getattr(node.target, "__name__", "") == "getitem":
+            return self._line(f"{args[0]}[{args[1]}]")
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise NoLoop(f"a step contains %{node.name}")
+        named = dict(node.kwargs)
+        if "dtype" in (a.name for a in node.target._schema.arguments[len(node.args) :]):
+            named["dtype"] = node.meta["val"].dtype  # it may be torch's default one
+        args += [f"{name}={self._written(value)}" for name, value in named.items()]
+        return self._line(f"{node.target}({', '.join(args)})")
+
+    def _written(self, value: Any) -> str:
+        try:
+            return written(value, self.names)
+        except ValueError as problem:
+            raise NoLoop(f"a step has {problem}") from problem
+
+    def _line(self, text: str) -> str:
+        self.lines.append(f"    v{len(self.lines)} = {text}")
+        return f"v{len(self.lines) - 1}"
+
+    def _turned(self, name: str, node: fx.Node, to_rows: bool = False) -> str:
+        """A value with the row in its first dimension as the node has it, or the other way round."""
+        row = self.nodes.row_dim(node)
+        if row is None:
+            raise NoLoop(f"%{node.name} has no dimension for the rows")
+        places = f"{row}, 0" if to_rows else f"0, {row}"
+        return self._line(f"aten.movedim.int({name}, {places})") if row else name
+
+    def _token(self, node: fx.Node, taken: Taken) -> str:
+        if taken.token != self.token:
+            raise NoLoop(f"the step of token {self.token} reads token {taken.token}")
+        row, shape = self.nodes.row_dim(node), self.nodes.meaning.shape(node)
+        own = tuple(E.var(f"own{dim}", extent) for dim, extent in enumerate(shape) if dim != row)
+        given = taken.element, own, node.meta["val"].dtype
+        if given not in self.tokens:
+            self.tokens.append(given)
+        return f"t{self.tokens.index(given)}"
+
+    def _rows(self, size: Expr) -> str:
+        """A size as a formula of the number of rows."""
+        if size.op == "const":
+            return str(size.value)
+        if size is self.nodes.space.rows:
+            return "rows"
+        if size.op in ("add", "mul", "floordiv"):
+            sign = {"add": " + ", "mul": " * ", "floordiv": " // "}[size.op]
+            return f"({sign.join(self._rows(a) for a in size.args)})"
+        raise NoLoop("a step has a size that does not follow from the number of rows")

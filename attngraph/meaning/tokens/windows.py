@@ -1,13 +1,16 @@
-"""Values that are computed from the last few tokens: causal convolutions, token shifts, differences, n-grams.
+"""Values that are computed from the last few tokens, or folded over all tokens so far by one operation.
 
-The formula of an element, followed through all operations that mix tokens, tells which tokens it reads: at
-token t only tokens from t - width + 1 to t. So whatever spells it (a padded convolution that is cut, a `cat`
-with zeros, a `roll`) is one thing. Nothing here edits the graph.
+Of windows (causal convolutions, token shifts, differences, n-grams) the formula of an element, followed
+through all operations that mix tokens, tells which tokens it reads: at token t only tokens from t - width + 1
+to t. So whatever spells it (a padded convolution that is cut, a `cat` with zeros, a `roll`) is one thing.
+Running products, maxima, minima and log-sum-exps are found where an operation of PyTorch computes them;
+running sums in any spelling by `recurrence.py`, loops by `loops.py`.
 """
 
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 from torch import fx
 
@@ -15,13 +18,13 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.call import argument
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import reached
-from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra import M
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable
-from attngraph.meaning.tokens.axes import Axes, Space, outside_reads
-from attngraph.meaning.tokens.facts import Fact, Kind, Scan, read_by, read_in
+from attngraph.meaning.rule import ELEMENTWISE, Category, is_part, tried
+from attngraph.meaning.tokens.facts import Axes, Fact, Kind, Scan, Space, outside_reads, read_by, read_in
 
+_MOST = budgets.FORMULA_WORDS
 CONVOLUTIONS = frozenset({"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"})
 
 
@@ -49,58 +52,6 @@ class Window(Scan):
         return f"the last {self.latest} tokens of {' and '.join(f'%{n.name}' for n in self.operands)}"
 
 
-def find_window(
-    meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes
-) -> Window | None:
-    """How a value with these axes is computed from the last tokens; None if it is not."""
-    for through in ({Kind.MIXING}, {Kind.MIXING, Kind.POSITION}):
-        formula = _formula(meaning, space, facts, node, axes, through)
-        offsets = None if formula is None else _offsets(formula, space, facts)
-        if offsets is not None and all(latest <= 0 for _, latest in offsets.values()):
-            break
-    else:
-        return None
-    if not any(earliest for earliest, _ in offsets.values()):
-        return None
-    width = 1 - min(earliest for earliest, _ in offsets.values())
-    between = tuple(
-        n for n in region([node], [n for n, f in facts.items() if f.kind is not Kind.MIXING])
-        if n is node or (n in facts and facts[n].kind is Kind.MIXING)
-    )  # fmt: skip
-    convolutions = [n for n in between if str(n.target) in CONVOLUTIONS]
-    if any(not _reads_zeros(meaning, facts, n) for n in convolutions):
-        return None
-    operands = tuple(sorted((n for n, (earliest, _) in offsets.items() if earliest), key=lambda n: n.name))
-    assert formula is not None
-    if convolutions:
-        alike = _is_computed_alike(meaning, space, facts, node, axes)
-        return Window(between, None, operands, width) if alike else None
-    written = _written_out(formula)
-    return None if written is None else Window(between, written, operands, width)
-
-
-def _formula(
-    meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes,
-    through: set[Kind],
-) -> Expr | None:  # fmt: skip
-    """What an element equals, followed through the node and through values of these kinds."""
-    at = space.indices(axes, meaning.shape(node))
-    try:
-        found = meaning.lift(
-            meaning.read(node, at),
-            lambda r: r.value is node or facts[r.value].kind in through or _is_index(meaning, r.value),
-            most=budgets.FORMULA_WORDS,
-        )
-    except Unliftable:
-        return None
-    return _at_the_beginning(found, space, facts)
-
-
-def _is_index(meaning: Meaning, node: fx.Node) -> bool:
-    """Whether elements are computed from their index alone, as in `zeros`."""
-    return node.op == "call_function" and meaning.category(node) is Category.INDEX
-
-
 def _written_out(formula: Expr) -> Expr | None:
     """The formula with what is folded over the places of a window (pooled, say) written term by term, so that
     each element is that of a token so many places before. (Terms are not merged: what chooses zero before the
@@ -108,7 +59,7 @@ def _written_out(formula: Expr) -> Expr | None:
 
     def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
         count = _places_counted(*args) if node.op in E.BINDERS else 0
-        if not 0 < count * node.words <= budgets.FORMULA_WORDS:
+        if not 0 < count * node.words <= _MOST:
             return E.with_args(node, args)
         terms = (M.substitute(args[1], {args[0]: E.const(n)}) for n in range(count))
         return functools.reduce(lambda a, b: E.make(_TOGETHER[node.op], (a, b), None, node.kind), terms)
@@ -128,110 +79,200 @@ def _places_counted(variable: Expr, body: Expr) -> int:
     return int(extent.value) if counts and extent.op == "const" else 0
 
 
-def _offsets(
-    formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]
-) -> dict[fx.Node, tuple[int, int]] | None:
-    """For every value with tokens that is read: the earliest and the latest token; None for others."""
-    found: dict[fx.Node, tuple[int, int]] = {}
-    for read in E.reads(formula):
-        fact = facts.get(read.value)
-        if fact is None or fact.kind is Kind.MIXING:
+_OPS = {
+    "aten.cumprod.default": "prod", "aten.cummax.default": "max", "aten.cummin.default": "min",
+    "aten.logcumsumexp.default": "logsumexp",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningFold(Scan):
+    """A value that folds `element` of all tokens up to its own: `how` is one of
+    `ir/ops/loop.py`'s. `variables`: those of its dimensions besides row and token."""
+
+    how: str
+    element: Expr
+    variables: tuple[Expr, ...]
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        return read_by(self.element)
+
+    @property
+    def reason(self) -> str:
+        return f"a running {self.how} over earlier tokens"
+
+
+class WindowFinder:
+    """Looks for windows and running folds in one graph.
+
+    Args:
+        facts: what is known of the values before the one that is looked at; read when it is asked.
+    """
+
+    def __init__(self, meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact]) -> None:
+        self.meaning, self.space, self.facts = meaning, space, facts
+
+    def window(self, node: fx.Node, axes: Axes) -> Window | None:
+        """How a value with these axes is computed from the last tokens; None if it is not."""
+        for through in ({Kind.MIXING}, {Kind.MIXING, Kind.POSITION}):
+            formula = self._formula(node, axes, through)
+            offsets = None if formula is None else self._offsets(formula)
+            if offsets is not None and all(latest <= 0 for _, latest in offsets.values()):
+                break
+        else:
             return None
-        if fact.kind is Kind.FIXED and not any(fact.axes):
-            if any(space.moves(index) for index in read.args):
+        if not any(earliest for earliest, _ in offsets.values()):
+            return None
+        width = 1 - min(earliest for earliest, _ in offsets.values())
+        between = tuple(
+            n for n in region([node], [n for n, f in self.facts.items() if f.kind is not Kind.MIXING])
+            if n is node or (n in self.facts and self.facts[n].kind is Kind.MIXING)
+        )  # fmt: skip
+        convolutions = [n for n in between if str(n.target) in CONVOLUTIONS]
+        if any(not self._reads_zeros(n) for n in convolutions):
+            return None
+        operands = tuple(
+            sorted((n for n, (earliest, _) in offsets.items() if earliest), key=lambda n: n.name)
+        )
+        assert formula is not None
+        if convolutions:
+            alike = self._is_computed_alike(node, axes)
+            return Window(between, None, operands, width) if alike else None
+        written = _written_out(formula)
+        return None if written is None else Window(between, written, operands, width)
+
+    def _formula(self, node: fx.Node, axes: Axes, through: set[Kind]) -> Expr | None:
+        """What an element equals, followed through the node and through values of these kinds."""
+        at = self.space.indices(axes, self.meaning.shape(node))
+
+        def is_looked_into(read: Expr) -> bool:
+            return read.value is node or self.facts[read.value].kind in through or self._is_index(read.value)
+
+        found = tried(lambda: self.meaning.lift(self.meaning.read(node, at), is_looked_into, most=_MOST))
+        return None if found is None else self._at_the_beginning(found)
+
+    def _offsets(self, formula: Expr) -> dict[fx.Node, tuple[int, int]] | None:
+        """For every value with tokens that is read: the earliest and the latest token; None for others."""
+        found: dict[fx.Node, tuple[int, int]] = {}
+        for read in E.reads(formula):
+            fact = self.facts.get(read.value)
+            if fact is None or fact.kind is Kind.MIXING:
                 return None
-            continue
-        earliest, latest = found.get(read.value, (0, 0))
-        for digits, index in zip(fact.axes, read.args, strict=True):
-            if space.token not in digits:
-                if not space.follows_digits(digits, index):
+            if fact.kind is Kind.FIXED and not any(fact.axes):
+                if any(self.space.moves(index) for index in read.args):
                     return None
                 continue
-            if digits != (space.token,):
+            earliest, latest = found.get(read.value, (0, 0))
+            for digits, index in zip(fact.axes, read.args, strict=True):
+                if self.space.token not in digits:
+                    if not self.space.follows_digits(digits, index):
+                        return None
+                    continue
+                if digits != (self.space.token,):
+                    return None
+                reach = self.space.reach(index)
+                if reach is None:
+                    return None
+                earliest, latest = min(earliest, reach[0]), max(latest, reach[1])
+            found[read.value] = earliest, latest
+        for node in outside_reads(formula):
+            if node is self.space.row or self.space.is_count(node):
                 return None
-            reach = space.reach(index)
-            if reach is None:
-                return None
-            earliest, latest = min(earliest, reach[0]), max(latest, reach[1])
-        found[read.value] = earliest, latest
-    for node in outside_reads(formula):
-        if node is space.row or space.is_count(node):
-            return None
-    return found
+        return found
 
+    def _at_the_beginning(self, formula: Expr) -> Expr:
+        """The formula with the first token, where only the first token reads it, written as the token."""
+        first, same = M.le(self.space.token, E.ZERO), M.eq(self.space.token, E.ZERO)
 
-def _at_the_beginning(formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]) -> Expr:
-    """The formula with the first token, where only the first token reads it, written as the token itself."""
-    first, same = M.le(space.token, E.ZERO), M.eq(space.token, E.ZERO)
-
-    def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        if node is same:
-            return first
-        if node.op == "where" and node.args[0] is first:
-            return M.where(args[0], _own(args[1], space, facts), args[2])
-        return M.construct(node, args)
-
-    return E.rebuild(formula, change)
-
-
-def _own(formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]) -> Expr:
-    def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        fact = facts.get(node.value) if node.op == "read" else None
-        if fact is None or fact.kind is Kind.MIXING:
+        def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            if node is same:
+                return first
+            if node.op == "where" and node.args[0] is first:
+                return M.where(args[0], self._own(args[1]), args[2])
             return M.construct(node, args)
-        places = (space.token if digits == (space.token,) and E.is_const(index, 0) else index
-                  for digits, index in zip(fact.axes, args, strict=True))  # fmt: skip
-        return E.read(node.value, tuple(places), node.kind)
 
-    return E.rebuild(formula, change)
+        return E.rebuild(formula, change)
 
+    def _own(self, formula: Expr) -> Expr:
+        def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            fact = self.facts.get(node.value) if node.op == "read" else None
+            if fact is None or fact.kind is Kind.MIXING:
+                return M.construct(node, args)
+            places = (self.space.token if digits == (self.space.token,) and E.is_const(index, 0) else index
+                      for digits, index in zip(fact.axes, args, strict=True))  # fmt: skip
+            return E.read(node.value, tuple(places), node.kind)
 
-def _is_computed_alike(
-    meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes
-) -> bool:
-    """Whether results of convolutions are used alike for all tokens: none is put before the first."""
+        return E.rebuild(formula, change)
 
-    def is_after(read: Expr) -> bool:
-        return facts[read.value].kind is Kind.MIXING and str(read.value.target) not in CONVOLUTIONS
+    def _is_computed_alike(self, node: fx.Node, axes: Axes) -> bool:
+        """Whether results of convolutions are used alike for all tokens: none is put before the first."""
 
-    at = space.indices(axes, meaning.shape(node))
-    element = meaning.element(node, at) if str(node.target) not in CONVOLUTIONS else E.ZERO
-    after = meaning.lift(element, is_after)
-    return not any(n.op == "where" and space.token in outside_reads(n.args[0]) for n in E.walk(after))
+        def is_after(read: Expr) -> bool:
+            return self.facts[read.value].kind is Kind.MIXING and str(read.value.target) not in CONVOLUTIONS
 
+        at = self.space.indices(axes, self.meaning.shape(node))
+        element = self.meaning.element(node, at) if str(node.target) not in CONVOLUTIONS else E.ZERO
+        after = self.meaning.lift(element, is_after)
+        return not any(
+            n.op == "where" and self.space.token in outside_reads(n.args[0]) for n in E.walk(after)
+        )
 
-def _reads_zeros(meaning: Meaning, facts: Mapping[fx.Node, Fact], convolution: fx.Node) -> bool:
-    """Whether a convolution reads zeros wherever it reads no element of a known value: it is then the same
-    convolution of a sequence that begins with zeros. So it is where it reads another one alone, which gives
-    before the first token what it computes from zeros."""
-    source = convolution.args[0]
-    assert isinstance(source, fx.Node)
-    if facts[source].kind is not Kind.MIXING:
-        return True
-    at = tuple(E.var(f"c{dim}", extent) for dim, extent in enumerate(meaning.shape(source)))
+    def _reads_zeros(self, convolution: fx.Node) -> bool:
+        """Whether a convolution reads zeros wherever it reads no element of a known value: it is then the
+        same convolution of a sequence that begins with zeros. So it is where it reads another one alone,
+        which gives before the first token what it computes from zeros."""
+        source = convolution.args[0]
+        assert isinstance(source, fx.Node)
+        if self.facts[source].kind is not Kind.MIXING:
+            return True
+        at = tuple(E.var(f"c{dim}", extent) for dim, extent in enumerate(self.meaning.shape(source)))
 
-    def is_looked_into(read: Expr) -> bool:
-        mixes = facts[read.value].kind is Kind.MIXING
-        return _is_index(meaning, read.value) or (mixes and meaning.category(read.value) in ELEMENTWISE)
+        def is_looked_into(read: Expr) -> bool:
+            mixes = self.facts[read.value].kind is Kind.MIXING
+            return self._is_index(read.value) or (mixes and self.meaning.category(read.value) in ELEMENTWISE)
 
-    try:
-        element = meaning.lift(meaning.read(source, at), is_looked_into, most=budgets.FORMULA_WORDS)
-    except Unliftable:
-        return False
-    if _is_of_convolutions(element, facts):
-        return not any(argument(convolution, "padding"))
-    chosen = reached([element], lambda n: n.args[1:] if n.op == "where" else ())
-    return all(
-        facts[n.value].kind is not Kind.MIXING if n.op == "read" else n.op == "where" or E.is_const(n, 0)
-        for n in chosen
-    )
+        element = tried(lambda: self.meaning.lift(self.meaning.read(source, at), is_looked_into, most=_MOST))
+        if element is None:
+            return False
+        if self._is_of_convolutions(element):
+            return not any(argument(convolution, "padding"))
+        chosen = reached([element], lambda n: n.args[1:] if n.op == "where" else ())
+        return all(
+            n.op == "where" or E.is_const(n, 0)
+            if n.op != "read"
+            else self.facts[n.value].kind is not Kind.MIXING
+            for n in chosen
+        )
 
+    def _is_of_convolutions(self, element: Expr) -> bool:
+        """Whether a value that a convolution reads is computed in one way at every place, from others."""
+        nodes = list(E.walk(element))
+        read = {n.value: self.facts[n.value] for n in nodes if n.op == "read"}
+        mixing = [n for n, fact in read.items() if fact.kind is Kind.MIXING]
+        is_plain = all(f.kind is Kind.FIXED and not any(f.axes) for n, f in read.items() if n not in mixing)
+        is_one = is_plain and all(n.op != "where" for n in nodes)
+        return bool(mixing) and is_one and all(str(n.target) in CONVOLUTIONS for n in mixing)
 
-def _is_of_convolutions(element: Expr, facts: Mapping[fx.Node, Fact]) -> bool:
-    """Whether a value that a convolution reads is computed in one way at every place, from others."""
-    nodes = list(E.walk(element))
-    read = [n.value for n in nodes if n.op == "read"]
-    mixing = [n for n in read if facts[n].kind is Kind.MIXING]
-    is_plain = all(facts[n].kind is Kind.FIXED and not any(facts[n].axes) for n in read if n not in mixing)
-    is_one = is_plain and all(n.op != "where" for n in nodes)
-    return bool(mixing) and is_one and all(str(n.target) in CONVOLUTIONS for n in mixing)
+    def _is_index(self, node: fx.Node) -> bool:
+        """Whether elements are computed from their index alone, as in `zeros`."""
+        return node.op == "call_function" and self.meaning.category(node) is Category.INDEX
+
+    def fold(self, node: fx.Node, axes: Axes) -> RunningFold | None:
+        """How a value with these axes is folded over the tokens so far, or None."""
+        called: Any = node.args[0] if is_part(node) and node.args[1] == 0 else node
+        how = _OPS.get(str(called.target))
+        if how is None:
+            return None
+        operand = called.args[0]
+        fact, rank = self.facts.get(operand), len(axes)
+        over = int(argument(called, "dim")) % max(rank, 1)
+        if rank == 0 or axes[over] != (self.space.token,):
+            return None
+        if fact is None or fact.kind not in (Kind.TOKEN, Kind.POSITION, Kind.ATTENTION, Kind.SCAN):
+            return None
+        at = self.space.indices(axes, self.meaning.shape(node))
+        if not self.space.follows(fact.axes, at):
+            return None
+        variables = tuple(i for i, digits in zip(at, axes, strict=True) if not digits)
+        return RunningFold(how, E.read(operand, at, self.meaning.kind(operand)), variables)

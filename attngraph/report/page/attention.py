@@ -4,12 +4,12 @@ program what it computes, and by which kernel."""
 from collections.abc import Iterator, Mapping, Sequence
 
 from attngraph.meaning.masks.words import remarks
+from attngraph.report.account import Times
 from attngraph.report.entries import AttentionEntry, KernelEntry, TokenProgramEntry
 from attngraph.report.page import html as H
 from attngraph.report.page.code import render_excerpt, render_source
 from attngraph.report.page.html import Html, picture, plural, repeated
 from attngraph.report.picture import TileMap, tile_map, to_svg
-from attngraph.report.times import Times
 from attngraph.report.user_code import UserCode
 from attngraph.report.words import milliseconds, operations, short_binary
 

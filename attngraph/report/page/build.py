@@ -13,9 +13,9 @@ from pathlib import Path
 from torch import Tensor
 
 from attngraph.errors import DumpError
-from attngraph.report.account import later, records
+from attngraph.ir.records import write_whole
+from attngraph.report.account import Times, later, records
 from attngraph.report.entries import Break, Entries, folded
-from attngraph.report.files import write_whole
 from attngraph.report.heatmap import to_svg
 from attngraph.report.page import html as H
 from attngraph.report.page.attention import panels, render_attentions, render_programs
@@ -24,7 +24,6 @@ from attngraph.report.page.folding import Store
 from attngraph.report.page.graphs import render_graphs
 from attngraph.report.page.html import TIMES, Html, html, plural, tag
 from attngraph.report.page.passes import render_compared, render_passes
-from attngraph.report.times import Times
 from attngraph.report.user_code import UserCode
 from attngraph.report.words import Part, alike, milliseconds
 

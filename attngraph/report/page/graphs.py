@@ -177,7 +177,7 @@ def _texts(box: Box) -> list[str]:
     ops = [_shortened(line.op) for line in box.lines]
     if not box.is_attention:
         return [*ops, *map(_shortened, _weights(box)[:1])]
-    program = [_begun(line) for line in box.program[:_PROGRAM]]
+    program = [x if len(x) <= _LONGEST else f"{x[: _LONGEST - 1]}…" for x in box.program[:_PROGRAM]]
     more = ["…"] if len(box.program) > _PROGRAM else []
     return [*ops, *(_shortened(word) for line in box.lines for word in _kernel(line)), *program, *more]
 
@@ -201,10 +201,6 @@ def _kernel(line: Line) -> list[str]:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"…{text[1 - _LONGEST :]}"
-
-
-def _begun(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _tops(boxes: Sequence[Box], placed: Placed, heights: Sequence[float]) -> tuple[list[float], float]:

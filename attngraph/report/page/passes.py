@@ -192,7 +192,9 @@ def render_compared(
     now: Entries, earlier: Entries, graphs: Sequence[Entries], then: Sequence[Entries], store: Store
 ) -> Html:
     """Numbers of both reports, and a diff for each graph, in the order in which they were traced."""
-    found: list[Html] = [_numbers(now, earlier), *_attentions(now, earlier)]
+    rows = zip(_counted(earlier), _counted(now), strict=True)
+    counts = ((what, old, new) for (what, old), (_, new) in rows)
+    found: list[Html] = [H.table(("", "Before", "Now"), counts, "numbers"), *_attentions(now, earlier)]
     several = max(len(graphs), len(then)) > 1
     for number, (new, old) in enumerate(itertools.zip_longest(graphs, then)):
         if several:
@@ -206,12 +208,6 @@ def render_compared(
             places = (store.add_text(final_text(old)), store.add_text(final_text(new)))
             found.append(_diff(read_lines(final_text(old)), read_lines(final_text(new)), places, store))
     return H.joined(found)
-
-
-def _numbers(now: Entries, earlier: Entries) -> Html:
-    """What can be counted, before and now."""
-    rows = zip(_counted(earlier), _counted(now), strict=True)
-    return H.table(("", "Before", "Now"), ((what, old, new) for (what, old), (_, new) in rows), "numbers")
 
 
 def _counted(report: Entries) -> Iterator[tuple[str, str]]:

@@ -38,14 +38,15 @@ from attngraph.meaning.algebra.simplify.logic import (
     or_,
     where,
 )
-from attngraph.meaning.algebra.simplify.rebuild import (
+from attngraph.meaning.algebra.simplify.sums import (
     canonical,
     canonical_binders,
     construct,
+    pieces,
     raw,
     substitute,
+    total,
 )
-from attngraph.meaning.algebra.simplify.sums import pieces, total
 
 __all__ = [
     "absolute", "add", "and_", "canonical", "canonical_binders", "coefficient", "construct", "div", "eq",
