@@ -4,11 +4,14 @@ A pass rewrites a program graph from one level to another and describes in notes
 depend on which passes run before or after it.
 """
 
+import ast
 import dataclasses
 import logging
 import shlex
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -202,26 +205,63 @@ def _failed(
     if isinstance(step, Disabled):
         return ValueError(f"{step.name} cannot be disabled for this model: {problem}")
     about = f"pass {step.name} failed: {type(problem).__name__}: {problem}"
-    options = _options(step)
-    command = f"{step.name}({options})" if options else step.name
     try:
         file = write_failed(dump, step.name, about, head, text, graph)
     except OSError as reason:
         return PassError(f"{about}\n(The graph before it could not be written: {reason}.)", step.name)
+    ours = type(step).__module__.startswith("attngraph.")
+    advice = " What to do: report it with that file." if ours else ""
     return PassError(
-        f"{about}\nThe graph before it is in {file}. What to do: report it with that file. "
-        f"To run the pass on it again:\n    attngraph opt {shlex.quote(str(file))} -p {shlex.quote(command)}",
+        f"{about}\nThe graph before it is in {file}.{advice} To run the pass on it again:\n"
+        f"{_again(step, str(file), ours)}",
         step.name, str(file),
     )  # fmt: skip
 
 
+def _again(step: Pass, file: str, ours: bool) -> str:
+    """What runs a pass on a file again: a command, or the lines of Python where none can name the pass."""
+    options, name = _options(step), step.name if ours else _imported(type(step))
+    if name and all(_is_plain(getattr(step, f.name)) for f in _fields(step)):
+        command = f"{name}({options})" if options else name
+        return f"    attngraph opt {shlex.quote(file)} -p {shlex.quote(command)}"
+    return (
+        "    from pathlib import Path\n"
+        "    from attngraph import pipeline\n"
+        "    from attngraph.report.dump import read_graph_file\n"
+        f"    pipeline.run(read_graph_file(Path({file!r})), [your_pass])"
+    )
+
+
+def _imported(kind: type) -> str:
+    """How a command names a class: by its module where that is in a package, else by its file; "" where
+    there is neither, or it is made in a function."""
+    module, name = sys.modules.get(kind.__module__), kind.__qualname__
+    if not name.isidentifier() or getattr(module, name, None) is not kind:
+        return ""
+    if getattr(module, "__package__", ""):
+        return f"{kind.__module__}:{name}"
+    file = getattr(module, "__file__", None)
+    return f"{Path(file).resolve()}:{name}" if file else ""
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is written as a literal."""
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
+
+
 def _options(step: Pass) -> str:
     """The pass's own options as `name=value` pairs."""
+    return ", ".join(f"{f.name}={getattr(step, f.name)!r}" for f in _fields(step))
+
+
+def _fields(step: Pass) -> list[dataclasses.Field[Any]]:
+    """The fields of a pass that are options of its own."""
     plain: Any = None if isinstance(step, Disabled) or not dataclasses.is_dataclass(step) else step
     fields = () if plain is None else dataclasses.fields(plain)
-    return ", ".join(
-        f"{f.name}={getattr(step, f.name)!r}" for f in fields if f.name not in ("name", "requires", "yields")
-    )
+    return [f for f in fields if f.name not in ("name", "requires", "yields")]
 
 
 def _trace_artifact(name: str, text: str) -> None:

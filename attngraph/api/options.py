@@ -86,7 +86,7 @@ class Options:
         return without(steps, self.disable)
 
 
-def _as_pass(step: Any) -> Pass:
+def as_pass(step: Any) -> Pass:
     """A pass, given itself or by its name."""
     if isinstance(step, str):
         return pass_named(step)
@@ -132,7 +132,7 @@ def make_options(
         raise ValueError(f"passes takes a sequence, as in passes=({passes!r},).")
     if not isinstance(passes, Iterable | None):
         raise TypeError(f"passes takes a sequence of passes or their names, found {type(passes).__name__}.")
-    chosen = None if passes is None else tuple(map(_as_pass, passes))
+    chosen = None if passes is None else tuple(map(as_pass, passes))
     if isinstance(disable, str):
         raise ValueError(f"disable takes names of passes, as in disable=({disable!r},).")
     if not isinstance(disable, Iterable) or not all(isinstance(name, str) for name in disable):
