@@ -35,9 +35,8 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
     where, _, attribute = name.partition("(")[0].rpartition(":")
     if not where or not attribute:
         raise TargetError(f"a target is {_FORMS}, found {name!r}.")
-    if where == "hf":
-        made, unknown = _checkpoint(Path(attribute)), []
-    else:
+    made, unknown = _checkpoint(Path(attribute)) if where == "hf" else None, list[str]()
+    if made is None:
         made, unknown = _made(name, object_named(f"{where}:{attribute}"), given)
     if isinstance(made, nn.Module):
         return made, _example(made, name, given.get("batch", 1), given.get("tokens", TOKENS))
@@ -78,11 +77,11 @@ def _checkpoint(folder: Path) -> nn.Module:
         transformers = import_transformers()
         config = transformers.AutoConfig.from_pretrained(folder)
         kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
-        made: nn.Module = kind.from_pretrained(folder)
+        made = kind.from_pretrained(folder).eval()
     except Exception as problem:
         raise TargetError(f"hf:{folder}: {told(problem)}") from problem
     made.config.use_cache = False
-    return made.eval()
+    return made  # type: ignore[no-any-return]
 
 
 def _example(model: nn.Module, name: str, batch: int, tokens: int) -> tuple[Any, ...]:
