@@ -123,7 +123,8 @@ def make_options(
     """
     for name in asked:
         if name not in CompileOptions.__annotations__:
-            raise TypeError(f"compile() got an unexpected keyword argument {name!r}")
+            known = [*CompileOptions.__annotations__, "cache"]
+            raise TypeError(f"compile() got an unexpected keyword argument {name!r}; {meant(name, known)}")
     given: dict[str, Any] = {"progress": progress, **asked}
     mesh, shard = given.pop("mesh", None), given.pop("shard", None)
     folder = given.get("dump") or os.environ.get("ATTNGRAPH_DUMP")
