@@ -2,6 +2,10 @@
 
 from collections.abc import Hashable
 
+from attngraph.ir.language.derivative import UnsupportedError
+
+__all__ = ["Remarks", "UnsupportedError"]
+
 
 class Remarks:
     """One backend's remarks on programs, each stored once, for the lifetime of the process."""
@@ -19,7 +23,3 @@ class Remarks:
 
     def of(self, program: Hashable) -> tuple[str, ...]:
         return tuple(self._said.get(program, ()))
-
-
-class UnsupportedError(Exception):
-    """A program cannot be emitted; the message says what is unsupported, for `refuse`."""

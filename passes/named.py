@@ -102,6 +102,7 @@ NAMED: dict[str, _Rule] = {
     "aten.rms_norm.default": _rms_norm,
     "aten.gelu.default": _gelu,
     "aten.silu.default": _activation(SILU),
+    "aten.relu.default": _activation("where(x <= 0.0, 0.0, x)"),
     "aten.expm1.default": _activation(_EXPM1),
     "aten.log1p.default": _activation(_LOG1P),
     "aten.elu.default": _activation(
@@ -115,3 +116,6 @@ NAMED: dict[str, _Rule] = {
     "aten.log_sigmoid.default": _activation("min(x, 0.0) - soft", soft=(_LOG1P, "exp(-abs(x))")),
 }  # fmt: skip
 """The formula of an element, by the operation."""
+COMPENSATED = {f"aten.{name}.default" for name in ("expm1", "log1p", "elu", "softplus", "log_sigmoid")}
+"""Those whose formulas have roundings that cancel each other: their derivatives would be less exact than
+theirs."""

@@ -60,6 +60,11 @@ def library(plan: Plan) -> Library | str:
     return found
 
 
+def is_loaded(plan: Plan) -> bool:
+    """Whether the library of a plan is there already: then calls of every size are faster by it."""
+    return isinstance(_libraries.get(plan), Library)
+
+
 def compile_seconds(program: ScoreProgram) -> float:
     """Seconds spent in the C compiler for a program so far in this process."""
     plans = {p: made for p, made in _libraries.items() if p.program == program.without_scale}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import backward, chosen, native, source, toolchain
-from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Library, Run, compile_seconds, library
+from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Library, Run, compile_seconds, is_loaded, library
 from attngraph.codegen.cpu.flash import Flash
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.cpu.tiled import Tiled
@@ -28,7 +28,8 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
 
 WORTH = 1 << 20
-"""Calls with at least this many scores are compiled: PyTorch needs about 10 ms for them, C about 1 ms."""
+"""Calls with at least this many scores are compiled: PyTorch needs about 10 ms for them, C about 1 ms. A
+library that is there serves smaller calls, too."""
 PACKED = 1 << 20
 """About how many bytes of keys and values are packed per round (there are two buffers): at least those of
 one head, and enough to keep all threads busy."""
@@ -39,8 +40,14 @@ _Result = TypeVar("_Result")
 
 
 def is_worth_compiling(operands: Operands) -> bool:
-    q, k, v = operands
-    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] >= WORTH and v.shape[3] > 0
+    q, k, _ = operands
+    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] >= WORTH
+
+
+def is_compiled(plan: Plan, operands: Operands) -> bool:
+    """Whether a call is computed by C, which is compiled for it if it is not yet."""
+    has_work = operands[0].numel() > 0 and operands[2].numel() > 0
+    return has_work and (is_worth_compiling(operands) or is_loaded(plan))
 
 
 class Compiled(Kernel):
@@ -86,9 +93,9 @@ class Compiled(Kernel):
     def _forward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        if is_worth_compiling(operands):
+        plan = Plan(program.without_scale, operands[0].dtype, tuple(r.dtype for r in reads))
+        if is_compiled(plan, operands):
             require_in_range(program, operands, reads, sizes)
-            plan = Plan(program.without_scale, operands[0].dtype, tuple(r.dtype for r in reads))
             found = library(plan)
             if isinstance(found, Library):
                 results = attend(Run(found, program, operands, reads, tuple(sizes)))
@@ -108,9 +115,8 @@ class Compiled(Kernel):
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip
-        reason = ""
-        if is_worth_compiling(operands):
-            plan = backward.plan_gradients(program, operands, reads)
+        reason, plan = "", backward.plan_gradients(program, operands, reads)
+        if is_compiled(plan, operands):
             found = library(plan)
             reason = found if isinstance(found, str) else "sizes or reads that the C is not written for"
             if isinstance(found, Library):

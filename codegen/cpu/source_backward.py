@@ -1,6 +1,6 @@
 """The backward pass of a score program as the source of a C library: functions that `c/backward.h` calls.
 
-The statements are computed again, then differentiated in reverse (`codegen/scalar/derivative.py`): from the
+The statements are computed again, then differentiated in reverse (`ir/language/derivative.py`): from the
 gradient of the score to that of the dot, and to those of the tensors that the statements read
 (`codegen/scalar/read_gradients.py`). With w the softmax's weight, f the factor by which the program changes
 it, and delta = grad . out - grad_lse:
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from attngraph.codegen.cpu.expression import Writer
 from attngraph.codegen.cpu.source import TILE_ARGUMENTS, Draft, Plan, Source, function
 from attngraph.codegen.scalar.chain import Chain
-from attngraph.codegen.scalar.derivative import derivative
 from attngraph.codegen.scalar.form import Place
 from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
 from attngraph.codegen.scalar.weights import Multiple, weight_multiple
+from attngraph.ir.language.derivative import derivative
 from attngraph.ir.language.score import Keep, Score
 from attngraph.ir.ops.kernels import TRUSTED
 

@@ -7,10 +7,10 @@ it. Gradients that reach the dot directly are summed in `of_dot`, those of the r
 
 from collections.abc import Sequence
 
-from attngraph.codegen.scalar.derivative import ZERO, derivative, formula_of, slopes
 from attngraph.codegen.scalar.read_gradients import ReadGradient
 from attngraph.codegen.scalar.writer import FACTOR, Writer
-from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, Score
+from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, Score, Statement
+from attngraph.ir.language.derivative import ZERO, derivative
 
 
 class Chain:
@@ -65,3 +65,21 @@ class Chain:
 def use_score(*formulas: Expr) -> bool:
     """Whether any of the formulas depends on the dot or the score."""
     return any(n in (DOT, SCORE) for formula in formulas for n in E.walk(formula))
+
+
+def formula_of(statement: Statement) -> Expr:
+    """The formula that replaces the score: for a mask, its fill."""
+    return statement.fill if isinstance(statement, Keep) else statement.value
+
+
+def slopes(statement: Statement, *, is_first: bool) -> tuple[Expr, Expr]:
+    """The derivatives of a statement's formula by the score before it and by the dot. In the first
+    statement the score is the dot: the first result is the whole derivative, the second is zero.
+
+    Raises:
+        UnsupportedError: as `derivative`.
+    """
+    formula = formula_of(statement)
+    if not is_first:
+        return derivative(formula, SCORE), derivative(formula, DOT)
+    return derivative(E.replaced(formula, {SCORE: DOT}), DOT), ZERO

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.codegen.scalar.derivative import ZERO, derivative
 from attngraph.codegen.scalar.weights import weight_multiple
 from attngraph.ir.language import E, Environment, Expr, S, Tile, evaluate
+from attngraph.ir.language.derivative import ZERO, derivative
 from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, ScoreProgram
 from attngraph.ir.ops.kernels import gradients
 

@@ -15,7 +15,6 @@ import torch
 
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.chain import Chain, use_score
-from attngraph.codegen.scalar.derivative import derivative
 from attngraph.codegen.scalar.form import Lowering, Place, Scalar
 from attngraph.codegen.scalar.read_gradients import ReadGradient
 from attngraph.codegen.scalar.read_ranges import follows_from_data
@@ -26,6 +25,7 @@ from attngraph.codegen.triton import fold
 from attngraph.codegen.triton.fold import NOTHING
 from attngraph.codegen.triton.plan import Plan, is_checked_at_launch
 from attngraph.ir.language import E, Expr, Operation, S
+from attngraph.ir.language.derivative import derivative
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, formulas
 
 _TYPES = {"int": "tl.int32", "long": "tl.int64", "float": "tl.float32", "double": "tl.float64"}

@@ -16,12 +16,13 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import E, Expr, Packed, operation, operation_of
+from attngraph.ir.language.token_derivative import is_own
 from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
 from attngraph.ir.ops.quantised import unpack
 from attngraph.meaning import Category, M, Meaning, Unliftable
 from attngraph.passes.fuse_token_wise.rows import Place, Rows
 from attngraph.passes.fuse_token_wise.windows import Windows
-from attngraph.passes.named import NAMED
+from attngraph.passes.named import COMPENSATED, NAMED
 
 SMALL_FOLD = 1 << 14
 """A sum of products that is no product with a weight is computed where a token has at most so many terms."""
@@ -43,7 +44,7 @@ class Formulas:
     sequences, of which each token is a row."""
 
     def __init__(self, graph: ProgramGraph) -> None:
-        self.windows = Windows(graph)
+        self.windows, self.gradients = Windows(graph), graph.gradients
         conditions = list(graph.conditions)
         if graph.state is not None:
             conditions += [sympy.Eq(s, 1) for s in _batch_sizes(graph, graph.state.step_tokens)]
@@ -106,7 +107,25 @@ class Formulas:
             return None
         if value.words > LONGEST or set(rows) & value.free or not self._is_supported(value):
             return None
-        return Formula(place.flat(at), value)
+        found = Formula(place.flat(at), value)
+        return found if not self.gradients or self._is_differentiable(node, found) else None
+
+    def _is_differentiable(self, node: fx.Node, formula: Formula) -> bool:
+        """Whether the derivative follows from the formula: where both operands are equal, operations with the
+        same maximum have different ones. Products have theirs from PyTorch."""
+        nodes = list(E.walk(formula.value))
+        if self.meaning.category(node) is Category.CONTRACTION or str(node.target) in COMPENSATED:
+            return False
+        if any(n.op in ("max", "min", "amax") for n in nodes):
+            return False
+        variables = [v for v in (*formula.at, *(n.args[0] for n in nodes if n.op == "sum")) if v.op == "var"]
+        for read in (n for n in nodes if n.op == "read"):
+            place, shape = self.rows.of(read.value), self.shape(read.value)
+            assert shape is not None
+            extents = shape if place is None else place.flat(shape)
+            if not is_own(read.args, [None if n is TOKEN else int(n.value) for n in extents], variables):
+                return False
+        return True
 
     def _of_own_row(self, found: Expr, args: tuple[Expr, ...], place: Place, rows: tuple[Expr, ...]) -> Expr:
         """A part of a formula, with `TOKEN` in what is read of the same row.

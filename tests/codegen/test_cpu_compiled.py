@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import compiled, native
+from attngraph.codegen.cpu.source import Plan
 from attngraph.ir.language.parser import parse
+from attngraph.ir.ops.attention import attention
 from attngraph.ir.ops.kernels import KERNELS, Operands
 
 from .conformance.compare import assert_results
@@ -152,3 +154,18 @@ def test_hidden_blocks_are_not_looked_at() -> None:
     for program, reads in (("keep k < 128", ()), ("keep k < r0[b]", (torch.tensor([128, 64]),))):
         out = KERNELS["cpu.compiled"].forward(parse(program), (q, k, v), list(reads), [])[0]
         assert bool(out.isfinite().all())
+
+
+def test_a_library_that_is_there_serves_smaller_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The windows of later stages are fewer; they have the program of the first."""
+    text = "s = 0.3 * dot + r0[h, k]\nkeep k <= q + 3"
+    bias = torch.randn(2, 40)
+    large, small = (torch.randn(3, n, 2, 40, 8).unbind() for n in (2, 1))
+    monkeypatch.setattr(compiled, "WORTH", large[0].numel() // 8 * 40)
+    plan = Plan(parse(text).without_scale, torch.float32, (torch.float32,))
+    assert not compiled.is_compiled(plan, small)
+    for operands in (large, small):
+        assert compiled.is_compiled(plan, operands)
+        found = attention(*operands, text, bias)
+        exact = attention(*(t.double() for t in operands), text, bias.double())
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)

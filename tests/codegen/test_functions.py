@@ -11,11 +11,11 @@ from torch import Tensor
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.cpu import source
-from attngraph.codegen.scalar.derivative import derivative
 from attngraph.codegen.triton.emit import emit
 from attngraph.codegen.triton.plan import Blocks, Plan
 from attngraph.ir.language import evaluate
 from attngraph.ir.language import expr as E
+from attngraph.ir.language.derivative import derivative
 from attngraph.ir.language.evaluate import Environment, Tile
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import FUNCTIONS, OPERATORS

@@ -124,16 +124,33 @@ def test_numbers_count_rows_as_symbols_do(tokens: int) -> None:
             assert regions(compiled) >= 1
 
 
-def test_gradients_leave_the_graph_as_it_is() -> None:
-    """The operation has none. A call without gradients has a graph of its own."""
-    model = Layer(BODIES["after attention"]).eval()
+@pytest.mark.parametrize("name", [*BODIES, "activations"])
+def test_gradients_are_those_of_the_model(name: str) -> None:
+    """Also of sums that a norm follows, and where products, maxima and other places are left to PyTorch."""
+
+    def activations(m: Layer, x: Tensor) -> Tensor:
+        y = m.wide(m.attended(x))
+        y = y * torch.sigmoid(1.702 * y) + F.softplus(y).tanh() * F.relu(y) + y.clamp(-0.5, 0.5) ** 2
+        y = y * (y * y).mean(-1, keepdim=True).add(1e-6).rsqrt() - y.detach() * y.exp()
+        return m.back(y) + x
+
+    model = Layer(activations if name == "activations" else BODIES[name])
     compiled: Any = attngraph.compile(model, min_scores=0)
-    x = torch.randn(2, 5, WIDTH)
-    compiled(x).sum().backward()
-    assert regions(compiled) == 0 and model.wide.weight.grad is not None
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), model(x), rtol=2e-5, atol=2e-5)
-    assert regions(compiled) == 2
+    for shape in ((2, 5), (3, 7), (1, 6), (2, 1)):
+        x, grads = torch.randn(*shape, WIDTH), list[Any]()
+        for candidate, dtype in ((compiled, torch.float32), (model, torch.float64)):
+            model.to(dtype)
+            given = x.to(dtype).requires_grad_()
+            out = candidate(given)
+            grad = torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape)
+            grads.append(torch.autograd.grad(out, [given, *model.parameters()], grad, allow_unused=True))
+        model.float()
+        for found, want in zip(*grads, strict=True):
+            assert (found is None) == (want is None)
+            if want is not None:
+                torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-4)
+        if name in ("activations", "flat"):
+            assert regions(compiled) >= 1
 
 
 def test_inductor_computes_it_instead() -> None:

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language import E, Expr, operation_of
+from attngraph.ir.language.token_derivative import GIVEN, GRADIENT, RESULT, backward
 from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram, extent, parse
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.declare import INSTEAD, declare, require_no_derivative
 from attngraph.ir.ops.quantised import dequantised
+from attngraph.ir.ops.transforms import are_batched, has_tangent, is_recorded, is_transformed, run_kernel
 
 
 class Runner(Protocol):
@@ -58,15 +60,65 @@ def _memory(a: Any) -> list[Tensor]:
     return [allocated(result, tokens, like) for result in parsed.results]
 
 
-@declare(fake=_memory, derivatives=INSTEAD, plain=True)
+class _TokenProgram(torch.autograd.Function):
+    """The op with its gradients in reverse mode: what computes them is a token program too."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, program: str, *given: Tensor) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            found = run_kernel(_OP, keys, list(given), program, kernel=token_program)
+        ctx.wanted = [n for n in range(len(given)) if ctx.needs_input_grad[n + 2]]
+        ctx.made, ctx.program = backward(program, frozenset(ctx.wanted)), program
+        values = {GIVEN: given, RESULT: found}
+        ctx.save_for_backward(*(values[kind][n] for kind, n in ctx.made.given if kind != GRADIENT))
+        ctx.shapes = [t.shape for t in given]
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        made, saved = ctx.made, iter(ctx.saved_tensors)
+        given = [grads[place] if kind == GRADIENT else next(saved) for kind, place in made.given]
+        results: list[Tensor] = []
+        if made.program:
+            by_torch = are_batched(grads)
+            found = reference(parse(made.program), given) if by_torch else _OP(given, made.program)
+            numbers = [r.number for r in parse(made.program).results]
+            results = [
+                t.clone() if n in numbers[:p] else t
+                for p, (n, t) in enumerate(zip(numbers, found, strict=True))
+            ]
+        values: list[Any] = [None] * len(ctx.shapes)
+        for number, of in made.gradients.items():
+            value = grads[of.place] if of.kind == GRADIENT else results[of.place]
+            if of.sums:
+                about = (parse(ctx.program) if of.kind == GRADIENT else parse(made.program)).results[of.place]
+                value = value.sum(about.token_dim).view(ctx.shapes[number])
+            values[number] = value
+        return (None, None, *values)
+
+
+def _autograd(keys: Any, given: Sequence[Tensor], program: str) -> list[Tensor]:
+    """Which of the three computes a call: plain PyTorch in torch.func's transformations and forward mode."""
+    if has_tangent((given,)) or (is_recorded((given,)) and is_transformed()):
+        return reference(parse(program), given)
+    if is_recorded((given,)):
+        return list(_TokenProgram.apply(keys, program, *given))
+    found: list[Tensor] = run_kernel(_OP, keys, given, program, kernel=token_program)
+    return found
+
+
+@declare(fake=_memory, derivatives=_autograd, batched=lambda *_: None, plain=True)
 def token_program(given: Sequence[Tensor], program: str) -> list[Tensor]:
     """The results of a token program."""
-    require_no_derivative("token_program", INSTEAD, (given,))  # decoders call this directly
+    require_no_derivative("token_program", INSTEAD, (given,))  # where a decoder calls this directly
     for runner in RUNNERS:
         found = runner.run(program, given)
         if found is not None:
             return found
     return reference(parse(program), given)
+
+
+_OP = torch.ops.attngraph.token_program.default
 
 
 def tokens_in(program: TokenProgram, given: Sequence[Tensor]) -> int:

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from attngraph.codegen.cpu import chosen, native, toolchain
 from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.indices import RANKS
-from attngraph.codegen.cpu.tokens.schedule import arranged, phases
+from attngraph.codegen.cpu.tokens.schedule import arranged, local, phases
 from attngraph.codegen.cpu.tokens.source import PLACES
 from attngraph.codegen.remarks import Remarks, UnsupportedError
 from attngraph.ir.dtypes import NAMED
@@ -37,8 +37,8 @@ LARGE = 1 << 28
 WIDENED = 1 << 20
 """Elements of a weight of integers that are made floating at a time, where PyTorch multiplies."""
 AT_ONCE, AT_LEAST, IN_BETWEEN = 1024, 128, 32 << 20
-"""Tokens of a block where there are many: so many rows keep products efficient. Fewer, if the values in
-between would take more bytes than that."""
+"""Tokens of a block where there are many: so many rows keep our products efficient. Fewer, if the values in
+between would take more bytes than that. (PyTorch's are the faster the more rows they have.)"""
 OURS, PYTORCH = "cpu.tokens", "PyTorch"
 
 
@@ -130,12 +130,14 @@ class Prepared:
         self.shared = [about.token_dim is None for about in program.given]
         self.short = source.short_results(program)
         returned = {r.number - self.first for r in program.results if r.dtype == "float32"}
-        between = {n + self.first: size for n, size in enumerate(self.rows) if n not in returned}
+        elsewhere = returned.union(n - self.first for n in local(program))
+        between = {n + self.first: size for n, size in enumerate(self.rows) if n not in elsewhere}
         self.between, self.total = arranged(program, between)
-        fitting = IN_BETWEEN // (4 * max(self.total, 1)) // FEW * FEW
-        self.at_once = min(max(fitting, AT_LEAST), AT_ONCE)
         numbers = range(self.first, self.first + len(self.widths))
         self.products = {n: f for n in numbers if (f := program.product(n)) is not None}
+        fitting = IN_BETWEEN // (4 * max(self.total, 1)) // FEW * FEW
+        self.most = max(fitting, AT_LEAST)
+        self.at_once = min(self.most, AT_ONCE) if self.products else self.most
         weights = [program.given[f.weight] for f in self.products.values()]
         self.multiplications = sum(math.prod(n or 1 for n in w.shape) for w in weights)
         self.sums.argtypes = ctypes.c_int64, ctypes.c_int64
@@ -151,36 +153,45 @@ class Prepared:
         results = memory_of_results(self.program, tokens, floating(given))
         if not tokens:
             return results
-        if tokens <= self.at_once:
-            self._block(given, results, tokens)
-            return results
-        for start in range(0, tokens, self.at_once):
-            count = min(self.at_once, tokens - start)
-            parts = [
-                t if about.token_dim is None else t.narrow(about.token_dim, start, count)
-                for t, about in zip(given, self.program.given, strict=True)
-            ]
-            self._block(parts, [o.narrow(r.token_dim, start, count) for o, r in
-                                zip(results, self.program.results, strict=True)], count)  # fmt: skip
-        return results
 
-    def _block(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
         def ours() -> None:
-            self.link(given, results, tokens).run()
+            self._in_blocks(self._by_link, self.at_once, given, results, tokens)
 
         def with_pytorch() -> None:
-            self._around_products(given, results, tokens)
+            self._in_blocks(self._around_products, self.most, given, results, tokens)
 
         if not self._is_measured(tokens):
             ours()
-            return
+            return results
         kind, ways = self._kind(tokens), {OURS: ours, PYTORCH: with_pytorch}
         if chosen.known(kind) is None:
             chosen.measure(kind, ways)
         chosen.fastest(kind, ways, _remarks, self.program.text)
+        return results
+
+    def _in_blocks(
+        self, compute: Callable[[Sequence[Tensor], Sequence[Tensor], int], None], most: int,
+        given: Sequence[Tensor], results: Sequence[Tensor], tokens: int,
+    ) -> None:  # fmt: skip
+        """Compute blocks of at most so many tokens, each of about as many."""
+        if tokens <= most:
+            compute(given, results, tokens)
+            return
+        each = -(-tokens // -(-tokens // most))
+        for start in range(0, tokens, each):
+            count = min(each, tokens - start)
+            parts = [
+                t if about.token_dim is None else t.narrow(about.token_dim, start, count)
+                for t, about in zip(given, self.program.given, strict=True)
+            ]
+            compute(parts, [o.narrow(r.token_dim, start, count) for o, r in
+                            zip(results, self.program.results, strict=True)], count)  # fmt: skip
+
+    def _by_link(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
+        self.link(given, results, tokens).run()
 
     def _is_measured(self, tokens: int) -> bool:
-        """Whether the products of a block are large enough to be computed by whoever takes less time."""
+        """Whether the products of a call are large enough to be computed by whoever takes less time."""
         return tokens > FEW and tokens * self.multiplications >= LARGE
 
     def is_one_call(self, tokens: int) -> bool:

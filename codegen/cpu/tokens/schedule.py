@@ -7,6 +7,7 @@ computed these columns.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from attngraph.ir.language import expr as E
@@ -65,6 +66,30 @@ def phases(program: TokenProgram) -> list[Phase]:
         group.following.sort()
         group_of[number] = group
     return [found[n] for n in sorted(found)]
+
+
+MOST_LOCAL = 1 << 14
+"""Elements of the values of one token that a function may hold on its stack."""
+
+
+def local(program: TokenProgram) -> frozenset[int]:
+    """The definitions that only the function of a phase of tokens reads, token by token: it holds one token's
+    at a time."""
+    first = len(program.given)
+    elsewhere = {result.number for result in program.results}
+    inside: list[int] = []
+    for phase in phases(program):
+        members = set(phase.definitions)
+        inside += phase.definitions
+        others = (d for n, d in enumerate(program.definitions, start=first) if n not in members)
+        elsewhere |= members & {read for made in others for read in made.reads}
+    left, found = MOST_LOCAL, set[int]()
+    for number in inside:
+        width = math.prod(program.definitions[number - first].extents)
+        if number not in elsewhere and width <= left:
+            found.add(number)
+            left -= width
+    return frozenset(found)
 
 
 def _joined(program: TokenProgram, number: int, groups: list[Group]) -> list[Group]:

@@ -11,7 +11,7 @@ from attngraph.codegen.cpu.source import indented
 from attngraph.codegen.cpu.tokens import products
 from attngraph.codegen.cpu.tokens.formula import Formula
 from attngraph.codegen.cpu.tokens.indices import RANKS, divided, require_in_range
-from attngraph.codegen.cpu.tokens.schedule import Group, phases
+from attngraph.codegen.cpu.tokens.schedule import Group, local, phases
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language import E, Expr, operation
@@ -99,7 +99,7 @@ class _Emitter:
     def __init__(self, program: TokenProgram) -> None:
         self.program, self.layout, self.phases = program, layout(program), phases(program)
         self.first = len(program.given)
-        self.rows = row_lengths(program)
+        self.rows, self.local = row_lengths(program), local(program)
 
     def parts(self) -> Iterator[Iterable[str]]:
         """The lines of each declaration and function."""
@@ -240,6 +240,9 @@ class _Emitter:
     def _pointers(self, numbers: Sequence[int]) -> Iterator[str]:
         used = sorted({n for number in numbers for n in self._definition(number).reads} | set(numbers))
         for n in used:
+            if n in self.local:
+                yield f"float v{n}[{self._width(n)}] __attribute__((aligned(64)));"
+                continue
             if n >= self.first:
                 yield f"float *const v{n} = {self._value(n)};"
                 continue
@@ -253,6 +256,8 @@ class _Emitter:
 
     def _element(self, number: int, place: str) -> str:
         row = self.rows[number - self.first]
+        if number in self.local:
+            return f"v{number}[{place}]"
         return f"v{number}[t]" if row == 1 else f"v{number}[t * {row} + {place}]"
 
     def _read(self, node: Expr, indices: list[str]) -> str:
