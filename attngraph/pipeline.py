@@ -16,11 +16,12 @@ from typing import Any, Protocol
 
 import torch
 
-from attngraph.errors import AttnGraphError, PassError, VerificationError
+from attngraph.errors import AttnGraphError, PassError, VerificationError, meant
 from attngraph.ir.graph import Level, ProgramGraph, format_file
 from attngraph.ir.graph.seen import is_unchanged, seen
 from attngraph.ir.graph.verify import verify
 from attngraph.ir.modes import own_modes
+from attngraph.meaning.check.whole import require_same_results
 from attngraph.report.dump import CAPTURE, Dump, notes_of, write_failed
 from attngraph.report.entries import PassRecord
 from attngraph.report.user_code import UserCode, user_code
@@ -44,6 +45,8 @@ class Pass(Protocol):
     """One rewrite. A frozen dataclass whose fields are its options.
 
     `run` edits the graph in place. It requires a graph at level `requires` and leaves it at level `yields`.
+    Where a pass has an attribute `check` that is true, the graph's results after it are compared with those
+    before it in float64 on random inputs.
     """
 
     @property
@@ -96,6 +99,19 @@ def split_at(passes: Sequence[Pass], name: str) -> tuple[tuple[Pass, ...], tuple
     """The passes before the one of this name, and the passes from it on."""
     place = next(number for number, step in enumerate(passes) if step.name == name)
     return tuple(passes[:place]), tuple(passes[place:])
+
+
+def placed(passes: Sequence[Pass], step: Pass, before: str) -> tuple[Pass, ...]:
+    """The passes with one more, before the one of this name.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    names = [known.name for known in passes]
+    if before not in names:
+        raise ValueError(f"there is no pass {before!r} in this order; {meant(before, names)}")
+    first, rest = split_at(passes, before)
+    return (*first, step, *rest)
 
 
 def without(passes: Sequence[Pass], disabled: Collection[str]) -> tuple[Pass, ...]:
@@ -182,7 +198,10 @@ def _run_one(
     text."""
     start = time.perf_counter()
     before, parts = graph.op_count(), seen(graph)
+    kept = graph.copy() if getattr(step, "check", False) else None
     outcome = step.run(graph)
+    if kept is not None:
+        require_same_results(kept, graph)
     graph.reach(step.yields)
     after = text
     if is_first or not is_unchanged(parts, graph):

@@ -87,8 +87,8 @@ STANDS_FOR: dict[str, Any] = {
     "report": attngraph.CompileReport, "engine": attngraph.Engine, "state": KVCache,
 }  # fmt: skip
 """What the pages call things. Of an instance, its class."""
-OF_THE_MODEL = {"compiled.generate", "compiled.unshard"}
-"""Methods that a compiled module has from its model."""
+OF_THE_MODEL = {"compiled.generate", "compiled.unshard", "attngraph.backends"}
+"""Methods that a compiled module has from its model, and a group of entry points."""
 
 
 def resolved(name: str) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attngraph import __version__
-from attngraph.ir.choices import ABSORB, BACKENDS, FALLBACKS, FORMATS, PASSES
+from attngraph.ir.choices import ABSORB, FALLBACKS, FORMATS, PASSES, backends
 from attngraph.report.programs import WELL_KNOWN
 
 PAGE = "report.html"
@@ -145,7 +145,7 @@ def _cache(commands: Any) -> None:
 
 def _how_to_compile(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object for each target")
-    command.add_argument("--backend", default="auto", choices=BACKENDS, help="whose kernels to use")
+    command.add_argument("--backend", default="auto", choices=backends(), help="whose kernels to use")
     command.add_argument(
         "--absorb", default="auto", choices=ABSORB, help="latent attention: the order of multiplication"
     )
@@ -158,12 +158,20 @@ def _how_to_compile(command: argparse.ArgumentParser) -> None:
         help="run the graph from N scores per attention on; smaller calls run the model itself, as those of "
         "attngraph.compile do by default",
     )  # fmt: skip
+    _own_passes(command)
     command.add_argument("--inductor", action="store_true", help="compile the rest with Inductor too")
     command.add_argument(
         "--no-torch-compile", action="store_true",
         help="do not measure torch.compile, nor inductor=True, beside it",
     )  # fmt: skip
     command.add_argument("--rounds", type=POSITIVE, default=5, help="rounds of timing (default 5)")
+
+
+def _own_passes(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--add", action="append", default=[], metavar="PASS[@BEFORE]",
+        help="a pass of yours, as mine.py:DropOnes before select-kernels, or mine.py:DropOnes@merge-heads",
+    )  # fmt: skip
 
 
 def _export(commands: Any) -> None:
@@ -239,7 +247,8 @@ def _bisect(commands: Any) -> None:
         "if a pass is found; attngraph.compile(model, disable=('PASS',)) compiles without it.",
     )
     _target(parser)
-    parser.add_argument("--backend", default="auto", choices=BACKENDS, help="whose kernels to use")
+    parser.add_argument("--backend", default="auto", choices=backends(), help="whose kernels to use")
+    _own_passes(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.options import make_options
+from attngraph.cli.named import changed_by
 from attngraph.cli.target import load_target, run_as_given, shapes_of
 from attngraph.cli.terminal import Progress, TargetError, check_writable
 from attngraph.errors import CaptureError
@@ -48,6 +49,7 @@ def compile_target(
         made = make_options(
             tell, backend=options.backend, inductor=options.inductor, strict=options.strict,
             dump=options.dump, absorb=options.absorb, disable=options.disable, min_scores=options.min_scores,
+            passes=changed_by(options.add),
         )  # fmt: skip
     except ValueError as problem:
         raise TargetError(str(problem)) from problem

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,8 @@ from attngraph.cli.terminal import TargetError, told
 from attngraph.errors import meant
 from attngraph.ir.graph.literals import split
 from attngraph.passes import pass_named
-from attngraph.pipeline import Pass
+from attngraph.passes.select_kernels import SelectKernels
+from attngraph.pipeline import Pass, placed
 
 
 def object_named(name: str) -> Any:
@@ -74,3 +76,20 @@ def passes_named(text: str, option: str) -> list[Pass]:
         return [as_pass(pass_named(part, own)) for part in parts]
     except (TypeError, ValueError) as problem:
         raise TargetError(f"{option} {text}: {problem}") from problem
+
+
+def changed_by(added: Sequence[str]) -> Callable[[tuple[Pass, ...]], tuple[Pass, ...]] | None:
+    """The function that puts passes such as `mine.py:DropOnes@merge-heads` into an order; None without any.
+
+    Raises:
+        TargetError: there is no such pass.
+    """
+    parts = [text.rpartition("@") if "@" in text else (text, "@", SelectKernels.name) for text in added]
+    steps = [(passes_named(text, "--add")[0], before.strip()) for text, _, before in parts]
+
+    def change(order: tuple[Pass, ...]) -> tuple[Pass, ...]:
+        for step, before in steps:
+            order = placed(order, step, before)
+        return order
+
+    return change if steps else None
