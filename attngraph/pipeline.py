@@ -21,6 +21,7 @@ from attngraph.ir.graph import Level, ProgramGraph, format_file
 from attngraph.ir.graph.seen import is_unchanged, seen
 from attngraph.ir.graph.verify import verify
 from attngraph.ir.modes import own_modes
+from attngraph.meaning.algebra.simplify.remembered import remembering
 from attngraph.meaning.check.whole import require_same_results
 from attngraph.report.dump import CAPTURE, Dump, notes_of, write_failed
 from attngraph.report.entries import PassRecord
@@ -136,7 +137,7 @@ def run(
         PassError: a pass failed, or left a graph that violates its level's invariants; the graph before it is
             written to a file, and the message has the command that runs the pass on it again.
     """
-    with own_modes():
+    with own_modes(), remembering():
         return _run(graph, passes, dump, progress)
 
 

@@ -280,10 +280,7 @@ def _(compile: Compiler) -> None:
     )
 
 
-@report(
-    "pytorch/pytorch#174963",
-    WRONG + "torch tells a trace contiguous strides of roll, and as_strided follows them",
-)
+@report("pytorch/pytorch#174963")
 def _(compile: Compiler) -> None:
     """The operation as_strided of an intermediate result reads eager's memory order, also channels_last."""
 

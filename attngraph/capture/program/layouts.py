@@ -13,7 +13,7 @@ Not for scores and weights of an attention, which must be looked through: such r
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from attngraph.capture.lines import refused
 from attngraph.capture.program.exported import memory_order
 from attngraph.ir.graph import ProgramGraph, computed_from, infer_once, may_alias, op_name, source_of
 from attngraph.ir.graph.program_graph import RESULTS, replace_in_other_users
-from attngraph.ir.walk import reached
+from attngraph.ir.walk import operands_first
 from attngraph.meaning.rule import ELEMENTWISE, category_of
 
 aten = torch.ops.aten
@@ -48,15 +48,16 @@ def hold_layouts(graph: ProgramGraph, memory: Sequence[int]) -> None:
     results = [n for n, o in zip(nodes, graph.outputs, strict=True) if o.kind in (*RESULTS, "check")]
     _require_sharing(results, memory)
     held: dict[fx.Node, tuple[int, ...]] = {}
+    scores = _of_scores(graph.graph)
     for node in graph.graph.nodes:
         for operand in node.all_input_nodes if node.op == "call_function" else ():
             root = _allocated(operand)
-            if root not in held and _may_move(root) and _reads_memory(node, operand):
+            if root not in held and _may_move(root, scores) and _reads_memory(node, operand):
                 held[root] = _dense(root, node)
     for root, count in Counter(_allocated(n) for n in dict.fromkeys(results)).items():
-        if count > 1 and _may_move(root):
+        if count > 1 and _may_move(root, scores):
             held.setdefault(root, memory_order(root.meta["val"]))
-    for result in _followed(results) if graph.gradients else ():
+    for result in _followed(results, scores) if graph.gradients else ():
         held.setdefault(result, memory_order(result.meta["val"]))
     for node, order in held.items():
         with graph.graph.inserting_after(node):
@@ -103,40 +104,40 @@ def _require_sharing(results: Sequence[fx.Node], memory: Sequence[int]) -> None:
             raise refused(reason, source_of(results[place]), "return a copy (.clone())", then=then)
 
 
-def _may_move(root: fx.Node) -> bool:
+def _may_move(root: fx.Node, scores: Set[fx.Node]) -> bool:
     """Whether a pass may give what stands for a value another layout."""
     value = root.meta.get("val")
     if root.op != "call_function" or not isinstance(value, Tensor) or not value.is_floating_point():
         return False
-    by_itself = root.target in _BY_ITSELF and not any(map(_is_of_scores, root.all_input_nodes))
-    return not by_itself and not _is_of_scores(root)
+    by_itself = root.target in _BY_ITSELF and scores.isdisjoint(root.all_input_nodes)
+    return not by_itself and root not in scores
 
 
-def _followed(results: Iterable[fx.Node]) -> Iterator[fx.Node]:
+def _followed(results: Iterable[fx.Node], scores: Set[fx.Node]) -> Iterator[fx.Node]:
     """The floating results from which others follow."""
     nodes = list(dict.fromkeys(results))
     above = computed_from(n for result in nodes for n in result.all_input_nodes)
     for node in nodes:
         value = node.meta["val"]
         floating = isinstance(value, Tensor) and value.is_floating_point()
-        if node in above and node.op == "call_function" and floating and not _is_of_scores(node):
+        if node in above and node.op == "call_function" and floating and node not in scores:
             yield node
 
 
-def _is_of_scores(node: fx.Node) -> bool:
-    """Whether a value may be scores or weights: element by element exponentials are computed from it, or it
-    from them."""
-    above = _leads([node], lambda n: n.all_input_nodes)
-    return above or _leads(node.users, lambda n: n.users)
-
-
-def _leads(start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> bool:
-    """Whether steps through what keeps elements apart lead to exponentials."""
-
-    def further(node: fx.Node) -> Iterable[fx.Node]:
-        return step(node) if node.op == "call_function" and category_of(node) in ELEMENTWISE else ()
-
-    return any(op_name(node) in _EXPONENTIALS for node in reached(start, further))
+def _of_scores(graph: fx.Graph) -> set[fx.Node]:
+    """The values that may be scores or weights: element by element exponentials are computed from them, or
+    they from these."""
+    nodes = list(graph.nodes)
+    apart = {n for n in nodes if n.op == "call_function" and category_of(n) in ELEMENTWISE}
+    exponentials = {n for n in nodes if op_name(n) in _EXPONENTIALS}
+    weights, scores = set(exponentials), set[fx.Node]()
+    for node in nodes:
+        if node in apart and not weights.isdisjoint(node.all_input_nodes):
+            weights.add(node)
+    for node in reversed(nodes):
+        if any(user in exponentials or (user in apart and user in scores) for user in node.users):
+            scores.add(node)
+    return weights | scores
 
 
 def _reads_memory(node: fx.Node, operand: fx.Node) -> bool:
@@ -174,8 +175,39 @@ def _dense(root: fx.Node, reader: fx.Node) -> tuple[int, ...]:
     Raises:
         CaptureError: its elements do not fill its memory.
     """
-    order = memory_order(root.meta["val"])
-    if not order and root.meta["val"].ndim:
+    value = _in_eager(root)
+    order = memory_order(value)
+    if not order and value.ndim:
         reason = f"{op_name(reader)} reads memory in which there are gaps between a tensor's elements"
         raise refused(reason, source_of(reader))
     return order
+
+
+def _in_eager(root: fx.Node) -> Tensor:
+    """A tensor that lies in memory as the value does in eager mode. For some operations torch tells a trace
+    other strides (of `roll`, say), so those that the value is computed by run, on zeros. Where they cannot,
+    the trace is believed."""
+
+    def operands(node: fx.Node) -> list[fx.Node]:
+        return node.all_input_nodes if node.op == "call_function" and node.target not in _BY_ITSELF else []
+
+    found: dict[fx.Node, Any] = {}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for node in operands_first([root], operands):
+                if operands(node):
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+                    found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                else:
+                    found[node] = _zeros(node.meta["val"])
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+        return root.meta["val"]  # type: ignore[no-any-return]
+    return found[root]  # type: ignore[no-any-return]
+
+
+def _zeros(value: Any) -> Any:
+    """What a trace has, with its sizes as they were in the call."""
+    if isinstance(value, Tensor):
+        sizes, strides = ([_zeros(n) for n in ns] for ns in (value.shape, value.stride()))
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device).zero_()
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value

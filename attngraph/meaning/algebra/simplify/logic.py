@@ -7,8 +7,10 @@ from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.ranges import Polynomial
+from attngraph.meaning.algebra.simplify.remembered import remembered
 
 
+@remembered
 def le(a: Expr, b: Expr) -> Expr:
     a, b = M.number(a), M.number(b)
     if (selected := _compare_selection(le, a, b)) is not None:
@@ -27,6 +29,7 @@ def lt(a: Expr, b: Expr) -> Expr:
     return _compare("lt", a, b)
 
 
+@remembered
 def eq(a: Expr, b: Expr) -> Expr:
     for x, y in ((a, b), (b, a)):
         if x.kind == "bool" and y.op == "const":
@@ -139,6 +142,7 @@ def _sides(terms: Polynomial) -> tuple[Expr, Expr]:
     return left, right
 
 
+@remembered
 def not_(node: Expr) -> Expr:
     match node.op:
         case "const":
