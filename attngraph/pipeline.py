@@ -32,13 +32,15 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Outcome:
-    """What a pass did, as notes, and which softmax-like places it left unfused (`report.entries.Missed`).
+    """What a pass did, as notes, which softmax-like places it left unfused (`report.entries.Missed`), and
+    which attentions without a softmax it found (`OtherEntry`).
 
     `obstacles`: symbolic sizes that prevented a rewrite which might be possible if they were numbers.
     """
 
     notes: list[str] = dataclasses.field(default_factory=list)
     missed: list[Any] = dataclasses.field(default_factory=list)
+    others: list[Any] = dataclasses.field(default_factory=list)
     obstacles: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -71,6 +73,7 @@ class Result:
     code: UserCode = dataclasses.field(default_factory=UserCode)
     records: list[PassRecord] = dataclasses.field(default_factory=list)
     missed: list[Any] = dataclasses.field(default_factory=list)
+    others: list[Any] = dataclasses.field(default_factory=list)
     obstacles: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -169,6 +172,7 @@ def _run(
             raise _failed(step, problem, head, text, graph, dump) from problem
         result.records.append(record)
         result.missed += outcome.missed
+        result.others += outcome.others
         result.obstacles |= outcome.obstacles
         log.info("%s: %d -> %d ops in %.3f s", step.name, record.before, record.after, record.seconds)
         for note in outcome.notes:
