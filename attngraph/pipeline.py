@@ -4,20 +4,24 @@ A pass rewrites a program graph from one level to another and describes in notes
 depend on which passes run before or after it.
 """
 
+import ast
 import dataclasses
 import logging
 import shlex
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from attngraph.errors import AttnGraphError, PassError, VerificationError
+from attngraph.errors import AttnGraphError, PassError, VerificationError, meant
 from attngraph.ir.graph import Level, ProgramGraph, format_file
 from attngraph.ir.graph.verify import is_unchanged, seen, verify
 from attngraph.ir.modes import own_modes
 from attngraph.meaning.algebra.simplify.remembered import remembering
+from attngraph.meaning.check.whole import require_same_results
 from attngraph.report.dump import CAPTURE, Dump, notes_of, write_failed
 from attngraph.report.entries import PassRecord
 from attngraph.report.user_code import UserCode, user_code
@@ -27,13 +31,15 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Outcome:
-    """What a pass did, as notes, and which softmax-like places it left unfused (`report.entries.Missed`).
+    """What a pass did, as notes, which softmax-like places it left unfused (`report.entries.Missed`), and
+    which attentions without a softmax it found (`OtherEntry`).
 
     `obstacles`: symbolic sizes that prevented a rewrite which might be possible if they were numbers.
     """
 
     notes: list[str] = dataclasses.field(default_factory=list)
     missed: list[Any] = dataclasses.field(default_factory=list)
+    others: list[Any] = dataclasses.field(default_factory=list)
     obstacles: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -41,6 +47,8 @@ class Pass(Protocol):
     """One rewrite. A frozen dataclass whose fields are its options.
 
     `run` edits the graph in place. It requires a graph at level `requires` and leaves it at level `yields`.
+    Where a pass has an attribute `check` that is true, the graph's results after it are compared with those
+    before it in float64 on random inputs.
     """
 
     @property
@@ -64,6 +72,7 @@ class Result:
     code: UserCode = dataclasses.field(default_factory=UserCode)
     records: list[PassRecord] = dataclasses.field(default_factory=list)
     missed: list[Any] = dataclasses.field(default_factory=list)
+    others: list[Any] = dataclasses.field(default_factory=list)
     obstacles: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -93,6 +102,19 @@ def split_at(passes: Sequence[Pass], name: str) -> tuple[tuple[Pass, ...], tuple
     """The passes before the one of this name, and the passes from it on."""
     place = next(number for number, step in enumerate(passes) if step.name == name)
     return tuple(passes[:place]), tuple(passes[place:])
+
+
+def placed(passes: Sequence[Pass], step: Pass, before: str) -> tuple[Pass, ...]:
+    """The passes with one more, before the one of this name.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    names = [known.name for known in passes]
+    if before not in names:
+        raise ValueError(f"there is no pass {before!r} in this order; {meant(before, names)}")
+    first, rest = split_at(passes, before)
+    return (*first, step, *rest)
 
 
 def without(passes: Sequence[Pass], disabled: Collection[str]) -> tuple[Pass, ...]:
@@ -149,6 +171,7 @@ def _run(
             raise _failed(step, problem, head, text, graph, dump) from problem
         result.records.append(record)
         result.missed += outcome.missed
+        result.others += outcome.others
         result.obstacles |= outcome.obstacles
         log.info("%s: %d -> %d ops in %.3f s", step.name, record.before, record.after, record.seconds)
         for note in outcome.notes:
@@ -179,7 +202,10 @@ def _run_one(
     text."""
     start = time.perf_counter()
     before, parts = graph.op_count(), seen(graph)
+    kept = graph.copy() if getattr(step, "check", False) else None
     outcome = step.run(graph)
+    if kept is not None:
+        require_same_results(kept, graph)
     graph.reach(step.yields)
     after = text
     if is_first or not is_unchanged(parts, graph):
@@ -202,26 +228,63 @@ def _failed(
     if isinstance(step, Disabled):
         return ValueError(f"{step.name} cannot be disabled for this model: {problem}")
     about = f"pass {step.name} failed: {type(problem).__name__}: {problem}"
-    options = _options(step)
-    command = f"{step.name}({options})" if options else step.name
     try:
         file = write_failed(dump, step.name, about, head, text, graph)
     except OSError as reason:
         return PassError(f"{about}\n(The graph before it could not be written: {reason}.)", step.name)
+    ours = type(step).__module__.startswith("attngraph.")
+    advice = " What to do: report it with that file." if ours else ""
     return PassError(
-        f"{about}\nThe graph before it is in {file}. What to do: report it with that file. "
-        f"To run the pass on it again:\n    attngraph opt {shlex.quote(str(file))} -p {shlex.quote(command)}",
+        f"{about}\nThe graph before it is in {file}.{advice} To run the pass on it again:\n"
+        f"{_again(step, str(file), ours)}",
         step.name, str(file),
     )  # fmt: skip
 
 
+def _again(step: Pass, file: str, ours: bool) -> str:
+    """What runs a pass on a file again: a command, or the lines of Python where none can name the pass."""
+    options, name = _options(step), step.name if ours else _imported(type(step))
+    if name and all(_is_plain(getattr(step, f.name)) for f in _fields(step)):
+        command = f"{name}({options})" if options else name
+        return f"    attngraph opt {shlex.quote(file)} -p {shlex.quote(command)}"
+    return (
+        "    from pathlib import Path\n"
+        "    from attngraph import pipeline\n"
+        "    from attngraph.report.dump import read_graph_file\n"
+        f"    pipeline.run(read_graph_file(Path({file!r})), [your_pass])"
+    )
+
+
+def _imported(kind: type) -> str:
+    """How a command names a class: by its module where that is in a package, else by its file; "" where
+    there is neither, or it is made in a function."""
+    module, name = sys.modules.get(kind.__module__), kind.__qualname__
+    if not name.isidentifier() or getattr(module, name, None) is not kind:
+        return ""
+    if getattr(module, "__package__", ""):
+        return f"{kind.__module__}:{name}"
+    file = getattr(module, "__file__", None)
+    return f"{Path(file).resolve()}:{name}" if file else ""
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is written as a literal."""
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
+
+
 def _options(step: Pass) -> str:
     """The pass's own options as `name=value` pairs."""
+    return ", ".join(f"{f.name}={getattr(step, f.name)!r}" for f in _fields(step))
+
+
+def _fields(step: Pass) -> list[dataclasses.Field[Any]]:
+    """The fields of a pass that are options of its own."""
     plain: Any = None if isinstance(step, Disabled) or not dataclasses.is_dataclass(step) else step
     fields = () if plain is None else dataclasses.fields(plain)
-    return ", ".join(
-        f"{f.name}={getattr(step, f.name)!r}" for f in fields if f.name not in ("name", "requires", "yields")
-    )
+    return [f for f in fields if f.name not in ("name", "requires", "yields")]
 
 
 def _trace_artifact(name: str, text: str) -> None:

@@ -172,7 +172,7 @@ def import_transformers() -> Any:
             raise
         raise ModuleNotFoundError(
             "this target is a model of the transformers package, which is not installed: "
-            'pip install "attngraph[transformers]"',
+            'pip install "transformers>=5"',
             name="transformers",
         ) from error
 

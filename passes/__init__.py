@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attngraph.errors import meant
@@ -75,19 +75,21 @@ PASSES: tuple[Pass, ...] = (
 """Every pass that can be run by itself on a graph."""
 
 
-def pass_named(text: str) -> Pass:
-    """The pass of a name such as `absorb-mla`, or with options, `absorb-mla(absorb='always')`.
+def pass_named(text: str, own: Mapping[str, Any] | None = None) -> Pass:
+    """The pass of a name such as `absorb-mla`, or with options, `absorb-mla(absorb='always')`. `own`: other
+    passes, or their classes, by what they are called here.
 
     Raises:
         ValueError: there is no such pass, or it has no such option.
     """
-    found = re.fullmatch(r"([\w-]+)(?:\((.*)\))?", text.strip())
-    known = {step.name: step for step in PASSES}
+    found = re.fullmatch(r"([^(]+)(?:\((.*)\))?", text.strip())
+    known: dict[str, Any] = {step.name: step for step in PASSES} | dict(own or {})
     name = found[1] if found else text
     if found is None or name not in known:
         raise ValueError(f"there is no pass {name!r}; {meant(name, known)}")
-    step: Any = known[name]
-    options = [f.name for f in dataclasses.fields(step) if f.name not in ("name", "requires", "yields")]
+    step = known[name]
+    fields = dataclasses.fields(step) if dataclasses.is_dataclass(step) else ()
+    options = [f.name for f in fields if f.name not in ("name", "requires", "yields")]
     given: dict[str, Any] = {}
     for part in split(found[2] or ""):
         option, _, value = part.partition("=")
@@ -99,5 +101,7 @@ def pass_named(text: str) -> Pass:
             given[option.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError) as problem:
             raise ValueError(f"pass {name}: {value.strip()!r} is no value for {option.strip()}.") from problem
-    made: Pass = dataclasses.replace(step, **given)
+    made: Pass = (
+        step(**given) if isinstance(step, type) else dataclasses.replace(step, **given) if given else step
+    )
     return made

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, measured_sizes
-from attngraph.ir.graph.source import caller_of, module_of, source_of
+from attngraph.ir.graph.source import caller_of, module_of, own_line, source_of
 from attngraph.ir.language import Expr, ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
@@ -40,6 +40,7 @@ def describe_claim(
         mask=in_words(claim.program, claim.reads, graph),
         caller=caller, code=code, kernel=KernelEntry(), error=verdict.error, call=call, warning=warning,
         axes=(_numbers(claim.axes[0], hints), _numbers(claim.axes[1], hints)),
+        reads=_told(nodes.AttentionOp.of(whole).reads, graph),
     )  # fmt: skip
     return entry, [*notes, f"fused attention at {source}, {checked}"]
 
@@ -64,7 +65,21 @@ def describe(node: fx.Node, graph: ProgramGraph) -> AttentionEntry:
         value_dim=value_dim, mask=in_words(found.program, found.reads, graph), source=source_of(node),
         kernel=KernelEntry(), error=0.0, numerics="exact", call=call,
         warning=_warning(found.program, heads, call, node), caller=caller, code=code,
+        reads=_told(found.reads, graph),
     )  # fmt: skip
+
+
+def _told(reads: Iterable[fx.Node], graph: ProgramGraph) -> tuple[str, ...]:
+    """What tensors are that a program reads: by the model's names, or by the lines that compute them."""
+    given, told = graph.given(), []
+    for node in reads:
+        if node in given:
+            kind, name = given[node].kind, given[node].label
+            told.append(f"tensor {name} of the arguments" if kind == "argument" else f"{name} ({kind})")
+        else:
+            module = module_of(node)
+            told.append(f"computed at {own_line(node)}{f' in {module}' if module else ''}")
+    return tuple(told)
 
 
 def _warning(program: ScoreProgram, heads: int, call: TracedCall, whole: fx.Node) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, is_empty, is_size
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import INDICES, Keep, Score, Weight
 from attngraph.ir.ops.attention import linear_attention
@@ -29,6 +29,7 @@ from attngraph.meaning.masks import words
 from attngraph.passes.build import Builder, NoSize, Refused
 from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome
+from attngraph.report.entries import OtherEntry
 
 aten = torch.ops.aten
 _CAUSAL = E.make("le", (E.var("k"), E.var("q")), None, "bool")
@@ -65,15 +66,26 @@ class _Reassociation:
                 if claim is not None:
                     claims.append(claim)
             if examined.problem:
-                outcome.notes.append(f"left as it is: {source_of(node)}: {examined.problem}")
+                self._tell(outcome, node, examined.problem)
         for claim in reversed(self._alone(claims)):  # users of a normaliser before the normaliser
-            source = source_of(claim.node)
-            reason = self._replace(claim)
             causal = "causal, " if claim.program.keeps else ""
-            done = f"linear attention at {source}: {causal}keys and values are summed first"
-            outcome.notes.append(f"left as it is: {source}: {reason}" if reason else done)
+            told = OtherEntry(source_of(claim.node), "", "", module_of(claim.node), *caller_of(claim.node))
+            self._tell(
+                outcome, claim.node, self._replace(claim), told, f"{causal}keys and values are summed first"
+            )
         self.graph.clean()
+        outcome.others.reverse()
         return outcome
+
+    def _tell(
+        self, outcome: Outcome, node: fx.Node, reason: str, told: OtherEntry | None = None, done: str = ""
+    ) -> None:
+        """Note what was done, or why nothing; and tell it of a sum of values that no softmax weighs."""
+        told = told or OtherEntry(source_of(node), "", "", module_of(node), *caller_of(node))
+        is_left = f"left as it is: {told.source}: {reason}"
+        outcome.notes.append(is_left if reason else f"linear attention at {told.source}: {done}")
+        if str(node.target) not in linear.SUMS and not linear.has_softmax(self.meaning, node):
+            outcome.others.append(dataclasses.replace(told, done="" if reason else done, reason=reason))
 
     def _examine(self, node: fx.Node, ones: dict[fx.Node, fx.Node]) -> Attention | None:
         """What a node is, if its sum is to be reordered; Refused where it must stay as it is."""

@@ -24,7 +24,8 @@ MODEL, X = Attention(), torch.randn(2, 5, 8)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "compile a number": (lambda: attngraph.compile(3), "takes an nn.Module or a function, found int"),
     "compile with an unknown option": (
-        lambda: attngraph.compile(MODEL, strickt=True), "unexpected keyword argument 'strickt'"
+        lambda: attngraph.compile(MODEL, strickt=True),
+        "unexpected keyword argument 'strickt'; did you mean 'strict'?",
     ),
     "compile a class": (lambda: attngraph.compile(Attention), "an instance of Attention, found the class"),
     "explain a number": (lambda: attngraph.explain(3), "takes an nn.Module or a function, found int"),

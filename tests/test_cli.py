@@ -12,8 +12,10 @@ import torch
 
 import attngraph
 from attngraph import cli, passes
+from attngraph.cli.target import load_target
 from attngraph.exporter import export
-from attngraph.ir import choices
+from attngraph.ir import budgets, choices
+from attngraph.runtime.executable import Executable
 
 TINY = "attngraph.models.targets:tiny_decoder_lm"
 COMMANDS = ("compile", "demo", "export", "inspect", "opt", "bisect", "show", "bench", "cache", "plan")
@@ -41,6 +43,15 @@ def in_a_folder_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def unfit(): return nn.Linear(3, 3), x\n"
         "def three(): return 1, 2, 3\n"
         "def stops(): raise SystemExit('no data')\n"
+        "class LM(nn.Module):\n"
+        "    def __init__(self, width=16):\n"
+        "        super().__init__()\n"
+        "        self.embed = nn.Embedding(30, width)\n"
+        "    def forward(self, ids, mask, targets=None):\n"
+        "        x = self.embed(ids) * mask[..., None]\n"
+        "        return torch.softmax(x @ x.mT, -1) @ x\n"
+        "lm = LM()\n"
+        "def made(width=8): return LM(width)\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -92,10 +103,20 @@ def test_dump_writes_the_graph_after_each_pass(in_a_folder_with: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("attngraph.models.targets", "a target is package.module:callable, found 'attngraph.models.targets'"),
+        (
+            "attngraph.models.targets",
+            "a target is package.module:NAME, path/file.py:NAME or hf:FOLDER, found",
+        ),
         ("no.such.module:thing", "cannot import no.such.module: ModuleNotFoundError"),
-        ("attngraph.models.targets:nope", "attngraph.models.targets has no 'nope'; it has"),
-        ("own_targets:nothing", "own_targets:nothing must return (model, inputs), it returned NoneType"),
+        ("attngraph.models.targets:nope", "attngraph.models.targets has no 'nope'; there are"),
+        (
+            "own_targets:nothing",
+            "own_targets:nothing must return a model, or (model, inputs); it returned None",
+        ),
+        ("hf:nowhere", "hf:nowhere is no checkpoint: there is no file nowhere/config.json"),
+        ("nowhere.py:LM", "there is no file nowhere.py"),
+        ("own_targets:Attention", "is a model whose inputs cannot be guessed"),
+        ("own_targets.py:LM(widht=8)", "failed: TypeError: LM.__init__() got an unexpected keyword"),
         ("own_targets:raises", "own_targets:raises failed: KeyError: 'weights'"),
         ("own_targets:not_callable", "own_targets:not_callable"),
         (":x", "target"),
@@ -126,6 +147,56 @@ def test_a_target_in_the_working_directory_is_found_and_a_single_input_will_do(
 ) -> None:
     assert cli.main(["compile", "own_targets:good", "--rounds", "1", "--no-torch-compile"]) == 0
     assert "own_targets.py:9" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["LM", "LM(width=8)", "lm", "made", "made(width=24)"])
+@pytest.mark.parametrize("where", ["own_targets", "own_targets.py", "./own_targets.py"])
+@pytest.mark.usefixtures("in_a_folder_with")
+def test_a_class_and_a_model_are_targets_and_get_ids_and_a_mask(where: str, name: str) -> None:
+    model, (ids, mask) = load_target(f"{where}:{name}", batch=3, tokens=7)
+    assert ids.shape == mask.shape == (3, 7)
+    assert model(ids, mask).shape == (
+        3,
+        7,
+        8 if "8" in name or name == "made" else 24 if "24" in name else 16,
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration", "ViTForImageClassification"]
+)
+def test_a_checkpoints_folder_is_a_target(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
+    sizes = {
+        "GPT2LMHeadModel": {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 30},
+        "T5ForConditionalGeneration": {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+        "ViTForImageClassification": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    }[kind]
+    cls = getattr(transformers, kind)
+    cls(cls.config_class(**sizes)).save_pretrained(tmp_path)
+    model, inputs = load_target(f"hf:{tmp_path}")
+    with torch.no_grad():
+        assert model(*inputs).logits.shape[0] == 1
+
+
+@pytest.mark.parametrize(("more", "by_itself"), [([], True), (["--min-scores", "0"], False)])
+def test_a_small_call_is_measured_as_the_library_serves_it_and_that_is_said(
+    more: list[str], by_itself: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(budgets, "FUSED_SCORES", 1 << 20)
+    assert cli.main(["compile", TINY, *QUICK, *more]) == 0
+    out = capsys.readouterr().out
+    assert ("attngraph ran the model itself: attention is too small" in out) == by_itself
+    assert "equal to eager" in out
+
+
+def test_the_check_against_eager_is_of_the_graph_also_where_the_model_itself_serves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(budgets, "FUSED_SCORES", 1 << 20)
+    monkeypatch.setattr(Executable, "__call__", lambda *_: torch.zeros(1, 24, 256))
+    assert cli.main(["compile", TINY, *QUICK]) == 1
+    assert "NOT equal to eager" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -264,7 +335,10 @@ def test_a_value_out_of_range_is_exit_code_2_and_says_the_range(
         (["compile", TINY, "--tokens", "16", "--disable", "select-kernels"], "cannot be disabled"),
         (["compile", "own_targets:unfit"], "own_targets:unfit: the model cannot be run on the inputs"),
         (["bisect", "own_targets:unfit"], "own_targets:unfit: the model cannot be run on the inputs"),
-        (["compile", "own_targets:three"], "must return (model, inputs), it returned (int, int, int)."),
+        (
+            ["compile", "own_targets:three"],
+            "must return a model, or (model, inputs); it returned (int, int, int).",
+        ),
         (["compile", "own_targets:stops"], "own_targets:stops failed: SystemExit: no data"),
         (["compile", TINY, "--tokens", "16", "--backend", "triton"], "no kernel of triton serves"),
         (["export", TINY, "-o", "."], "cannot write .: that is a folder."),

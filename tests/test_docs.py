@@ -21,10 +21,7 @@ import pytest
 import torch
 
 import attngraph
-import attngraph.codegen  # registers the kernels, whatever a page loads
 from attngraph.cli import main
-from attngraph.ir.ops import kernels
-from attngraph.meaning.rule import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -56,17 +53,26 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def run_as_a_reader_does(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A file in a new process with default settings, but for a cache on disk of its own."""
+    (folder / "example.py").write_text(code, encoding="utf-8")
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("ATTNGRAPH_")}
+    settings |= {"ATTNGRAPH_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=folder, env=settings, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
-def test_the_examples_of_a_page_run_in_order(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All in one namespace. The code keeps its lines, so that an error points into the page."""
-    monkeypatch.chdir(tmp_path)
-    module = types.ModuleType(f"example_{page.stem.replace('-', '_')}")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+def test_the_examples_of_a_page_run_in_order_as_a_reader_runs_them(page: Path, tmp_path: Path) -> None:
+    """All in one file. The code keeps its lines, so that an error names those of the page."""
+    pasted = ""
     for line, info, code in examples(page):
         if not reason_not_to_run(info):
-            exec(compile("\n" * line + code, str(page), "exec"), vars(module))
+            pasted += "\n" * (line - pasted.count("\n")) + code
+    done = run_as_a_reader_does(pasted, tmp_path)
+    assert done.returncode == 0, f"{name_of(page)}, whose lines are those of example.py:\n{done.stderr}"
 
 
 def without_measurements(report: str) -> str:
@@ -86,11 +92,7 @@ def test_the_example_at_the_start_of_a_page_runs_when_pasted_and_prints_the_repo
         pasted.append(code)
         if "print(compiled.report)" in code:
             break
-    (tmp_path / "example.py").write_text("".join(pasted), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_as_a_reader_does("".join(pasted), tmp_path)
     assert done.returncode == 0, done.stderr
     shown = re.search(r"^```text\n(attngraph: .*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert shown, f"{page.name} shows no report"
@@ -202,16 +204,6 @@ def test_every_reason_that_the_compiler_gives_is_explained() -> None:
     page = " ".join((DOCS / "when-it-will-not-fuse.md").read_text(encoding="utf-8").split())
     missing = [f"{file}: {text}" for file, text in reasons() if " ".join(text.split()) not in page]
     assert not missing, "\n".join(missing)
-
-
-@pytest.fixture(autouse=True)
-def registries_as_they_were() -> Iterator[None]:
-    """Examples that add a rule or a kernel leave none behind."""
-    kept = [(table, dict(table)) for table in (RULES, kernels.KERNELS, kernels._DEVICES)]
-    yield
-    for table, before in kept:
-        table.clear()
-        table.update(before)
 
 
 class Asked(HTMLParser):

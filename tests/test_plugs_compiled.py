@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +94,73 @@ def test_prompts_that_are_embeddings_are_the_models_own(both: tuple[Any, Any]) -
     assert torch.equal(compiled.generate(**options), model.generate(**options))
 
 
-def test_an_encoder_decoder_generates_itself_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    config = transformers.T5Config(
-        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=60, **TOKENS
-    )
-    model = transformers.T5ForConditionalGeneration(config).eval()
-    ids = prompts()[0][1:]
-    found = attngraph.compile(model).generate(ids, max_new_tokens=3, do_sample=False)
-    assert torch.equal(found, model.generate(ids, max_new_tokens=3, do_sample=False))
-    assert "decoder-only" in caplog.text
+def t5() -> tuple[Any, Tensor, dict[str, Any]]:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(decoder_start_token_id=59, **sizes, **TOKENS)
+    ids = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = 0
+    return transformers.T5ForConditionalGeneration(config), ids, {"attention_mask": mask}
+
+
+def whisper() -> tuple[Any, Tensor, dict[str, Any]]:
+    sizes: dict[str, Any] = {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 20}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
+    own = {"max_target_positions": 40, "suppress_tokens": None, "begin_suppress_tokens": None}
+    config = transformers.WhisperConfig(decoder_start_token_id=59, **sizes, **own, **TOKENS)
+    model = transformers.WhisperForConditionalGeneration(config)
+    model.generation_config.no_timestamps_token_id = 58
+    model.generation_config.max_initial_timestamp_index = None
+    return model, torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1)), {}
+
+
+@pytest.mark.parametrize("make", [t5, whisper])
+def test_an_encoder_decoder_generates_on_a_derived_decoder_also_where_its_class_has_a_generate_of_its_own(
+    make: Callable[[], tuple[Any, Tensor, dict[str, Any]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, inputs, given = make()
+    for parameter in model.eval().parameters():
+        parameter.data.mul_(3)  # else all tokens are the same
+    compiled = attngraph.compile(model)
+    for beams in (1, 3):
+        options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, **given}
+        assert torch.equal(compiled.generate(inputs, **options), model.generate(inputs, **options))
+    assert compiled.report.cache is not None
+    assert not [r for r in caplog.records if r.name.startswith("attngraph")]
+
+
+class OfParts(transformers.GPT2LMHeadModel):  # type: ignore[misc]
+    def generate(self, ids: Tensor) -> Tensor:
+        return self.lm_head(self.transformer(ids).last_hidden_state).argmax(-1)
+
+
+class Logged(torch.nn.Module):
+    def training_step(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+class OverLogged(Logged):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return super().training_step(x)
+
+
+def test_a_generate_that_calls_parts_of_the_model_says_that_nothing_of_it_is_compiled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, n_positions=64, **TOKENS)
+    attngraph.compile(OfParts(config).eval()).generate(prompts()[0])
+    assert "OfParts.generate runs the uncompiled model: it calls parts of the model" in caplog.text
+
+
+def test_a_method_that_calls_the_model_through_super_runs_compiled_code() -> None:
+    compiled = attngraph.compile(OverLogged(), min_scores=0)
+    compiled.training_step(torch.randn(2, 5, 8))
+    assert len(compiled.report.attention) == 1
 
 
 def test_an_invalid_option_of_generate_is_the_models_own_error(both: tuple[Any, Any]) -> None:

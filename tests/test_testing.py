@@ -302,6 +302,14 @@ def test_the_graphs_of_a_failing_test_are_in_its_report_and_long_ones_say_where_
     result.assert_outcomes(failed=1, passed=1)
     text = str(result.stdout)
     assert text.count("model 1: report") == 1
+    (project.path / "test_telling.py").write_text(
+        (project.path / "test_failing.py")
+        .read_text()
+        .replace("    assert False", "    .assert_fused(count=7)")
+        .replace("))\n    .assert", ")).assert")
+    )
+    told = str(run(project, "test_telling.py").stdout)
+    assert told.count("softmax-like places fused") == 1  # the failing assertion tells the report already
     result.stdout.fnmatch_lines(
         ["*attngraph, model 1: report*", "*1 of 1 softmax-like places fused*",
          "*attngraph, model 1: graph after fuse-attention*", "# 02 fuse-attention*",

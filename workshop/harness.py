@@ -340,7 +340,7 @@ def _check_picture(path: Path | None) -> None:
     if path is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
-        raise TargetError('--plot needs matplotlib: pip install "attngraph[plot]"')
+        raise TargetError("--plot needs matplotlib: pip install matplotlib")
     if path.suffix.removeprefix(".").lower() not in formats():
         raise TargetError(f"--plot: {path}: the name of a picture may end in {', '.join(formats())}.")
 

@@ -46,12 +46,14 @@ def compile(
     Args:
         model: any nn.Module or function of tensors; without one, a decorator is returned, as in
             `@attngraph.compile(strict=True)`.
-        backend: "auto" (the best kernel for the device), "cpu", "triton" or "reference".
+        backend: "auto" (the best kernel for the device), "cpu", "triton", "reference", or one that another
+            package brings.
         inductor: compile everything except attention with Inductor.
         strict: raise if the model cannot be captured whole, or if something that may be attention is not
             fused.
         dump: a directory for the graph after each pass (also: the environment variable ATTNGRAPH_DUMP).
-        passes: the passes to run instead of `attngraph.passes.DEFAULT_PIPELINE`, themselves or by name.
+        passes: the passes to run instead of `attngraph.passes.DEFAULT_PIPELINE`, themselves or by name; or a
+            function that gives them from the default order, of a decoder too.
         absorb: for attention whose keys and values are projected up from one narrow vector per token (MLA):
             "always" applies the projections to queries and results instead, "never" to keys and values,
             "auto" does whichever is cheaper at each call.

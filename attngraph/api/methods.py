@@ -45,13 +45,18 @@ def bound(compiled: ModelWrapper, model: Any, method: types.MethodType) -> Calla
     """The model's method, with the compiled module as its `self` if it calls the model."""
     if method.__self__ is not model or not isinstance(method.__func__, types.FunctionType):
         return method
-    calls, names = _uses(type(model), method.__func__)  # type: ignore[arg-type]
+    calls, names, _ = _uses(type(model), method.__func__)  # type: ignore[arg-type]
     if not calls:
+        if method.__name__ == "generate":
+            _tell_once(method.__qualname__, "it calls parts of the model, and never the model.")
         return method
     added = _added(type(compiled))  # type: ignore[arg-type]
     both = sorted(name for name in names & added if hasattr(model, name))
     if both:
-        _tell_once(method.__qualname__, both[0])
+        why = (
+            f"it uses the model's {both[0]}, and a compiled module has one of its own. What to do: rename it."
+        )
+        _tell_once(method.__qualname__, why)
         return method
     return types.MethodType(method.__func__, compiled)
 
@@ -83,10 +88,12 @@ def _step_for(
 
 
 def is_generated_by_transformers(model: Any) -> bool:
-    """Whether `model.generate` is that of transformers."""
+    """Whether `model.generate` is that of transformers, or comes to call it."""
     mixin = getattr(sys.modules.get("transformers"), "GenerationMixin", None)
-    own = getattr(type(model), "generate", None)
-    return mixin is not None and isinstance(model, nn.Module) and own is getattr(mixin, "generate", own)
+    if mixin is None or not isinstance(model, mixin) or not isinstance(model, nn.Module):
+        return False
+    kind: Any = type(model)
+    return mixin.generate in _uses(kind, kind.generate)[2]
 
 
 def generate(compiled: ModelWrapper, options: Options) -> Generate:
@@ -106,45 +113,50 @@ def _added(kind: Any) -> frozenset[str]:
 
 
 @functools.cache
-def _tell_once(method: str, name: str) -> None:
-    log.warning(
-        "%s runs the uncompiled model: it uses the model's %s, and a compiled module has one of its own. "
-        "What to do: rename it.",
-        method, name,
-    )  # fmt: skip
+def _tell_once(method: str, why: str) -> None:
+    log.warning("%s runs the uncompiled model: %s", method, why)
 
 
 @functools.cache
-def _uses(kind: type, function: types.FunctionType) -> tuple[bool, frozenset[str]]:
-    """Whether a method of a class calls the model, itself or through other methods, and the attributes of
-    the model that all these name."""
-    calls, names = _reads(function)
-    waiting = set(names)
+def _uses(kind: type, function: types.FunctionType) -> tuple[bool, frozenset[str], frozenset[Any]]:
+    """Whether a method of a class calls the model, itself or through other methods; the attributes of the
+    model that all these name; and these methods."""
+    calls, names, seen, waiting = False, set[str](), {function}, [function]
     while waiting:
-        method = getattr(kind, waiting.pop(), None)
-        if isinstance(method, types.FunctionType):
-            more_calls, more = _reads(method)
-            calls |= more_calls
-            waiting |= more - names
-            names |= more
-    return calls, frozenset(names)
+        method = waiting.pop()
+        more_calls, own, above = _reads(method)
+        calls, names = calls or more_calls, names | own
+        called = [getattr(kind, name, None) for name in own] + [_above(kind, method, name) for name in above]
+        new = {found for found in called if isinstance(found, types.FunctionType)} - seen
+        seen, waiting = seen | new, [*waiting, *new]
+    return calls, frozenset(names), frozenset(seen)
 
 
-def _reads(function: types.FunctionType) -> tuple[bool, set[str]]:
-    """Whether a method calls `self` or its forward, and which attributes of `self` it names. A method
-    without source code is taken not to."""
+def _above(kind: type, method: types.FunctionType, name: str) -> Any:
+    """What `super().name` is in a method of a class."""
+    classes = kind.__mro__
+    own = next((n for n, base in enumerate(classes) if method in vars(base).values()), len(classes))
+    return next((vars(base)[name] for base in classes[own + 1 :] if name in vars(base)), None)
+
+
+def _reads(function: types.FunctionType) -> tuple[bool, set[str], set[str]]:
+    """Whether a method calls `self` or its forward, and which attributes of `self` and of `super()` it names.
+    A method without source code is taken not to."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, SyntaxError, TypeError):
-        return False, set()
+        return False, set(), set()
     (definition, *_), own = tree.body, ""
     if isinstance(definition, ast.FunctionDef):
         named = [*definition.args.posonlyargs, *definition.args.args]
         own = named[0].arg if named else ""
     parts = list(ast.walk(tree))
-    names = {n.attr for n in parts if isinstance(n, ast.Attribute) and _is(n.value, own)}
+    attributes = [n for n in parts if isinstance(n, ast.Attribute)]
+    names = {n.attr for n in attributes if _is(n.value, own)}
+    above = {n.attr for n in attributes if isinstance(n.value, ast.Call) and _is(n.value.func, "super")}
     calls = any(isinstance(n, ast.Call) and _is(n.func, own) for n in parts)
-    return calls or bool(names & {"forward", "__call__"}), names - {"forward", "__call__"}
+    calls = calls or bool((names | above) & {"forward", "__call__"})
+    return calls, names - {"forward", "__call__"}, above
 
 
 def _is(node: ast.AST, name: str) -> bool:

@@ -8,8 +8,9 @@ from typing import Any, TypedDict, Unpack
 
 from attngraph.errors import meant
 from attngraph.ir import budgets
-from attngraph.ir.choices import ABSORB, BACKENDS
+from attngraph.ir.choices import ABSORB, BACKENDS, backends
 from attngraph.ir.graph.program_graph import RESULTS
+from attngraph.ir.ops.kernels import KERNELS
 from attngraph.passes import PASSES, order, pass_named, waiting_at_most
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
@@ -22,6 +23,10 @@ from attngraph.runtime.parallel.several import devices_of
 __all__ = ["ABSORB", "BACKENDS", "CompileOptions", "Options", "make_options"]
 
 
+Change = Callable[[tuple[Pass, ...]], Sequence[Pass | str]]
+"""Makes an order of passes of the default one, for whole sequences or for a decoder."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Compile options; see `attngraph.compile`. `later`: the kinds of results that may wait until somebody
@@ -31,7 +36,7 @@ class Options:
     inductor: bool = False
     strict: bool = False
     dump: Path | None = None
-    passes: tuple[Pass, ...] | None = None
+    passes: tuple[Pass, ...] | Change | None = None
     progress: Callable[[str], None] | None = None
     absorb: str = "auto"
     disable: tuple[str, ...] = ()
@@ -52,21 +57,26 @@ class Options:
 
     def __post_init__(self) -> None:
         AbsorbMLA(self.absorb)  # raises if the value is invalid
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {self.backend!r}.")
-        known = [step.name for step in (*(self.passes or ()), *PASSES)]
+        of_others = backends()
+        if of_others.get(self.backend) is not None:
+            of_others[self.backend].load()  # which registers its kernels
+        there = dict.fromkeys((*of_others, *(kernel.partition(".")[0] for kernel in KERNELS)))
+        if self.backend not in there:
+            raise ValueError(f"backend must be one of {', '.join(there)}, found {self.backend!r}.")
+        own = self.passes if isinstance(self.passes, tuple) else ()
+        known = [step.name for step in (*own, *PASSES)]
         least = self.min_scores
         if least is not None and (not isinstance(least, int) or least < 0):
             raise ValueError(f"min_scores counts scores, so it is a whole number from 0 on; found {least!r}.")
-        for name in self.disable:
+        for name in () if callable(self.passes) else self.disable:
             if name not in known:
                 raise ValueError(f"there is no pass {name!r} to disable; {meant(name, known)}")
 
     def pipeline(self) -> tuple[Pass, ...]:
         """The passes for a model without a cache."""
         steps = self.passes
-        if steps is None:
-            steps = order(self.backend, self.absorb, **self.devices.passes())
+        if not isinstance(steps, tuple):
+            steps = self._changed(order(self.backend, self.absorb, **self.devices.passes()))
         own = (FuseTokenWise.name,) if self.inductor and self.passes is None else ()
         return without(waiting_at_most(steps, self.later), (*self.disable, *own))
 
@@ -75,18 +85,25 @@ class Options:
         `rounded`: the dtype of 8 bits of its cache, if it has one.
 
         Raises:
-            ValueError: custom passes were given, or `InsertKVCache` is disabled.
+            ValueError: an order of passes for whole sequences was given, or `InsertKVCache` is disabled.
         """
-        if self.passes is not None:
-            raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
+        if isinstance(self.passes, tuple):
+            raise ValueError(
+                "a decoder has an order of passes of its own. Give a function that changes it, as in "
+                "passes=lambda order: placed(order, Mine(), before='select-kernels') (attngraph.pipeline)."
+            )
         if InsertKVCache.name in self.disable:
             raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
         divided = self.devices.passes(decoder=True, rounded=rounded)
-        steps = order(self.backend, self.absorb, decoder=True, rounded=rounded, **divided)
+        steps = self._changed(order(self.backend, self.absorb, decoder=True, rounded=rounded, **divided))
         return without(steps, self.disable)
 
+    def _changed(self, steps: tuple[Pass, ...]) -> tuple[Pass, ...]:
+        """The default order, as a function of the user's changes it."""
+        return tuple(map(as_pass, self.passes(steps))) if callable(self.passes) else steps
 
-def _as_pass(step: Any) -> Pass:
+
+def as_pass(step: Any) -> Pass:
     """A pass, given itself or by its name."""
     if isinstance(step, str):
         return pass_named(step)
@@ -104,7 +121,7 @@ class CompileOptions(TypedDict, total=False):
     inductor: bool
     strict: bool
     dump: str | Path | None
-    passes: Sequence[Pass | str] | None
+    passes: Sequence[Pass | str] | Change | None
     absorb: str
     disable: Sequence[str]
     min_scores: int | None
@@ -123,16 +140,17 @@ def make_options(
     """
     for name in asked:
         if name not in CompileOptions.__annotations__:
-            raise TypeError(f"compile() got an unexpected keyword argument {name!r}")
+            known = [*CompileOptions.__annotations__, "cache"]
+            raise TypeError(f"compile() got an unexpected keyword argument {name!r}; {meant(name, known)}")
     given: dict[str, Any] = {"progress": progress, **asked}
     mesh, shard = given.pop("mesh", None), given.pop("shard", None)
     folder = given.get("dump") or os.environ.get("ATTNGRAPH_DUMP")
     passes, disable = given.get("passes"), given.get("disable", ())
     if isinstance(passes, str):
         raise ValueError(f"passes takes a sequence, as in passes=({passes!r},).")
-    if not isinstance(passes, Iterable | None):
+    if not isinstance(passes, Iterable | None) and not callable(passes):
         raise TypeError(f"passes takes a sequence of passes or their names, found {type(passes).__name__}.")
-    chosen = None if passes is None else tuple(map(_as_pass, passes))
+    chosen = tuple(map(as_pass, passes)) if isinstance(passes, Iterable) else passes
     if isinstance(disable, str):
         raise ValueError(f"disable takes names of passes, as in disable=({disable!r},).")
     if not isinstance(disable, Iterable) or not all(isinstance(name, str) for name in disable):
@@ -140,7 +158,7 @@ def make_options(
     if mesh is None and shard is not None:
         raise ValueError("shard says what is divided along the axes of a mesh; give the mesh too.")
     devices = ONE if mesh is None else devices_of(mesh, shard)
-    if not devices.is_one and chosen is not None:
+    if not devices.is_one and isinstance(chosen, tuple):
         raise ValueError("passes and mesh do not go together: what ranks divide is decided by a pass.")
     dump = Path(folder) if folder else None
     return Options(**given | {"dump": dump, "passes": chosen, "disable": tuple(disable), "devices": devices})

@@ -57,7 +57,8 @@ class Rewritten:
         return CompileReport(
             tuple(entries_of(graph)), tuple(result.missed), (*result.records, *records),
             seconds=time.perf_counter() - start, captured=result.captured, code=result.code,
-            numbers=self.numbers, capture=self.seconds, **options.devices.reported(graph), **more,
+            numbers=self.numbers, capture=self.seconds, others=tuple(result.others),
+            **options.devices.reported(graph), **more,
         )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ class SavedOptions:
 def options_key(options: Options) -> dict[str, Any]:
     """`SavedOptions` as plain values."""
     found = {field.name: getattr(options, field.name) for field in dataclasses.fields(SavedOptions)}
-    passes = [repr(step) for step in options.passes or ()]
+    passes = [repr(step) for step in options.pipeline()] if options.passes is not None else []
     return {**found, "disable": sorted(options.disable), "passes": passes}
 
 

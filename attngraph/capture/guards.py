@@ -172,10 +172,11 @@ _STATE = (
 
 
 class Change(NamedTuple):
-    """What changed (`what`, the same for every new value of it), and its values."""
+    """What changed (`what`, the same for every new value of it), its values, and what to do about it."""
 
     what: str
     values: str = ""
+    advice: str = "give what changes as a tensor, or keep it constant"
 
     def __str__(self) -> str:
         return f"{self.what} ({self.values})" if self.values else self.what
@@ -212,8 +213,12 @@ def change_of_sizes(guards: Sequence[ShapeGuard], tensors: Sequence[Tensor]) -> 
             for dim, extent in enumerate(wanted):
                 if isinstance(extent, int) and extent != given.shape[dim]:
                     what = f"dimension {dim} of tensor argument {number}"
-                    return Change(what, f"{given.shape[dim]}, and it was {extent}")
-    return Change("the sizes of the arguments", ", ".join(str(list(t.shape)) for t in tensors))
+                    return Change(what, f"{given.shape[dim]}, and it was {extent}", _OF_SIZES)
+    given_sizes = ", ".join(str(list(t.shape)) for t in tensors)
+    return Change("the sizes of the arguments", given_sizes, _OF_SIZES)
+
+
+_OF_SIZES = "pad calls to a few sizes; the report says which line of the model asks for the size as a number"
 
 
 def _name(place: int, target: Callable[..., Any], spec: Any, leaves: Sequence[Any]) -> str:

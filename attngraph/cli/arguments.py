@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attngraph import __version__
-from attngraph.ir.choices import ABSORB, BACKENDS, FALLBACKS, FORMATS, PASSES
+from attngraph.ir.choices import ABSORB, FALLBACKS, FORMATS, PASSES, backends
 from attngraph.report.programs import WELL_KNOWN
 
 PAGE = "report.html"
@@ -18,11 +18,13 @@ _POWERS = "kMGTPE"
 
 _EPILOG = """\
 to begin with:
-  attngraph compile attngraph.models.targets:tiny_decoder_lm --tokens 64 --dump out
+  attngraph compile attngraph.models.targets:tiny_decoder_lm --dump out
   attngraph inspect out --open
   attngraph show "keep k <= q and k > q - 16"
 
-TARGET is package.module:callable; the callable returns (model, inputs), and may take batch and tokens.
+TARGET is package.module:NAME or path/file.py:NAME. NAME is a function that returns (model, inputs) and
+may take batch and tokens; or a model, or its class, as in "lm.py:LM(width=64)", for which inputs are
+made. hf:FOLDER is a checkpoint of transformers.
 Results go to standard output, progress to standard error; every command has --json.
 exit codes: 0 all good; 1 the answer is no (not equal to eager, not fused under --strict); 2 the command
 or what it was given cannot be used; 130 interrupted.
@@ -82,17 +84,20 @@ POSITIVE = at_least(1)
 
 def _target(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """The arguments that name a target and the sizes of its example."""
-    parser.add_argument("target", nargs=nargs, help="package.module:callable returning (model, inputs)")
-    parser.add_argument("--tokens", type=POSITIVE, help="tokens of the example, passed to the callable")
-    parser.add_argument("--batch", type=POSITIVE, help="batch size of the example, passed to the callable")
+    parser.add_argument(
+        "target",
+        nargs=nargs,
+        help="package.module:NAME or path/file.py:NAME of a function, a class or a model; or hf:FOLDER",
+    )
+    parser.add_argument("--tokens", type=POSITIVE, help="tokens of the example")
+    parser.add_argument("--batch", type=POSITIVE, help="batch size of the example")
 
 
 def _compile(commands: Any) -> None:
     one = commands.add_parser(
         "compile",
         help="compile a model, show the report, check it against eager, time it",
-        epilog="example: attngraph compile attngraph.models.targets:tiny_decoder_lm --tokens 64 "
-        "--page report.html",
+        epilog="example: attngraph compile attngraph.models.targets:tiny_decoder_lm --page report.html",
     )
     _target(one, nargs="+")
     one.add_argument("--dump", metavar="DIR", help="write the graph after each pass here")
@@ -108,7 +113,7 @@ def _bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="time and memory of a model beside eager and torch.compile, without the report",
-        epilog="example: attngraph bench attngraph.models.targets:tiny_decoder_lm --tokens 64 --rounds 9. "
+        epilog="example: attngraph bench attngraph.models.targets:tiny_decoder_lm --rounds 9. "
         "The suites that compare attngraph with others are in its repository: python -m workshop --help.",
     )
     _target(bench, nargs="+")
@@ -140,7 +145,7 @@ def _cache(commands: Any) -> None:
 
 def _how_to_compile(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object for each target")
-    command.add_argument("--backend", default="auto", choices=BACKENDS, help="whose kernels to use")
+    command.add_argument("--backend", default="auto", choices=backends(), help="whose kernels to use")
     command.add_argument(
         "--absorb", default="auto", choices=ABSORB, help="latent attention: the order of multiplication"
     )
@@ -148,12 +153,25 @@ def _how_to_compile(command: argparse.ArgumentParser) -> None:
         "--disable", action="append", default=[], metavar="PASS", choices=PASSES,
         help=f"a pass that is not to run: {', '.join(PASSES)}",
     )  # fmt: skip
+    command.add_argument(
+        "--min-scores", type=at_least(0), metavar="N",
+        help="run the graph from N scores per attention on; smaller calls run the model itself, as those of "
+        "attngraph.compile do by default",
+    )  # fmt: skip
+    _own_passes(command)
     command.add_argument("--inductor", action="store_true", help="compile the rest with Inductor too")
     command.add_argument(
         "--no-torch-compile", action="store_true",
         help="do not measure torch.compile, nor inductor=True, beside it",
     )  # fmt: skip
     command.add_argument("--rounds", type=POSITIVE, default=5, help="rounds of timing (default 5)")
+
+
+def _own_passes(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--add", action="append", default=[], metavar="PASS[@BEFORE]",
+        help="a pass of yours, as mine.py:DropOnes before select-kernels, or mine.py:DropOnes@merge-heads",
+    )  # fmt: skip
 
 
 def _export(commands: Any) -> None:
@@ -229,7 +247,8 @@ def _bisect(commands: Any) -> None:
         "if a pass is found; attngraph.compile(model, disable=('PASS',)) compiles without it.",
     )
     _target(parser)
-    parser.add_argument("--backend", default="auto", choices=BACKENDS, help="whose kernels to use")
+    parser.add_argument("--backend", default="auto", choices=backends(), help="whose kernels to use")
+    _own_passes(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

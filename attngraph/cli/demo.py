@@ -19,7 +19,7 @@ def run(options: argparse.Namespace) -> int:
     transformers its model is left out, which is said before anything is measured."""
     models = list(DEMO)
     if importlib.util.find_spec("transformers") is None:
-        _say('without GPT-2, which needs transformers: pip install "attngraph[transformers]"')
+        _say('without GPT-2, which needs transformers: pip install "transformers>=5"')
         models = [model for model in models if model[0] != _OF_TRANSFORMERS]
     shorter = "" if options.no_torch_compile else " (less with --no-torch-compile)"
     _say(f"{len(models)} model(s), a few minutes on two cores{shorter}")

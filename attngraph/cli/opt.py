@@ -7,21 +7,17 @@ import sys
 from dataclasses import asdict
 
 from attngraph import pipeline
+from attngraph.cli.named import passes_named
 from attngraph.cli.terminal import Progress, TargetError
 from attngraph.ir.graph import ProgramGraph, format_file
-from attngraph.ir.graph.literals import split
 from attngraph.ir.operations import of_library, spaces
 from attngraph.ir.ops import nodes
-from attngraph.passes import pass_named
 from attngraph.passes.attention_entries import describe
 from attngraph.report.dump import Dump, notes_of, read_graph_file
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        passes = [pass_named(text) for text in split(options.passes)]
-    except ValueError as problem:
-        raise TargetError(f"-p {options.passes}: {problem}") from problem
+    passes = passes_named(options.passes, "-p")
     libraries: set[str] = set()
     for name in options.modules:
         before = spaces()

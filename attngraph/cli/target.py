@@ -1,15 +1,23 @@
-"""Loading a TARGET: `package.module:callable`, which returns a model and its example inputs."""
+"""Loading a TARGET: a function that returns a model and example inputs; or a model, a class, or a folder
+of a checkpoint, for which an example is made."""
 
-import importlib
+import ast
 import inspect
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from attngraph.cli.named import object_named
 from attngraph.cli.terminal import TargetError, told
 from attngraph.errors import AttnGraphError
+from attngraph.models.targets import import_transformers, seeded
+
+_FORMS = "package.module:NAME, path/file.py:NAME or hf:FOLDER"
+TOKENS = 128
+"""Of an example, where nobody says how many."""
 
 
 def shapes_of(inputs: tuple[Any, ...]) -> str:
@@ -18,41 +26,100 @@ def shapes_of(inputs: tuple[Any, ...]) -> str:
 
 
 def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model and example inputs that `package.module:callable` returns.
+    """The model that a target names, and example inputs: those that its function returns, or else made.
 
     Raises:
-        TargetError: it cannot be imported, does not exist, or returns something else.
+        TargetError: it cannot be imported, does not exist, or is something else.
     """
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise TargetError(f"a target is package.module:callable, found {name!r}.")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as problem:
-        raise TargetError(f"cannot import {module_name}: {told(problem)}") from problem
-    make = getattr(module, attribute, None)
-    if make is None:
-        found = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
-        raise TargetError(f"{module_name} has no {attribute!r}; it has {', '.join(found) or 'no functions'}.")
-    if not callable(make):
-        raise TargetError(f"{name} is no function: its type is {type(make).__name__}.")
-    accepted = inspect.signature(make).parameters
     given = {k: v for k, v in sizes.items() if v is not None}
-    unknown = [k for k in given if k not in accepted]
-    if unknown:
-        raise TargetError(
-            f"{name} takes no {' and no '.join(unknown)}; it takes {', '.join(accepted) or 'nothing'}."
-        )
-    try:
-        made = make(**given)
-    except (Exception, SystemExit) as problem:
-        raise TargetError(f"{name} failed: {told(problem)}") from problem
+    where, _, attribute = name.partition("(")[0].rpartition(":")
+    if not where or not attribute:
+        raise TargetError(f"a target is {_FORMS}, found {name!r}.")
+    made, unknown = _checkpoint(Path(attribute)) if where == "hf" else None, list[str]()
+    if made is None:
+        made, unknown = _made(name, object_named(f"{where}:{attribute}"), given)
+    if isinstance(made, nn.Module):
+        return made, _example(made, name, given.get("batch", 1), given.get("tokens", TOKENS))
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
-        raise TargetError(f"{name} must return (model, inputs), it returned {_kind(made)}.")
+        raise TargetError(f"{name} must return a model, or (model, inputs); it returned {_kind(made)}.")
+    if unknown:
+        raise TargetError(f"{name} takes no {' and no '.join(unknown)}, and returns inputs of its own.")
     model, inputs = made
     return model, inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def _made(name: str, found: Any, sizes: dict[str, int]) -> tuple[Any, list[str]]:
+    """What a function or a class makes of the options that the name gives in brackets and of those sizes that
+    it takes, and the other sizes; a model as it is."""
+    if isinstance(found, nn.Module):
+        return found, []
+    if not callable(found):
+        raise TargetError(f"{name} is no function and no model: its type is {type(found).__name__}.")
+    _, bracket, options = name.partition("(")
+    try:
+        call: Any = ast.parse(f"f({options if bracket else ')'}", mode="eval").body
+        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+        accepted = inspect.signature(found).parameters
+        given |= {k: v for k, v in sizes.items() if k in accepted}
+        with seeded():
+            made = found(**given)
+    except (Exception, SystemExit) as problem:
+        raise TargetError(f"{name} failed: {told(problem)}") from problem
+    is_new = inspect.isclass(found) and isinstance(made, nn.Module)
+    return made.eval() if is_new else made, [k for k in sizes if k not in accepted]
+
+
+def _checkpoint(folder: Path) -> nn.Module:
+    """The model of a checkpoint of transformers, by the class that its configuration names."""
+    if not (folder / "config.json").is_file():
+        raise TargetError(f"hf:{folder} is no checkpoint: there is no file {folder / 'config.json'}.")
+    try:
+        transformers = import_transformers()
+        config = transformers.AutoConfig.from_pretrained(folder)
+        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
+        made = kind.from_pretrained(folder).eval()
+    except Exception as problem:
+        raise TargetError(f"hf:{folder}: {told(problem)}") from problem
+    made.config.use_cache = False
+    return made  # type: ignore[no-any-return]
+
+
+def _example(model: nn.Module, name: str, batch: int, tokens: int) -> tuple[Any, ...]:
+    """Arguments for the parameters of forward that have no default (of a model of transformers, for its main
+    inputs): what the first layer takes, and masks that hide nothing."""
+    config = getattr(model, "config", None)
+    with seeded():
+        value = _for_the_first_layer(model, batch, tokens, config)
+    if value is None:
+        raise TargetError(
+            f"{name} is a model whose inputs cannot be guessed. What to do: name a function that returns "
+            "(model, inputs)."
+        )
+    parameters = {
+        n: p for n, p in inspect.signature(model.forward).parameters.items() if p.kind < p.VAR_POSITIONAL
+    }
+    main = [
+        getattr(model, "main_input_name", ""),
+        *["decoder_input_ids"] * bool(getattr(config, "is_encoder_decoder", 0)),
+    ]
+    wanted = [n for n, p in parameters.items() if p.default is p.empty or n in main] or list(parameters)[:1]
+    mask = torch.ones(batch, tokens, dtype=torch.int64)
+    values = {n: mask if "mask" in n else value for n in wanted}
+    last = max(list(parameters).index(n) for n in wanted)
+    return tuple(values.get(n, p.default) for n, p in list(parameters.items())[: last + 1])
+
+
+def _for_the_first_layer(model: nn.Module, batch: int, tokens: int, config: Any) -> Tensor | None:
+    """Ids for an embedding, vectors for a product, an image for a convolution; None where it is another."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Embedding):
+            return torch.randint(layer.num_embeddings, (batch, tokens))
+        if isinstance(layer, nn.Linear):
+            return torch.randn(batch, tokens, layer.in_features)
+        if isinstance(layer, nn.Conv2d):
+            size = getattr(config, "image_size", 224)
+            return torch.randn(batch, layer.in_channels, size, size)
+    return None
 
 
 def _kind(made: Any) -> str:

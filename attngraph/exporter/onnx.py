@@ -30,7 +30,7 @@ class Onnx(Format):
         if missing:
             raise ExportError(
                 f"ONNX files are written with {' and '.join(missing)}, which is not installed. What to do: "
-                'pip install "attngraph[export]".'
+                "pip install onnx onnxscript onnxruntime."
             )
 
     def save(self, program: ExportedProgram, path: Path, names: Names) -> None:
@@ -57,7 +57,7 @@ class Onnx(Format):
         if importlib.util.find_spec("onnxruntime") is None:
             raise ExportError(
                 "the check runs the file in onnxruntime, which is not installed. What to do: "
-                'pip install "attngraph[export]", or export with check=False.'
+                "pip install onnxruntime, or export with check=False."
             )
         runtime = importlib.import_module("onnxruntime")
         options = runtime.SessionOptions()

@@ -10,7 +10,7 @@ This is the only part of attngraph that imports transformers (5.0 or newer). `fu
 `masks.py` describes masks for it, `generation.py` wraps a decoder as a transformers model.
 """
 
-_WANTED = "attngraph.hf needs transformers 5.0 or newer, found {}: pip install 'attngraph[transformers]'."
+_WANTED = "attngraph.hf needs transformers 5.0 or newer, found {}: pip install 'transformers>=5'."
 try:
     import transformers
 except ImportError as problem:

@@ -6,7 +6,9 @@ decoder computes both. No transformers cache is used.
 
 import copy
 import dataclasses
+import inspect
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -
             an empty one.
 
     Raises:
-        TypeError: `decoder` is not a `Decoder`. ValueError: the model is an encoder-decoder.
+        TypeError: `decoder` is not a `Decoder`.
     """
     if not isinstance(decoder, Decoder):
         raise TypeError(
@@ -46,10 +48,9 @@ def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -
     if config is None:
         found = getattr(decoder, "config", None)
         config = found if isinstance(found, PreTrainedConfig) else PreTrainedConfig()
-    if config.is_encoder_decoder:
-        raise ValueError("generation_model takes decoder-only models; call decoder.generate for this one.")
-    config = copy.deepcopy(config)
-    model = GenerationModel(config, decoder)
+    config, kind = copy.deepcopy(config), type(decoder._model)
+    base = kind if issubclass(kind, PreTrainedModel) and issubclass(kind, GenerationMixin) else _Plain
+    model: GenerationModel = type(GenerationModel.__name__, (GenerationModel, base), {})(config, decoder)
     own = getattr(decoder, "generation_config", None)
     model.generation_config = (
         copy.deepcopy(own)
@@ -61,8 +62,8 @@ def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -
 
 
 NOT_BY_A_DECODER = (
-    "assistant_model", "cache_implementation", "inputs_embeds", "output_attentions", "output_hidden_states",
-    "prompt_lookup_num_tokens",
+    "assistant_model", "cache_implementation", "encoder_outputs", "inputs_embeds", "output_attentions",
+    "output_hidden_states", "prompt_lookup_num_tokens",
 )  # fmt: skip
 """Arguments of `generate` that ask for something that a derived decoder does not have."""
 
@@ -110,48 +111,79 @@ class Generation:
             raise ValueError(f"a derived decoder has no {asked[0]}")
         if self._runs is None:
             self._runs = generation_model(self.decoder)
-        if isinstance(ids, Tensor):
+        if isinstance(ids, Tensor) and not self.model.config.is_encoder_decoder:
             self.decoder.new_state(self.decoder.pack(ids, options.get("attention_mask")), 1)
         self._runs.config, self._runs.generation_config = self.model.config, self.model.generation_config
         return self._runs
 
 
-class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """A decoder with the interface of a transformers model. It uses the decoder's weights; it saves and
-    initialises none."""
+class _Plain(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """What a model that is not of transformers needs for its `generate`."""
 
-    main_input_name = "input_ids"
+
+class GenerationModel:
+    """A decoder with the interface of a transformers model. Its class is also the model's: what that does
+    around `generate` (Whisper's segments of a long recording) is done here. It uses the decoder's weights; it
+    saves and initialises none.
+
+    An encoder is part of a decoder's first step: its inputs take the place of its outputs.
+    """
+
+    config: PreTrainedConfig
+    generation_config: GenerationConfig
+    decoder: Decoder
+    training: bool
 
     def __init__(self, config: PreTrainedConfig, decoder: Decoder) -> None:
-        super().__init__(PreTrainedConfig())  # settings of the model's config do not apply here
+        PreTrainedModel.__init__(self, PreTrainedConfig())  # settings of the model's config do not apply here
         self.config = config
         self.decoder = decoder
+        self.main_input_name = getattr(decoder, "main_input_name", "input_ids")
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not declared here is the model's."""
+        parts = self.__dict__.get("_modules", {})
+        if "decoder" not in parts or name in parts:
+            return super().__getattr__(name)  # type: ignore[misc]
+        return getattr(parts["decoder"], name)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: "State | None" = None,
-        use_cache: bool | None = None, return_dict: bool | None = None, *, cache: "State | None" = None,
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        past_key_values: "State | None" = None, use_cache: bool | None = None,
+        return_dict: bool | None = None, *, cache: "State | None" = None,
+        decoder_input_ids: Tensor | None = None, decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: Mapping[str, Any] | None = None, **inputs: Any,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        """The logits `[B, S, V]` of `input_ids`, `[B, S]`, and the state after them.
+        """The logits `[B, S, V]` of the tokens, `[B, S]`, and the state after them.
 
-        `attention_mask`, `[B, T]`, also covers the tokens of the state; padding may be on either side of a
+        The mask of the tokens, `[B, T]`, also covers those of the state; padding may be on either side of a
         prompt. The state is given by either of its names, and returned by the one that transformers has for
-        it.
+        it. Of an encoder-decoder the tokens and their mask are the decoder's, and all else is the encoder's.
         """
         past_key_values = cache if past_key_values is None else past_key_values
-        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
-        if past_key_values is None:
-            logits, state = self.decoder.prefill(input_ids, mask)
-            past_key_values = State(state, 0)
+        inputs |= encoder_outputs or {}
+        whole = self.config.is_encoder_decoder
+        ids, mask = (decoder_input_ids, decoder_attention_mask) if whole else (input_ids, attention_mask)
+        assert ids is not None
+        mask = None if mask is None else mask[:, -ids.shape[1] :]
+        if past_key_values is not None:
+            logits = self.decoder.decode(ids, past_key_values.state, mask)
         else:
-            logits = self.decoder.decode(input_ids, past_key_values.state, mask)
-        past_key_values.length += input_ids.shape[1]
+            if whole:
+                inputs |= {} if input_ids is None else {"input_ids": input_ids}
+                inputs |= {} if mask is None else {"decoder_attention_mask": mask}
+                mask = attention_mask
+            logits, state = self.decoder.prefill(ids, mask, **inputs)
+            past_key_values = State(state, 0)
+        past_key_values.length += ids.shape[1]
         return CausalLMOutputWithPast(
             logits=logits, **{CACHE: None if use_cache is False else past_key_values}
         )
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, past_key_values: "State | None" = None, attention_mask: Tensor | None = None,
-        use_cache: bool | None = None, *, cache: "State | None" = None, **kwargs: Any,
+        use_cache: bool | None = None, *, cache: "State | None" = None, encoder_outputs: Any = None,
+        decoder_attention_mask: Tensor | None = None, **kwargs: Any,
     ) -> dict[str, Any]:  # fmt: skip
         """The arguments of the next `forward`: only the tokens that the state does not contain yet.
 
@@ -160,14 +192,42 @@ class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         prepare give token positions, which the state knows.)
         """
         past_key_values = cache if past_key_values is None else past_key_values
+        whole = self.config.is_encoder_decoder
+        mask = decoder_attention_mask if whole else attention_mask
         if past_key_values is not None:
-            total = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
+            total = input_ids.shape[1] if mask is None else mask.shape[1]
             new = kwargs.get("next_sequence_length", total - past_key_values.length)
             input_ids = input_ids if new is None else input_ids[:, -new:]
-        return {
-            "input_ids": input_ids, "attention_mask": attention_mask, CACHE: past_key_values,
-            "use_cache": use_cache,
-        }  # fmt: skip
+        given = {"attention_mask": attention_mask, CACHE: past_key_values, "use_cache": use_cache}
+        if not whole:
+            return {"input_ids": input_ids, **given}
+        own = {"decoder_attention_mask": decoder_attention_mask, "encoder_outputs": encoder_outputs}
+        return {"decoder_input_ids": input_ids, **given, **own}
+
+    def _maybe_prepare_encoder_kwargs_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], model_input_name: str | None, *_: Any,
+        **__: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The encoder's inputs, gathered where transformers has its outputs, so that they become beams with
+        them. Before 5.24 transformers calls the method by another name."""
+        if self.config.is_encoder_decoder:
+            names = inspect.signature(self.decoder._model.forward).parameters  # type: ignore[attr-defined]
+            own = [n for n in names if n != "attention_mask" and not n.startswith("decoder_")]
+            found = {n: model_kwargs.pop(n) for n in own if isinstance(model_kwargs.get(n), Tensor)}
+            model_kwargs["encoder_outputs"] = {
+                model_input_name or self.main_input_name: inputs_tensor,
+                **found,
+            }
+        return model_kwargs
+
+    _prepare_encoder_decoder_kwargs_for_generation = _maybe_prepare_encoder_kwargs_for_generation
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """An encoder-decoder takes what the model takes; any other, tokens and their mask."""
+        if self.config.is_encoder_decoder:
+            self.decoder._validate_model_kwargs(model_kwargs)
+        else:
+            GenerationMixin._validate_model_kwargs(self, model_kwargs)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the decoder's model has tied its weights itself."""

@@ -1,6 +1,10 @@
 """What users may choose by name. Nothing here imports torch: `--help` of a command answers at once."""
 
+from importlib.metadata import entry_points
+from typing import Any
+
 BACKENDS = ("auto", "cpu", "triton", "reference")
+"""Those of attngraph; `backends` has also those of others."""
 ABSORB = ("auto", "always", "never", "fold")
 PASSES = (
     "canonicalize", "fuse-attention", "merge-heads", "absorb-mla", "reassociate-linear", "tabulate-scores",
@@ -10,3 +14,8 @@ PASSES = (
 """The names of what `attngraph.passes.PASSES` has."""
 FORMATS, FALLBACKS = ("pt2", "onnx"), ("sdpa", "eager")
 """Of exported files, and how attention is written in them."""
+
+
+def backends() -> dict[str, Any]:
+    """What `backend` may be, each with the entry point of the package that brings it, None for our own."""
+    return dict.fromkeys(BACKENDS) | {e.name: e for e in entry_points(group="attngraph.backends")}

@@ -10,8 +10,10 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import torch
 from torch import fx
 
+from attngraph.errors import meant
 from attngraph.ir.language.expr import Expr
 
 _Given = ParamSpec("_Given")
@@ -68,14 +70,36 @@ PARTS: dict[str, tuple[Category, PartFunction]] = {}
 
 
 def rule(category: Category, *names: str) -> Callable[[RuleFunction], RuleFunction]:
-    """Register one element rule for the ATen overloads `names` (without the `aten.` prefix)."""
+    """Register one element rule for the ATen overloads `names` (without the `aten.` prefix).
+
+    Raises:
+        ValueError: torch has no such overload. (Our own rules are for several versions of torch.)
+    """
 
     def register(function: RuleFunction) -> RuleFunction:
-        for name in names:
-            RULES[f"aten.{name}"] = Rule(category, function)
+        if not function.__module__.startswith("attngraph."):
+            for name in names:
+                _require_overload(name)
+        RULES.update({f"aten.{name}": Rule(category, function) for name in names})
         return function
 
     return register
+
+
+def _require_overload(name: str) -> None:
+    op, _, overload = name.partition(".")
+    packet = getattr(torch.ops.aten, op, None)
+    if packet is None:
+        known = {
+            str(schema).partition("::")[2]
+            for schema in torch._C._dispatch_get_all_op_names()
+            if schema.startswith("aten::")
+        }
+        raise ValueError(
+            f"torch has no operation aten.{op}; {meant(op, {k.partition('.')[0] for k in known})}"
+        )
+    if overload not in packet.overloads():
+        raise ValueError(f"aten.{op} has no overload {overload!r}; {meant(overload, packet.overloads())}")
 
 
 def part_rule(category: Category, *names: str) -> Callable[[PartFunction], PartFunction]:

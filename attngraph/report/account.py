@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from attngraph.meaning.masks.words import remarks
-from attngraph.report.entries import AttentionEntry, Entries, LaterEntry, Missed, folded
+from attngraph.report.entries import AttentionEntry, Entries, LaterEntry, Missed, OtherEntry, folded
 from attngraph.report.user_code import like
 from attngraph.report.words import Part, alike, from_to, milliseconds
 
@@ -32,7 +32,11 @@ def account(report: Entries) -> Iterator[Part]:
 
 
 def records(report: Entries) -> Iterator[Part]:
-    """What is kept, what kernels say of token programs, and what ranks divide."""
+    """Attentions without a softmax, what is kept, what kernels say of token programs, what ranks divide."""
+    for entry, equal in alike(report.others, lambda e: dataclasses.replace(e, name="")):
+        head = f"{entry.source}   {from_to([e.name or 'attention' for e in equal])}"
+        done = entry.done or f"left as the model has it: {entry.reason}"
+        yield Part(f"attention without a softmax{_times(equal)}   ", head, [*_caller(entry), done])
     if report.cache is not None:
         yield report.cache.account()
     said = dict.fromkeys(remark for entry in report.programs for remark in entry.kernel.remarks)
@@ -58,6 +62,7 @@ def _attention(entries: list[AttentionEntry]) -> Part:
         *_caller(first),
         f"{first.heads_in_words()}, mask: {_in_short(first.mask)}",
         *(f"| {_shown(line)}" for line in first.program.splitlines()),
+        *(f"  r{number}: {told}" for number, told in enumerate(first.reads)),
         *([f"look: {first.warning}"] if first.warning else []),
         *([first.again] if first.again else []),
         *(f"{' ' * 8 if place else 'latent: '}{line}" for place, line in enumerate(latent)),
@@ -76,7 +81,7 @@ def _in_short(mask: str) -> str:
     return mask if len(mask) <= _MASK_WORDS else "the conditions below"
 
 
-def _caller(entry: AttentionEntry | Missed) -> list[str]:
+def _caller(entry: AttentionEntry | Missed | OtherEntry) -> list[str]:
     return [f"called at {entry.caller}   {entry.code}".rstrip()] if entry.caller else []
 
 

@@ -119,7 +119,8 @@ class AttentionEntry:
     `axes` are factors of `heads` that are other axes of what the model was given, the rows of a map for
     example: those of queries and keys, then those of queries alone.
     Where `source` is in a library's function, `caller` is the model's line that calls it, and `code` is
-    the text of that line. `again`: which other attentions compute the same scores.
+    the text of that line. `again`: which other attentions compute the same scores. `reads`: what r0, r1, ..
+    are.
     """
 
     name: str
@@ -141,6 +142,7 @@ class AttentionEntry:
     code: str = ""
     axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     again: str = ""
+    reads: tuple[str, ...] = ()
 
     def heads_in_words(self) -> str:
         """`8 heads on 2 key/value heads of width 64`, `1 head of width 32 at each of 16 places of another
@@ -159,7 +161,7 @@ class AttentionEntry:
     @property
     def kind(self) -> tuple[object, ...]:
         """A key by which attentions are equal for a reader: everything but where they are in the model."""
-        skipped = ("name", "error")
+        skipped = ("name", "error", "reads")
         return tuple(v for k, v in vars(self).items() if k not in skipped)
 
     @property
@@ -210,6 +212,19 @@ class Missed:
     source: str
     name: str = ""
     is_routing: bool = False
+    caller: str = ""
+    code: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherEntry:
+    """An attention without a softmax: what was done with it, or `reason`, why it is left as the model has it.
+    The other fields are as in `Missed`."""
+
+    source: str
+    done: str = ""
+    reason: str = ""
+    name: str = ""
     caller: str = ""
     code: str = ""
 
@@ -298,6 +313,7 @@ class Entries:
     taken_from: str = ""
     programs: tuple[TokenProgramEntry, ...] = ()
     later: tuple[LaterEntry, ...] = ()
+    others: tuple[OtherEntry, ...] = ()
 
     @property
     def unfused(self) -> tuple[Missed, ...]:
@@ -309,7 +325,10 @@ class Entries:
         total = len(self.attention) + len(self.missed)
         others = len(self.missed) - len(self.unfused)
         told = f" ({others} {'is' if others == 1 else 'are'} no attention)" if others else ""
-        return f"{len(self.attention)} of {total} softmax-like places fused{told}"
+        done = sum(not other.reason for other in self.others)
+        count = len(self.others)
+        without = f", {done} of {count} attention(s) without a softmax reassociated" if count else ""
+        return f"{len(self.attention)} of {total} softmax-like places fused{told}{without}"
 
 
 def folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:

@@ -157,7 +157,7 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
     def every(name: str) -> tuple[Any, ...]:
         return tuple(itertools.chain.from_iterable(of(name)))
 
-    joined: dict[str, Any] = {name: every(name) for name in ("attention", "missed", "programs")}
+    joined: dict[str, Any] = {name: every(name) for name in ("attention", "missed", "programs", "others")}
     joined |= {name: tuple(dict.fromkeys(every(name))) for name in ("breaks", "numbers", "later")}
     joined |= {name: sum(of(name)) for name in ("seconds", "graphs", "capture", "small_calls")}
     joined |= {name: next(filter(None, of(name)), None) for name in ("ranks", "context")}

@@ -11,14 +11,13 @@ import re
 from collections.abc import Iterable, Sequence
 
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.source import Frame, call_stack, module_of, source_of
+from attngraph.ir.graph.source import PASSES_ON, Frame, call_stack, module_of, source_of
 
 _MOST_LINES = 120
 """Most lines of one function that are kept, around those that ops come from."""
 _AROUND = 5
 """Lines kept around one that is in no function."""
 _DEFINITION = re.compile(r"\s*(async\s+def|def|class)\s")
-_PASSED_ON = re.compile(r"\((self,\s*)?\*args,\s*\*\*kwargs\)")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -95,7 +94,7 @@ def _without_what_passes_on(frames: Sequence[Frame], own: int) -> tuple[list[Fra
     kept = [
         n
         for n, f in enumerate(frames)
-        if n == last or not _PASSED_ON.search(linecache.getline(f.path, f.line))
+        if n == last or not PASSES_ON.search(linecache.getline(f.path, f.line))
     ]
     return [frames[n] for n in kept], min(bisect.bisect_left(kept, own), len(kept) - 1)
 

@@ -129,8 +129,8 @@ class Graphs:
         if count == budgets.RETRACES_TOLD:
             log.warning(
                 "traced again for the %dth time because of %s. Each change of it takes a trace, and at most "
-                "%d graphs are kept. What to do: give what changes as a tensor, or keep it constant.",
-                count, found, budgets.GRAPHS_KEPT,
+                "%d graphs are kept. What to do: %s.",
+                count, found, budgets.GRAPHS_KEPT, found.advice,
             )  # fmt: skip
 
 

@@ -337,3 +337,18 @@ def test_where_it_cannot_be_shown_that_no_later_token_is_seen_the_user_may_say_s
     line = _of_sorted_scores.__code__.co_firstlineno + 6
     told = rf"taken to \(assume_causal\): .*test_histories.py:{line} \(every token is read\)"
     assert re.search(told, str(decoder.report))
+
+
+def test_a_first_token_that_sees_nothing_under_a_finite_fill_sees_all_alike_and_is_told() -> None:
+    class Strict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(16, 8)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(0)
+            return torch.softmax((x @ x.mT).masked_fill(mask, -1e9), -1) @ x
+
+    with pytest.raises(attngraph.NoDecoderError, match="the first token sees nothing, and a finite fill"):
+        attngraph.compile(Strict().eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import shlex
 import tempfile
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 import attngraph
-from attngraph import pipeline
+from attngraph import cli, pipeline
+from attngraph.cli.named import passes_named
 from attngraph.errors import PassError, VerificationError
 from attngraph.ir.graph.program_graph import Level, ProgramGraph
 from attngraph.ir.graph.verify import verify
@@ -191,13 +193,57 @@ def test_a_pass_that_fails_leaves_the_graph_before_it_in_a_file_and_a_command_th
         pipeline.run(captured, (Canonicalize(), Fails()), dump)
     file = Path(caught.value.file)
     assert caught.value.name == "fails"
-    assert f"attngraph opt {file} -p " in str(caught.value)
-    assert "fails(how='loudly')" in shlex.split(str(caught.value).splitlines()[-1])
+    command = shlex.split(str(caught.value).splitlines()[-1])
+    assert command[:4] == ["attngraph", "opt", str(file), "-p"]
+    assert command[4].endswith(f":{Fails.__name__}(how='loudly')")
     assert (file.parent.name == "graph-0") == with_dump
     before = read_graph_file(file)
     assert before.level is Level.CANONICAL
     pipeline.run(before, DEFAULT_PIPELINE[1:])
     assert len(before.attentions()) == 1
+
+
+def test_the_command_of_a_pass_of_ones_own_runs_it_from_its_file(
+    captured: ProgramGraph,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "mine.py").write_text(
+        "import dataclasses\n"
+        "from attngraph.ir.graph.program_graph import Level\n"
+        "import beside\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Mine:\n"
+        "    how: str = 'softly'\n"
+        "    name: str = 'mine'\n"
+        "    requires: Level = Level.CANONICAL\n"
+        "    yields: Level = Level.CANONICAL\n"
+        "    def run(self, graph): raise KeyError(self.how)\n"
+    )
+    (tmp_path / "beside.py").write_text("")
+    own = passes_named(f"{tmp_path}/mine.py:Mine(how='loudly')", "-p")
+    with pytest.raises(PassError, match="pass mine failed: KeyError: 'loudly'") as caught:
+        pipeline.run(captured, (Canonicalize(), *own))
+    assert cli.main(shlex.split(str(caught.value).splitlines()[-1])[1:]) == 1
+    assert "pass mine failed: KeyError: 'loudly'" in capsys.readouterr().err
+
+
+def test_a_pass_that_no_command_can_name_is_run_again_by_lines_of_python(
+    captured: ProgramGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    @dataclasses.dataclass(frozen=True)
+    class Local(Fails):
+        pass
+
+    with pytest.raises(PassError) as caught:
+        pipeline.run(captured, (Canonicalize(), Local()))
+    lines = textwrap.dedent("\n".join(str(caught.value).splitlines()[2:]))
+    with pytest.raises(PassError, match="pass fails failed"):
+        exec(lines, {"your_pass": Local()})
 
 
 def test_a_graph_that_cannot_be_written_does_not_hide_the_failure(

@@ -92,6 +92,15 @@ def test_a_cause_that_keeps_coming_is_warned_of_once(x: Tensor, caplog: pytest.L
     assert ("INFO", "traced again because of the attribute step of the model (1, and it was 0)") in told
     (warning,) = (text for level, text in told if level == "WARNING")
     assert warning.startswith("traced again for the 4th time because of the attribute step of the model (4,")
+    assert warning.endswith("What to do: give what changes as a tensor, or keep it constant.")
+
+
+def test_a_size_that_keeps_changing_is_not_to_be_given_as_a_tensor(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = attngraph.compile(lambda x: torch.softmax(x @ x.mT, -1) @ x + int(x.shape[1]) % 7)
+    for tokens in range(5, 6 + RETRACES_TOLD):
+        compiled(torch.randn(2, tokens, 4))
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert "What to do: pad calls to a few sizes" in warning and "as a tensor" not in warning
 
 
 def test_a_call_that_the_model_does_not_take_is_its_own_error_and_nothing_else(

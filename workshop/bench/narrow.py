@@ -65,7 +65,7 @@ def quantised(make: Callable[[], nn.Module]) -> nn.Module:
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:
-        raise SystemExit('this needs torchao: pip install "attngraph[torchao]"') from None
+        raise SystemExit("this needs torchao: pip install torchao") from None
     model = _with_linears(make()).requires_grad_(False)
     quantize_(model, Int8WeightOnlyConfig())
     return model

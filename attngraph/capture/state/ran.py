@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -169,23 +169,28 @@ def _asks_the_time(function: Any) -> bool:
 
 
 class _Environment(dict[Any, Any]):
-    """The variables of the environment, which notes what is read."""
+    """The variables of the environment, which notes what the user's code reads. (Torch reads some of its own
+    in the first trace of a process alone.)"""
 
     def __init__(self, held: dict[Any, Any], read: set[str]) -> None:
         super().__init__(held)
         self.held, self.read = held, read
 
     def __getitem__(self, key: Any) -> Any:
-        self.read.add(os.fsdecode(key))
+        self._note([key])
         return self.held[key]
 
     def __contains__(self, key: Any) -> bool:
-        self.read.add(os.fsdecode(key))
+        self._note([key])
         return key in self.held
 
     def __iter__(self) -> Iterator[Any]:
-        self.read.update(map(os.fsdecode, self.held))
+        self._note(self.held)
         return iter(self.held)
+
+    def _note(self, keys: Iterable[Any]) -> None:
+        if _users_below(sys._getframe(2)):
+            self.read.update(map(os.fsdecode, keys))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(key, value)
@@ -214,13 +219,17 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
     name = str(arguments[0]) if arguments else ""
     if into is None or (event == "open" and name.endswith(_CODE_FILES)):
         return
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and _is_pythons(frame.f_code.co_filename):
-        if "importlib" in frame.f_code.co_filename:
-            return  # code is loaded
-        frame = frame.f_back
-    if frame is not None and is_users(frame.f_code.co_filename):
+    if _users_below(sys._getframe(1)):
         into[f"the file {name}" if event == "open" else f"what lies outside of the process ({event})"] = None
+
+
+def _users_below(frame: types.FrameType | None) -> bool:
+    """Whether it is the user's code for which Python's library runs, and not to load code."""
+    while frame is not None and (_is_pythons(file := frame.f_code.co_filename) or file.startswith("<frozen")):
+        if "importlib" in file:
+            return False
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
 
 
 def _is_generated(file: str) -> bool:

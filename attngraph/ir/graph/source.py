@@ -13,6 +13,8 @@ from torch import fx
 
 ORIGIN = ("stack_trace", "nn_module_stack", "source")
 """The keys of a node's meta that say where it comes from."""
+PASSES_ON = re.compile(r"\((self,\s*)?\*args,\s*\*\*kwargs\)")
+"""A call that passes everything on, as a decorator's does."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -85,11 +87,17 @@ def caller_of(node: fx.Node) -> tuple[str, str]:
     calls itself, it is the model's own line, if that is known."""
     trace = node.meta.get("stack_trace") or ""
     (frames, own), (_, entered) = call_stack(trace), _frames(trace)
-    others = [n for n in range(entered, len(frames)) if frames[n].path != frames[-1].path]
+    lines = {
+        n: linecache.getline(frames[n].path, frames[n].line).strip() for n in range(entered, len(frames))
+    }
+    is_other = {n for n in lines if frames[n].path != frames[-1].path}
+    others = [
+        n for n in sorted(is_other) if not PASSES_ON.search(lines[n])
+    ]  # a decorator calls nothing itself
     if not others:
         return "", ""
-    caller = frames[own if own in others else others[-1]]
-    return caller.source, linecache.getline(caller.path, caller.line).strip()
+    place = own if own in others else others[-1]
+    return frames[place].source, lines[place]
 
 
 def own_line(node: fx.Node) -> str:

@@ -33,6 +33,21 @@ def is_root(meaning: Meaning, node: fx.Node) -> bool:
     return any(meaning.contracts(n) for n in node.all_input_nodes)
 
 
+def has_softmax(meaning: Meaning, node: fx.Node) -> bool:
+    """Whether exponentials lie between the sum and the contractions of its operands: then it is told of as a
+    softmax."""
+    seen, waiting = set[fx.Node](), list(node.all_input_nodes)
+    while waiting:
+        at = waiting.pop()
+        if at in seen or meaning.category(at) in (Category.CONTRACTION, None):
+            continue
+        if any(word in str(at.target) for word in ("softmax", "exp.", "exp2.")):
+            return True
+        seen.add(at)
+        waiting += at.all_input_nodes
+    return False
+
+
 _SO = "so the sum over the keys cannot be taken first"
 VARYING = (
     f"its scores are multiplied by something that depends on query and key together (a decay, say), {_SO}"

@@ -41,6 +41,8 @@ _NEUTRAL = {"sum": 0, "amax": -float("inf"), "amin": float("inf")}
 """What adds nothing to a sum, to a maximum, to a minimum."""
 _MORE = E.var("d")
 """Any number of tokens, none included."""
+_ANY = E.var("any")
+"""Any number."""
 
 
 class NotShown(Exception):
@@ -210,33 +212,35 @@ def _is_at_most(a: Expr, b: Expr) -> bool:
 
 
 def _hidden(body: Expr, variable: Expr, own: Expr) -> Expr:
-    """What is summed, with minus infinity for numbers that hide, in exponents that show the place `own`."""
+    """What is summed, with minus infinity for numbers that hide, in exponents that show the place `own`. In
+    others such a number is one like any other: where all have it, all places count alike."""
 
     def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
         found = M.construct(node, args)
         if found.op != "exp" or variable not in found.free:
             return found
-        exponent = M.add(*map(_lowered, E.parts(found.args[0], "add")))
+        parts = E.parts(found.args[0], "add")
+        exponent = M.add(*(_lowered(part, E.NEG_INF) for part in parts))
         shown = _at(exponent, variable, own) is not E.NEG_INF
-        return M.exp(exponent) if shown else found
+        return M.exp(exponent if shown else M.add(*(_lowered(part, _ANY) for part in parts)))
 
     return E.rebuild(body, change)
 
 
-def _lowered(term: Expr) -> Expr:
-    """A term of an exponent, with minus infinity in the place of a number that hides."""
+def _lowered(term: Expr, to: Expr) -> Expr:
+    """A term of an exponent, with this in the place of a finite number that hides."""
     factor, rest = M.coefficient(term)
     if rest.op != "where":
         return term
     condition, *branches = rest.args
-    lowered = [E.NEG_INF if _hides(factor, b) else M.mul(E.const(factor), _lowered(b)) for b in branches]
+    lowered = [to if _hides(factor, b) else M.mul(E.const(factor), _lowered(b, to)) for b in branches]
     return M.where(condition, *lowered)
 
 
 def _hides(factor: float, branch: Expr) -> bool:
     """Whether `factor` times a branch is a number that hides, or anything plus one."""
     numbers = [t.value for t in E.parts(branch, "add") if t.op == "const" and t is not E.NAN]
-    return bool(numbers) and factor * numbers[0] <= -HIDES
+    return bool(numbers) and -float("inf") < factor * numbers[0] <= -HIDES
 
 
 _GIVEN = (Kind.FIXED, Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)

@@ -1,6 +1,6 @@
 """Whole models on the CPU beside the engines that users could pick instead.
 
-    python -m workshop peers --json peers.json --plot peers.png           (pip install "attngraph[peers]")
+    python -m workshop peers --json peers.json --plot peers.png           (pip install ".[peers]")
 
 GPT-2 and a Llama of 100M with random weights in float32: a prompt at once, and one token of each row over a
 filled cache. Every candidate has a process of its own, because what one keeps in memory slows others down,
