@@ -20,7 +20,14 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph import Level, ProgramGraph
-from attngraph.ir.graph.program_graph import RESULTS, is_empty, memory_of, replace_in_other_users, sort
+from attngraph.ir.graph.program_graph import (
+    RESULTS,
+    is_empty,
+    measured_sizes,
+    memory_of,
+    replace_in_other_users,
+    sort,
+)
 from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes
@@ -63,6 +70,7 @@ OF_FEATURES = (
     "its softmax runs over features: its keys are weights of the model and its values are computed from the "
     "input, so it stays an operation on each token"
 )
+OF_DATA = "its sizes follow from data, and nothing shows that queries, keys and values fit each other"
 EMPTY = "it has no elements in a call of these sizes, so nothing is computed"
 ONE_KEY = "it has one key, whose weight is 1 whatever its score"
 
@@ -234,7 +242,12 @@ class _Fusion:
         for group in groups:
             made = len(proposal.made)
             builder = proposal.at(max(each.node for each in group))
-            results, claims, leaves = _build(builder, group, seeds)
+            try:
+                results, claims, leaves = _build(builder, group, seeds)
+            except ValueError as problem:
+                if not any(measured_sizes(each.node) for each in group):
+                    raise
+                raise Refused(OF_DATA) from problem
             for old, new in results.items():
                 verdict = self.checks.same_value(old, new, leaves)
                 if verdict.problem:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import attngraph
@@ -199,3 +200,29 @@ def test_several_results_of_one_operation_are_no_sum(
     same = compare(parts_of_an_unfinished_sum, compiled, args)
     assert same, same.differences
     assert not [record for record in caplog.records if record.name.startswith("attngraph")]
+
+
+def test_linear_attention_over_fewer_keys_than_chosen_queries(compare: Callable[..., Any]) -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        t = x[:, w]
+        return torch.tril(t @ t[:, :1].mT) @ t[:, :1]
+
+    compiled = attngraph.compile(f, min_scores=0)
+    for n in (2, 3, 1):
+        assert compare(f, compiled, (torch.randn(2, 9, 8), torch.arange(9) % n == 0), tolerance=1e-5)
+
+
+def test_chunks_of_chosen_tokens_over_no_keys_are_declined(caplog: pytest.LogCaptureFixture) -> None:
+    """How many chunks there are only data know, and no head of keys is shared by as many of queries."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        t = x[:, w.nonzero().flatten()]
+        more = (0, 0, 0, -t.shape[1] % 4)
+        q, k, v = (F.pad(part, more).unflatten(1, (-1, 4)) for part in (t, t[:, :0], t[:, :0]))
+        return (q @ k.mT).softmax(-1) @ v
+
+    x, w = torch.randn(2, 6, 8), torch.tensor([1, 0, 1, 1, 0, 1])
+    compiled = attngraph.compile(f, min_scores=0)
+    assert compiled(x, w).shape == f(x, w).shape == (2, 0, 4, 8)
+    assert not [r for r in caplog.records if r.exc_info]
+    assert "nothing shows that queries, keys and values fit" in str(compiled.report)
