@@ -323,7 +323,8 @@ def linear_attention(
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention: explicit scores within a chunk, a running sum of k v^T over earlier chunks."""
     tokens, keys = q.shape[2], k.shape[2]
-    chunks = (torch.sym_max(tokens, keys) + CHUNK - 1) // CHUNK
+    longest: Any = torch.sym_max(tokens, keys)  # `max` would ask which it is
+    chunks = (longest + CHUNK - 1) // CHUNK
     q, k, v = (
         F.pad(t, (0, 0, 0, chunks * CHUNK - t.shape[2])).view(*t.shape[:2], chunks, CHUNK, t.shape[3])
         for t in (q, k, v)
