@@ -29,7 +29,8 @@ from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
 
 WORTH = 1 << 20
 """Calls with at least this many scores are compiled: PyTorch needs about 10 ms for them, C about 1 ms. A
-library that is there serves smaller calls, too."""
+library that is there serves smaller calls, too, of programs that hide nothing: C does not look at tiles that
+are hidden, where PyTorch finds a NaN."""
 PACKED = 1 << 20
 """About how many bytes of keys and values are packed per round (there are two buffers): at least those of
 one head, and enough to keep all threads busy."""
@@ -47,7 +48,7 @@ def is_worth_compiling(operands: Operands) -> bool:
 def is_compiled(plan: Plan, operands: Operands) -> bool:
     """Whether a call is computed by C, which is compiled for it if it is not yet."""
     has_work = operands[0].numel() > 0 and operands[2].numel() > 0
-    return has_work and (is_worth_compiling(operands) or is_loaded(plan))
+    return has_work and (is_worth_compiling(operands) or (not plan.program.keeps and is_loaded(plan)))
 
 
 class Compiled(Kernel):

@@ -158,7 +158,7 @@ def test_hidden_blocks_are_not_looked_at() -> None:
 
 def test_a_library_that_is_there_serves_smaller_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The windows of later stages are fewer; they have the program of the first."""
-    text = "s = 0.3 * dot + r0[h, k]\nkeep k <= q + 3"
+    text = "s = 0.3 * dot + r0[h, k]"
     bias = torch.randn(2, 40)
     large, small = (torch.randn(3, n, 2, 40, 8).unbind() for n in (2, 1))
     monkeypatch.setattr(compiled, "WORTH", large[0].numel() // 8 * 40)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 import attngraph
+from attngraph.ir.ops.transforms import one_run, shared
 from tests.cache.faults import KINDS, fails, places
 
 
@@ -44,3 +48,26 @@ def test_buffers_and_attributes_change_together_or_not_at_all() -> None:
                     changed = [a != b for a, b in zip(before, effects(model), strict=True)]
                     assert all(changed[1:]) or not any(changed), f"{changed} of mean, calls, latest"
         assert tried > 40
+
+
+def test_what_operations_of_a_run_share_ends_with_it_wherever_it_is_interrupted() -> None:
+    def run() -> None:
+        with one_run():
+            assert shared() is not None
+
+    for at in range(1, 40):
+        left = iter(range(at))
+
+        def trace(frame: Any, event: str, _: Any, left: Any = left) -> Any:
+            if event == "line" and next(left, None) is None:
+                raise KeyboardInterrupt
+            return trace
+
+        try:
+            sys.settrace(trace)
+            run()
+        except KeyboardInterrupt as problem:
+            problem.__traceback__ = None
+        finally:
+            sys.settrace(None)
+        assert shared() is None

@@ -9,6 +9,7 @@ backward pass autograd relies on the same.
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,12 +79,17 @@ def autograd_inside() -> Iterator[None]:
 _local = threading.local()
 
 
+class _Run(dict[Any, Any]):
+    """What the operations of a run keep for each other. The run alone holds it: it is gone when the run ends,
+    also where an interrupt leaves this thread's reference behind."""
+
+
 @contextlib.contextmanager
 def one_run() -> Iterator[None]:
     """The operations that this thread calls inside are those of one run of a graph."""
-    outer: dict[Any, Any] | None = getattr(_local, "run", None)
+    outer, own = getattr(_local, "run", None), _Run()
     try:
-        _local.run = {}
+        _local.run = weakref.ref(own)
         yield
     finally:
         _local.run = outer
@@ -91,7 +97,8 @@ def one_run() -> Iterator[None]:
 
 def shared() -> dict[Any, Any] | None:
     """What the operations of this run, or of this backward pass, keep for each other; None outside."""
-    run: dict[Any, Any] | None = getattr(_local, "run", None)
+    reference = getattr(_local, "run", None)
+    run: dict[Any, Any] | None = None if reference is None else reference()
     if run is not None:
         return run
     task = torch._C._current_graph_task_id()
