@@ -75,6 +75,8 @@ def verify(
             for wanted in _sizes(call, named):
                 if found.difference is None and time.monotonic() - start < budget:
                     found.compare(call, wanted)
+    if time.monotonic() - start >= budget:
+        notes.append(f"the budget of {budget:g} s ended before every size was tried")
     differences = tuple(d for d in (found.difference, *differing) if d is not None)
     notes += [f"the programs of {unread} attention(s) read tensors: compared by number alone"] * bool(unread)
     if not found.tried:
@@ -108,8 +110,10 @@ def _attentions(sides: Sequence[Any], call: Call) -> tuple[list[list[AttentionEn
         except (CaptureError, TypeError, RuntimeError) as problem:
             notes.append(f"the {name} is compared by number alone: {first_line(problem)}")
         found.append(entries)
-    if not all(found) and any(found):
-        notes.append("attention was found in one of them alone, so no programs were compared")
+    if len(found[0]) != len(found[1]):
+        counts = " and ".join(str(len(entries)) for entries in found)
+        notes.append(f"{counts} attention(s) were found in them, so no programs were compared")
+        return [[], []], notes
     return found, notes
 
 
@@ -117,8 +121,6 @@ def _by_meaning(
     mine: Sequence[AttentionEntry], theirs: Sequence[AttentionEntry]
 ) -> tuple[list[Difference], int]:
     """Where programs differ, and how many pairs could not be compared as they read tensors."""
-    if len(mine) != len(theirs):
-        return [], 0
     found, unread = [], 0
     for number, (a, b) in enumerate(zip(mine, theirs, strict=True), start=1):
         if a.program == b.program and (a.heads, a.kv_heads) == (b.heads, b.kv_heads):
@@ -234,7 +236,7 @@ class _Numbers:
         by = max(MOVED, self.narrowest / 2)
         moved = [self._run(side, call, by) for side in (0, 1)]
         for (name, a), (_, b), *near in zip(wanted, found, *moved, strict=True):
-            if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+            if a.shape != b.shape or not torch.equal(_not_finite(a), _not_finite(b)):
                 what = "another shape" if a.shape != b.shape else "NaN or infinities in other places"
                 self.difference = Difference("values", f"{name} has {what}, called with {about}")
                 return
@@ -286,6 +288,8 @@ class _Numbers:
 
     def _enters(self, call: Call) -> str:
         """The first module of the same name whose result differs although what it was given is equal."""
+        if not self.exact:
+            return ""
         seen = [_recorded(side, pytree.tree_map_only(Tensor, self._operand(0.0), call)) for side in self.wide]
         for name, (given, result) in seen[0].items():
             if name in seen[1] and _alike(given, seen[1][name][0]) and not _alike(result, seen[1][name][1]):
@@ -299,6 +303,11 @@ def _in_float64(side: Any) -> Any:
 
 def _tensors(call: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+
+
+def _not_finite(tensor: Tensor) -> Tensor:
+    """NaN and infinities as they are, and 0 for numbers."""
+    return torch.where(tensor.isfinite(), 0.0, tensor).nan_to_num(nan=0.5, posinf=1.0, neginf=-1.0)
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
