@@ -160,7 +160,7 @@ def described(value: Any) -> Any:
         layout = (tuple(map(described, value.shape)), tuple(map(described, value.stride())))
         return value.dtype, value.device, layout
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value.node.expr
+        return torch.SymInt, value.node.expr  # a formula alone does not bear to be compared with a pair
     if isinstance(value, (list, tuple)):
         return tuple(map(described, value))
     if isinstance(value, dict):
