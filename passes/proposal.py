@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from attngraph.ir.graph import ProgramGraph, source_of
 from attngraph.ir.language.score import ProgramError
@@ -113,6 +114,9 @@ class Proposal(Builder):
             return True
         if not self.survives or not isinstance(problem, Exception):
             return False
+        if isinstance(problem, GuardOnDataDependentSymNode):
+            self.problem = "a size that only data tell decides how it would be computed"
+            return True
         log.exception("could not rewrite %s at %s", self.anchor, source_of(self.anchor))
         self.problem = f"an error of the compiler, please report it: {type(problem).__name__}: {problem}"
         return True

@@ -155,8 +155,10 @@ class _Reassociation:
 
     def _replace(self, claim: Attention) -> str:
         """Apply a claim; returns the reason if that fails."""
-        with Proposal(self.graph, claim.node) as proposal:
+        with Proposal(self.graph, claim.node, survives=True) as proposal:
             q, k, v = (proposal.operand(o) for o in (claim.q, claim.k, claim.v))
+            if len({operand.meta["val"].dtype for operand in (q, k, v)}) > 1:
+                raise Refused("queries, keys and values have different dtypes")
             sizes = [proposal.size(s) for s in claim.sizes]
             new = proposal.call(linear_attention, q, k, v, list(claim.reads), sizes, str(claim.program))
             new = proposal.view(new, claim.output)
