@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attngraph.api.arguments import require_model
 from attngraph.api.compile import explain
 from attngraph.api.matched import Matched, match
+from attngraph.api.same_programs import by_meaning, paired
 from attngraph.api.verdict import Difference, Verdict
 from attngraph.errors import CaptureError, first_line
-from attngraph.ir.language import Environment, Tile, evaluate, parse
 from attngraph.report.entries import AttentionEntry
 from attngraph.runtime.verify import tensors_of
 
@@ -32,8 +32,8 @@ MOVED, ROUNDINGS, LEAST = 1e-12, 32.0, 1e-11
 """How far operands are moved, relatively, or half a unit in the last place of the narrowest dtype to which a
 side rounds; how many times as far as that moves an answer two equal ones may lie apart; and at least so much
 of the answer's largest element, or a unit of that dtype."""
-SIZES, MOST_TOKENS = (1, 2, 3, 5, 8, 17, 130), 1 << 13
-"""Extents that are tried beside those of the call; the longest sequence for which programs are compared."""
+SIZES = (1, 2, 3, 5, 8, 17, 130)
+"""Extents that are tried beside those of the call."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -68,7 +68,9 @@ def verify(
             return Verdict("cannot be compared", (Difference("weights", matched.problem),))
         sides = matched.reference, matched.candidate
         entries, notes = _attentions(sides, calls[0])
-        differing, unread = _by_meaning(*entries)
+        pairs = paired(*entries)
+        differing, said = by_meaning(pairs, [len(side) for side in entries])
+        notes += said
         named = {int(n) for e in itertools.chain(*entries) for n in re.findall(r"\b\d+\b", e.program)}
         found = _Numbers(matched, gradients, random.Random(seed))
         for call in calls:
@@ -78,12 +80,11 @@ def verify(
     if time.monotonic() - start >= budget:
         notes.append(f"the budget of {budget:g} s ended before every size was tried")
     differences = tuple(d for d in (found.difference, *differing) if d is not None)
-    notes += [f"the programs of {unread} attention(s) read tensors: compared by number alone"] * bool(unread)
     if not found.tried:
         return Verdict("cannot be compared", (Difference("call", found.refused),), (), tuple(notes))
     word = "differs" if differences else "equal"
-    said = (*matched.notes, *notes, *found.notes())
-    return Verdict(word, differences, tuple(zip(*entries, strict=False)), said, found.tried, found.worst)
+    told = (*matched.notes, *notes, *found.notes())
+    return Verdict(word, differences, tuple(pairs), told, found.tried, found.worst)
 
 
 def _calls(inputs: Any) -> list[Call]:
@@ -110,62 +111,7 @@ def _attentions(sides: Sequence[Any], call: Call) -> tuple[list[list[AttentionEn
         except (CaptureError, TypeError, RuntimeError) as problem:
             notes.append(f"the {name} is compared by number alone: {first_line(problem)}")
         found.append(entries)
-    if len(found[0]) != len(found[1]):
-        counts = " and ".join(str(len(entries)) for entries in found)
-        notes.append(f"{counts} attention(s) were found in them, so no programs were compared")
-        return [[], []], notes
     return found, notes
-
-
-def _by_meaning(
-    mine: Sequence[AttentionEntry], theirs: Sequence[AttentionEntry]
-) -> tuple[list[Difference], int]:
-    """Where programs differ, and how many pairs could not be compared as they read tensors."""
-    found, unread = [], 0
-    for number, (a, b) in enumerate(zip(mine, theirs, strict=True), start=1):
-        if a.program == b.program and (a.heads, a.kv_heads) == (b.heads, b.kv_heads):
-            continue
-        if (
-            parse(a.program).reads
-            or parse(b.program).reads
-            or parse(a.program).sizes
-            or parse(b.program).sizes
-        ):
-            unread += 1
-            continue
-        where = _first_difference(a, b)
-        if where:
-            about = f"attention {number} differs {where}"
-            found.append(Difference("program", about, a.source, b.source, a.program, b.program))
-    return found, unread
-
-
-def _first_difference(a: AttentionEntry, b: AttentionEntry) -> str:
-    """The first number of tokens at which two programs give the last of them other weights; "" for none."""
-    if a.heads != b.heads:
-        return f"in its heads: {a.heads} and {b.heads}"
-    programs = parse(a.program), parse(b.program)
-    named = {int(n) for p in (a, b) for n in re.findall(r"\b\d+\b", p.program)}
-    near = {n + more for n in (*named, 16, 64, 128, 256, 1024, 4096) for more in (-1, 0, 1, 2)}
-    for tokens in sorted({*range(1, 10), *(n for n in near if 1 <= n <= MOST_TOKENS)}):
-        tile = Tile((0, 1), (0, a.heads), (tokens - 1, tokens), (0, tokens))
-        env = Environment(tile, (), (), torch.float64, torch.device("cpu"))
-        dot = torch.randn(tile.shape, dtype=torch.float64) * a.head_dim**0.5
-        scores = [evaluate.scores(p, dot, env) for p in programs]
-        weights = [
-            evaluate.weights(p, s.softmax(-1), env, dot) for p, s in zip(programs, scores, strict=True)
-        ]
-        apart = ~torch.isclose(weights[0], weights[1], rtol=1e-9, atol=1e-12, equal_nan=True)
-        if apart.any():
-            hidden = (scores[0] == -torch.inf) != (scores[1] == -torch.inf)
-            _, head, _, key = (hidden if hidden.any() else apart).nonzero()[0].tolist()
-            what = (
-                "one hides this key, the other does not"
-                if hidden.any()
-                else "they weigh this key differently"
-            )
-            return f"from {tokens:,} tokens on: query {tokens - 1}, key {key}, head {head}: {what}"
-    return ""
 
 
 # --- by number ---

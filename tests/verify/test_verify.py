@@ -1,5 +1,6 @@
 """`attngraph.verify`: ports that are right are equal, and each fault of a list is noticed and told."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attngraph
+from attngraph.api.same_programs import by_meaning
 
 WIDTH, HEADS, GROUPS = 32, 4, 2
 
@@ -148,6 +150,47 @@ def test_what_a_call_cannot_show_is_found_in_the_programs() -> None:
     (difference,) = verdict.differences
     assert difference.kind == "program" and "from 4,097 tokens on: query 4096, key 0" in difference.about
     assert difference.reference and difference.program != difference.other
+
+
+class Padded(nn.Module):
+    """Attention in a window, with an argument that says which tokens are real, in one layer or several."""
+
+    def __init__(self, *windows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.windows = nn.Linear(8, 24), windows
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        for window in self.windows:
+            q, k, v = self.qkv(x).chunk(3, -1)
+            seen = (place <= place[:, None]) & (place > place[:, None] - window) & real[:, None]
+            x = (q @ k.mT / 8**0.5).masked_fill(~seen, -1e9).softmax(-1) @ v
+        return x
+
+
+PADDED = torch.randn(2, 9, 8), torch.ones(2, 9, dtype=torch.bool)
+
+
+def test_programs_that_read_the_same_argument_are_compared_at_all_sizes() -> None:
+    verdict = attngraph.verify(Padded(4096), Padded(4097), PADDED, budget=2)
+    assert not verdict and verdict.differences[0].kind == "program", str(verdict)
+    assert "from 4,097 tokens on: query 4096, key 0" in verdict.differences[0].about
+    assert attngraph.verify(Padded(4), Padded(4), PADDED, budget=2)
+
+
+def test_a_sink_of_another_size_is_a_difference_of_the_programs() -> None:
+    (entry,) = attngraph.explain(Padded(4), *PADDED).attention
+    one, other = (dataclasses.replace(entry, program=f"s = dot\nsink {n}", reads=()) for n in (0.5, 0.6))
+    (difference,), _ = by_meaning([(one, other)], (1, 1))
+    assert "from 1 tokens on: query 0, key 0, head 0: they weigh this key differently" in difference.about
+    assert by_meaning([(one, one)], (1, 1)) == ([], [])
+
+
+def test_attentions_that_are_not_as_many_are_paired_by_their_programs() -> None:
+    verdict = attngraph.verify(Padded(2, 3, 4), Padded(2, 4), PADDED, budget=2)
+    assert not verdict and [a.program == b.program for a, b in verdict.attentions] == [True, True]
+    assert "2 have equal programs, 1 and 0 others are compared by number alone" in str(verdict)
 
 
 def test_where_a_difference_enters_is_told() -> None:

@@ -1,0 +1,133 @@
+"""Which attention of a candidate is which of the reference's, and where the programs of two differ.
+
+Programs hold for all sizes, so a difference is looked for at numbers of tokens that no call has. Nothing is
+said to differ that may be the same: a pair is compared only where it is known to be one, and a program that
+reads tensors only where both read the same arguments.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attngraph.api.verdict import Difference
+from attngraph.ir.language import Environment, ScoreProgram, Tile, evaluate, parse
+from attngraph.report.entries import AttentionEntry
+
+MOST_TOKENS = 1 << 13
+"""The longest sequence for which programs are compared."""
+Pair = tuple[AttentionEntry, AttentionEntry]
+
+
+def paired(mine: Sequence[AttentionEntry], theirs: Sequence[AttentionEntry]) -> list[Pair]:
+    """The attentions of both sides in pairs: by their order where there are as many, else those of equal
+    programs in the same order."""
+    if len(mine) == len(theirs):
+        return list(zip(mine, theirs, strict=True))
+    keys = [[(e.program, e.heads, e.kv_heads) for e in side] for side in (mine, theirs)]
+    blocks = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
+    return [(mine[b.a + n], theirs[b.b + n]) for b in blocks for n in range(b.size)]
+
+
+def by_meaning(pairs: Sequence[Pair], counts: Sequence[int]) -> tuple[list[Difference], list[str]]:
+    """Where the programs of pairs differ, and what was not compared. `counts`: of attentions, by side."""
+    found: list[Difference] = []
+    notes: list[str] = []
+    unread = 0
+    for number, (a, b) in enumerate(pairs, start=1):
+        if a.program == b.program and (a.heads, a.kv_heads) == (b.heads, b.kv_heads):
+            continue
+        if not _comparable(a, b):
+            unread += 1
+            continue
+        where = _first_difference(a, b)
+        if where:
+            about = f"attention {number} differs {where}"
+            found.append(Difference("program", about, a.source, b.source, a.program, b.program))
+    if counts[0] != counts[1]:
+        left = " and ".join(str(n - len(pairs)) for n in counts)
+        notes.append(
+            f"{counts[0]} and {counts[1]} attention(s) were found in them: {len(pairs)} have equal programs, "
+            f"{left} others are compared by number alone"
+        )
+    if unread:
+        notes.append(
+            f"the programs of {unread} attention(s) read tensors that are not known to be the same: compared "
+            "by number alone"
+        )
+    return found, notes
+
+
+def _comparable(a: AttentionEntry, b: AttentionEntry) -> bool:
+    """Whether what both programs read is the same: nothing, or the same arguments of the call. What a model
+    computes, or a piece of it is given, is another matter."""
+    programs = parse(a.program), parse(b.program)
+    if any(p.sizes for p in programs):
+        return False
+    if not any(p.reads for p in programs):
+        return True
+    whole = not any(e.name.startswith("L[") for e in (a, b))
+    given = all(read.endswith(" of the arguments") for e in (a, b) for read in e.reads)
+    plain = not any(p.places and _reads_by_reads(p) for p in programs)
+    return whole and given and plain
+
+
+def _reads_by_reads(program: ScoreProgram) -> bool:
+    return any(re.search(r"\br\d", str(index)) for _, _, index in program.places)
+
+
+def _first_difference(a: AttentionEntry, b: AttentionEntry) -> str:
+    """The first number of tokens at which two programs give the last of them other weights; "" for none."""
+    if a.heads != b.heads:
+        return f"in its heads: {a.heads} and {b.heads}"
+    programs = parse(a.program), parse(b.program)
+    named = {int(n) for p in (a, b) for n in re.findall(r"\b\d+\b", p.program)}
+    near = {n + more for n in (*named, 16, 64, 128, 256, 1024, 4096) for more in (-1, 0, 1, 2)}
+    for tokens in sorted({*range(1, 10), *(n for n in near if 1 <= n <= MOST_TOKENS)}):
+        tile = Tile((0, 1), (0, a.heads), (tokens - 1, tokens), (0, tokens))
+        bare = Environment(tile, (), (), torch.float64, torch.device("cpu"))
+        dot = torch.randn(tile.shape, dtype=torch.float64) * a.head_dim**0.5
+        drawn = _drawn((a, b), programs, bare)
+        if len(drawn) < len({*a.reads, *b.reads}):
+            return ""
+        scores, weights = [], []
+        for entry, program in zip((a, b), programs, strict=True):
+            reads = [drawn[name] for name in entry.reads]
+            env = Environment(tile, reads, (), bare.dtype, bare.device)
+            scores.append(evaluate.scores(program, dot, env))
+            weights.append(evaluate.weights(program, _normalised(program, scores[-1], env), env, dot))
+        apart = ~torch.isclose(weights[0], weights[1], rtol=1e-9, atol=1e-12, equal_nan=True)
+        if apart.any():
+            hidden = (scores[0] == -torch.inf) != (scores[1] == -torch.inf)
+            _, head, _, key = (hidden if hidden.any() else apart).nonzero()[0].tolist()
+            what = (
+                "one hides this key, the other does not"
+                if hidden.any()
+                else "they weigh this key differently"
+            )
+            return f"from {tokens:,} tokens on: query {tokens - 1}, key {key}, head {head}: {what}"
+    return ""
+
+
+def _normalised(program: ScoreProgram, scores: Tensor, env: Environment) -> Tensor:
+    """The softmax of scores, with the row's sink in its sum."""
+    sink = evaluate.sink(program, env)
+    if sink is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
+
+
+def _drawn(pair: Pair, programs: Sequence[ScoreProgram], env: Environment) -> dict[str, Tensor]:
+    """Zeros and ones for each argument that one of two programs reads, by its name."""
+    extents: dict[str, list[int]] = {}
+    for entry, program in zip(pair, programs, strict=True):
+        for read, axis, index in program.places:
+            name = entry.reads[int(read.value)]
+            shape = extents.setdefault(name, [1] * program.reads[int(read.value)])
+            if len(shape) != len(read.args):  # it is read in another shape: nothing is known of it
+                return {}
+            last = torch.as_tensor(evaluate.evaluate(index, env, {})).max()
+            shape[axis] = max(shape[axis], int(last) + 1)
+    return {name: torch.randint(2, shape).double() for name, shape in extents.items()}
