@@ -9,6 +9,7 @@ uses, and where it would cost more at the sizes of the traced call.
 """
 
 import dataclasses
+import functools
 
 import networkx as nx
 import torch
@@ -157,8 +158,9 @@ class _Reassociation:
         """Apply a claim; returns the reason if that fails."""
         with Proposal(self.graph, claim.node, survives=True) as proposal:
             q, k, v = (proposal.operand(o) for o in (claim.q, claim.k, claim.v))
-            if len({operand.meta["val"].dtype for operand in (q, k, v)}) > 1:
-                raise Refused("queries, keys and values have different dtypes")
+            # An operand may be read from before it was rounded.
+            widest = functools.reduce(torch.promote_types, (o.meta["val"].dtype for o in (q, k, v)))
+            q, k, v = (proposal.trace(lambda given: given.to(widest), o) for o in (q, k, v))
             sizes = [proposal.size(s) for s in claim.sizes]
             new = proposal.call(linear_attention, q, k, v, list(claim.reads), sizes, str(claim.program))
             new = proposal.view(new, claim.output)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from attngraph.cli.target import load_target
 from attngraph.exporter import export
 from attngraph.ir import budgets, choices
 from attngraph.runtime.executable import Executable
+from attngraph.runtime.measure import Measurement
 
 TINY = "attngraph.models.targets:tiny_decoder_lm"
 COMMANDS = ("compile", "demo", "export", "inspect", "opt", "bisect", "show", "bench", "cache", "plan")
@@ -376,6 +378,21 @@ def test_the_demo_says_how_long_it_takes(
     assert cli.main(["demo", "--no-torch-compile", "--rounds", "1"]) == 0
     out, err = capsys.readouterr()
     assert "2 of 2 softmax-like places fused" in out and "1 model(s), a few minutes" in err
+
+
+def test_what_is_measured_is_what_serves_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first calls run the graph and the model by turns."""
+    seen: list[bool] = []
+
+    def spy(candidates: dict[str, Any], **_: Any) -> dict[str, Measurement]:
+        compiled = candidates["attngraph"].__closure__[0].cell_contents
+        seen.extend([compiled._paces._of != {}, compiled._paces.is_deciding])
+        return {name: Measurement(1.0, 1.0, 0) for name in candidates}
+
+    monkeypatch.setattr("attngraph.cli.compile.measure", spy)
+    monkeypatch.setattr("attngraph.ir.budgets.FUSED_SCORES", 1)
+    assert cli.main(["compile", TINY, "--no-torch-compile"]) == 0
+    assert seen == [True, False]
 
 
 def test_measuring_a_target_tells_no_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,10 +39,8 @@ def by_meaning(pairs: Sequence[Pair], counts: Sequence[int]) -> tuple[list[Diffe
     for number, (a, b) in enumerate(pairs, start=1):
         if a.program == b.program and (a.heads, a.kv_heads) == (b.heads, b.kv_heads):
             continue
-        if not _comparable(a, b):
-            unread += 1
-            continue
-        where = _first_difference(a, b)
+        where = _first_difference(a, b) if _comparable(a, b) else None
+        unread += where is None
         if where:
             about = f"attention {number} differs {where}"
             found.append(Difference("program", about, a.source, b.source, a.program, b.program))
@@ -69,7 +67,7 @@ def _comparable(a: AttentionEntry, b: AttentionEntry) -> bool:
     if not any(p.reads for p in programs):
         return True
     whole = not any(e.name.startswith("L[") for e in (a, b))
-    given = all(read.endswith(" of the arguments") for e in (a, b) for read in e.reads)
+    given = {*a.reads} == {*b.reads} and all(read.endswith(" of the arguments") for read in a.reads)
     plain = not any(p.places and _reads_by_reads(p) for p in programs)
     return whole and given and plain
 
@@ -78,8 +76,9 @@ def _reads_by_reads(program: ScoreProgram) -> bool:
     return any(re.search(r"\br\d", str(index)) for _, _, index in program.places)
 
 
-def _first_difference(a: AttentionEntry, b: AttentionEntry) -> str:
-    """The first number of tokens at which two programs give the last of them other weights; "" for none."""
+def _first_difference(a: AttentionEntry, b: AttentionEntry) -> str | None:
+    """The first number of tokens at which two programs give the last of them other weights; "" for none.
+    None: they read an argument in different shapes."""
     if a.heads != b.heads:
         return f"in its heads: {a.heads} and {b.heads}"
     programs = parse(a.program), parse(b.program)
@@ -91,7 +90,7 @@ def _first_difference(a: AttentionEntry, b: AttentionEntry) -> str:
         dot = torch.randn(tile.shape, dtype=torch.float64) * a.head_dim**0.5
         drawn = _drawn((a, b), programs, bare)
         if len(drawn) < len({*a.reads, *b.reads}):
-            return ""
+            return None
         scores, weights = [], []
         for entry, program in zip((a, b), programs, strict=True):
             reads = [drawn[name] for name in entry.reads]

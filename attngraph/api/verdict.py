@@ -58,7 +58,7 @@ class Verdict:
         lines = [f"{self.status}: {self.differences[0]}" if self.differences else self.status]
         lines += [str(difference) for difference in self.differences[1:]]
         if self.attentions:
-            lines.append(f"each side has {len(self.attentions)} attention(s), whose programs were compared")
+            lines.append(f"attentions of both sides in pairs: {len(self.attentions)}")
         lines += self.notes
         if self.tried:
             lines.append(f"the largest error is {self.worst:.2g} of the allowed one")

@@ -58,6 +58,11 @@ class Paces:
         timed.decide()
         return result
 
+    @property
+    def is_deciding(self) -> bool:
+        """Whether calls of some size are still timed."""
+        return any(timed.by_model is None for timed in list(self._of.values()))
+
     def slower(self) -> tuple[tuple[float, float], ...]:
         """The times of graph and model, in milliseconds, of sizes at which the model itself serves."""
         found = (t for t in list(self._of.values()) if t.by_model)

@@ -226,3 +226,17 @@ def test_chunks_of_chosen_tokens_over_no_keys_are_declined(caplog: pytest.LogCap
     assert compiled(x, w).shape == f(x, w).shape == (2, 0, 4, 8)
     assert not [r for r in caplog.records if r.exc_info]
     assert "nothing shows that queries, keys and values fit" in str(compiled.report)
+
+
+def test_a_sum_over_chunks_of_the_last_chosen_token_is_not_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether heads of keys are shared only data know."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        t = x[:1, w]
+        padded = (F.pad(part, (0, 0, 0, -t[:, -1:].shape[1] % 4)) for part in (t[:, -1:], t, t))
+        q, k, v = (part.unflatten(1, (-1, 4)) for part in padded)
+        return ((q @ k.mT).softmax(-1) @ v).sum(-2)
+
+    x, w = torch.randn(3, 9, 8), torch.tensor([True] * 5 + [False] * 4)
+    torch.testing.assert_close(attngraph.compile(f, min_scores=0)(x, w), f(x, w))
+    assert not [r for r in caplog.records if r.exc_info]

@@ -241,3 +241,16 @@ def test_values_that_are_a_layers_own_product_are_no_scores(packed: bool, rows: 
         x = torch.randn(*rows, tokens, 8, dtype=torch.float64)
         assert torch.allclose(compiled(x), model(x), atol=1e-10)
     assert [note.split(": ")[1] for note in notes(compiled)] == ["causal, keys and values are summed first"]
+
+
+def test_operands_that_are_rounded_each_for_itself_are_multiplied_in_one_dtype(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def f(x: Tensor) -> Tensor:
+        t = x.chunk(2, 1)[0]
+        q, k, v = t.half(), t.half(), t.half()
+        return ((q @ k.mT).tril() @ v).isnan().any()
+
+    x = torch.randn(2, 9, 6)
+    assert torch.equal(attngraph.compile(f, min_scores=0)(x), f(x))
+    assert not [r for r in caplog.records if r.exc_info]

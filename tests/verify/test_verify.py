@@ -187,6 +187,15 @@ def test_a_sink_of_another_size_is_a_difference_of_the_programs() -> None:
     assert by_meaning([(one, one)], (1, 1)) == ([], [])
 
 
+def test_programs_that_read_other_arguments_or_shapes_are_said_to_be_compared_by_number() -> None:
+    (entry,) = attngraph.explain(Padded(4), *PADDED).attention
+    first, second = "1 of the arguments", "2 of the arguments"
+    alone = dataclasses.replace(entry, program="s = dot + r0[q, k]", reads=(first,))
+    for program, reads in (("s = dot + r0[k]", (first,)), ("s = 2 * dot + r0[q, k]", (second,))):
+        found, notes = by_meaning([(alone, dataclasses.replace(entry, program=program, reads=reads))], (1, 1))
+        assert not found and "compared by number alone" in notes[0]
+
+
 def test_attentions_that_are_not_as_many_are_paired_by_their_programs() -> None:
     verdict = attngraph.verify(Padded(2, 3, 4), Padded(2, 4), PADDED, budget=2)
     assert not verdict and [a.program == b.program for a, b in verdict.attentions] == [True, True]
