@@ -379,6 +379,8 @@ def _build_one(
     if not widest.is_floating_point:
         raise Refused(f"its queries, keys and values are whole numbers ({widest})")
     q, k, v = (builder.operand(operand, widest) for operand in (claim.q, claim.k, claim.v))
+    if is_empty(q):
+        raise Refused(EMPTY)
     leaves += bases
     reads: list[fx.Node] = []
     for read in claim.reads:

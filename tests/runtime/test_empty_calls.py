@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import attngraph
@@ -57,3 +58,19 @@ def test_calls_without_elements_answer_as_eager(model: Callable[[Tensor, Tensor]
         x, z = torch.randn(rows, tokens, 8), torch.randn(rows, others, 8)
         torch.testing.assert_close(compiled(x, z), model(x, z))
         assert not [m.reason for m in compiled.report.missed if "report it" in m.reason]
+
+
+def test_chunks_of_no_keys_answer_as_eager() -> None:
+    """One chunk of queries meets as many chunks of keys as there are, which are none at any size."""
+
+    def model(x: Tensor) -> Tensor:
+        q, k = x.roll(1, 1), x.roll(1, 1)[:, :0]
+        q, k = (F.pad(t, (0, 0, 0, -q.shape[-2] % 4)).unflatten(-2, (-1, 4)) for t in (q, k))
+        return (q @ k.mT).softmax(-1) @ k
+
+    compiled = attngraph.compile(model, min_scores=0)
+    for rows in (2, 3):
+        x = torch.randn(rows, 4, 8)
+        torch.testing.assert_close(compiled(x), model(x))
+    (missed,) = compiled.report.missed
+    assert "it has no elements" in missed.reason

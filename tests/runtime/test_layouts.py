@@ -56,6 +56,30 @@ def test_what_reads_by_memory_reads_the_models(name: str, gradients: bool) -> No
     assert len(compiled.report.attention) == 1
 
 
+def by_exponentials(x: Tensor) -> Tensor:
+    """The same, computed by sums of exponentials: its result follows from weights element by element."""
+    k = x.unflatten(-1, (2, 4)).transpose(1, 2).contiguous()
+    scores = k @ k.mT
+    top = torch.full((*k.shape[:-1], 1), -torch.inf, dtype=k.dtype)
+    new = torch.maximum(top, scores.amax(-1, True))
+    weights, rescaled = (scores - new).exp(), (top - new).exp()
+    return (0 * rescaled + weights @ k) / (0 * rescaled + weights.sum(-1, True))
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_reads_the_memory_of_weights_reads_the_models(name: str) -> None:
+    def model(x: Tensor) -> Tensor:
+        return READ[name](by_exponentials(x))
+
+    compiled = attngraph.compile(model, min_scores=0)
+    for tokens in (5, 7):
+        x = torch.randn(2, tokens, 8, dtype=torch.float64)
+        found, expected = compiled(x), model(x)
+        mine, theirs = (t.view(torch.float64) for t in (found, expected))
+        torch.testing.assert_close(mine, theirs)
+    assert len(compiled.report.attention) == 1
+
+
 class Results(nn.Module):
     def __init__(self, results: Callable[[Tensor, Any], Any]) -> None:
         super().__init__()

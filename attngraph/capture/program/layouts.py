@@ -7,8 +7,9 @@ stand beside it. That shows in three places, where `attngraph::laid_out` holds w
 - results that share memory, to which the caller may write;
 - where gradients are recorded, a result that others follow from, whose gradient the caller may ask for.
 
-Not for scores and weights of an attention, which must be looked through: such results wait
-(`passes/look_later.py`). What a graph cannot share is refused: a write is a result of it. Used by `trace.py`.
+Scores and weights of an attention must be looked through: there only what leads to an operation that reads
+memory sees the held value, and such results wait (`passes/look_later.py`). What a graph cannot share is
+refused: a write is a result of it. Used by `trace.py`.
 """
 
 import operator
@@ -55,7 +56,7 @@ def hold_layouts(graph: ProgramGraph, memory: Sequence[int]) -> None:
             if root not in held and _may_move(root, scores) and _reads_memory(node, operand):
                 held[root] = _dense(root, node)
     for root, count in Counter(_allocated(n) for n in dict.fromkeys(results)).items():
-        if count > 1 and _may_move(root, scores):
+        if count > 1 and _may_move(root, scores) and root not in scores:
             held.setdefault(root, memory_order(root.meta["val"]))
     for result in _followed(results, scores) if graph.gradients else ():
         held.setdefault(result, memory_order(result.meta["val"]))
@@ -63,7 +64,11 @@ def hold_layouts(graph: ProgramGraph, memory: Sequence[int]) -> None:
         with graph.graph.inserting_after(node):
             made = graph.graph.call_function(torch.ops.attngraph.laid_out.default, (node, list(order)))
         made.meta = {key: value for key, value in node.meta.items() if key != "inferred"}
-        replace_in_other_users(node, made)
+        if node in scores:
+            leading = [user for user in node.users if _leads_to_memory(node, user)]
+            node.replace_all_uses_with(made, leading.__contains__)
+        else:
+            replace_in_other_users(node, made)
     graph.module.recompile()
 
 
@@ -109,8 +114,15 @@ def _may_move(root: fx.Node, scores: Set[fx.Node]) -> bool:
     value = root.meta.get("val")
     if root.op != "call_function" or not isinstance(value, Tensor) or not value.is_floating_point():
         return False
-    by_itself = root.target in _BY_ITSELF and scores.isdisjoint(root.all_input_nodes)
-    return not by_itself and root not in scores
+    return not (root.target in _BY_ITSELF and scores.isdisjoint(root.all_input_nodes))
+
+
+def _leads_to_memory(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a user of a value reads its memory, or gives a view to one that does."""
+    if _reads_memory(user, node):
+        return True
+    views = user.target is operator.getitem or (may_alias(user.target) and user.args[:1] == (node,))
+    return views and any(_leads_to_memory(user, each) for each in user.users)
 
 
 def _followed(results: Iterable[fx.Node], scores: Set[fx.Node]) -> Iterator[fx.Node]:
