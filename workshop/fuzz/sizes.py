@@ -69,7 +69,8 @@ AFTER = _of("""
     ;; o[..., 2:, :].amax() if o.shape[-2] > 5 else o ;; torch.kron(o, o[..., :1, :])
     ;; o.unsqueeze(0).expand(2, *o.shape) ;; o.masked_fill(o > 0, 0.0) ;; put(o) ;; o[o[..., 0] > 0]
     ;; o.nonzero().sum() ;; o.argmax(-1) ;; o.norm(dim=-1) ;; [o, {'p': o * 2}]
-    ;; o.split(1, -2)[0] ;; o.isnan().any()
+    ;; o.split(1, -2)[0] ;; o.isnan().any() ;; o.as_strided(o.shape[:1], (1,))
+    ;; (o + 1)[..., 1:, :].as_strided(o.shape[:1], (2,))
 """)
 SIZES = ((2, 9), (3, 6), (2, 1), (1, 9), (1, 1), (0, 6), (2, 0), (0, 0), (2, 17), (4, 4))
 
