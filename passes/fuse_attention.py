@@ -23,6 +23,7 @@ from attngraph.ir.graph import Level, ProgramGraph
 from attngraph.ir.graph.program_graph import (
     RESULTS,
     is_empty,
+    keep_sizes,
     measured_sizes,
     memory_of,
     replace_in_other_users,
@@ -266,6 +267,7 @@ class _Fusion:
         self.seeds |= {read.dropout: seed for read, seed in seeds.items()}
         for old, new in replaced.items():
             self.follows_arguments.replace(old, new)
+            keep_sizes(old, new)
             old.replace_all_uses_with(new)
             if self.may_wait:  # what the new one is tied to
                 self.beside[old] = new
@@ -379,7 +381,7 @@ def _build_one(
     if not widest.is_floating_point:
         raise Refused(f"its queries, keys and values are whole numbers ({widest})")
     q, k, v = (builder.operand(operand, widest) for operand in (claim.q, claim.k, claim.v))
-    if is_empty(q):
+    if any(isinstance(n, int) and n == 0 for n in q.meta["val"].shape[:3]):
         raise Refused(EMPTY)
     leaves += bases
     reads: list[fx.Node] = []

@@ -20,6 +20,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from attngraph.ir.graph import ProgramGraph, source_of
+from attngraph.ir.graph.program_graph import keep_sizes
 from attngraph.ir.language.score import ProgramError
 from attngraph.meaning.attention.claim import NO_VIEW
 from attngraph.meaning.attention.layout import NoView
@@ -99,6 +100,7 @@ class Proposal(Builder):
     ) -> bool:
         if problem is None:
             for old, new in self._replaced.items():
+                keep_sizes(old, new)
                 old.replace_all_uses_with(new)
                 self.graph.graph.erase_node(old)
             self.done = bool(self._replaced)

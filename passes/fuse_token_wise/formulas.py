@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.program_graph import ProgramGraph, is_empty
 from attngraph.ir.language import E, Expr, Packed, operation, operation_of
 from attngraph.ir.language.token_derivative import is_own
 from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
@@ -53,10 +53,12 @@ class Formulas:
         self.rows = Rows(graph, self.shape, lambda n: self.meaning.category(n) is Category.CONTRACTION)
 
     def shape(self, node: fx.Node) -> tuple[Expr, ...] | None:
-        """The extents of a floating tensor of 32 or 16 bits on the CPU; None for another value."""
+        """The extents of a floating tensor of 32 or 16 bits on the CPU that has elements; None for another
+        value."""
         if node not in self._shapes:
             value, found = node.meta.get("val"), None
-            if isinstance(value, Tensor) and _name(value.dtype) in FLOATS and value.device.type == "cpu":
+            floating = isinstance(value, Tensor) and _name(value.dtype) in FLOATS and not is_empty(node)
+            if floating and value is not None and value.device.type == "cpu":
                 with contextlib.suppress(Unliftable):
                     found = self.meaning.shape(node)
             self._shapes[node] = found

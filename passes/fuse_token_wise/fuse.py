@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size, keep_sizes
 from attngraph.ir.language.derivative import UnsupportedError
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.token_derivative import backward
@@ -123,8 +123,7 @@ def _fuse(
     for place, node in enumerate(wanted):
         result = facts.rows.unflattened(builder.call(operator.getitem, made, place), node, builder)
         result.meta |= {key: value for key, value in node.meta.items() if key != "val"}
-        if graph.state is not None:
-            result.meta["val"] = _of_the_same_sizes(result.meta["val"], node.meta["val"])
+        keep_sizes(node, result)
         replaced[node] = result
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
     return len(members)
@@ -158,14 +157,6 @@ def _pays(facts: Formulas, members: Sequence[fx.Node], region: Region) -> bool:
     )
     together = moved(program.text) + (moved(made.program) if made.program else 0) + summed
     return together <= WORTH * one_by_one
-
-
-def _of_the_same_sizes(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """A result with the sizes that the value has in the types of the graph, where the number of sequences is
-    a size and not 1: operations that follow were given such sizes. A token's elements stay contiguous."""
-    place = next((d for d, n in enumerate(found.shape) if not isinstance(n, int)), 0)
-    sizes = [wanted.shape[place], *(n for d, n in enumerate(wanted.shape) if d != place)]
-    return found.new_empty(sizes).movedim(0, place)
 
 
 def _only_splits(node: fx.Node, members: Collection[fx.Node]) -> bool:

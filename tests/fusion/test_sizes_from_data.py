@@ -240,3 +240,30 @@ def test_a_sum_over_chunks_of_the_last_chosen_token_is_not_an_error(caplog: pyte
     x, w = torch.randn(3, 9, 8), torch.tensor([True] * 5 + [False] * 4)
     torch.testing.assert_close(attngraph.compile(f, min_scores=0)(x, w), f(x, w))
     assert not [r for r in caplog.records if r.exc_info]
+
+
+def test_what_follows_a_fused_value_knows_the_sizes_that_it_knew() -> None:
+    """Chunks of chosen tokens: the fused result says their number by another formula."""
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        t = x[:1, w] @ WEIGHT
+        t = F.pad(t, (0, 0, 0, -t.shape[1] % 4)).unflatten(1, (-1, 4))
+        q, k, v = t.split(8, -1)
+        o = (q @ k.mT).softmax(-1) @ v
+        return o.masked_fill(o > 0, 0.0)
+
+    compiled = attngraph.compile(model, min_scores=0)
+    for chosen in (5, 8, 2):
+        x, w = torch.randn(2, 9, 8, dtype=torch.float64), torch.arange(9) < chosen
+        torch.testing.assert_close(compiled(x, w), model(x, w))
+    assert len(compiled.report.attention) == 1
+
+
+def test_a_call_that_is_an_error_where_data_tell_strides_is_the_models_error() -> None:
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        t = x[:, w]
+        return F.scaled_dot_product_attention(t, t, t[..., 0], is_causal=True)[..., :1, :]
+
+    x, w = torch.randn(2, 17, 8), torch.arange(17) < 9
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        attngraph.compile(model, min_scores=0)(x, w)

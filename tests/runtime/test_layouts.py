@@ -80,6 +80,21 @@ def test_what_reads_the_memory_of_weights_reads_the_models(name: str) -> None:
     assert len(compiled.report.attention) == 1
 
 
+def test_what_reads_the_memory_of_chosen_tokens_reads_the_models() -> None:
+    """The order of dimensions in memory is not read from a call in which one of them has no extent."""
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        t = x[:, w]
+        o = (t @ t.mT).softmax(-1) @ t[..., :1]
+        return (o + 1)[..., 1:, :].as_strided(o.shape[:1], (2,))
+
+    compiled = attngraph.compile(model, min_scores=0)
+    for chosen in (2, 4, 3, 7):
+        x, w = torch.randn(3, 9, 8, dtype=torch.float64), torch.arange(9) < chosen
+        torch.testing.assert_close(compiled(x, w), model(x, w))
+    assert len(compiled.report.attention) == 1
+
+
 class Results(nn.Module):
     def __init__(self, results: Callable[[Tensor, Any], Any]) -> None:
         super().__init__()

@@ -220,5 +220,7 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
     if free_unbacked_symbols(tensor):
         return ()
     hints = [s if isinstance(s, int) else s.node.hint for s in tensor.stride()]
+    if None in hints:  # strides may follow from data where sizes do not
+        return ()
     order = tuple(sorted(range(tensor.ndim), key=lambda d: (-hints[d], d)))
     return order if tensor.permute(order).is_contiguous() else ()

@@ -14,7 +14,7 @@ refused: a write is a result of it. Used by `trace.py`.
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -24,13 +24,16 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from attngraph.capture.lines import refused
 from attngraph.capture.program.exported import memory_order
 from attngraph.ir.graph import ProgramGraph, computed_from, infer_once, may_alias, op_name, source_of
-from attngraph.ir.graph.program_graph import RESULTS, replace_in_other_users
+from attngraph.ir.graph.program_graph import RESULTS, makes_a_size, measured_sizes, replace_in_other_users
 from attngraph.ir.walk import operands_first
-from attngraph.meaning.rule import ELEMENTWISE, category_of
+from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning.rule import ELEMENTWISE, Unliftable, category_of
 
 aten = torch.ops.aten
 _BY_ITSELF = frozenset({aten.linear.default, aten.addmm.default, aten.embedding.default})
 """Ops whose result lies in memory in one way, whatever their operands do."""
+_MEASURED = (8, 5, 3, 2)
+"""Numbers that stand for a size that only data know, until one fits the other sizes."""
 _EXPONENTIALS = frozenset({"softmax", "_softmax", "_safe_softmax", "exp", "logsumexp", "log_softmax"})
 
 
@@ -54,7 +57,7 @@ def hold_layouts(graph: ProgramGraph, memory: Sequence[int]) -> None:
         for operand in node.all_input_nodes if node.op == "call_function" else ():
             root = _allocated(operand)
             if root not in held and _may_move(root, scores) and _reads_memory(node, operand):
-                held[root] = _dense(root, node)
+                held[root] = _dense(root, node, graph.hints)
     for root, count in Counter(_allocated(n) for n in dict.fromkeys(results)).items():
         if count > 1 and _may_move(root, scores) and root not in scores:
             held.setdefault(root, memory_order(root.meta["val"]))
@@ -181,45 +184,68 @@ def _accepts(node: fx.Node, operand: fx.Node, order: list[int]) -> bool:
     return True
 
 
-def _dense(root: fx.Node, reader: fx.Node) -> tuple[int, ...]:
+def _dense(root: fx.Node, reader: fx.Node, hints: Mapping[str, int]) -> tuple[int, ...]:
     """The order of a value's dimensions in memory, for an op that reads it.
 
     Raises:
-        CaptureError: its elements do not fill its memory.
+        CaptureError: its elements do not fill its memory, or only data tell how they lie there.
     """
-    value = _in_eager(root)
-    order = memory_order(value)
-    if not order and value.ndim:
-        reason = f"{op_name(reader)} reads memory in which there are gaps between a tensor's elements"
-        raise refused(reason, source_of(reader))
+    value = _in_eager(root, hints)
+    order = () if value is None else memory_order(value)
+    if not order and root.meta["val"].ndim:
+        what = "in which there are gaps between a tensor's elements"
+        what = "where a tensor's elements lie as only data tell" if value is None else what
+        raise refused(f"{op_name(reader)} reads memory {what}", source_of(reader))
     return order
 
 
-def _in_eager(root: fx.Node) -> Tensor:
+def _in_eager(root: fx.Node, hints: Mapping[str, int]) -> Tensor | None:
     """A tensor that lies in memory as the value does in eager mode. For some operations torch tells a trace
     other strides (of `roll`, say), so those that the value is computed by run, on zeros. Where they cannot,
-    the trace is believed."""
+    the trace is believed. None where sizes follow from data, and no numbers for these show an order."""
 
     def operands(node: fx.Node) -> list[fx.Node]:
-        return node.all_input_nodes if node.op == "call_function" and node.target not in _BY_ITSELF else []
+        runs = node.op == "call_function" and node.target not in _BY_ITSELF and not makes_a_size(node)
+        return node.all_input_nodes if runs else []
 
+    order = operands_first([root], operands)
+    value: Tensor = root.meta["val"]
+    measured = {str(size) for node in order for size in measured_sizes(node)}
+    for number in _MEASURED if measured else (0,):
+        found = _run(order, operands, {**hints, **dict.fromkeys(measured, number)})
+        if not measured:
+            return value if found is None else found
+        # Dimensions of one element, or none, have no place in an order.
+        open_dims = [d for d, n in enumerate(value.shape) if not isinstance(n, int)]
+        if found is not None and all(found.shape[d] > 1 for d in open_dims):
+            return found
+    return None
+
+
+def _run(
+    order: Iterable[fx.Node], operands: Callable[[fx.Node], list[fx.Node]], sizes: Mapping[str, int]
+) -> Tensor | None:
+    """What the last of these nodes gives, on zeros of these sizes; None if it cannot be computed."""
     found: dict[fx.Node, Any] = {}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for node in operands_first([root], operands):
+            for node in order:
                 if operands(node):
                     args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
                     found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
                 else:
-                    found[node] = _zeros(node.meta["val"])
-    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
-        return root.meta["val"]  # type: ignore[no-any-return]
-    return found[root]  # type: ignore[no-any-return]
+                    found[node] = _zeros(node.meta["val"], sizes)
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, Unliftable):
+        return None
+    return found[node]  # type: ignore[no-any-return]
 
 
-def _zeros(value: Any) -> Any:
-    """What a trace has, with its sizes as they were in the call."""
+def _zeros(value: Any, sizes: Mapping[str, int]) -> Any:
+    """What a trace has, with these sizes."""
+    if isinstance(value, (list, tuple)):
+        return [_zeros(one, sizes) for one in value]
     if isinstance(value, Tensor):
-        sizes, strides = ([_zeros(n) for n in ns] for ns in (value.shape, value.stride()))
-        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device).zero_()
-    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+        shape, strides = ([_zeros(n, sizes) for n in ns] for ns in (value.shape, value.stride()))
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).zero_()
+    symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return evaluate_size(size_expression(value), sizes) if symbolic else value

@@ -277,6 +277,19 @@ def replace_in_other_users(node: fx.Node, made: fx.Node) -> None:
     node.replace_all_uses_with(made, lambda user: user is not made)
 
 
+def keep_sizes(old: fx.Node, new: fx.Node) -> None:
+    """Let a node that takes the place of an equal one have its sizes: what follows was inferred from these,
+    and other formulas of the same numbers need not be known to be equal."""
+    before = old.meta["val"]
+    if not isinstance(before, Tensor):
+        return
+    after = new.meta["val"]
+    if [str(n) for n in before.shape] != [str(n) for n in after.shape]:
+        with after.fake_mode:
+            about: dict[str, Any] = {"dtype": after.dtype, "device": after.device}
+            new.meta["val"] = torch.empty_strided(before.shape, after.stride(), **about)
+
+
 def is_size(node: fx.Node) -> bool:
     """Whether the node is a number (a size), not a tensor."""
     value = node.meta.get("val")

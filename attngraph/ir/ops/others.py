@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import is_contiguous_or_false
 
 from attngraph.ir.language import Environment, Tile, evaluate
 from attngraph.ir.ops.declare import Size, Sizes, declare, differentiated
@@ -43,10 +44,10 @@ def laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:
     if not order:
         return tensor
     dense = tensor.permute(*order)
-    if dense.is_contiguous():
+    if is_contiguous_or_false(dense):  # where sizes follow from data a trace cannot tell
         return tensor
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    return dense.contiguous().permute(inverse)
+    return dense.clone(memory_format=torch.contiguous_format).permute(inverse)
 
 
 @declare(plain=True)
