@@ -236,3 +236,15 @@ def test_a_model_that_asks_how_often_its_argument_was_written_to_runs_as_it_is(a
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for x in (torch.randn(2, 5, 8), torch.randn(2, 5, 8).add_(1)):
             torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_an_operation_in_pieces_reads_memory_whose_strides_are_of_other_sizes() -> None:
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        t = torch.cat([x[:, :1], x[:, w]], 1)
+        o = nn.functional.scaled_dot_product_attention(t, t, t[..., :1])
+        return torch.kron(o, o[..., :1, :])
+
+    compiled = attngraph.compile(model, min_scores=0)
+    for rows, tokens in ((2, 17), (4, 4), (3, 6)):
+        x, w = torch.randn(rows, tokens, 8, dtype=torch.float64), torch.arange(tokens) < 3
+        torch.testing.assert_close(compiled(x, w), model(x, w))

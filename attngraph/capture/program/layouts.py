@@ -235,17 +235,19 @@ def _run(
                     found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
                 else:
                     found[node] = _zeros(node.meta["val"], sizes)
-    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, Unliftable):
+    except (RuntimeError, ValueError, LookupError, TypeError, NotImplementedError, Unliftable):
         return None
     return found[node]  # type: ignore[no-any-return]
 
 
 def _zeros(value: Any, sizes: Mapping[str, int]) -> Any:
-    """What a trace has, with these sizes."""
+    """What a trace has, with the sizes of its call, and these where it has none."""
     if isinstance(value, (list, tuple)):
         return [_zeros(one, sizes) for one in value]
     if isinstance(value, Tensor):
         shape, strides = ([_zeros(n, sizes) for n in ns] for ns in (value.shape, value.stride()))
         return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).zero_()
-    symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-    return evaluate_size(size_expression(value), sizes) if symbolic else value
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    hint = value.node.hint
+    return evaluate_size(size_expression(value), sizes) if hint is None else hint
