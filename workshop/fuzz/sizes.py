@@ -159,7 +159,7 @@ def check(number: int) -> str:
                 word in text_of(number).split("def function")[1] for word in ("odd", "half", "bfloat16")
             )
             wrong = _difference(found, want, narrow)
-            if wrong:
+            if wrong and not _is_rounding(found, want, _answer(space["function"], x.double(), w, gradients)):
                 return f"call {place} of ({rows}, {tokens}): {wrong}"
             told = [m.reason for m in compiled.report.missed] if getattr(compiled, "report", None) else []
             faults.found += [reason for reason in told if "report it" in reason]
@@ -192,6 +192,20 @@ def _answer(function: Any, x: Tensor, w: Tensor, gradients: bool) -> Any:
         return [t.detach() for t in (*found, *grads)]
     except Exception as problem:
         return problem
+
+
+def _is_rounding(found: Any, want: Any, exact: Any) -> bool:
+    """Whether all three are answers alike, and `found` is at most twice as far from the exact as eager's."""
+    every = (found, want, exact)
+    if any(isinstance(one, Exception) for one in every) or len({len(one) for one in every}) > 1:
+        return False
+    for a, b, c in zip(found, want, exact, strict=True):
+        if not a.shape == b.shape == c.shape or a.dtype != b.dtype or not a.is_floating_point():
+            return False
+        error, allowed = ((t.double() - c).abs().max() for t in (a, b))
+        if not error <= 2 * allowed:
+            return False
+    return True
 
 
 def _difference(found: Any, want: Any, narrow: bool) -> str:
