@@ -7,6 +7,7 @@ model, torch.compile captures it in pieces, and each is compiled by attngraph.
 import dataclasses
 import functools
 import logging
+import time
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,6 +84,7 @@ class CompiledModule(ModelWrapper):
     _small: SmallCalls
     _paces: Paces
     _settling: int
+    _waited: float
     _forward: Callable[..., Any]
     _generate: Generate | None
 
@@ -103,7 +105,7 @@ class CompiledModule(ModelWrapper):
         self._fingerprints = Fingerprints(self._model)
         self._pieces = {}
         self._small, self._paces = SmallCalls(), Paces()
-        self._settling = 0
+        self._settling, self._waited = 0, 0.0
         self._forward = with_signature_of(self._model, self._run)
         self._generate = None
 
@@ -134,7 +136,9 @@ class CompiledModule(ModelWrapper):
         small = found.small_calls + self._small.count
         again = tuple(self._graphs.retraces.items())
         slower = self._paces.slower()
-        return dataclasses.replace(found, graphs=graphs, retraces=again, small_calls=small, slower=slower)
+        return dataclasses.replace(
+            found, graphs=graphs, retraces=again, small_calls=small, slower=slower, waited=self._waited
+        )
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if is_transformed():
@@ -155,11 +159,18 @@ class CompiledModule(ModelWrapper):
             require_fit(self._model, args, kwargs)
         except TypeError:
             return self._model(*args, **kwargs)  # raises the error that users know
+        start = time.perf_counter()
+        result = self._first(call)
+        self._waited = time.perf_counter() - start
+        return result
+
+    def _first(self, call: _Call) -> Any:
+        """The result of a call for which a graph is made, or pieces."""
         self._options.devices.require_filled(self._model)
         try:
             found = self._trace(call)
         except _Settling:
-            result = self._model(*args, **kwargs)
+            result = self._model(*call.args, **call.kwargs)
             self._trace(call, settled=True)
             return result
         if found is None:

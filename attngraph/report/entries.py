@@ -281,11 +281,12 @@ class PassRecord:
 class Entries:
     """All records of a compilation.
 
-    `numbers` says why torch could not vary sizes, so that calls with other sizes are compiled again.
-    `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that tracing
-    took. `small_calls`: how many calls ran the model itself because fusing gains nothing at their sizes.
-    `slower`: for sizes of calls at which the model itself was measured to be faster, milliseconds of the
-    graph and of the model.
+    `seconds` is what compiling took; `waited`, the last call that compiled, with what kernels compile when
+    they first run. `numbers` says why torch could not vary sizes, so that calls with other sizes are compiled
+    again. `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that
+    tracing took. `small_calls`: how many calls ran the model itself because fusing gains nothing at their
+    sizes. `slower`: for sizes of calls at which the model itself was measured to be faster, milliseconds of
+    the graph and of the model.
     `captured` is the graph as it was traced, as text, `code` the user's lines that it comes from, `programs`
     its token programs, equal ones once. `later` are results that are computed when somebody looks at them,
     not in the call. Where there are several graphs, `parts` has the entries of each,
@@ -314,11 +315,17 @@ class Entries:
     programs: tuple[TokenProgramEntry, ...] = ()
     later: tuple[LaterEntry, ...] = ()
     others: tuple[OtherEntry, ...] = ()
+    waited: float = 0.0
 
     @property
     def unfused(self) -> tuple[Missed, ...]:
         """What was missed and may be attention."""
         return tuple(m for m in self.missed if not m.is_routing)
+
+    def took(self) -> str:
+        """What compiling took, in words."""
+        waited = f", in a call that took {self.waited:.2f} s" if self.waited else ""
+        return f"compiled in {self.seconds:.2f} s{waited}"
 
     def counted(self) -> str:
         """How many of the places that look like attention were fused, in words."""

@@ -63,7 +63,7 @@ class CompileReport(Entries):
         return found
 
     def __str__(self) -> str:
-        lines = [f"attngraph: {self.counted()}, compiled in {self.seconds:.2f} s"]
+        lines = [f"attngraph: {self.counted()}, {self.took()}"]
         if self.taken_from:
             lines.append(f"  taken from {self.taken_from}; times and bytes are of the call that was compiled")
         if self.graphs == 0:

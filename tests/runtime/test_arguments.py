@@ -97,7 +97,10 @@ def test_the_report_has_the_time_of_capture_what_went_and_a_notebooks_form(x: Te
     compiled = attngraph.compile(attend)
     compiled(x)
     text = str(compiled.report)
-    assert compiled.report.seconds >= compiled.report.capture > 0
+    report = compiled.report
+    assert report.waited >= report.seconds >= report.capture > 0
+    first = f"compiled in {report.seconds:.2f} s, in a call that took {report.waited:.2f} s"
+    assert str(report).splitlines()[0].endswith(first)
     assert re.search(r"capture +\d+ ops +[\d.]+ ms", text)
     assert "no longer written: " in text
     assert compiled.report._repr_html_().startswith("<pre>attngraph: 1 of 1")

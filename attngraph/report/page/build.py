@@ -144,7 +144,7 @@ def _summary(report: Entries) -> list[Html]:
     words += ", captured in pieces" if report.breaks else ""
     graphs = f", {plural(report.graphs, 'graph')}" if report.graphs > 1 else ""
     state = "good" if not report.unfused and not report.breaks else "notice"
-    told = tag("strong", words, class_=state), f"{graphs}, compiled in {report.seconds:.2f} s."
+    told = tag("strong", words, class_=state), f"{graphs}, {report.took()}."
     return [tag("p", *told, class_="summary")]
 
 
