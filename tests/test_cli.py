@@ -377,7 +377,24 @@ def test_the_demo_says_how_long_it_takes(
     monkeypatch.setattr("attngraph.cli.demo.DEMO", ((TINY, 24),))
     assert cli.main(["demo", "--no-torch-compile", "--rounds", "1"]) == 0
     out, err = capsys.readouterr()
-    assert "2 of 2 softmax-like places fused" in out and "1 model(s), a few minutes" in err
+    assert "2 of 2 softmax-like places fused" in out and "1 model(s), a minute or two" in err
+
+
+@pytest.mark.parametrize("more", [[], ["--full"]])
+def test_the_demo_compares_with_inductor_only_in_full(
+    more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def spy(candidates: dict[str, Any], **_: Any) -> dict[str, Measurement]:
+        seen.extend(candidates)
+        return {name: Measurement(1.0, 1.0, 0) for name in candidates}
+
+    monkeypatch.setattr("attngraph.cli.compile.measure", spy)
+    monkeypatch.setattr("attngraph.cli.compile.CompiledModule", lambda model, _: attngraph.compile(model))
+    monkeypatch.setattr("attngraph.cli.demo.DEMO", ((TINY, 24),))
+    assert cli.main(["demo", "--rounds", "1", *more]) == 0
+    assert seen == ["eager", "attngraph", "torch.compile", *(["with inductor"] if more else [])]
 
 
 def test_what_is_measured_is_what_serves_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,7 @@ def _compile(commands: Any) -> None:
         help="write the report as one HTML page, with your code, measured times and weights",
     )  # fmt: skip
     one.add_argument("--strict", action="store_true", help="fail where something is not fused")
+    one.set_defaults(full=True)
     _how_to_compile(one)
 
 
@@ -117,7 +118,7 @@ def _bench(commands: Any) -> None:
         "The suites that compare attngraph with others are in its repository: python -m workshop --help.",
     )
     _target(bench, nargs="+")
-    bench.set_defaults(dump=None, page=None, strict=False)
+    bench.set_defaults(dump=None, page=None, strict=False, full=True)
     _how_to_compile(bench)
 
 
@@ -125,9 +126,10 @@ def _demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="two language models at real size on real text, and attention alone at 2048 tokens",
-        epilog="example: attngraph demo --no-torch-compile. It takes a few minutes on two cores, and says "
-        "what it does on standard error.",
+        epilog="example: attngraph demo --full. It takes a minute or two on two cores, and says on standard "
+        "error what it does.",
     )
+    demo.add_argument("--full", action="store_true", help="measure inductor=True too, twice the time")
     demo.set_defaults(batch=None, dump=None, page=None, strict=False)
     _how_to_compile(demo)
 

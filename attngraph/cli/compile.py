@@ -122,7 +122,7 @@ def _candidates(
     tell("torch.compile")
     reference = torch.compile(model)
     candidates["torch.compile"] = lambda: reference(*inputs)
-    if not options.inductor:
+    if options.full and not options.inductor:
         both = CompiledModule(model, make_options(backend=options.backend, inductor=True))
         tell("with inductor")
         both(*inputs)

@@ -21,8 +21,7 @@ def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("transformers") is None:
         _say('without GPT-2, which needs transformers: pip install "transformers>=5"')
         models = [model for model in models if model[0] != _OF_TRANSFORMERS]
-    shorter = "" if options.no_torch_compile else " (less with --no-torch-compile)"
-    _say(f"{len(models)} model(s), a few minutes on two cores{shorter}")
+    _say(f"{len(models)} model(s), {'a few minutes' if options.full else 'a minute or two'} on two cores")
     codes = []
     for number, (target, tokens) in enumerate(models, 1):
         _say(f"model {number} of {len(models)}, {target}")
