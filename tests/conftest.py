@@ -281,6 +281,7 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "sin": math.sin,
     "cos": math.cos,
     "erf": math.erf,
+    "atan": math.atan,
     "sign": lambda x: (x > 0) - (x < 0),
     "floor": _rounded(math.floor),
     "ceil": _rounded(math.ceil),

@@ -20,6 +20,7 @@ from attngraph.ir.language.token_derivative import is_own
 from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
 from attngraph.ir.ops.quantised import unpack
 from attngraph.meaning import Category, M, Meaning, Unliftable
+from attngraph.meaning.rules.composed import COMPOSED
 from attngraph.passes.fuse_token_wise.rows import Place, Rows
 from attngraph.passes.fuse_token_wise.windows import Windows
 from attngraph.passes.named import COMPENSATED, NAMED
@@ -102,6 +103,8 @@ class Formulas:
         )
         try:
             by_name = NAMED.get(str(node.target))
+            if by_name is None and str(node.target).removeprefix("aten.") in COMPOSED:
+                return None  # torch's own operation keeps more digits than its composition
             value = by_name(self.meaning, node, at) if by_name else self.meaning.element(node, at)
             value = self.windows.rewritten(self.meaning, value, rows[0], lambda n: self.rows.of(n) is None)
             value = E.rebuild(value, lambda n, args: self._of_own_row(n, args, place, rows))

@@ -53,8 +53,8 @@ def test_code_that_is_optimised_as_for_users_equals_the_reference(name: str, opt
     assert_results(kernel, call)
 
 
-UNARY = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "erf", "abs", "sign",
-         "floor", "ceil", "trunc", "round", "float", "int", "-", "not ")  # fmt: skip
+UNARY = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "erf", "atan", "abs",
+         "sign", "floor", "ceil", "trunc", "round", "float", "int", "-", "not ")  # fmt: skip
 BINARY = ("+", "-", "*", "/", "//", "%", "**", "<", "<=", "==", "!=", ">=", ">", "and", "or")
 ODD = torch.tensor([0.0, -0.0, 0.3, -0.3, 1.0, -1.0, 2.5, -2.5, 0.5, 1.5, 7.0, -7.0, 1e-4, 30.0, -30.0, 80.0])
 

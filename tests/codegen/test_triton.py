@@ -758,7 +758,7 @@ def test_every_helper_compiles(name: str, cache: Path) -> None:
     formulas = (
         "floor(r0[q]) + round(r0[q]) + trunc(r0[q])", "r0[q] // 0.7 + r0[q] % 0.3",
         "(k - q) // 3 + (k - q) % n0",
-        "abs(r0[q]) ** r0[q] + 2 ** s", "sin(s) + cos(s) + erf(s) + sigmoid(s) + rsqrt(abs(s) + 1)",
+        "abs(r0[q]) ** r0[q] + 2 ** s", "sin(s) + cos(s) + erf(s) + atan(s) + sigmoid(s) + rsqrt(abs(s) + 1)",
         "where(isnan(s), 0, sign(s)) + min(s, 3) + max(q, 3)", "r1[q] // 3 + int(s) % 5 + float(r2[b, k])",
     )  # fmt: skip
     text = ";".join(f"s = {formula}" for formula in formulas) + "; keep not r2[b, k] or r1[q] == k"

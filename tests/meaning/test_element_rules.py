@@ -395,6 +395,31 @@ ROWS: list[Row] = [
         )
     ],
     *[H(f"{n}.default", 2 * f(2, 3)) for n in ("silu", "expm1", "log_sigmoid", "leaky_relu", "hardtanh")],
+    *[
+        H(f"{n}.default", f(2, 3))
+        for n in ("erfc", "tan", "sinh", "cosh", "asinh", "atan", "sgn", "sinc", "gelu")
+    ],
+    *[H(f"{n}.default", f(2, 3) / 9) for n in ("asin", "acos", "atanh")],
+    *[H(f"{n}.default", 4 * f(2, 3)) for n in ("celu", "mish", "selu", "relu6", "hardsigmoid", "hardswish")],
+    *[H(f"{n}.default", f(2, 3)) for n in ("hardshrink", "softshrink", "deg2rad", "rad2deg")],
+    H("gelu.default", f(2, 3), approximate="tanh"),
+    H("celu.default", f(2, 3), 0.7),
+    H("softshrink.default", f(2, 3), 0.2),
+    H("threshold.default", f(2, 3), 0.1, -2.0),
+    H("logit.default", pos(2, 3) / 9),
+    H("logit.default", f(2, 3), 0.1),
+    H("log10.default", pos(2, 3)),
+    H("special_entr.default", f(2, 3)),
+    H("heaviside.default", torch.tensor([-1.0, 0.0, 2.0, math.nan], dtype=torch.float64), f(4)),
+    H("xlogy.Tensor", torch.tensor([0.0, 1.0, 2.0]), pos(3)),
+    H("special_xlog1py.default", torch.tensor([0.0, 1.0, 2.0]), pos(3)),
+    H("hypot.default", f(2, 3), f(3, seed=1)),
+    *[
+        H(f"{n}.default", torch.tensor([1.0, math.nan, 2.0]), torch.tensor([math.nan, 1.0, 3.0]))
+        for n in ("fmax", "fmin")
+    ],
+    H("copysign.Tensor", f(4), torch.tensor([-0.0, 0.0, -math.inf, 1.0])),
+    H("copysign.Scalar", f(4), -2.0),
     H("log1p.default", pos(2, 3)),
     H("isinf.default", torch.tensor([1.0, math.inf, -math.inf])),
     H("leaky_relu.default", 2 * f(2, 3), 0.2),

@@ -111,6 +111,7 @@ FUNCTIONS: dict[str, Operation] = {row.name: row for row in (
     _real("sin", "cos(x)", "sinf({0})", interval=(-1.0, 1.0)),
     _real("cos", "-sin(x)", "cosf({0})", interval=(-1.0, 1.0)),
     _real("erf", "1.1283791670955126 * exp(-(x * x))", "erf_({0})"),
+    _real("atan", "1.0 / (1.0 + x * x)", "atanf({0})", "atan({0})"),
     _rounding("floor", "floorf({0})", "tl.floor({0})"),
     _rounding("ceil", "ceilf({0})", "tl.ceil({0})"),
     _rounding("trunc", "truncf({0})", "truncate({0})"),

@@ -128,7 +128,8 @@ def _first(mask: Tensor) -> list[int]:
 
 def _instead(found: Tensor, wanted: Tensor, place: Sequence[int]) -> str:
     have, want = (t[tuple(place)].item() for t in (found, wanted))
-    return f"{have:.6g} instead of {want:.6g} at {list(place)}"
+    digits = 6 if f"{have:.6g}" != f"{want:.6g}" else 17
+    return f"{have:.{digits}g} instead of {want:.{digits}g} at {list(place)}"
 
 
 def largest(tensor: Tensor, where: Tensor | None = None) -> float:

@@ -58,7 +58,7 @@ def _unary(name: str) -> Callable[[Expr], Expr]:
     return lambda x: M.function(name, x)
 
 
-for _name in ("tanh", "sigmoid", "sin", "cos", "erf", "log2", "sign"):
+for _name in ("tanh", "sigmoid", "sin", "cos", "erf", "atan", "log2", "sign"):
     _register((f"{_name}.default",), _unary(_name), 1)
 _register(("log.default",), M.log, 1)
 _register(("sqrt.default",), _unary("sqrt"), 1)
@@ -86,6 +86,44 @@ _register(("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"
 _register(("masked_fill.Scalar", "masked_fill.Tensor"), lambda x, mask, value: M.where(mask, value, x), 3)
 
 
+def _asinh(x: Expr) -> Expr:
+    size = M.absolute(x)
+    return M.mul(M.function("sign", x), M.log(M.add(size, M.function("sqrt", M.add(M.mul(x, x), E.ONE)))))
+
+
+def _asin(x: Expr) -> Expr:
+    return M.function("atan", M.div(x, M.function("sqrt", M.sub(E.ONE, M.mul(x, x)))))
+
+
+def _atanh(x: Expr) -> Expr:
+    return M.mul(E.const(0.5), M.log(M.div(M.add(E.ONE, x), M.sub(E.ONE, x))))
+
+
+def _but_nan(choose: Callable[[Expr, Expr], Expr], x: Expr, y: Expr) -> Expr:
+    """The chosen one of two numbers, or that which is one."""
+    isnan = _unary("isnan")
+    return M.where(isnan(x), y, M.where(isnan(y), x, choose(x, y)))
+
+
+def _copysign(x: Expr, of: Expr) -> Expr:
+    """Negative where the other number is, minus zero too, whose reciprocal is minus infinity."""
+    size = M.absolute(x)
+    return M.where(M.or_(M.lt(of, E.ZERO), M.lt(M.recip(of), E.ZERO)), M.neg(size), size)
+
+
+_register(("erfc.default",), lambda x: M.sub(E.ONE, M.function("erf", x)), 1)
+_register(("log10.default",), lambda x: M.mul(E.const(1 / math.log(10)), M.log(x)), 1)
+_register(("tan.default",), lambda x: M.div(M.function("sin", x), M.function("cos", x)), 1)
+_register(("sinh.default",), lambda x: M.mul(E.const(0.5), M.sub(M.exp(x), M.exp(M.neg(x)))), 1)
+_register(("cosh.default",), lambda x: M.mul(E.const(0.5), M.add(M.exp(x), M.exp(M.neg(x)))), 1)
+_register(("atanh.default",), _atanh, 1)
+_register(("asinh.default",), _asinh, 1)
+_register(("asin.default",), _asin, 1)
+_register(("acos.default",), lambda x: M.sub(E.const(math.pi / 2), _asin(x)), 1)
+_register(("hypot.default",), lambda x, y: M.function("sqrt", M.add(M.mul(x, x), M.mul(y, y))), 2)
+_register(("fmax.default",), lambda x, y: _but_nan(_maximum, x, y), 2)
+_register(("fmin.default",), lambda x, y: _but_nan(_minimum, x, y), 2)
+_register(_names("copysign"), _copysign, 2)
 _register(("silu.default",), lambda x: M.mul(x, M.function("sigmoid", x)), 1)
 _register(("log1p.default",), lambda x: M.log(M.add(E.ONE, x)), 1)
 _register(("expm1.default",), lambda x: M.sub(M.exp(x), E.ONE), 1)

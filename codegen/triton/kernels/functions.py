@@ -1,6 +1,6 @@
 """Small functions that kernels may call. A kernel's source contains those that it calls.
 
-Triton has no floor division, hyperbolic tangent or rounding to even, and these must agree with
+Triton has no floor division, hyperbolic or inverse tangent, or rounding to even, and these must agree with
 `ir/language/evaluate.py` both interpreted and compiled.
 """
 
@@ -48,6 +48,19 @@ def tanh(x):
 def tanh_half(x):
     """By exp(2x); absolute error below 2e-7, which 16-bit operands cannot see."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+
+
+@triton.jit
+def atan(x):
+    """By a polynomial up to 1 (Abramowitz & Stegun 4.4.49, error below 2e-8), above by that of 1 / x."""
+    size = tl.abs(x)
+    y = tl.where(size > 1, 1.0 / size, size)
+    y2 = y * y
+    p = -0.0752896400 + y2 * (0.0429096138 + y2 * (-0.0161657367 + y2 * 0.0028662257))
+    p = -0.3333314528 + y2 * (0.1999355085 + y2 * (-0.1420889944 + y2 * (0.1065626393 + y2 * p)))
+    y += y * y2 * p
+    y = tl.where(size > 1, 1.5707963267948966 - y, y)
+    return tl.where(x < 0, -y, y)
 
 
 @triton.jit

@@ -112,7 +112,7 @@ def test_integers_may_need_64_bits() -> None:
 # With one key the log-sum-exp of a row is its score, so every number a formula gives can be seen.
 FORMULAS = [
     "exp(x)", "exp2(x)", "log(abs(x) + 1)", "log2(abs(x) + 0.5)", "tanh(x)", "tanh(x / 20)",
-    "sigmoid(x)", "sqrt(abs(x))", "rsqrt(abs(x) + 0.1)", "sin(x)", "cos(x)", "erf(x)", "abs(x)",
+    "sigmoid(x)", "sqrt(abs(x))", "rsqrt(abs(x) + 0.1)", "sin(x)", "cos(x)", "erf(x)", "atan(x)", "abs(x)",
     "sign(x)", "floor(x)", "ceil(x)", "trunc(x)", "round(x)", "round(x * 2) / 2", "-x", "x - -x",
     "min(x, 0.5)", "max(x, i / 3)", "where(x > 0, x, i)", "where(isnan(log(x)), -1.0, x)",
     "float(i) / 2", "int(x) + i", "x ** 2", "x ** 3", "2 ** x", "0.5 ** (x / 2)", "abs(x) ** x",
