@@ -65,7 +65,7 @@ def verify(
         torch.manual_seed(seed)
         matched = match(reference, candidate, rename)
         if matched.problem:
-            return Verdict("cannot be compared", (Difference("weights", matched.problem),))
+            return Verdict("cannot be compared", (Difference("weights", matched.problem),), seed=seed)
         sides = matched.reference, matched.candidate
         entries, notes = _attentions(sides, calls[0])
         pairs = paired(*entries)
@@ -81,10 +81,12 @@ def verify(
         notes.append(f"the budget of {budget:g} s ended before every size was tried")
     differences = tuple(d for d in (found.difference, *differing) if d is not None)
     if not found.tried:
-        return Verdict("cannot be compared", (Difference("call", found.refused),), (), tuple(notes))
+        return Verdict(
+            "cannot be compared", (Difference("call", found.refused),), notes=tuple(notes), seed=seed
+        )
     word = "differs" if differences else "equal"
     told = (*matched.notes, *notes, *found.notes())
-    return Verdict(word, differences, tuple(pairs), told, found.tried, found.worst)
+    return Verdict(word, differences, tuple(pairs), told, found.tried, found.worst, seed)
 
 
 def _calls(inputs: Any) -> list[Call]:
@@ -170,9 +172,10 @@ class _Numbers:
         if (
             not self.tried
         ):  # beside the calls that are compared: a compiled side does not compile under a mode
+            given = pytree.tree_map_only(Tensor, self._operand(0.0), call)  # widening does not round
             with _Narrowest() as met:
-                self._run(0, call)
-                self._run(1, call)
+                self._run(0, given)
+                self._run(1, given)
             self.narrowest = max(self.narrowest, met.unit)
         self.tried += 1
         if len(found) != len(wanted):

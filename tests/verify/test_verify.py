@@ -98,6 +98,13 @@ def test_a_fault_is_noticed(name: str) -> None:
     assert verdict.json()["status"] == "differs"
 
 
+def test_floating_arguments_are_no_rounding() -> None:
+    """An epsilon of a norm, seen through arguments that were given in float32."""
+    x = (torch.randn(3, 8),)
+    assert not attngraph.verify(nn.LayerNorm(8, eps=1e-6), nn.LayerNorm(8, eps=1.1e-6), x, budget=5)
+    assert attngraph.verify(nn.LayerNorm(8), nn.LayerNorm(8), x, budget=5)
+
+
 class Joined(nn.Module):
     """The same block in other words: torch's own attention, a mask of numbers, complex rotations."""
 
