@@ -7,6 +7,7 @@ moves when its operands move by 1e-12.
 """
 
 import copy
+import dataclasses
 import itertools
 import random
 import re
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attngraph.api import drawn
 from attngraph.api.arguments import require_model
 from attngraph.api.compile import explain
 from attngraph.api.matched import Matched, match
@@ -35,6 +37,7 @@ of the answer's largest element, or a unit of that dtype."""
 SIZES = (1, 2, 3, 5, 8, 17, 130)
 """Extents that are tried beside those of the call."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Results = list[tuple[str, Tensor]]
 
 
 def verify(
@@ -69,14 +72,15 @@ def verify(
         sides = matched.reference, matched.candidate
         entries, notes = _attentions(sides, calls[0])
         pairs = paired(*entries)
-        differing, said = by_meaning(pairs, [len(side) for side in entries])
+        differing, said = by_meaning(pairs, [len(side) for side in entries], _tensors(calls[0]))
         notes += said
         named = {int(n) for e in itertools.chain(*entries) for n in re.findall(r"\b\d+\b", e.program)}
         found = _Numbers(matched, gradients, random.Random(seed))
         for call in calls:
-            for wanted in _sizes(call, named):
-                if found.difference is None and time.monotonic() - start < budget:
-                    found.compare(call, wanted)
+            for wanted, manner in _tries(call, named, found.chosen):
+                first = not found.tried + found.skipped  # it is compared whatever the budget
+                if found.difference is None and (first or time.monotonic() - start < budget):
+                    found.compare(_varied(call, wanted, manner, found.chosen))
     if time.monotonic() - start >= budget:
         notes.append(f"the budget of {budget:g} s ended before every size was tried")
     differences = tuple(d for d in (found.difference, *differing) if d is not None)
@@ -109,24 +113,33 @@ def _attentions(sides: Sequence[Any], call: Call) -> tuple[list[list[AttentionEn
         entries: list[AttentionEntry] = []
         try:
             with torch.no_grad():
-                entries = list(explain(side, *call[0], **call[1]).attention)
+                report = explain(side, *call[0], **call[1])
+            entries = list(report.attention)
+            if report.breaks:  # a piece has arguments of its own
+                entries = [_in_a_piece(e) for e in entries]
         except (CaptureError, TypeError, RuntimeError) as problem:
             notes.append(f"the {name} is compared by number alone: {first_line(problem)}")
         found.append(entries)
     return found, notes
 
 
+def _in_a_piece(entry: AttentionEntry) -> AttentionEntry:
+    return dataclasses.replace(entry, reads=tuple(f"{read} of a piece" for read in entry.reads))
+
+
 # --- by number ---
 
 
-def _sizes(call: Call, named: set[int]) -> Iterator[dict[int, int]]:
-    """Extents to be replaced, and by what: first none, then one at a time, the most telling first."""
-    yield {}
-    tensors = [t for t in pytree.tree_leaves(call) if isinstance(t, Tensor)]
+def _tries(call: Call, named: set[int], chosen: random.Random) -> Iterator[tuple[dict[int, int], str]]:
+    """Extents to be replaced, and by what, and in which manner masks and positions are drawn: first the call
+    as it is given, then each manner, then one extent at a time, the most telling first."""
+    tensors = _tensors(call)
+    manners = list(dict.fromkeys(m for t in tensors for m in drawn.manners_of(t)))
+    yield from (({}, manner) for manner in ("", *manners))
     extents = dict.fromkeys(n for t in tensors for n in t.shape[: -1 if t.is_floating_point() else None])
     near = sorted(n + more for n in named for more in (0, 1) if 1 < n + more <= 600)
     for other in dict.fromkeys((*SIZES, *near)):
-        yield from ({n: other} for n in extents if n != other)
+        yield from (({n: other}, chosen.choice(["", *manners])) for n in extents if n != other)
 
 
 class _Numbers:
@@ -141,29 +154,32 @@ class _Numbers:
         self.difference: Difference | None = None
         self.tried, self.skipped, self.worst, self.refused = 0, 0, 0.0, ""
         self.exact, self.narrowest = True, 0.0
+        self.apart = False
+        """Whether the two differ at tokens that a mask hides, whose results are not compared then."""
 
     def notes(self) -> list[str]:
         skipped = (
             f"; the reference takes no other {self.skipped} size(s) that were tried" if self.skipped else ""
         )
         how = "in float64" if self.exact else "in the dtypes that are given, as one side takes no float64"
-        return [f"{self.tried} call(s) compared {how}{skipped}"]
+        apart = ["they differ at tokens that a mask hides, whose own results are not compared"] * self.apart
+        return [f"{self.tried} call(s) compared {how}{skipped}", *apart]
 
-    def compare(self, call: Call, sizes: Mapping[int, int]) -> None:
-        call = _varied(call, sizes, self.chosen)
+    def compare(self, call: Call, real: Tensor | None = None) -> None:
+        """Compare a call. `real`: the tokens whose results are compared, bool `[batch, tokens]`."""
         about = ", ".join(f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in _tensors(call))
         try:
-            wanted = self._run(0, call)
+            wanted = self._run(0, call, real=real)
         except Exception as problem:
             self.skipped += 1
             self.refused = f"the reference refuses the call: {first_line(problem)}"
             return
         try:
-            found = self._run(1, call)
+            found = self._run(1, call, real=real)
         except Exception as problem:
             if self.exact and not self.tried:  # a kernel may take no float64
                 self.exact = False
-                self.compare(call, {})
+                self.compare(call)
                 return
             self.difference = Difference(
                 "call", f"the candidate refuses a call with {about}: {first_line(problem)}"
@@ -183,12 +199,23 @@ class _Numbers:
             self.difference = Difference("results", said)
             return
         by = max(MOVED, self.narrowest / 2)
-        moved = [self._run(side, call, by) for side in (0, 1)]
+        moved = [self._run(side, call, by, real) for side in (0, 1)]
+        worst, self.difference = self.worst, self._difference(call, about, wanted, found, moved)
+        if self.difference is not None and real is None:
+            hidden = next((h for h in drawn.hidden_by(_tensors(call)) if self._hides(call, h)), None)
+            if hidden is not None:
+                self.tried, self.difference, self.worst = self.tried - 1, None, worst
+                self.compare(call, ~hidden)
+                self.apart |= self.difference is None
+
+    def _difference(
+        self, call: Call, about: str, wanted: Results, found: Results, moved: Sequence[Results]
+    ) -> Difference | None:
+        """The first result that is off by more than rounding. `moved`: both sides' with operands moved."""
         for (name, a), (_, b), *near in zip(wanted, found, *moved, strict=True):
             if a.shape != b.shape or not torch.equal(_not_finite(a), _not_finite(b)):
                 what = "another shape" if a.shape != b.shape else "NaN or infinities in other places"
-                self.difference = Difference("values", f"{name} has {what}, called with {about}")
-                return
+                return Difference("values", f"{name} has {what}, called with {about}")
             error, scale = _apart(a, b), float(a[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
             spread = sum(_apart(x, y) for x, (_, y) in zip((a, b), near, strict=True))
             allowed = ROUNDINGS * spread + max(LEAST, self.narrowest) * scale
@@ -197,30 +224,50 @@ class _Numbers:
                 said = (
                     f"{name} is off by {error:.1e} (values up to {scale:.1e}, rounding up to {allowed:.0e})"
                 )
-                self.difference = Difference(
-                    "values", f"{said}, called with {about}", enters=self._enters(call)
-                )
-                return
+                return Difference("values", f"{said}, called with {about}", enters=self._enters(call))
+        return None
 
-    def _run(self, side: int, call: Call, by: float = 0.0) -> list[tuple[str, Tensor]]:
-        """The results of one side, and gradients, by name. `by`: how far operands are moved."""
+    def _hides(self, call: Call, hidden: Tensor) -> bool:
+        """Whether these tokens are hidden: the reference's results for the others do not change with them."""
+        changed = False
+
+        def other(tensor: Tensor) -> Tensor:
+            nonlocal changed
+            if drawn.manners_of(tensor) or tensor.ndim < 2 or tensor.shape[:2] != hidden.shape:
+                return tensor
+            torch.manual_seed(self.chosen.randrange(1 << 30))
+            changed = True
+            place = hidden.view(*hidden.shape, *[1] * (tensor.ndim - 2))
+            return torch.where(place, drawn.like(tensor, list(tensor.shape), ""), tensor)
+
+        again = pytree.tree_map_only(Tensor, other, call)
+        if not changed:
+            return False
+        one, two = (self._run(0, c, real=~hidden, gradients=False) for c in (call, again))
+        return _alike([t for _, t in one], [t for _, t in two])
+
+    def _run(
+        self, side: int, call: Call, by: float = 0.0, real: Tensor | None = None, gradients: bool = True
+    ) -> Results:
+        """The results of one side, and gradients, by name. `by`: how far operands are moved. `real`: tokens
+        that alone are kept of results that have them."""
         plain = self.matched.reference, self.matched.candidate
         model: Any = self.wide[side] if self.exact else plain[side]
         args, kwargs = pytree.tree_map_only(Tensor, self._operand(by), call)
         given = [t for t in _tensors((args, kwargs)) if t.requires_grad]
         weights = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
         with torch.set_grad_enabled(self.gradients), _moved(weights.values(), by):
-            results = tensors_of(model(*args, **kwargs))
+            results = [_kept(r, real) for r in tensors_of(model(*args, **kwargs))]
             self.narrowest = max(self.narrowest, *(u for u in map(_unit, results) if u < 1.0), 0.0)
             found = [(f"result {n}", r.detach().double()) for n, r in enumerate(results)]
             flows = [r for r in results if r.requires_grad]
             total = [(r * torch.linspace(-1, 1, r.numel(), dtype=r.dtype).view(r.shape)).sum() for r in flows]
-            names = [w for w in self.matched.weights if self.gradients]
-            leaves = [*given, *(weights[w[side]] for w in names)]
+            names = [w for w in self.matched.weights if self.gradients and gradients]
+            leaves = [*(given if gradients else []), *(weights[w[side]] for w in names)]
             grads: Sequence[Tensor | None] = [None] * len(leaves)
             if flows and leaves:
                 grads = torch.autograd.grad(total, leaves, allow_unused=True)
-        said = [*(f"argument {n}" for n in range(len(given))), *(w[0] for w in names)]
+        said = [*(f"argument {n}" for n in range(len(leaves) - len(names))), *(w[0] for w in names)]
         zeros = (torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads, strict=True))
         return found + [
             (f"the gradient of {n}", g.detach().double()) for n, g in zip(said, zeros, strict=True)
@@ -252,6 +299,13 @@ def _in_float64(side: Any) -> Any:
 
 def _tensors(call: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+
+
+def _kept(result: Tensor, real: Tensor | None) -> Tensor:
+    """A result with 0 for the tokens that are not real."""
+    if real is None or result.ndim < 2 or result.shape[:2] != real.shape:
+        return result
+    return torch.where(real.view(*real.shape, *[1] * (result.ndim - 2)), result, 0)
 
 
 def _not_finite(tensor: Tensor) -> Tensor:
@@ -305,21 +359,17 @@ class _moved:
             weight.data = before
 
 
-def _varied(call: Call, sizes: Mapping[int, int], chosen: random.Random) -> Call:
-    """A call of other sizes and, where these are other ones, other values of the same kind."""
+def _varied(call: Call, sizes: Mapping[int, int], manner: str, chosen: random.Random) -> Call:
+    """A call of other sizes and, where these are other ones or the manner asks for it, other values."""
 
     def other(tensor: Tensor) -> Tensor:
-        kept = tensor.ndim - 1 if tensor.is_floating_point() else tensor.ndim
+        plain = tensor.is_floating_point() and not drawn.is_mask_of_numbers(tensor)
+        kept = tensor.ndim - 1 if plain else tensor.ndim
         shape = [sizes.get(n, n) if d < kept else n for d, n in enumerate(tensor.shape)]
-        if not sizes or not tensor.numel():
+        if not sizes and manner not in drawn.manners_of(tensor):
             return tensor
         torch.manual_seed(chosen.randrange(1 << 30))
-        if tensor.is_floating_point():
-            spread = float(tensor.std()) if tensor.numel() > 1 else 1.0
-            return torch.randn(shape, dtype=tensor.dtype) * spread
-        if tensor.dtype == torch.bool:
-            return torch.rand(shape) < tensor.float().mean()
-        return torch.randint(int(tensor.min()), int(tensor.max()) + 1, shape, dtype=tensor.dtype)
+        return drawn.like(tensor, shape, manner)
 
     found: Call = pytree.tree_map_only(Tensor, other, call)
     return found
