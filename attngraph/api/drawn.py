@@ -41,13 +41,17 @@ def manners_of(tensor: Tensor) -> tuple[str, ...]:
     return HIDING if tensor.ndim > 0 and (is_flags(tensor) or is_mask_of_numbers(tensor)) else ()
 
 
-def hidden_by(call: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Tokens that a mask of the call may hide, bool `[batch, tokens]`: either value may be the hiding one."""
-    for tensor in call:
+def hidden_by(call: Sequence[Tensor], example: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens that a mask of the call may hide, bool `[batch, tokens]`, with the mask and one that hides
+    nothing. False and very low numbers hide; of flags that are never set in the example, those that are."""
+    for tensor, own in zip(call, example, strict=True):
         if tensor.ndim > 1 and (is_flags(tensor) or is_mask_of_numbers(tensor)):
-            flags = tensor == 0 if tensor.is_floating_point() else tensor.bool()
-            rows = flags.reshape(flags.shape[0], -1, flags.shape[-1])
-            yield from (h for h in (~rows.any(1), ~(~rows).any(1)) if h.any())
+            of_numbers = tensor.is_floating_point()
+            open_ = 0.0 if of_numbers else float(own.bool().any())
+            rows = (tensor == open_).reshape(tensor.shape[0], -1, tensor.shape[-1])
+            hidden = ~rows.any(1)
+            if (hidden.any(1) & ~hidden.all(1)).any():
+                yield hidden, tensor, torch.full_like(tensor, open_)
 
 
 def like(tensor: Tensor, shape: list[int], manner: str) -> Tensor:
@@ -83,7 +87,7 @@ def _positions(tensor: Tensor, shape: list[int], manner: str) -> Tensor:
 
 def _flags(flags: Tensor, shape: list[int], manner: str) -> Tensor:
     """The flags that are given, where they have this shape, else others that are as often set; a part of each
-    row, at one end, or the last row has the rarer value."""
+    row, at one end, has the rarer value, or the last row as a whole."""
     usual, last = bool(flags.float().mean() >= 0.5), shape[-1]
     if list(flags.shape) == shape:
         found = flags.clone()
@@ -97,7 +101,7 @@ def _flags(flags: Tensor, shape: list[int], manner: str) -> Tensor:
     many = torch.randint(1, max(2, last), rows)
     hidden = place >= last - many if manner == HIDING[0] else place < many
     if manner == HIDING[2] and rows[0] > 1:
-        hidden = (torch.arange(rows[0]).view(rows) == rows[0] - 1).expand(*rows[:-1], last)
+        hidden = hidden | (torch.arange(rows[0]).view(rows) == rows[0] - 1)
     elif last == 1:
         return found
     return torch.where(hidden.expand(shape), not usual, found)

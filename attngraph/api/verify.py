@@ -80,7 +80,7 @@ def verify(
             for wanted, manner in _tries(call, named, found.chosen):
                 first = not found.tried + found.skipped  # it is compared whatever the budget
                 if found.difference is None and (first or time.monotonic() - start < budget):
-                    found.compare(_varied(call, wanted, manner, found.chosen))
+                    found.compare(_varied(call, wanted, manner, found.chosen), call)
     if time.monotonic() - start >= budget:
         notes.append(f"the budget of {budget:g} s ended before every size was tried")
     differences = tuple(d for d in (found.difference, *differing) if d is not None)
@@ -165,8 +165,9 @@ class _Numbers:
         apart = ["they differ at tokens that a mask hides, whose own results are not compared"] * self.apart
         return [f"{self.tried} call(s) compared {how}{skipped}", *apart]
 
-    def compare(self, call: Call, real: Tensor | None = None) -> None:
-        """Compare a call. `real`: the tokens whose results are compared, bool `[batch, tokens]`."""
+    def compare(self, call: Call, example: Call, real: Tensor | None = None) -> None:
+        """Compare a call. `example`: of what kind it is. `real`: the tokens whose results are compared, bool
+        `[batch, tokens]`."""
         about = ", ".join(f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in _tensors(call))
         try:
             wanted = self._run(0, call, real=real)
@@ -179,7 +180,7 @@ class _Numbers:
         except Exception as problem:
             if self.exact and not self.tried:  # a kernel may take no float64
                 self.exact = False
-                self.compare(call)
+                self.compare(call, example)
                 return
             self.difference = Difference(
                 "call", f"the candidate refuses a call with {about}: {first_line(problem)}"
@@ -202,10 +203,11 @@ class _Numbers:
         moved = [self._run(side, call, by, real) for side in (0, 1)]
         worst, self.difference = self.worst, self._difference(call, about, wanted, found, moved)
         if self.difference is not None and real is None:
-            hidden = next((h for h in drawn.hidden_by(_tensors(call)) if self._hides(call, h)), None)
+            maybe = drawn.hidden_by(_tensors(call), _tensors(example))
+            hidden = next((m[0] for m in maybe if self._hides(call, *m)), None)
             if hidden is not None:
                 self.tried, self.difference, self.worst = self.tried - 1, None, worst
-                self.compare(call, ~hidden)
+                self.compare(call, example, ~hidden)
                 self.apart |= self.difference is None
 
     def _difference(
@@ -227,8 +229,10 @@ class _Numbers:
                 return Difference("values", f"{said}, called with {about}", enters=self._enters(call))
         return None
 
-    def _hides(self, call: Call, hidden: Tensor) -> bool:
-        """Whether these tokens are hidden: the reference's results for the others do not change with them."""
+    def _hides(self, call: Call, hidden: Tensor, mask: Tensor, none: Tensor) -> bool:
+        """Whether a mask hides these tokens: the reference's results for the others do not change with them,
+        but do with a mask that hides nothing (`none`), and one that hides all is not the same as that. Of two
+        documents that do not see each other, none is hidden."""
         changed = False
 
         def other(tensor: Tensor) -> Tensor:
@@ -241,10 +245,15 @@ class _Numbers:
             return torch.where(place, drawn.like(tensor, list(tensor.shape), ""), tensor)
 
         again = pytree.tree_map_only(Tensor, other, call)
-        if not changed:
+        closed = mask.flatten()[(mask != none).flatten()][0]
+        masked = [_with(call, mask, m) for m in (none, torch.full_like(mask, closed.item()))]
+        try:
+            one, two, opened, shut = (
+                [t for _, t in self._run(0, c, real=~hidden, gradients=False)] for c in (call, again, *masked)
+            )
+        except Exception:  # the reference takes no such mask: nothing is known of it
             return False
-        one, two = (self._run(0, c, real=~hidden, gradients=False) for c in (call, again))
-        return _alike([t for _, t in one], [t for _, t in two])
+        return changed and _alike(one, two) and not _alike(opened, shut) and not _alike(one, opened)
 
     def _run(
         self, side: int, call: Call, by: float = 0.0, real: Tensor | None = None, gradients: bool = True
@@ -299,6 +308,12 @@ def _in_float64(side: Any) -> Any:
 
 def _tensors(call: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+
+
+def _with(call: Call, old: Tensor, new: Tensor) -> Call:
+    """A call with a tensor in place of another."""
+    found: Call = pytree.tree_map_only(Tensor, lambda tensor: new if tensor is old else tensor, call)
+    return found
 
 
 def _kept(result: Tensor, real: Tensor | None) -> Tensor:

@@ -103,3 +103,29 @@ def test_arguments_of_pieces_are_not_those_of_the_call() -> None:
 
     verdict = attngraph.verify(in_pieces, in_pieces, (X, ALL), budget=2)
     assert verdict and "2 attention(s) read tensors that are not known to be the same" in str(verdict)
+
+
+def test_documents_that_do_not_see_each_other_are_not_hidden() -> None:
+    """An error in one of two documents alone counts, as does one where nothing is hidden."""
+
+    def packed(x: Tensor, documents: Tensor) -> Tensor:
+        same = documents[:, None] == documents[:, :, None]
+        return (x @ x.mT).masked_fill(~same, -torch.inf).softmax(-1) @ x
+
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]] * 2)
+    for wrong in (0, 1):
+        verdict = attngraph.verify(
+            packed,
+            lambda x, d, w=wrong: packed(x, d) * (1 + 0.1 * (d == w))[..., None],
+            (X, documents),
+            budget=5,
+        )
+        assert verdict.status == "differs", wrong
+    for scale in (0.5, 1.0):
+        verdict = attngraph.verify(
+            attend,
+            lambda x, m, s=scale: attend(x, m) * torch.where(m, s, 1.5 - s)[..., None],
+            (X, ALL),
+            budget=5,
+        )
+        assert verdict.status == ("differs" if scale == 0.5 else "equal"), str(verdict)
