@@ -98,8 +98,8 @@ def _source(module: str) -> str:
 
 
 def row_of(name: str, module: str, fault: Fault, budget: float) -> Row:
-    """What comes of a fault: "noticed", "not noticed", "refused" (the changed model cannot be built, called or
-    compared), "no fault", or "not run" (the call does not come to its line). `names`: as `_named` says."""
+    """What comes of a fault: "noticed", "not noticed", "refused" (the changed model cannot be built, called
+    or compared), "no fault", or "not run" (the call does not come to its line). `names`: as `_named` says."""
     row = {"class": name, "module": module, "rule": fault.rule, "line": fault.line, "before": fault.before,
            "after": fault.after}  # fmt: skip
     reference, inputs = build(name)
@@ -124,7 +124,8 @@ def row_of(name: str, module: str, fault: Fault, budget: float) -> Row:
 
 
 def _named(verdict: attngraph.Verdict, module: str, fault: Fault, model: nn.Module) -> str:
-    """ "line", or "function" where another line of it, or the module whose code it is, is named, or ""."""
+    """What is named: "line"; "function" where another line of it, or the module whose code it is, is;
+    "module" where another module is, which may call it; or ""."""
     file = f"{module.rpartition('.')[2]}.py:"
     lines = [
         int(source.rpartition(":")[2]) for d in verdict.differences for source in (d.reference, d.candidate)
@@ -137,7 +138,7 @@ def _named(verdict: attngraph.Verdict, module: str, fault: Fault, model: nn.Modu
     code = [inspect.unwrap(forward).__code__ for forward in modules]
     own = any(fault.function[0] <= c.co_firstlineno <= fault.function[1] and
               c.co_filename.endswith(file[:-1]) for c in code)  # fmt: skip
-    return "function" if within or own else ""
+    return "function" if within or own else "module" if modules else ""
 
 
 def build(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -207,6 +208,6 @@ def counts(rows: Sequence[Row]) -> dict[str, int]:
     """How many faults there are of each verdict, and of those noticed how many are named how."""
     found = collections.Counter(row["verdict"] for row in rows)
     named = collections.Counter(
-        f"names {row['names'] or 'neither'}" for row in rows if row["verdict"] == "noticed"
+        f"names {row['names'] or 'nothing'}" for row in rows if row["verdict"] == "noticed"
     )
     return {**found, **named}
