@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from attngraph.api.verdict import Verdict
     from attngraph.testing import Checked
 
 MOST_LINES = 60
@@ -51,6 +52,15 @@ class Attn:
         made = Checked(model, args, kwargs, self._folder(), self._goldens, self._update)
         self._found.append(made)
         return made
+
+    def verify(
+        self, reference: Callable[..., Any], candidate: Callable[..., Any], inputs: Any, **options: Any
+    ) -> "Verdict":
+        """Assert that `candidate` computes what `reference` does (`attngraph.testing.verify`)."""
+        __tracebackhide__ = True
+        from attngraph.testing import verify
+
+        return verify(reference, candidate, inputs, **options)
 
 
 @pytest.fixture

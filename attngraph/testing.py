@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from attngraph.api import compile as api
+from attngraph.api.verdict import Verdict
+from attngraph.api.verify import verify as compare_sides
 from attngraph.errors import meant
 from attngraph.ir.language.parser import parse
 from attngraph.meaning.check import comparison
@@ -40,6 +42,22 @@ def compile(model: Callable[..., Any], *args: Any, **kwargs: Any) -> "Checked":
     """
     with tempfile.TemporaryDirectory(prefix="attngraph-") as folder:
         return Checked(model, args, kwargs, Path(folder), Path("golden"))
+
+
+def verify(
+    reference: Callable[..., Any], candidate: Callable[..., Any], inputs: Any, **options: Any
+) -> Verdict:
+    """Assert that `candidate` computes what `reference` does. `inputs`, `options` and what is returned
+    are those of `attngraph.verify`.
+
+    Raises:
+        AssertionError: they differ, or cannot be compared; the text is the verdict.
+    """
+    __tracebackhide__ = True
+    verdict = compare_sides(reference, candidate, inputs, **options)
+    if not verdict:
+        raise AssertionError(f"expected a candidate that computes what the reference does.\n\n{verdict}")
+    return verdict
 
 
 class Checked:

@@ -334,6 +334,17 @@ def test_the_other_documented_examples_run(project: pytest.Pytester) -> None:
     differs.stdout.fnmatch_lines(["*-*keep k >= q - 63 and k <= q", "*+*keep k >= q - 64 and k <= q"])
 
 
+def test_a_port_that_differs_fails_with_the_verdict(project: pytest.Pytester) -> None:
+    run(project, "test_port.py").assert_outcomes(passed=1)
+    test = project.path / "test_port.py"
+    test.write_text(test.read_text().replace("LocalAttention(),", "LocalAttention(window=3),", 1))
+    result = run(project, "test_port.py")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*expected a candidate that computes*", "*differs: result 0*", "*from 4 tokens on*"]
+    )
+
+
 def test_the_example_without_pytest_runs(project: pytest.Pytester) -> None:
     exec(compile(FILES["my_model.py"], "my_model.py", "exec"), names := {"__name__": "my_model"})
     code = FILES["anywhere.py"].replace("from my_model import LocalAttention\n", "")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attngraph.api import drawn
 from attngraph.api.verdict import Difference
 from attngraph.ir.language import Environment, ScoreProgram, Tile, evaluate, parse
 from attngraph.report.entries import AttentionEntry
@@ -31,15 +32,19 @@ def paired(mine: Sequence[AttentionEntry], theirs: Sequence[AttentionEntry]) -> 
     return [(mine[b.a + n], theirs[b.b + n]) for b in blocks for n in range(b.size)]
 
 
-def by_meaning(pairs: Sequence[Pair], counts: Sequence[int]) -> tuple[list[Difference], list[str]]:
-    """Where the programs of pairs differ, and what was not compared. `counts`: of attentions, by side."""
+def by_meaning(
+    pairs: Sequence[Pair], counts: Sequence[int], call: Sequence[Tensor]
+) -> tuple[list[Difference], list[str]]:
+    """Where the programs of pairs differ, and what was not compared. Equal ones that read different tensors
+    are not the same. `counts`: of attentions, by side. `call`: the tensors of the call."""
     found: list[Difference] = []
     notes: list[str] = []
     unread = 0
     for number, (a, b) in enumerate(pairs, start=1):
-        if a.program == b.program and (a.heads, a.kv_heads) == (b.heads, b.kv_heads):
+        comparable = _comparable(a, b)
+        if comparable and a.program == b.program and (a.heads, a.kv_heads) == (b.heads, b.kv_heads):
             continue
-        where = _first_difference(a, b) if _comparable(a, b) else None
+        where = _first_difference(a, b, call) if comparable else None
         unread += where is None
         if where:
             about = f"attention {number} differs {where}"
@@ -66,17 +71,16 @@ def _comparable(a: AttentionEntry, b: AttentionEntry) -> bool:
         return False
     if not any(p.reads for p in programs):
         return True
-    whole = not any(e.name.startswith("L[") for e in (a, b))
     given = {*a.reads} == {*b.reads} and all(read.endswith(" of the arguments") for read in a.reads)
-    plain = not any(p.places and _reads_by_reads(p) for p in programs)
-    return whole and given and plain
+    same = a.program != b.program or a.reads == b.reads
+    return given and same and not any(p.places and _reads_by_reads(p) for p in programs)
 
 
 def _reads_by_reads(program: ScoreProgram) -> bool:
     return any(re.search(r"\br\d", str(index)) for _, _, index in program.places)
 
 
-def _first_difference(a: AttentionEntry, b: AttentionEntry) -> str | None:
+def _first_difference(a: AttentionEntry, b: AttentionEntry, call: Sequence[Tensor]) -> str | None:
     """The first number of tokens at which two programs give the last of them other weights; "" for none.
     None: they read an argument in different shapes."""
     if a.heads != b.heads:
@@ -88,18 +92,21 @@ def _first_difference(a: AttentionEntry, b: AttentionEntry) -> str | None:
         tile = Tile((0, 1), (0, a.heads), (tokens - 1, tokens), (0, tokens))
         bare = Environment(tile, (), (), torch.float64, torch.device("cpu"))
         dot = torch.randn(tile.shape, dtype=torch.float64) * a.head_dim**0.5
-        drawn = _drawn((a, b), programs, bare)
-        if len(drawn) < len({*a.reads, *b.reads}):
+        given = _given((a, b), programs, bare, call)
+        if len(given) < len({*a.reads, *b.reads}):
             return None
         scores, weights = [], []
         for entry, program in zip((a, b), programs, strict=True):
-            reads = [drawn[name] for name in entry.reads]
+            reads = [given[name] for name in entry.reads]
             env = Environment(tile, reads, (), bare.dtype, bare.device)
             scores.append(evaluate.scores(program, dot, env))
             weights.append(evaluate.weights(program, _normalised(program, scores[-1], env), env, dot))
         apart = ~torch.isclose(weights[0], weights[1], rtol=1e-9, atol=1e-12, equal_nan=True)
+        low = [s <= drawn.LOW for s in scores]
+        if given:  # a query for which a mask hides every key has no result that means anything
+            apart &= ~(low[0] & low[1]).all(-1, keepdim=True)
         if apart.any():
-            hidden = (scores[0] == -torch.inf) != (scores[1] == -torch.inf)
+            hidden = low[0] != low[1]
             _, head, _, key = (hidden if hidden.any() else apart).nonzero()[0].tolist()
             what = (
                 "one hides this key, the other does not"
@@ -118,8 +125,10 @@ def _normalised(program: ScoreProgram, scores: Tensor, env: Environment) -> Tens
     return torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
 
 
-def _drawn(pair: Pair, programs: Sequence[ScoreProgram], env: Environment) -> dict[str, Tensor]:
-    """Zeros and ones for each argument that one of two programs reads, by its name."""
+def _given(
+    pair: Pair, programs: Sequence[ScoreProgram], env: Environment, call: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """A tensor for each argument that one of two programs reads, by its name, of the kind of its own."""
     extents: dict[str, list[int]] = {}
     for entry, program in zip(pair, programs, strict=True):
         for read, axis, index in program.places:
@@ -129,4 +138,6 @@ def _drawn(pair: Pair, programs: Sequence[ScoreProgram], env: Environment) -> di
                 return {}
             last = torch.as_tensor(evaluate.evaluate(index, env, {})).max()
             shape[axis] = max(shape[axis], int(last) + 1)
-    return {name: torch.randint(2, shape).double() for name, shape in extents.items()}
+    own = {name: call[int(name.split()[1])] for name in extents}
+    kinds = {name: next(iter(drawn.manners_of(own[name])), "") for name in extents}
+    return {name: drawn.like(own[name], shape, kinds[name]).double() for name, shape in extents.items()}

@@ -5,6 +5,9 @@ from typing import Any
 
 from attngraph.report.entries import AttentionEntry
 
+STATUSES = ("equal", "differs", "cannot be compared")
+"""Every status of a verdict; the number of each is the exit code of `attngraph verify`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
@@ -37,11 +40,12 @@ class Verdict:
     """True where everything that was compared is equal.
 
     Attributes:
-        status: "equal", "differs", or "cannot be compared".
+        status: one of `STATUSES`.
         differences: what differs, or why nothing can be compared.
         attentions: the attentions of both sides, in pairs.
         notes: what was compared, and how.
         tried: how many calls were compared. worst: the largest error, in units of the allowed one.
+        seed: with which `attngraph.verify` repeats the run.
     """
 
     status: str
@@ -50,6 +54,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
     tried: int = 0
     worst: float = 0.0
+    seed: int = 0
 
     def __bool__(self) -> bool:
         return self.status == "equal"
@@ -65,9 +70,9 @@ class Verdict:
         return "\n".join(lines)
 
     def json(self) -> dict[str, Any]:
-        """The verdict as data, with these fields."""
+        """The verdict as data. The fields stay: later versions may add some."""
         return {
             "status": self.status, "differences": [dataclasses.asdict(d) for d in self.differences],
             "attentions": [[a.program, b.program] for a, b in self.attentions], "notes": list(self.notes),
-            "tried": self.tried, "worst": self.worst,
+            "tried": self.tried, "worst": self.worst, "seed": self.seed,
         }  # fmt: skip

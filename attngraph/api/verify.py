@@ -2,39 +2,27 @@
 
 First by meaning: the attentions of both are compared as score programs, at sizes that no call has, too. Then
 by number: in float64 where both can, for sizes around those of the call and around every number that a
-program names. What two spellings of one formula may differ by is measured: by how far each side's own answer
-moves when its operands move by 1e-12.
+program names (`by_number`).
 """
 
-import copy
+import dataclasses
 import itertools
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.api.arguments import require_model
+from attngraph.api.by_number import Call, Numbers, tensors_in, tries, varied
 from attngraph.api.compile import explain
-from attngraph.api.matched import Matched, match
+from attngraph.api.matched import match
 from attngraph.api.same_programs import by_meaning, paired
 from attngraph.api.verdict import Difference, Verdict
 from attngraph.errors import CaptureError, first_line
 from attngraph.report.entries import AttentionEntry
-from attngraph.runtime.verify import tensors_of
-
-MOVED, ROUNDINGS, LEAST = 1e-12, 32.0, 1e-11
-"""How far operands are moved, relatively, or half a unit in the last place of the narrowest dtype to which a
-side rounds; how many times as far as that moves an answer two equal ones may lie apart; and at least so much
-of the answer's largest element, or a unit of that dtype."""
-SIZES = (1, 2, 3, 5, 8, 17, 130)
-"""Extents that are tried beside those of the call."""
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def verify(
@@ -65,26 +53,29 @@ def verify(
         torch.manual_seed(seed)
         matched = match(reference, candidate, rename)
         if matched.problem:
-            return Verdict("cannot be compared", (Difference("weights", matched.problem),))
+            return Verdict("cannot be compared", (Difference("weights", matched.problem),), seed=seed)
         sides = matched.reference, matched.candidate
         entries, notes = _attentions(sides, calls[0])
         pairs = paired(*entries)
-        differing, said = by_meaning(pairs, [len(side) for side in entries])
+        differing, said = by_meaning(pairs, [len(side) for side in entries], tensors_in(calls[0]))
         notes += said
         named = {int(n) for e in itertools.chain(*entries) for n in re.findall(r"\b\d+\b", e.program)}
-        found = _Numbers(matched, gradients, random.Random(seed))
+        found = Numbers(matched, gradients, random.Random(seed))
         for call in calls:
-            for wanted in _sizes(call, named):
-                if found.difference is None and time.monotonic() - start < budget:
-                    found.compare(call, wanted)
+            for wanted, manner in tries(call, named, found.chosen):
+                first = not found.tried + found.skipped  # it is compared whatever the budget
+                if found.difference is None and (first or time.monotonic() - start < budget):
+                    found.compare(varied(call, wanted, manner, found.chosen), call)
     if time.monotonic() - start >= budget:
         notes.append(f"the budget of {budget:g} s ended before every size was tried")
     differences = tuple(d for d in (found.difference, *differing) if d is not None)
     if not found.tried:
-        return Verdict("cannot be compared", (Difference("call", found.refused),), (), tuple(notes))
+        return Verdict(
+            "cannot be compared", (Difference("call", found.refused),), notes=tuple(notes), seed=seed
+        )
     word = "differs" if differences else "equal"
     told = (*matched.notes, *notes, *found.notes())
-    return Verdict(word, differences, tuple(pairs), told, found.tried, found.worst)
+    return Verdict(word, differences, tuple(pairs), told, found.tried, found.worst, seed)
 
 
 def _calls(inputs: Any) -> list[Call]:
@@ -107,247 +98,15 @@ def _attentions(sides: Sequence[Any], call: Call) -> tuple[list[list[AttentionEn
         entries: list[AttentionEntry] = []
         try:
             with torch.no_grad():
-                entries = list(explain(side, *call[0], **call[1]).attention)
+                report = explain(side, *call[0], **call[1])
+            entries = list(report.attention)
+            if report.breaks:  # a piece has arguments of its own
+                entries = [_in_a_piece(e) for e in entries]
         except (CaptureError, TypeError, RuntimeError) as problem:
             notes.append(f"the {name} is compared by number alone: {first_line(problem)}")
         found.append(entries)
     return found, notes
 
 
-# --- by number ---
-
-
-def _sizes(call: Call, named: set[int]) -> Iterator[dict[int, int]]:
-    """Extents to be replaced, and by what: first none, then one at a time, the most telling first."""
-    yield {}
-    tensors = [t for t in pytree.tree_leaves(call) if isinstance(t, Tensor)]
-    extents = dict.fromkeys(n for t in tensors for n in t.shape[: -1 if t.is_floating_point() else None])
-    near = sorted(n + more for n in named for more in (0, 1) if 1 < n + more <= 600)
-    for other in dict.fromkeys((*SIZES, *near)):
-        yield from ({n: other} for n in extents if n != other)
-
-
-class _Numbers:
-    """Compares calls of both sides. Stops at the first difference."""
-
-    def __init__(self, matched: Matched, gradients: bool, chosen: random.Random) -> None:
-        self.matched, self.gradients, self.chosen = matched, gradients, chosen
-        self.wide = [_in_float64(side) for side in (matched.reference, matched.candidate)]
-        modules = [m for m in (matched.reference, matched.candidate, *self.wide) if isinstance(m, nn.Module)]
-        for weight in (w for m in modules for w in m.parameters() if w.is_floating_point()):
-            weight.requires_grad_(gradients)
-        self.difference: Difference | None = None
-        self.tried, self.skipped, self.worst, self.refused = 0, 0, 0.0, ""
-        self.exact, self.narrowest = True, 0.0
-
-    def notes(self) -> list[str]:
-        skipped = (
-            f"; the reference takes no other {self.skipped} size(s) that were tried" if self.skipped else ""
-        )
-        how = "in float64" if self.exact else "in the dtypes that are given, as one side takes no float64"
-        return [f"{self.tried} call(s) compared {how}{skipped}"]
-
-    def compare(self, call: Call, sizes: Mapping[int, int]) -> None:
-        call = _varied(call, sizes, self.chosen)
-        about = ", ".join(f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in _tensors(call))
-        try:
-            wanted = self._run(0, call)
-        except Exception as problem:
-            self.skipped += 1
-            self.refused = f"the reference refuses the call: {first_line(problem)}"
-            return
-        try:
-            found = self._run(1, call)
-        except Exception as problem:
-            if self.exact and not self.tried:  # a kernel may take no float64
-                self.exact = False
-                self.compare(call, {})
-                return
-            self.difference = Difference(
-                "call", f"the candidate refuses a call with {about}: {first_line(problem)}"
-            )
-            return
-        if (
-            not self.tried
-        ):  # beside the calls that are compared: a compiled side does not compile under a mode
-            with _Narrowest() as met:
-                self._run(0, call)
-                self._run(1, call)
-            self.narrowest = max(self.narrowest, met.unit)
-        self.tried += 1
-        if len(found) != len(wanted):
-            said = f"it returns {len(found)} tensors instead of {len(wanted)}"
-            self.difference = Difference("results", said)
-            return
-        by = max(MOVED, self.narrowest / 2)
-        moved = [self._run(side, call, by) for side in (0, 1)]
-        for (name, a), (_, b), *near in zip(wanted, found, *moved, strict=True):
-            if a.shape != b.shape or not torch.equal(_not_finite(a), _not_finite(b)):
-                what = "another shape" if a.shape != b.shape else "NaN or infinities in other places"
-                self.difference = Difference("values", f"{name} has {what}, called with {about}")
-                return
-            error, scale = _apart(a, b), float(a[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
-            spread = sum(_apart(x, y) for x, (_, y) in zip((a, b), near, strict=True))
-            allowed = ROUNDINGS * spread + max(LEAST, self.narrowest) * scale
-            self.worst = max(self.worst, error / allowed if allowed else float(error > 0))
-            if error > allowed:
-                said = (
-                    f"{name} is off by {error:.1e} (values up to {scale:.1e}, rounding up to {allowed:.0e})"
-                )
-                self.difference = Difference(
-                    "values", f"{said}, called with {about}", enters=self._enters(call)
-                )
-                return
-
-    def _run(self, side: int, call: Call, by: float = 0.0) -> list[tuple[str, Tensor]]:
-        """The results of one side, and gradients, by name. `by`: how far operands are moved."""
-        plain = self.matched.reference, self.matched.candidate
-        model: Any = self.wide[side] if self.exact else plain[side]
-        args, kwargs = pytree.tree_map_only(Tensor, self._operand(by), call)
-        given = [t for t in _tensors((args, kwargs)) if t.requires_grad]
-        weights = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-        with torch.set_grad_enabled(self.gradients), _moved(weights.values(), by):
-            results = tensors_of(model(*args, **kwargs))
-            self.narrowest = max(self.narrowest, *(u for u in map(_unit, results) if u < 1.0), 0.0)
-            found = [(f"result {n}", r.detach().double()) for n, r in enumerate(results)]
-            flows = [r for r in results if r.requires_grad]
-            total = [(r * torch.linspace(-1, 1, r.numel(), dtype=r.dtype).view(r.shape)).sum() for r in flows]
-            names = [w for w in self.matched.weights if self.gradients]
-            leaves = [*given, *(weights[w[side]] for w in names)]
-            grads: Sequence[Tensor | None] = [None] * len(leaves)
-            if flows and leaves:
-                grads = torch.autograd.grad(total, leaves, allow_unused=True)
-        said = [*(f"argument {n}" for n in range(len(given))), *(w[0] for w in names)]
-        zeros = (torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads, strict=True))
-        return found + [
-            (f"the gradient of {n}", g.detach().double()) for n, g in zip(said, zeros, strict=True)
-        ]
-
-    def _operand(self, by: float) -> Callable[[Tensor], Tensor]:
-        def operand(tensor: Tensor) -> Tensor:
-            if not tensor.is_floating_point():
-                return tensor
-            wide = tensor.detach().to(torch.float64 if self.exact else tensor.dtype)
-            return _nudged(wide, by).requires_grad_(self.gradients)
-
-        return operand
-
-    def _enters(self, call: Call) -> str:
-        """The first module of the same name whose result differs although what it was given is equal."""
-        if not self.exact:
-            return ""
-        seen = [_recorded(side, pytree.tree_map_only(Tensor, self._operand(0.0), call)) for side in self.wide]
-        for name, (given, result) in seen[0].items():
-            if name in seen[1] and _alike(given, seen[1][name][0]) and not _alike(result, seen[1][name][1]):
-                return name
-        return ""
-
-
-def _in_float64(side: Any) -> Any:
-    return copy.deepcopy(side).double() if isinstance(side, nn.Module) else side
-
-
-def _tensors(call: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
-
-
-def _not_finite(tensor: Tensor) -> Tensor:
-    """NaN and infinities as they are, and 0 for numbers."""
-    return torch.where(tensor.isfinite(), 0.0, tensor).nan_to_num(nan=0.5, posinf=1.0, neginf=-1.0)
-
-
-def _apart(a: Tensor, b: Tensor) -> float:
-    both = a.isfinite() & b.isfinite()
-    return float((a - b)[both].abs().max()) if both.any() else 0.0
-
-
-def _nudged(tensor: Tensor, by: float) -> Tensor:
-    return tensor * (1 + by * (2 * torch.rand_like(tensor) - 1)) if by else tensor
-
-
-class _Narrowest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Meets what a call computes. `unit`: the last place of the narrowest dtype to which it rounds."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.unit = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        units = [u for u in map(_unit, _tensors((args, kwargs, result))) if u < 1.0]
-        if units and min(units) < max(
-            units
-        ):  # it rounds to, or computes with what was rounded to, a narrower one
-            self.unit = max(self.unit, *units)
-        return result
-
-
-def _unit(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 1.0
-
-
-class _moved:
-    """Weights moved by a relative amount within the block."""
-
-    def __init__(self, weights: Any, by: float) -> None:
-        self.weights, self.by = list(weights) if by else [], by
-
-    def __enter__(self) -> None:
-        self.before = [w.detach().clone() for w in self.weights]
-        for weight in self.weights:
-            weight.data = _nudged(weight.data, self.by)
-
-    def __exit__(self, *_: object) -> None:
-        for weight, before in zip(self.weights, self.before, strict=True):
-            weight.data = before
-
-
-def _varied(call: Call, sizes: Mapping[int, int], chosen: random.Random) -> Call:
-    """A call of other sizes and, where these are other ones, other values of the same kind."""
-
-    def other(tensor: Tensor) -> Tensor:
-        kept = tensor.ndim - 1 if tensor.is_floating_point() else tensor.ndim
-        shape = [sizes.get(n, n) if d < kept else n for d, n in enumerate(tensor.shape)]
-        if not sizes or not tensor.numel():
-            return tensor
-        torch.manual_seed(chosen.randrange(1 << 30))
-        if tensor.is_floating_point():
-            spread = float(tensor.std()) if tensor.numel() > 1 else 1.0
-            return torch.randn(shape, dtype=tensor.dtype) * spread
-        if tensor.dtype == torch.bool:
-            return torch.rand(shape) < tensor.float().mean()
-        return torch.randint(int(tensor.min()), int(tensor.max()) + 1, shape, dtype=tensor.dtype)
-
-    found: Call = pytree.tree_map_only(Tensor, other, call)
-    return found
-
-
-def _recorded(model: Any, call: Call) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-    """What each module was given and returned in a call, in the order in which they returned."""
-    found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-    if not isinstance(model, nn.Module):
-        return found
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_: Any, args: Any, kwargs: Any, result: Any) -> None:
-            found.setdefault(name, (_tensors((args, kwargs)), tensors_of(result)))
-
-        return hook
-
-    hooks = [m.register_forward_hook(keep(n), with_kwargs=True) for n, m in model.named_modules() if n]
-    try:
-        with torch.no_grad():
-            model(*call[0], **call[1])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-def _alike(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    pairs = [(a.detach(), b.detach()) for a, b in zip(mine, theirs, strict=False)]
-    return len(mine) == len(theirs) and all(
-        a.shape == b.shape and (not a.is_floating_point() or _apart(a, b) <= 1e-9 * float(a.abs().max()))
-        for a, b in pairs
-        if a.numel()
-    )
+def _in_a_piece(entry: AttentionEntry) -> AttentionEntry:
+    return dataclasses.replace(entry, reads=tuple(f"{read} of a piece" for read in entry.reads))

@@ -3,8 +3,8 @@
 Arguments are in `arguments.py`, which imports no torch; a command's file is imported when the command is
 run, by its `run(options)`, which returns the exit code. Results go to standard output, progress to standard
 error. Exit codes: 0 success; 1 a negative result (the compiled model does not agree with the eager one,
-something was not fused under --strict, a bisection found a pass); 2 the command or its arguments cannot be
-used; 130 interrupted.
+something was not fused under --strict, a bisection found a pass, two models differ); 2 the command or its
+arguments cannot be used, or two models cannot be compared; 130 interrupted.
 """
 
 import importlib

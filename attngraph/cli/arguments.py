@@ -26,7 +26,8 @@ TARGET is package.module:NAME or path/file.py:NAME. NAME is a function that retu
 may take batch and tokens; or a model, or its class, as in "lm.py:LM(width=64)", for which inputs are
 made. hf:FOLDER is a checkpoint of transformers.
 Results go to standard output, progress to standard error; every command has --json.
-exit codes: 0 all good; 1 the answer is no (not equal to eager, not fused under --strict); 2 the command
+exit codes: 0 all good; 1 the answer is no (not equal to eager or to the reference, not fused under
+--strict); 2 the command
 or what it was given cannot be used; 130 interrupted.
 Measurements of attngraph itself and fuzzing are in its repository: python -m workshop --help.
 """
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--version", action="version", version=f"attngraph {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_compile, _demo, _export, _inspect, _opt, _bisect, _show, _bench, _cache, _plan):
+    for add in (_compile, _demo, _export, _inspect, _opt, _bisect, _show, _bench, _cache, _plan, _verify):
         add(commands)
     return made
 
@@ -82,10 +83,10 @@ def quantity(text: str) -> float:
 POSITIVE = at_least(1)
 
 
-def _target(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+def _target(parser: argparse.ArgumentParser, nargs: str | None = None, name: str = "target") -> None:
     """The arguments that name a target and the sizes of its example."""
     parser.add_argument(
-        "target",
+        name,
         nargs=nargs,
         help="package.module:NAME or path/file.py:NAME of a function, a class or a model; or hf:FOLDER",
     )
@@ -174,6 +175,30 @@ def _own_passes(command: argparse.ArgumentParser) -> None:
         "--add", action="append", default=[], metavar="PASS[@BEFORE]",
         help="a pass of yours, as mine.py:DropOnes before select-kernels, or mine.py:DropOnes@merge-heads",
     )  # fmt: skip
+
+
+def _verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="whether two models compute the same: a port, say, and what was ported",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: attngraph verify attngraph.models.targets:tiny_decoder_lm port.py:LM --tokens 24\n"
+        "Both are called with the reference's inputs. exit codes: 0 equal; 1 they differ; 2 they cannot be\n"
+        "compared, or a target cannot be used.",
+    )
+    _target(verify, name="reference")
+    verify.add_argument("candidate", help="what is compared with it, named in the same way")
+    verify.add_argument(
+        "--rename", type=Path, metavar="FILE",
+        help="JSON: the name of the reference's weight for each of the candidate's that differs",
+    )  # fmt: skip
+    verify.add_argument("--no-gradients", action="store_true", help="compare results alone")
+    verify.add_argument("--seed", type=int, default=0, help="repeats a run (default 0)")
+    verify.add_argument(
+        "--budget", type=at_least(0, float), default=60.0, metavar="S",
+        help="seconds after which nothing new is tried (default 60)",
+    )  # fmt: skip
+    verify.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _export(commands: Any) -> None:

@@ -31,6 +31,18 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
     Raises:
         TargetError: it cannot be imported, does not exist, or is something else.
     """
+    made, inputs = load_side(name, **sizes)
+    if inputs is None:
+        return made, _example(made, name, sizes.get("batch") or 1, sizes.get("tokens") or TOKENS)
+    return made, inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def load_side(name: str, **sizes: int | None) -> tuple[Any, Any]:
+    """The model that a target names, and the inputs that its function returns; None where it returns none.
+
+    Raises:
+        TargetError: it cannot be imported, does not exist, or is something else.
+    """
     given = {k: v for k, v in sizes.items() if v is not None}
     where, _, attribute = name.partition("(")[0].rpartition(":")
     if not where or not attribute:
@@ -39,13 +51,12 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
     if made is None:
         made, unknown = _made(name, object_named(f"{where}:{attribute}"), given)
     if isinstance(made, nn.Module):
-        return made, _example(made, name, given.get("batch", 1), given.get("tokens", TOKENS))
+        return made, None
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         raise TargetError(f"{name} must return a model, or (model, inputs); it returned {_kind(made)}.")
     if unknown:
         raise TargetError(f"{name} takes no {' and no '.join(unknown)}, and returns inputs of its own.")
-    model, inputs = made
-    return model, inputs if isinstance(inputs, tuple) else (inputs,)
+    return made
 
 
 def _made(name: str, found: Any, sizes: dict[str, int]) -> tuple[Any, list[str]]:

@@ -98,6 +98,13 @@ def test_a_fault_is_noticed(name: str) -> None:
     assert verdict.json()["status"] == "differs"
 
 
+def test_floating_arguments_are_no_rounding() -> None:
+    """An epsilon of a norm, seen through arguments that were given in float32."""
+    x = (torch.randn(3, 8),)
+    assert not attngraph.verify(nn.LayerNorm(8, eps=1e-6), nn.LayerNorm(8, eps=1.1e-6), x, budget=5)
+    assert attngraph.verify(nn.LayerNorm(8), nn.LayerNorm(8), x, budget=5)
+
+
 class Joined(nn.Module):
     """The same block in other words: torch's own attention, a mask of numbers, complex rotations."""
 
@@ -182,17 +189,22 @@ def test_programs_that_read_the_same_argument_are_compared_at_all_sizes() -> Non
 def test_a_sink_of_another_size_is_a_difference_of_the_programs() -> None:
     (entry,) = attngraph.explain(Padded(4), *PADDED).attention
     one, other = (dataclasses.replace(entry, program=f"s = dot\nsink {n}", reads=()) for n in (0.5, 0.6))
-    (difference,), _ = by_meaning([(one, other)], (1, 1))
+    (difference,), _ = by_meaning([(one, other)], (1, 1), PADDED)
     assert "from 1 tokens on: query 0, key 0, head 0: they weigh this key differently" in difference.about
-    assert by_meaning([(one, one)], (1, 1)) == ([], [])
+    assert by_meaning([(one, one)], (1, 1), PADDED) == ([], [])
 
 
 def test_programs_that_read_other_arguments_or_shapes_are_said_to_be_compared_by_number() -> None:
     (entry,) = attngraph.explain(Padded(4), *PADDED).attention
-    first, second = "1 of the arguments", "2 of the arguments"
+    first, second = "tensor 0 of the arguments", "tensor 1 of the arguments"
     alone = dataclasses.replace(entry, program="s = dot + r0[q, k]", reads=(first,))
-    for program, reads in (("s = dot + r0[k]", (first,)), ("s = 2 * dot + r0[q, k]", (second,))):
-        found, notes = by_meaning([(alone, dataclasses.replace(entry, program=program, reads=reads))], (1, 1))
+    for program, reads in (
+        ("s = dot + r0[k]", (first,)),
+        ("s = 2 * dot + r0[q, k]", (second,)),
+        (alone.program, (second,)),
+    ):
+        other = dataclasses.replace(entry, program=program, reads=reads)
+        found, notes = by_meaning([(alone, other)], (1, 1), PADDED)
         assert not found and "compared by number alone" in notes[0]
 
 
@@ -269,3 +281,8 @@ def test_what_is_no_call_is_refused() -> None:
         attngraph.verify(nn.Linear, torch.sin, (torch.randn(3),))
     verdict = attngraph.verify(lambda x: x @ x, torch.sin, (torch.randn(3, 4),))
     assert verdict.status == "cannot be compared" and "the reference refuses the call" in str(verdict)
+
+
+def test_the_call_that_is_given_is_compared_whatever_the_budget() -> None:
+    verdict = attngraph.verify(torch.sin, torch.sin, (torch.randn(3),), budget=0)
+    assert verdict and verdict.tried == 1 and "the budget of 0 s ended" in str(verdict)
