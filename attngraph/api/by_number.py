@@ -5,6 +5,7 @@ operands move by 1e-12.
 """
 
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.api import drawn
 from attngraph.api.matched import Matched
+from attngraph.api.parting import parts_at
 from attngraph.api.verdict import Difference
 from attngraph.errors import first_line
 from attngraph.runtime.verify import tensors_of
@@ -126,7 +128,8 @@ class Numbers:
                 said = (
                     f"{name} is off by {error:.1e} (values up to {scale:.1e}, rounding up to {allowed:.0e})"
                 )
-                return Difference("values", f"{said}, called with {about}", enters=self._enters(call))
+                said = f"{said}, called with {about}"
+                return Difference("values", said, *self._lines(call), enters=self._enters(call))
         return None
 
     def _hides(self, call: Call, hidden: Tensor, mask: Tensor, none: Tensor) -> bool:
@@ -200,6 +203,14 @@ class Numbers:
             if name in seen[1] and _alike(given, seen[1][name][0]) and not _alike(result, seen[1][name][1]):
                 return name
         return ""
+
+    def _lines(self, call: Call) -> tuple[str, str]:
+        """The line of each side at which values part."""
+        if not self.exact:
+            return "", ""
+        args, kwargs = pytree.tree_map_only(Tensor, self._operand(0.0), call)
+        sides = (functools.partial(side, *args, **kwargs) for side in self.wide)
+        return parts_at(*sides, unit=self.narrowest)
 
 
 def _in_float64(side: Any) -> Any:

@@ -13,7 +13,7 @@ STATUSES = ("equal", "differs", "cannot be compared")
 class Difference:
     """One difference: its `kind` ("weights", "call", "results", "values", "program") and `about`, a sentence;
     for a program both lines of the user's code and both programs; for values the module in which it enters,
-    where modules of both sides have the same names."""
+    where modules of both sides have the same names, and the lines of both at which values part."""
 
     kind: str
     about: str
@@ -27,6 +27,9 @@ class Difference:
         lines = [self.about]
         if self.enters:
             lines.append(f"  enters in {self.enters}: what it is given is equal, what it returns is not")
+        if self.candidate and not self.other:
+            at = f"{self.candidate} of the candidate, {self.reference or 'no line'} of the reference"
+            lines.append(f"  values part at {at}")
         for name, source, program in (
             ("reference", self.reference, self.program), ("candidate", self.candidate, self.other),
         ):  # fmt: skip

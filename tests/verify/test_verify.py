@@ -286,3 +286,21 @@ def test_what_is_no_call_is_refused() -> None:
 def test_the_call_that_is_given_is_compared_whatever_the_budget() -> None:
     verdict = attngraph.verify(torch.sin, torch.sin, (torch.randn(3),), budget=0)
     assert verdict and verdict.tried == 1 and "the budget of 0 s ended" in str(verdict)
+
+
+def test_the_line_at_which_values_part_is_named_between_two_spellings() -> None:
+    """The candidate scales its queries, not the scores, and has another function at the end."""
+
+    def reference(x: Tensor) -> Tensor:
+        weights = (x @ x.mT / 4).softmax(-1)
+        return torch.tanh(weights @ x)
+
+    def candidate(x: Tensor) -> Tensor:
+        scores = (x / 4) @ x.mT
+        found = scores.softmax(-1) @ x
+        return torch.sigmoid(2 * found) * 2 - 1.01
+
+    difference = attngraph.verify(reference, candidate, (torch.randn(2, 5, 8),)).differences[0]
+    line = candidate.__code__.co_firstlineno + 3
+    assert difference.candidate == f"tests/verify/test_verify.py:{line}"
+    assert f"values part at {difference.candidate} of the candidate" in str(difference)
