@@ -209,8 +209,8 @@ class Numbers:
         if not self.exact:
             return "", ""
         args, kwargs = pytree.tree_map_only(Tensor, self._operand(0.0), call)
-        sides = (functools.partial(side, *args, **kwargs) for side in self.wide)
-        return parts_at(*sides, unit=self.narrowest)
+        reference, candidate = (functools.partial(side, *args, **kwargs) for side in self.wide)
+        return parts_at(reference, candidate, self.narrowest)
 
 
 def _in_float64(side: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 import attngraph
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mish": F.mish, "hardswish": F.hardswish, "gelu": F.gelu, "celu": F.celu, "softshrink": F.softshrink,
+    "mish": F.mish, "hardswish": F.hardswish, "celu": F.celu, "softshrink": F.softshrink,
     "sinc": torch.sinc, "atan": torch.atan, "asinh": torch.asinh, "erfc": torch.erfc,
     "hypot": lambda s: torch.hypot(s, s * 0.5), "copysign": lambda s: torch.copysign(s, s.tanh()),
     "fmax": lambda s: torch.fmax(s, -s),

@@ -20,7 +20,7 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Indices, Unliftable, rule
 
 COMPOSED = (
-    "celu.default", "deg2rad.default", "gelu.default", "hardshrink.default", "hardsigmoid.default",
+    "celu.default", "deg2rad.default", "hardshrink.default", "hardsigmoid.default",
     "hardswish.default", "heaviside.default", "logit.default", "mish.default", "rad2deg.default",
     "relu6.default", "selu.default", "sgn.default", "sinc.default", "softshrink.default",
     "special_entr.default", "special_xlog1py.default", "threshold.default", "xlogy.Tensor",
