@@ -36,10 +36,10 @@ def row(old: str) -> command.Row:
     return command.row_of("DecoderLM", module, fault, budget=1)
 
 
-def test_a_fault_is_noticed_and_its_function_is_named() -> None:
+def test_a_fault_is_noticed_and_its_line_is_named() -> None:
     found = row("x + self.mlp(")
     assert found["rule"] == "summand left out"
-    assert (found["verdict"], found["names"]) == ("noticed", "function")
+    assert (found["verdict"], found["names"]) == ("noticed", "line")
 
 
 @pytest.mark.parametrize("old, verdict", [("key.transpose", "not run")])
