@@ -1,7 +1,8 @@
 """Rules of pointwise ops that torch composes of others: the rules of their decompositions say what they are.
 
-An op is named here if all that torch's own decomposition calls has rules. The decomposition is traced once on
-numbers, and its formula is read at each element's operands.
+An op can be named here if all that torch's own decomposition calls has rules. The decomposition is traced once
+on numbers, and its formula is read at each element's operands. (gelu is not named: fused steps have a formula
+of it, `passes/named.py`.)
 """
 
 import functools
@@ -29,7 +30,7 @@ COMPOSED = (
 
 @rule(Category.POINTWISE, *COMPOSED)
 def composed(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    given = {**arguments(node)}
+    given = arguments(node)
     tensors = {name: value for name, value in given.items() if context.is_tensor(value)}
     others = tuple((name, value) for name, value in given.items() if name not in tensors)
     if any(isinstance(value, fx.Node) for _, value in others):
