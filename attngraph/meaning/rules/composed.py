@@ -1,8 +1,8 @@
 """Rules of pointwise ops that torch composes of others: the rules of their decompositions say what they are.
 
-An op can be named here if all that torch's own decomposition calls has rules. The decomposition is traced once
-on numbers, and its formula is read at each element's operands. (gelu is not named: fused steps have a formula
-of it, `passes/named.py`.)
+An op can be named here if all that torch's own decomposition calls has rules. The decomposition is traced
+once on numbers, and its formula is read at each element's operands. (gelu is not named: fused steps have
+a formula of it, `passes/named.py`.)
 """
 
 import functools
