@@ -42,6 +42,9 @@ TABLE_OPS_BY_RULE, TABLE_OPS = 8, 64
 its values if possible, else by the rules of its ops; with more than the second, by its values alone."""
 LISTED_PLACES = 16
 """Entries of an index list that are compared with a position one by one. Longer ones have no element rule."""
+SCORE_OPS = 100
+"""Operations between products and a sum that they weigh without a softmax. With more, a sum is taken for no
+attention: where a triangular system is solved row by row, each row follows from all before."""
 ROUTING_OPS = 12
 """Largest distance, in ops, between a softmax and a top-k for the report to call the softmax a router. A
 top-k farther away is not mentioned."""

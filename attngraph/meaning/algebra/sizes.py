@@ -130,6 +130,12 @@ def _whole_number(value: int) -> Expr:
 
 
 def from_sympy(value: Any) -> Expr:
+    return _from_sympy(value, str(type(value)), example_number())
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _from_sympy(value: Any, _: str, __: int) -> Expr:
+    """The expression of a formula of sizes; its kind and the example are told for the table alone."""
     if value.is_Symbol:
         return E.size(str(value))
     if value.is_Integer:

@@ -5,13 +5,15 @@
 Without an exponential in between, the sum over keys can be taken first, at a cost linear in the tokens.
 """
 
+import itertools
 import operator
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
 from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.language import DOT, WEIGHT, E, Expr
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import M
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.claim import Attention, write_claim
@@ -30,7 +32,19 @@ def is_root(meaning: Meaning, node: fx.Node) -> bool:
         return False
     if meaning.category(node) is not Category.CONTRACTION and str(node.target) not in SUMS:
         return False
-    return any(meaning.contracts(n) for n in node.all_input_nodes)
+    return (
+        0 < len(list(itertools.islice(_between(meaning, node), budgets.SCORE_OPS + 1))) <= budgets.SCORE_OPS
+    )
+
+
+def _between(meaning: Meaning, node: fx.Node) -> Iterator[fx.Node]:
+    """The contractions from which operands of a node are computed, and the operations on the way."""
+
+    def before(at: fx.Node) -> list[fx.Node]:
+        is_product = at is not node and meaning.category(at) is Category.CONTRACTION
+        return [] if is_product else [n for n in at.all_input_nodes if meaning.contracts(n)]
+
+    return reached(before(node), before)
 
 
 def has_softmax(meaning: Meaning, node: fx.Node) -> bool:

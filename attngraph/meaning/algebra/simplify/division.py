@@ -1,5 +1,7 @@
 """Floor division and remainder of index expressions, by ranges and by digits."""
 
+import functools
+
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
@@ -16,6 +18,7 @@ def mod(a: Expr, b: Expr) -> Expr:
     return _divide(M.number(a), M.number(b))[1]
 
 
+@functools.lru_cache(maxsize=1 << 13)
 def _divide(a: Expr, b: Expr) -> tuple[Expr, Expr]:
     integers = a.kind == b.kind == "int"
     if integers and a.op == "const" and b.op == "const" and b.value != 0:
