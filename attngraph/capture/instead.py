@@ -16,6 +16,7 @@ import functools
 import importlib
 import logging
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -149,7 +150,27 @@ def _as_told(mask: Any, is_causal: bool | None = None, size: int | None = None) 
     return bool(is_causal)
 
 
+_FOR_A_FILE: ContextVar[bool] = ContextVar("for_a_file", default=False)
+
+
+def for_a_file() -> contextlib.AbstractContextManager[bool]:
+    """The graphs that are traced in the body are written to files. Others serve the model's own calls: they
+    run its code for these, and not what it has for files, which may have to do without an operation."""
+    return holding(_FOR_A_FILE, True)
+
+
+def _told_of_files(is_exporting: Callable[[], bool]) -> Callable[[], bool]:
+    """What the user's code is told. Torch's own is told that torch.export traces."""
+
+    def told() -> bool:
+        root = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        return is_exporting() and (_FOR_A_FILE.get() or root in ("torch", "attngraph"))
+
+    return told
+
+
 _FOLLOWED: tuple[Row, ...] = (
+    (torch.compiler, "is_exporting", _told_of_files),
     (torch.nn.functional, "scaled_dot_product_attention", _with_plain_flags),
     (torch._C._nn, "scaled_dot_product_attention", _with_plain_flags),
     # torch.export takes `tensor.data` for a constant: it is `tensor.detach()`.

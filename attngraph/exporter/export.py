@@ -20,6 +20,7 @@ from attngraph.api.compiled import CompiledModule
 from attngraph.api.methods import decoder_of
 from attngraph.api.options import Options
 from attngraph.api.rewritten import owner_of
+from attngraph.capture.instead import for_a_file
 from attngraph.capture.structure import flatten
 from attngraph.errors import ExportError
 from attngraph.exporter import formats
@@ -94,12 +95,13 @@ def export(
     whole = compiled.whole if type(compiled) is Decoder else compiled
     if type(whole) is CompiledModule and not whole._options.devices.is_one:
         raise ExportError("the model is divided among ranks; compile it without a mesh to export it.")
-    if type(compiled) is Decoder:
-        return _decoder(file, compiled, tuple(args), kwargs, padding)
-    if type(compiled) is not CompiledModule:
-        raise TypeError(f"export takes what attngraph.compile returns, found {type(compiled).__name__}.")
-    require_fit(compiled, args, kwargs)
-    return _whole(file, compiled, tuple(args), kwargs)
+    with for_a_file():
+        if type(compiled) is Decoder:
+            return _decoder(file, compiled, tuple(args), kwargs, padding)
+        if type(compiled) is not CompiledModule:
+            raise TypeError(f"export takes what attngraph.compile returns, found {type(compiled).__name__}.")
+        require_fit(compiled, args, kwargs)
+        return _whole(file, compiled, tuple(args), kwargs)
 
 
 def plain_options(options: Options, *more: str) -> Options:
@@ -148,6 +150,8 @@ def _whole(
         found = compile_graph(model, args, kwargs, plain_options(compiled._options), sides=True)
     named = {name: value for name, value in kwargs.items() if _tensors(value)}
     captured = found.captured
+    if captured.changes:
+        raise ExportError("forward() changes objects among its arguments, which a file cannot.")
     module = Whole(captured, owner_of(model), file.lowering, _names(model, args, named), list(named))
     dynamic = [[d for d, n in enumerate(shape) if varies(n)] for shape in captured.shapes]
 

@@ -353,3 +353,18 @@ def test_heads_whose_number_varies(format: str, tmp_path: Path) -> None:
     expected = "plain operations" if format == "onnx" else "scaled_dot_product_attention"
     assert [a.how for a in report.attentions] == [expected]
     assert report.checked.startswith("equal to eager")
+
+
+def test_a_file_has_what_the_model_computes_for_files(tmp_path: Path) -> None:
+    class Rounds(Block):
+        def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+            found = super().forward(x, seen)
+            return found.neg().neg() if torch.compiler.is_exporting() else found.frac() + found.trunc()
+
+    x = torch.randn(2, 5, HEADS * WIDTH)
+    compiled = attngraph.compile(Rounds(), min_scores=0)
+    compiled(x)
+    attngraph.export(compiled, tmp_path / "model.pt2", (x,))
+    program = torch.export.load(tmp_path / "model.pt2")
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert "aten.neg.default" in targets and "aten.frac.default" not in targets
