@@ -298,7 +298,7 @@ class CompiledModule(ModelWrapper):
 
     def _by_graph(self, found: Executable, call: _Call) -> Any:
         try:
-            return found(call.tensors)
+            return found(call.tensors, (call.args, call.kwargs))
         except Exception:
             if not found.asserts:
                 raise

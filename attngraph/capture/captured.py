@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from attngraph.capture.attributes import Settings
+from attngraph.capture.given import Path
 from attngraph.capture.sides import UNASKED, Sides
 from attngraph.capture.state.scope import EVERYTHING, LeftOut, Scope
 from attngraph.capture.structure import TreeSpec, attributes_of, unflatten
@@ -81,7 +82,8 @@ NOTHING = Assumed()
 @dataclasses.dataclass(frozen=True)
 class Structure:
     """The structure of a call's results: the tree, and for each leaf either the position of a tensor among
-    the graph's values, that of an argument which is written to, a size to be computed, or a fixed value."""
+    the graph's values, that of an argument which is written to, the place of an object among the arguments, a
+    size to be computed, or a fixed value."""
 
     tree: TreeSpec
     leaves: tuple[tuple[str, Any], ...]
@@ -127,21 +129,33 @@ class Attribute:
 
 
 @dataclasses.dataclass(frozen=True)
+class Change:
+    """What each call sets in an object among its arguments: the object's place, the attribute, key or slice
+    of it, and the structure of the value."""
+
+    path: Path
+    key: Any
+    structure: Structure
+
+
+@dataclasses.dataclass(frozen=True)
 class Captured:
     """A program graph, the structure of its results, and the argument shapes.
 
     `shapes` has the shape (numbers and sympy expressions) of each tensor argument. `attributes` are set after
-    each call; the graph does not depend on what they were before. `checks` are the lines of the conditions on
-    values that the graph checks: where one does not hold, the model itself raises an error. `asked`: sizes
-    for whose number the code asks. `sides`: what the code asked about sizes, and was answered. `around`: what
-    of the state the graph depends on, but for the attributes that each call sets. `serves_small`: the graph
-    is for calls with few scores too, as the model's own FlexAttention has no gradients on a CPU.
+    each call; the graph does not depend on what they were before. `changes` are set in its arguments.
+    `checks` are the lines of the conditions on values that the graph checks: where one does not hold, the
+    model itself raises an error. `asked`: sizes for whose number the code asks. `sides`: what the code
+    asked about sizes, and was answered. `around`: what of the state the graph depends on, but for the
+    attributes that each call sets. `serves_small`: the graph is for calls with few scores too, as the
+    model's own FlexAttention has no gradients on a CPU.
     """
 
     graph: ProgramGraph
     structure: Structure
     shapes: tuple[tuple[Any, ...], ...]
     attributes: tuple[Attribute, ...] = ()
+    changes: tuple[Change, ...] = ()
     checks: tuple[str, ...] = ()
     asked: tuple[Break, ...] = ()
     sides: Sides = UNASKED

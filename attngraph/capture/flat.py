@@ -12,6 +12,7 @@ import inspect
 import io
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify
 
 from attngraph.capture.asked import Answered, Asked, Numbers, lend_attributes
 from attngraph.capture.attributes import Described, Watch, containers
-from attngraph.capture.captured import Assumed, Attribute, Dimension, Structure
+from attngraph.capture.captured import Assumed, Attribute, Change, Dimension, Structure
+from attngraph.capture.given import Given, Path, Set
 from attngraph.capture.guards import aliases, things
 from attngraph.capture.instead import products_cast
 from attngraph.capture.lines import label_of
@@ -60,6 +62,9 @@ class Trace:
     """What repeats equal calls of torch's functions while the target runs."""
     structure: Structure | None = None
     attributes: tuple[Attribute, ...] = ()
+    changes: tuple[Change, ...] = ()
+    shared: bool = False
+    """Whether an object is at two places among the call's arguments."""
     kinds: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     """The kinds and names of tensors that are not the call's own results, by number."""
     answered: Answered = dataclasses.field(default_factory=Answered)
@@ -130,17 +135,22 @@ class Flat(nn.Module):
         originals = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         trace.asked = Asked(arguments, originals, trace.effects.note)
         self._lend_attributes(arguments, originals)
+        objects = Given(args, kwargs)
         watch = Watch(list(trace.assumed.settings), trace.effects.note_change, trace.assumed.reads)
         with self._recorded(watch, things(leaves)):
             run = _of_rows if trace.assumed.rows_alone else _called
             result = run(target, args, kwargs)
+            sets = [] if trace.shared or objects.shared else objects.taken_back()
         after, _ = flatten((args, kwargs))
         if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
             trace.effects.note("forward() changes the containers among its arguments", of_arguments=True)
         tensors: list[Tensor] = []
         changed = [n for n, t in enumerate(arguments) if version_of(t) != versions[n]]
         trace.written = {id(arguments[n]): n for n in changed}
-        trace.structure = _structure(result, tensors, trace.written)
+        paths = objects.paths if sets or changed else {}
+        trace.structure = _structure(result, tensors, trace.written, paths)
+        if sets:
+            self._record_changes(sets, {*containers(result)}, tensors, paths)
         if watch.found:
             self._record(watch, result, {*containers((args, kwargs))}, tensors)
         for condition, line in trace.answered.checks:
@@ -183,6 +193,29 @@ class Flat(nn.Module):
     def _originals(self) -> dict[int, int]:
         """From the identity of each parameter and buffer now to that of the one it stands for."""
         return dict(zip(map(id, self._weights()), map(id, self.trace.originals), strict=False))
+
+    def _record_changes(
+        self, sets: Sequence[Set], others: set[int], tensors: list[Tensor], paths: Mapping[int, Path]
+    ) -> None:
+        """Record what objects among the arguments were changed to, and add the tensors in it. `others`: as
+        for `_record`."""
+        trace = self.trace
+        others |= Snapshot([trace.target]).containers()
+        changes: list[Change] = []
+        for one in sets:
+            own, first = set(containers(one.value)) - paths.keys(), len(tensors)
+            try:
+                if not one.can_be_repeated() or not own.isdisjoint(others - paths.keys()):
+                    raise TypeError("another one in each call, or a container that is also elsewhere")
+                structure = _structure(one.value, tensors, trace.written, paths)
+            except TypeError:
+                what = f"forward() changes an argument's attributes: {one.label}"
+                trace.effects.note(what, of_arguments=True)
+                return
+            others |= own
+            trace.kinds |= dict.fromkeys(range(first, len(tensors)), ("attribute", one.label))
+            changes.append(Change(one.path, one.key, structure))
+        trace.changes = tuple(changes)
 
     def _record(self, watch: Watch, result: Any, others: set[int], tensors: list[Tensor]) -> None:
         """Record what attributes were set to, and add the tensors in it.
@@ -234,17 +267,24 @@ def _of_rows(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in results], tree)
 
 
-def _structure(result: Any, tensors: list[Tensor], written: Mapping[int, int]) -> Structure:
+def _structure(
+    result: Any,
+    tensors: list[Tensor],
+    written: Mapping[int, int],
+    given: Mapping[int, Path] = MappingProxyType({}),
+) -> Structure:
     """The structure of a result, whose tensors are added to the list, but for `written` arguments, by their
-    identities.
+    identities. `given`: the places of objects among the arguments, by their identities.
 
     Raises:
         TypeError: there is something else in it than tensors and numbers.
     """
-    leaves, tree = flatten(result)
+    leaves, tree = flatten(result, given)
     recorded: list[tuple[str, Any]] = []
     for leaf in leaves:
-        if id(leaf) in written:
+        if id(leaf) in given:
+            recorded.append(("given", given[id(leaf)]))
+        elif id(leaf) in written:
             recorded.append(("argument", written[id(leaf)]))
         elif isinstance(leaf, Tensor):
             recorded.append(("tensor", len(tensors)))

@@ -7,7 +7,7 @@ registering anything globally. Anything that holds no tensor is a leaf.
 
 import dataclasses
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -54,11 +54,15 @@ def _spread(leaf: Any, inner: int) -> Any:
     return leaf[(slice(None), *[None] * inner)] if isinstance(leaf, Tensor) else leaf
 
 
-def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves and the structure of a tree; objects that hold tensors are flattened too."""
-    leaves, spec = pytree.tree_flatten(tree)
-    if any(map(_holds_tensors, leaves)):
-        leaves, spec = pytree.tree_flatten(pytree.tree_map(lambda leaf: _open(leaf, frozenset()), tree))
+def flatten(tree: Any, whole: Container[int] = ()) -> tuple[list[Any], TreeSpec]:
+    """The leaves and the structure of a tree; objects that hold tensors are flattened too. `whole` are leaves
+    by their identity."""
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=(lambda x: id(x) in whole) if whole else None)
+    if whole or any(map(_holds_tensors, leaves)):
+        opened = pytree.tree_map(
+            lambda leaf: _open(leaf, frozenset(), whole), tree, is_leaf=lambda x: id(x) in whole
+        )
+        leaves, spec = pytree.tree_flatten(opened, is_leaf=lambda x: id(x) in whole)
     return leaves, spec
 
 
@@ -117,13 +121,16 @@ def _items(value: Any) -> list[Any]:
     return [item for item in items if item is not value]
 
 
-def _open(leaf: Any, above: frozenset[int]) -> Any:
+def _open(leaf: Any, above: frozenset[int], whole: Container[int]) -> Any:
     """The flattened object, if it holds tensors; a reference to an object that contains it stays a leaf."""
-    if id(leaf) in above or not _holds_tensors(leaf):
+    if id(leaf) in above or id(leaf) in whole or not _holds_tensors(leaf):
         return leaf
     above |= {id(leaf)}
     attributes = attributes_of(leaf) or {}
-    values = tuple(pytree.tree_map(lambda x: _open(x, above), value) for value in attributes.values())
+    values = tuple(
+        pytree.tree_map(lambda x: _open(x, above, whole), value, is_leaf=lambda x: id(x) in whole)
+        for value in attributes.values()
+    )
     return _Object(type(leaf), tuple(attributes), values)
 
 

@@ -28,6 +28,7 @@ from attngraph.capture import faster
 from attngraph.capture.captured import NOTHING, Assumed, Captured, Structure
 from attngraph.capture.first_call import extents_of_loop
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
+from attngraph.capture.given import Given
 from attngraph.capture.guards import aliases, things
 from attngraph.capture.instead import instead, python_followed, silenced
 from attngraph.capture.lines import line_using, name_of, refused, whole_stack_traces
@@ -88,6 +89,7 @@ def _capture(
     _refuse_what_a_graph_would_lose(target)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     flat = Flat(target, leaves, spec, assumed, faster.forward)
+    flat.trace.shared = Given(args, kwargs).shared
     program = _program(flat, tensors, things(leaves), any_number)
     graph = exported.program_graph(program, flat)
     accept(graph.graph)
@@ -227,6 +229,7 @@ def _with_sizes(graph: ProgramGraph, program: ExportedProgram, trace: Trace) -> 
     _name_outputs(graph, trace.kinds)
     return Captured(
         graph, simplified(trace.structure), sizes, tuple(attributes),
+        tuple(dataclasses.replace(c, structure=simplified(c.structure)) for c in trace.changes),
         checks=tuple(line for _, line in trace.answered.checks),
         asked=trace.numbers.told(sizes, graph.conditions), sides=Sides(trace.answered.decisions(env)),
         around=trace.executed.ran.scope(asked=frozenset(trace.asked.found), layouts=trace.asked.layouts),

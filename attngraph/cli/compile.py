@@ -99,7 +99,7 @@ def _graph_of(compiled: CompiledModule) -> Callable[..., Any]:
             found, call = compiled._whole(given, {}, "the check")
         except CaptureError:
             return compiled(*given)
-        return found(call.tensors)
+        return found(call.tensors, (call.args, call.kwargs))
 
     return run
 

@@ -10,6 +10,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from attngraph.capture.attributes import holder_of
 from attngraph.capture.captured import Captured, Structure
+from attngraph.capture.given import at, holder
 from attngraph.capture.guards import ShapeGuard, size_value
 from attngraph.capture.state.scope import Scope
 from attngraph.capture.structure import unflatten
@@ -18,6 +19,8 @@ from attngraph.ir.ops.others import laid_out
 from attngraph.report.report import CompileReport
 from attngraph.runtime.looks import Looks
 from attngraph.runtime.machine import Machine, Run, change
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Executable:
@@ -66,8 +69,9 @@ class Executable:
         """Whether the graph accepts these sizes."""
         return self._sizes(tensors) is not None
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """The call's result, once the attributes that the model's forward sets are set."""
+    def __call__(self, tensors: Sequence[Tensor], given: Arguments = ((), {})) -> Any:
+        """The call's result, once what the model's forward sets is set: attributes of the model, and of
+        objects among the arguments (`given`)."""
         writes: list[tuple[Tensor, Tensor]] = []
         results, waiting = self._computed(tensors, writes)
         values: list[Any] = []
@@ -79,12 +83,15 @@ class Executable:
                 values.append(laid[id(result)])
         for place, value in waiting:
             values.insert(place, value)
-        result = self._assembled(self.captured.structure, values, tensors)
-        attributes = []
+        result = self._assembled(self.captured.structure, values, tensors, given)
+        attributes: list[tuple[Any, Any, Any]] = []
         for attribute in self.captured.attributes:
             structure = attribute.structure
-            value = result if structure is None else self._assembled(structure, values, tensors)
+            value = result if structure is None else self._assembled(structure, values, tensors, given)
             attributes.append((holder_of(attribute.owner, attribute.name), attribute.name, value))
+        for one in self.captured.changes:
+            value = self._assembled(one.structure, values, tensors, given)
+            attributes.append((holder(*given, one.path), one.key, value))
         change(writes, attributes)
         return result
 
@@ -102,13 +109,17 @@ class Executable:
     def _sizes(self, tensors: Sequence[Tensor]) -> dict[str, int] | None:
         return self.sizes.bind(tuple(t.shape for t in tensors))
 
-    def _assembled(self, structure: Structure, values: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+    def _assembled(
+        self, structure: Structure, values: Sequence[Any], tensors: Sequence[Tensor], given: Arguments
+    ) -> Any:
         leaves: list[Any] = []
         for kind, value in structure.leaves:
             if kind == "tensor":
                 leaves.append(values[value])
             elif kind == "argument":
                 leaves.append(tensors[value])
+            elif kind == "given":
+                leaves.append(at(*given, value))
             elif kind == "size" and hasattr(value, "free_symbols"):
                 leaves.append(size_value(value, self._sizes(tensors) or {}))
             else:

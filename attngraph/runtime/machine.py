@@ -7,6 +7,7 @@ All graphs run on this class: compiled calls (`executable.py`), a decoder's step
 import collections
 import contextlib
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -123,13 +124,11 @@ class Machine:
             return [r if target is None else None for target, r in zip(targets, results, strict=True)]
 
 
-def change(
-    writes: Iterable[tuple[Tensor, Tensor]], attributes: Iterable[tuple[dict[str, Any], str, Any]] = ()
-) -> None:
-    """Write to tensors, and set attributes. Functions of C do it, between which no interrupt is handled, and
-    which need no memory: a model has all of a call's effects or none."""
+def change(writes: Iterable[tuple[Tensor, Tensor]], attributes: Iterable[tuple[Any, Any, Any]] = ()) -> None:
+    """Write to tensors, and set entries, of dictionaries of attributes say. Functions of C do it, between
+    which no interrupt is handled, and which need no memory: a model has all of a call's effects or none."""
     copies = itertools.starmap(Tensor.copy_, writes)
-    collections.deque(itertools.chain(copies, itertools.starmap(dict.__setitem__, attributes)), maxlen=0)
+    collections.deque(itertools.chain(copies, itertools.starmap(operator.setitem, attributes)), maxlen=0)
 
 
 class _ValuesOfWeights:

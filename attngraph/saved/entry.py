@@ -62,6 +62,8 @@ def files_of(
         SavedError: it has no form in files; says why.
     """
     graph = found.captured.graph if isinstance(found, Executable) else found.graph
+    if isinstance(found, Executable) and found.captured.changes:
+        raise SavedError("its forward changes objects among its arguments")
     live = _live(graph, content)
     text, beside, names = graphs.write(graph, live)
     attributes = found.captured.attributes if isinstance(found, Executable) else ()
