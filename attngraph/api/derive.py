@@ -34,7 +34,7 @@ from attngraph.pipeline import run as run_passes
 from attngraph.report.cache_entry import CacheEntry, Drift
 from attngraph.report.ranks import CacheRanksEntry
 from attngraph.runtime.cache_config import CacheConfig
-from attngraph.runtime.examples import Example
+from attngraph.runtime.examples import FAILURES, Example
 from attngraph.runtime.proof import Proved, of_few, prove, prove_alone, prove_longer, prove_storage, varied
 from attngraph.runtime.step import Step
 from attngraph.runtime.step_sizes import StepSizes
@@ -160,7 +160,7 @@ def _proved(
         found = prove(divided or made.before, step, arguments, 0 if divided else logits)
     except NoDecoderError:
         raise
-    except (RuntimeError, IndexError) as problem:
+    except FAILURES as problem:
         what = str(problem).partition("\n")[0]
         told = f"what was derived fails where the model does not: {what}. Please report it."
         raise NoDecoderError(of_few(problem) if few else told) from problem

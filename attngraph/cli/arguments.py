@@ -131,8 +131,8 @@ def _demo(commands: Any) -> None:
         "error what it does.",
     )
     demo.add_argument("--full", action="store_true", help="measure inductor=True too, twice the time")
-    demo.set_defaults(batch=None, dump=None, page=None, strict=False)
     _how_to_compile(demo)
+    demo.set_defaults(batch=None, dump=None, page=None, strict=False, rounds=3)
 
 
 def _cache(commands: Any) -> None:
@@ -167,7 +167,7 @@ def _how_to_compile(command: argparse.ArgumentParser) -> None:
         "--no-torch-compile", action="store_true",
         help="do not measure torch.compile, nor inductor=True, beside it",
     )  # fmt: skip
-    command.add_argument("--rounds", type=POSITIVE, default=5, help="rounds of timing (default 5)")
+    command.add_argument("--rounds", type=POSITIVE, default=5, help="rounds of timing (default %(default)s)")
 
 
 def _own_passes(command: argparse.ArgumentParser) -> None:

@@ -24,6 +24,8 @@ from attngraph.errors import AttnGraphError, DisagreementError, NoDecoderError
 from attngraph.runtime.packing import Packed
 from attngraph.runtime.step import Step
 
+FAILURES = (RuntimeError, IndexError, ValueError)
+"""How torch fails where a graph is called with sizes that do not go together."""
 log = logging.getLogger(__name__)
 ROWS, TOKENS = 2, 9
 OTHERS = (8, 12, 16, 6, 5, 4, 3)
@@ -160,13 +162,30 @@ class Examples:
                         Example(self._name, (self._call(self._spread, width, rows),), single=single)
                     )
             pairs = [n for n, v in tensors.items() if _is_of_pairs(v, width)]
-            if not pairs:
-                raise
-            raise NoDecoderError(
-                f"its argument {pairs[0]} is {list(tensors[pairs[0]].shape)}, with an entry for each pair of "
-                "tokens. A decoder takes what belongs to a token, as [B, T] or [B, 1, 1, T]: give it so, and "
-                "let the model combine it with its causal mask."
-            ) from problem
+            if pairs:
+                shape = list(tensors[pairs[0]].shape)
+                raise NoDecoderError(
+                    f"its argument {pairs[0]} is {shape}, with an entry for each pair of tokens. A decoder "
+                    "takes what belongs to a token, as [B, T] or [B, 1, 1, T]: give it so, and let the model "
+                    "combine it with its causal mask."
+                ) from problem
+            if isinstance(problem.__cause__, FAILURES) and (name := self._of_other_layout()):
+                raise NoDecoderError(
+                    f"its argument {name} has the number of tokens, {width}, in another place than a decoder "
+                    "takes it: what belongs to tokens is a tensor [B, T, ...] or [B, 1, 1, T]. Give it so."
+                ) from problem
+            raise
+
+    def _of_other_layout(self) -> str | None:
+        """The argument that has the prompt's number of tokens where none is expected."""
+        rows, width = self._packed.shape
+        for name, given in self._spread.items():
+            leaves = () if isinstance(given, Spread) else flatten(given)[0]
+            for value in (leaf for leaf in leaves if isinstance(leaf, Tensor)):
+                is_expected = value is given and value.shape[:2] == (rows, width)
+                if width in value.shape and not is_expected:
+                    return name
+        return None
 
     def _of_one_length(self, extents: frozenset[int], derive: Derive, single: bool) -> Step:
         """A step of a graph for one number of tokens, which can be told from every other number in it. Where

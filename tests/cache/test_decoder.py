@@ -704,6 +704,24 @@ def test_a_mask_of_pairs_of_tokens_is_told_what_to_be() -> None:
         decoder.prefill(torch.ones(2, 3, dtype=torch.long), mask=torch.zeros(2, 1, 3, 3))
 
 
+@pytest.mark.parametrize("given", [torch.arange(5.0), torch.arange(5.0)[None], (torch.ones(2, 5),)])
+def test_places_in_another_layout_are_told_how_to_be_given(given: Any) -> None:
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(20, 8)
+
+        def forward(self, ids: Tensor, at: Any) -> Tensor:
+            at = at[0] if isinstance(at, tuple) else at
+            x = self.embed(ids) + at[..., None].cos()
+            s = x @ x.mT
+            return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf).softmax(-1) @ x
+
+    told = r"its argument at has the number of tokens, 5, in another place than a decoder takes it"
+    with pytest.raises(NoDecoderError, match=told):
+        attngraph.compile(Placed().eval(), cache=True).prefill(torch.ones(2, 5, dtype=torch.long), at=given)
+
+
 def test_a_spread_attention_mask_marks_padding() -> None:
     class Padded(Masked):
         def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
