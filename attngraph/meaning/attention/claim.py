@@ -279,9 +279,9 @@ class _Writer:
 
     def _output(self, assigned: Roles) -> tuple[ViewOp, ...]:
         """The views from `[B, Hq, Sq, Dv]` to the shape of the node."""
-        packed = (assigned.batch, assigned.heads, assigned.queries, assigned.values)
+        roles = (assigned.batch, assigned.heads, assigned.queries, assigned.values)
+        packed, dimensions = layout.paired(roles, tuple(self.cut(o) for o in self.output))
         have = [d for role in packed for d in role]
-        dimensions = [self.cut(o) for o in self.output]
         order = tuple(have.index(d) for dimension in dimensions for d in dimension)
         steps = []
         if any(len(role) != 1 for role in packed):

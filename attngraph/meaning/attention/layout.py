@@ -7,6 +7,7 @@ operations that presents those elements in the wanted order, or says that there 
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import M, ranges
@@ -41,7 +42,7 @@ def solve(shape: tuple[Expr, ...], index: tuple[Expr, ...], roles: Roles) -> tup
     Raises:
         NoView: some index is no combination of digits (a flip, a gather, overlapping windows).
     """
-    roles, index = _merge_digits(roles, index)
+    roles, index = _with_units(shape, *_merge_digits(roles, index))
     steps: list[ViewOp] = []
     present: list[Expr] = []
     for extent, place in zip(shape, index, strict=True):
@@ -68,6 +69,32 @@ def solve(shape: tuple[Expr, ...], index: tuple[Expr, ...], roles: Roles) -> tup
     else:
         steps += [ViewOp("unsqueeze", (place,)) for place, role in enumerate(roles) if not role]
     return tuple(steps)
+
+
+def _with_units(
+    shape: tuple[Expr, ...], roles: Roles, index: tuple[Expr, ...]
+) -> tuple[Roles, tuple[Expr, ...]]:
+    """Roles over nothing run over dimensions of extent 1, which are then not taken out and put in again."""
+    free = [d for d, extent in enumerate(shape) if E.is_const(extent, 1) and index[d] is E.ZERO]
+    units = {d: _unit(n) for n, d in enumerate(free[: sum(not role for role in roles)])}
+    return _filled(roles, units.values()), tuple(units.get(d, place) for d, place in enumerate(index))
+
+
+def paired(one: Roles, other: Roles) -> tuple[Roles, Roles]:
+    """Both, with the same digits of extent 1 at the first empty places of each."""
+    count = min(sum(not role for role in roles) for roles in (one, other))
+    units = [_unit(n) for n in range(count)]
+    return _filled(one, units), _filled(other, units)
+
+
+def _unit(number: int) -> Expr:
+    return E.var(f"unit {number}", E.ONE)
+
+
+def _filled(roles: Roles, units: Iterable[Expr]) -> Roles:
+    """The roles, of which as many empty ones as there are units have one each."""
+    left = iter(units)
+    return tuple(role or tuple(itertools.islice(left, 1)) for role in roles)
 
 
 def _merge_digits(wanted: Roles, index: tuple[Expr, ...]) -> tuple[Roles, tuple[Expr, ...]]:
