@@ -91,6 +91,12 @@ def test_what_was_missed_is_told_with_reason_and_line() -> None:
     assert re.search(r"not fused +model\.py:9\n +sum of squares", text)
 
 
+def test_places_that_every_layer_has_are_told_once_with_their_number() -> None:
+    rules = [Missed("no softmax", f"gpt.py:{line}", f"l.{n}") for n in range(3) for line in (4, 7)]
+    text = str(CompileReport(missed=tuple(rules)))
+    assert text.count("not fused x 3") == 2 and text.count("no softmax") == 2
+
+
 def test_where_capture_broke_is_told() -> None:
     text = str(CompileReport(breaks=(Break("depends on data", "model.py:3"),)))
     assert re.search(r"captured in pieces +model\.py:3\n +depends on data", text)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from attngraph.meaning.masks.words import remarks
 from attngraph.report.entries import AttentionEntry, Entries, LaterEntry, Missed, OtherEntry, folded
 from attngraph.report.user_code import like
-from attngraph.report.words import Part, alike, from_to, milliseconds
+from attngraph.report.words import Part, alike, from_to, gathered, milliseconds
 
 _MASK_WORDS = 160
 """Characters of a mask that are shown in one line."""
@@ -21,7 +21,7 @@ def account(report: Entries) -> Iterator[Part]:
     """Everything that was found, in order."""
     for entries in folded(report.attention):
         yield _attention(entries)
-    for (reason, source, _), missed in alike(report.missed, lambda m: (m.reason, m.source, m.caller)):
+    for (reason, source, _), missed in gathered(report.missed, lambda m: (m.reason, m.source, m.caller)):
         yield Part(f"not fused{_times(missed)}   ", source, [*_caller(missed[0]), reason])
     yield from records(report)
     for stop in report.breaks:

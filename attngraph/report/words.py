@@ -72,6 +72,14 @@ def from_to(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
+def gathered(things: Iterable[T], what: Callable[[T], Any]) -> Iterable[tuple[Any, list[T]]]:
+    """Things that are equal in something, which comes with them, in the order of the first of each."""
+    found: dict[Any, list[T]] = {}
+    for thing in things:
+        found.setdefault(what(thing), []).append(thing)
+    return found.items()
+
+
 def alike(things: Iterable[T], what: Callable[[T], Any]) -> Iterator[tuple[Any, list[T]]]:
     """Things that follow each other and are equal in something, which comes with them."""
     for key, group in itertools.groupby(things, what):

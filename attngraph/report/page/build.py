@@ -25,7 +25,7 @@ from attngraph.report.page.graphs import render_graphs
 from attngraph.report.page.html import TIMES, Html, html, plural, tag
 from attngraph.report.page.passes import render_compared, render_passes
 from attngraph.report.user_code import UserCode
-from attngraph.report.words import Part, alike, milliseconds
+from attngraph.report.words import Part, gathered, milliseconds
 
 
 def write(
@@ -150,7 +150,7 @@ def _summary(report: Entries) -> list[Html]:
 
 def _missed(report: Entries, code: UserCode) -> Html:
     found = []
-    for (reason, source), members in alike(report.missed, lambda m: (m.reason, m.caller or m.source)):
+    for (reason, source), members in gathered(report.missed, lambda m: (m.reason, m.caller or m.source)):
         names = H.span_of_names([m.name for m in members])
         where = [tag("code", source or "line not known"), H.repeated(len(members))]
         where += [" in ", tag("code", names)] if names else []
