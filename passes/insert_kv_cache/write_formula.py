@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.language import FUNCTIONS, OPERATORS, Expr
+from attngraph.ir.language import Expr, operation_of
 from attngraph.meaning.attention.layout import NoView, solve
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.tokens.facts import Space
@@ -29,9 +29,12 @@ class NotWritten(Exception):
 
 _TAKES_NUMBERS = {"add": "add", "mul": "mul", "mod": "remainder", "le": "le", "lt": "lt", "eq": "eq"}
 """Operations of a tensor and a tensor or number, with their names in PyTorch."""
-_OF_TENSORS: dict[str, Callable[..., Any]] = {"recip": torch.reciprocal} | {
-    name: row.torch for name, row in (FUNCTIONS | OPERATORS).items() if name not in ("float", "int", "random")
-}
+
+
+def _of_tensors(op: str) -> Callable[..., Any] | None:
+    """An operation of tensors alone."""
+    row = None if op in ("float", "int", "random") else operation_of(op)
+    return torch.reciprocal if op == "recip" else None if row is None else row.torch
 
 
 class Writer:
@@ -105,12 +108,13 @@ class Writer:
         if op in _TAKES_NUMBERS or op == "floordiv":
             pair = functools.partial(self._pair, op)
             return functools.reduce(pair, args[1:], self.as_tensor(args[0], args))
-        if op not in _OF_TENSORS:
+        function = _of_tensors(op)
+        if function is None:
             raise NotWritten(f"the function {op}")
         tensors = [self.as_tensor(a, args) for a in args]
         if op in ("and", "or", "max", "min"):
-            return functools.reduce(functools.partial(self.builder.trace, _OF_TENSORS[op]), tensors)
-        return self.builder.trace(_OF_TENSORS[op], *tensors)  # type: ignore[no-any-return]
+            return functools.reduce(functools.partial(self.builder.trace, function), tensors)
+        return self.builder.trace(function, *tensors)  # type: ignore[no-any-return]
 
     def _pair(self, op: str, one: fx.Node, other: Any) -> fx.Node:
         overload = "Tensor" if is_tensor(other) else "Scalar"

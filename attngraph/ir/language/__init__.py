@@ -8,6 +8,7 @@ from attngraph.ir.language.expr import Expr, format_expr
 from attngraph.ir.language.functions import FUNCTIONS, OPERATORS, Operation, operation_of
 from attngraph.ir.language.packed import Packed
 from attngraph.ir.language.parser import expression, operation, parse
+from attngraph.ir.language.register import register_function
 from attngraph.ir.language.score import (
     DOT,
     SCORE,
@@ -25,5 +26,6 @@ from attngraph.ir.language.score import (
 __all__ = [
     "DOT", "FUNCTIONS", "OPERATORS", "SCORE", "WEIGHT", "E", "Environment", "Expr", "Keep", "Operation",
     "Packed", "ProgramError", "S", "Score", "ScoreProgram", "Sink", "Statement", "Tile", "Weight",
-    "evaluate", "expression", "format_expr", "operation", "operation_of", "parse", "reindexed",
+    "evaluate", "expression", "format_expr", "operation", "operation_of", "parse", "register_function",
+    "reindexed",
 ]  # fmt: skip
