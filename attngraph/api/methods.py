@@ -73,7 +73,10 @@ def decoder_of(
         options.devices.require_savable("decoder")
         return saving.save(path, model, steps, options, config, weights)
 
-    return Decoder(model, config, compiled, derive, save, options.devices)
+    def again(copied: ModelWrapper) -> Decoder:
+        return decoder_of(copied, options, config, saved)
+
+    return Decoder(model, config, compiled, derive, save, again, options.devices)
 
 
 def _step_for(

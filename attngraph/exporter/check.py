@@ -13,7 +13,7 @@ from attngraph.exporter.formats import Run
 from attngraph.exporter.report import empty_cache
 from attngraph.exporter.tracing import varies
 from attngraph.runtime.step import Step
-from attngraph.runtime.verify import compare, tensors_of
+from attngraph.runtime.verify import compare, logits_of_tokens, tensors_of
 
 
 def check_whole(
@@ -102,17 +102,9 @@ class _Whole(nn.Module):
         ]
 
     def _logits(self, ids: Tensor) -> Tensor:
-        found = self._call(ids)
-        if found.ndim == 3 and found.shape[1] == ids.shape[1]:
-            return found
-        # The model gives the result of the last token alone: it is called for each beginning.
-        parts = [self._call(ids[:, :end]).reshape(1, -1) for end in range(1, ids.shape[1] + 1)]
-        return torch.stack(parts, 1)
-
-    def _call(self, ids: Tensor) -> Tensor:
-        result = self.model(**{self.name: ids, **self.given})
-        logits = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
-        return logits if isinstance(logits, Tensor) else tensors_of(result)[0]
+        return logits_of_tokens(
+            lambda end: self.model(**{self.name: ids[:, :end], **self.given}), ids.shape[1]
+        )
 
 
 class _Steps:

@@ -4,6 +4,7 @@ Rows are packed: the tokens of all sequences are concatenated into one, without 
 position. So prompts of unequal length, padded on either side, get the same results as each would alone.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,18 +42,21 @@ class Decoder(ModelWrapper):
     config_of_cache: CacheConfig
     _derived: DerivedSteps
     _save: Callable[[str | Path, Sequence[Step], bool], Path]
+    _again: Callable[[Any], "Decoder"]
     devices: OneDevice
 
     def __init__(
         self, model: Callable[..., Any], config: CacheConfig, whole: nn.Module,
         derive: Callable[..., Step], save: Callable[[str | Path, Sequence[Step], bool], Path],
-        devices: OneDevice = ONE,
+        again: Callable[[Any], "Decoder"], devices: OneDevice = ONE,
     ) -> None:  # fmt: skip
+        """`again`: makes a decoder for a copy of `whole`."""
         super().__init__(model)
         object.__setattr__(self, "whole", whole)  # no submodule: its weights are the model's
         self.config_of_cache = config
         self._derived = DerivedSteps(model, derive, config.tokens)
         self._save = save
+        self._again = again
         self.devices = devices
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +79,10 @@ class Decoder(ModelWrapper):
             SavedError: nothing has been derived yet, it has no form in files, or they cannot be written.
         """
         return self._save(path, self._derived.all(), weights)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Decoder":
+        """A copy has the model and the options; what was derived is derived again."""
+        return self._again(copy.deepcopy(self.whole, memo))
 
     # --- the three calls ---
 

@@ -6,7 +6,7 @@ rounding, with NaN and infinities in the same places.
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -108,3 +108,32 @@ def _grouped(
 def tensors_of(result: Any) -> list[Tensor]:
     """The tensors in what a model returns, in order."""
     return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+
+
+def logits_of_tokens(call: Callable[[int], Any], tokens: int) -> Tensor:
+    """The logits of every token, `[B, T, V]`, of a model that may give the last one's alone.
+
+    Args:
+        call: what the model returns for so many tokens from the beginning.
+    """
+
+    def logits(end: int) -> Tensor:
+        result = call(end)
+        found = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
+        return found if isinstance(found, Tensor) else tensors_of(result)[0]
+
+    found = logits(tokens)
+    if found.ndim == 3 and found.shape[1] == tokens:
+        return found
+    parts = [logits(end) for end in range(1, tokens + 1)]
+    return torch.stack([part.reshape(len(part), -1) for part in parts], 1)
+
+
+def results_of(result: Any) -> list[Tensor]:
+    """The tensors in what a side of a comparison returns, and its arrays (of numpy, say) as tensors."""
+    leaves = (leaf if isinstance(leaf, Tensor) else _from_array(leaf) for leaf in flatten(result)[0])
+    return [leaf for leaf in leaves if leaf is not None]
+
+
+def _from_array(leaf: Any) -> Tensor | None:
+    return torch.tensor(leaf.__array__()) if hasattr(leaf, "__array__") else None
