@@ -16,11 +16,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.api import drawn
+from attngraph.api.apart import Ended, code_of
+from attngraph.api.difference import Difference
 from attngraph.api.matched import Matched
 from attngraph.api.parting import parts_at
-from attngraph.api.verdict import Difference
-from attngraph.errors import first_line
-from attngraph.runtime.verify import tensors_of
+from attngraph.api.recorded import recorded
+from attngraph.api.steps import ByWay, Sequences, Steps
+from attngraph.errors import SavedError, first_line
+from attngraph.runtime.verify import results_of, tensors_of
 
 MOVED, ROUNDINGS, LEAST = 1e-12, 32.0, 1e-11
 """How far operands are moved, relatively, or half a unit in the last place of the narrowest dtype to which a
@@ -28,6 +31,7 @@ side rounds; how many times as far as that moves an answer two equal ones may li
 of the answer's largest element, or a unit of that dtype."""
 SIZES = (1, 2, 3, 5, 8, 17, 130)
 """Extents that are tried beside those of the call."""
+SIDES = ("reference", "candidate")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Results = list[tuple[str, Tensor]]
 
@@ -53,56 +57,50 @@ class Numbers:
         modules = [m for m in (matched.reference, matched.candidate, *self.wide) if isinstance(m, nn.Module)]
         for weight in (w for m in modules for w in m.parameters() if w.is_floating_point()):
             weight.requires_grad_(gradients)
+        self.modes = tuple(
+            dict.fromkeys((exact, flow) for exact in (True, False) for flow in (gradients, False))
+        )
         self.difference: Difference | None = None
+        self.last: tuple[Call, Call] | None = None
+        """The call that was compared last, and the example of its kind."""
+        self.least: Any = None
+        """The smallest call found, as `attngraph.verify` takes it."""
+        self.arrays = self.probing = self.unserved = False
+        """Whether a side returns arrays, of numpy say; whether only that they differ is asked; and whether
+        the candidate is a folder without a graph for some call."""
         self.tried, self.skipped, self.worst, self.refused = 0, 0, 0.0, ""
         self.exact, self.narrowest = True, 0.0
         self.apart = False
         """Whether the two differ at tokens that a mask hides, whose results are not compared then."""
 
     def notes(self) -> list[str]:
-        skipped = (
-            f"; the reference takes no other {self.skipped} size(s) that were tried" if self.skipped else ""
-        )
+        whose = "no saved graph is for" if self.unserved else "the reference takes no"
+        skipped = f"; {whose} other {self.skipped} size(s) that were tried" if self.skipped else ""
         how = "in float64" if self.exact else "in the dtypes that are given, as one side takes no float64"
+        flow = [
+            "gradients are not compared, as a side returns none: arrays, or what another process computed"
+        ] * self.arrays
         apart = ["they differ at tokens that a mask hides, whose own results are not compared"] * self.apart
-        return [f"{self.tried} call(s) compared {how}{skipped}", *apart]
+        return [f"{self.tried} call(s) compared {how}{skipped}", *flow, *apart]
 
     def compare(self, call: Call, example: Call, real: Tensor | None = None) -> None:
         """Compare a call. `example`: of what kind it is. `real`: the tokens whose results are compared, bool
         `[batch, tokens]`."""
-        about = ", ".join(f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in tensors_in(call))
+        about, self.last = ", ".join(described(call)), (call, example)
         try:
-            wanted = self._run(0, call, real=real)
-        except Exception as problem:
-            self.skipped += 1
-            self.refused = f"the reference refuses the call: {first_line(problem)}"
+            wanted, found = self._both(call, real)
+            if not self.tried:
+                self._meet(call)
+            moved = self._sides(call, real, max(MOVED, self.narrowest / 2))
+        except _Refused as refusal:
+            side, problem = refusal.args
+            self._refuse(side, problem, about)
             return
-        try:
-            found = self._run(1, call, real=real)
-        except Exception as problem:
-            if self.exact and not self.tried:  # a kernel may take no float64
-                self.exact = False
-                self.compare(call, example)
-                return
-            self.difference = Difference(
-                "call", f"the candidate refuses a call with {about}: {first_line(problem)}"
-            )
-            return
-        if (
-            not self.tried
-        ):  # beside the calls that are compared: a compiled side does not compile under a mode
-            given = pytree.tree_map_only(Tensor, self._operand(0.0), call)  # widening does not round
-            with _Narrowest() as met:
-                self._run(0, given)
-                self._run(1, given)
-            self.narrowest = max(self.narrowest, met.unit)
         self.tried += 1
         if len(found) != len(wanted):
             said = f"it returns {len(found)} tensors instead of {len(wanted)}"
-            self.difference = Difference("results", said)
+            self.difference = Difference("results", said, code="number-of-results")
             return
-        by = max(MOVED, self.narrowest / 2)
-        moved = [self._run(side, call, by, real) for side in (0, 1)]
         worst, self.difference = self.worst, self._difference(call, about, wanted, found, moved)
         if self.difference is not None and real is None:
             maybe = drawn.hidden_by(tensors_in(call), tensors_in(example))
@@ -112,16 +110,85 @@ class Numbers:
                 self.compare(call, example, ~hidden)
                 self.apart |= self.difference is None
 
+    def _refuse(self, side: int, problem: Exception, about: str) -> None:
+        """Note that a side takes no such call: a difference, if the reference does and a graph should."""
+        is_unserved = side == 1 and isinstance(problem, SavedError)
+        self.unserved |= is_unserved
+        if side == 0 or is_unserved:
+            self.skipped += 1
+            self.refused = f"the {SIDES[side]} refuses the call: {first_line(problem)}"
+            return
+        refuses = f"refuses a call with {about}: {first_line(problem)}"
+        said = f"{problem}, called with {about}" if isinstance(problem, Ended) else refuses
+        self.difference = Difference("call", f"the candidate {said}", code=code_of(problem))
+
+    def _meet(self, call: Call) -> None:
+        """Learn to which dtypes the sides round, beside the calls that are compared: a compiled side does not
+        compile under a mode."""
+        given = pytree.tree_map_only(Tensor, self._operand(0.0), call)  # widening does not round
+        with _Narrowest() as met:
+            for side in (0, 1):
+                if not getattr(self.wide[side], "untraced", ""):  # what cannot be looked into
+                    self._run(side, given)
+        self.narrowest = max(self.narrowest, met.unit)
+
+    def _sides(self, call: Call, real: Tensor | None, by: float = 0.0) -> list[Results]:
+        """The results of both sides.
+
+        Raises:
+            _Refused: one raises an exception.
+        """
+        found: list[Results] = []
+        try:
+            for side in (0, 1):
+                found.append(self._run(side, call, by, real))
+        except Exception as problem:
+            raise _Refused(len(found), problem) from problem
+        return found
+
+    def _both(self, call: Call, real: Tensor | None) -> list[Results]:
+        """The results of both sides. The first call decides in what they are compared: in float64 if both
+        take it, with gradients unless a side returns arrays.
+
+        Raises:
+            _Refused: a side raises, whatever is asked of it.
+        """
+        modes = (
+            self.modes
+            if not self.tried
+            else dict.fromkeys(((self.exact, self.gradients), (self.exact, False)))
+        )
+        refusal: _Refused | None = None
+        for exact, gradients in modes:
+            self.exact, self.gradients = exact, gradients
+            self.arrays = bool(self.tried) and self.arrays
+            try:
+                found = self._sides(call, real)
+            except _Refused as problem:
+                refusal = problem
+                if isinstance(problem.args[1], Ended):
+                    break
+                continue
+            if self.gradients != self.arrays or not self.modes[0][1]:
+                return found
+        self.exact, self.gradients = next(iter(modes))
+        raise refusal or _Refused(1, TypeError("it returns arrays for some calls, and tensors for others"))
+
     def _difference(
         self, call: Call, about: str, wanted: Results, found: Results, moved: Sequence[Results]
     ) -> Difference | None:
         """The first result that is off by more than rounding. `moved`: both sides' with operands moved."""
-        for (name, a), (_, b), *near in zip(wanted, found, *moved, strict=True):
+        near = zip(wanted, found, *moved, strict=False)
+        spreads = [_apart(a, x) + _apart(b, y) for (_, a), (_, b), (_, x), (_, y) in near]
+        spreads += [max(spreads, default=0.0)] * (
+            len(found) - len(spreads)
+        )  # other ways of a decoder's steps
+        for (name, a), (_, b), spread in zip(wanted, found, spreads, strict=True):
             if a.shape != b.shape or not torch.equal(_not_finite(a), _not_finite(b)):
                 what = "another shape" if a.shape != b.shape else "NaN or infinities in other places"
-                return Difference("values", f"{name} has {what}, called with {about}")
+                code = "shape" if a.shape != b.shape else "not-finite"
+                return Difference("values", f"{name} has {what}, called with {about}", code=code)
             error, scale = _apart(a, b), float(a[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
-            spread = sum(_apart(x, y) for x, (_, y) in zip((a, b), near, strict=True))
             allowed = ROUNDINGS * spread + max(LEAST, self.narrowest) * scale
             self.worst = max(self.worst, error / allowed if allowed else float(error > 0))
             if error > allowed:
@@ -129,7 +196,9 @@ class Numbers:
                     f"{name} is off by {error:.1e} (values up to {scale:.1e}, rounding up to {allowed:.0e})"
                 )
                 said = f"{said}, called with {about}"
-                return Difference("values", said, *self._lines(call), enters=self._enters(call))
+                code = "gradients" if name.startswith("the gradient") else "values"
+                enters, given = self._enters(call)
+                return Difference("values", said, *self._lines(call), enters=enters, given=given, code=code)
         return None
 
     def _hides(self, call: Call, hidden: Tensor, mask: Tensor, none: Tensor) -> bool:
@@ -168,10 +237,17 @@ class Numbers:
         args, kwargs = pytree.tree_map_only(Tensor, self._operand(by), call)
         given = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         weights = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+        if isinstance(model, Sequences):
+            model.most = 1 if by else None  # ways round alike
         with torch.set_grad_enabled(self.gradients), _moved(weights.values(), by):
-            results = [_kept(r, real) for r in tensors_of(model(*args, **kwargs))]
+            answer = model(*args, **kwargs)
+            ways = list(answer) if isinstance(answer, ByWay) else []
+            answer = list(answer.values()) if ways else answer
+            results = [_kept(r, real) for r in results_of(answer)]
+            self.arrays |= not getattr(model, "has_gradients", len(tensors_of(answer)) == len(results))
             self.narrowest = max(self.narrowest, *(u for u in map(_unit, results) if u < 1.0), 0.0)
-            found = [(f"result {n}", r.detach().double()) for n, r in enumerate(results)]
+            called = ways or [f"result {n}" for n in range(len(results))]
+            found = [(name, r.detach().double()) for name, r in zip(called, results, strict=True)]
             flows = [r for r in results if r.requires_grad]
             total = [(r * torch.linspace(-1, 1, r.numel(), dtype=r.dtype).view(r.shape)).sum() for r in flows]
             names = [w for w in self.matched.weights if self.gradients and gradients]
@@ -194,27 +270,43 @@ class Numbers:
 
         return operand
 
-    def _enters(self, call: Call) -> str:
-        """The first module of the same name whose result differs although what it was given is equal."""
-        if not self.exact:
-            return ""
-        seen = [_recorded(side, pytree.tree_map_only(Tensor, self._operand(0.0), call)) for side in self.wide]
-        for name, (given, result) in seen[0].items():
-            if name in seen[1] and _alike(given, seen[1][name][0]) and not _alike(result, seen[1][name][1]):
-                return name
-        return ""
+    def _enters(self, call: Call) -> tuple[str, str]:
+        """The first module of the same name whose result differs although what it was given is equal; and of
+        steps, the first one and its argument, if it is given other values."""
+        if not self.exact or self.probing:
+            return "", ""
+        seen = [recorded(side, pytree.tree_map_only(Tensor, self._operand(0.0), call)) for side in self.wide]
+        steps = isinstance(self.wide[1], Steps)
+        for name, (given, result) in ((n, c) for n, c in seen[0].items() if n in seen[1]):
+            others = seen[1][name]
+            if steps:  # a token's values are compared where both sides have them for every token
+                other = next((n for n in given if _unlike(given[n], others[0].get(n))), "")
+                if other or any(map(_unlike, result, others[1])):
+                    return name, other
+            elif _alike([*given.values()], [*others[0].values()]) and not _alike(result, others[1]):
+                return name, ""
+        return "", ""
 
     def _lines(self, call: Call) -> tuple[str, str]:
         """The line of each side at which values part."""
-        if not self.exact:
+        if not self.exact or self.probing or isinstance(self.wide[1], Steps):
             return "", ""
         args, kwargs = pytree.tree_map_only(Tensor, self._operand(0.0), call)
         reference, candidate = (functools.partial(side, *args, **kwargs) for side in self.wide)
         return parts_at(reference, candidate, self.narrowest)
 
 
+class _Refused(Exception):
+    """A side, 0 or 1, raises an exception."""
+
+
 def _in_float64(side: Any) -> Any:
     return copy.deepcopy(side).double() if isinstance(side, nn.Module) else side
+
+
+def described(call: Call) -> tuple[str, ...]:
+    """The dtypes and shapes of a call's tensors."""
+    return tuple(f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in tensors_in(call))
 
 
 def tensors_in(call: Any) -> list[Tensor]:
@@ -301,32 +393,25 @@ def varied(call: Call, sizes: Mapping[int, int], manner: str, chosen: random.Ran
     return found
 
 
-def _recorded(model: Any, call: Call) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-    """What each module was given and returned in a call, in the order in which they returned."""
-    found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-    if not isinstance(model, nn.Module):
-        return found
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_: Any, args: Any, kwargs: Any, result: Any) -> None:
-            found.setdefault(name, (tensors_in((args, kwargs)), tensors_of(result)))
-
-        return hook
-
-    hooks = [m.register_forward_hook(keep(n), with_kwargs=True) for n, m in model.named_modules() if n]
-    try:
-        with torch.no_grad():
-            model(*call[0], **call[1])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
 def _alike(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     pairs = [(a.detach(), b.detach()) for a, b in zip(mine, theirs, strict=False)]
     return len(mine) == len(theirs) and all(
-        a.shape == b.shape and (not a.is_floating_point() or _apart(a, b) <= 1e-9 * float(a.abs().max()))
+        a.shape == b.shape
+        and (_apart(a, b) <= 1e-9 * float(a.abs().max()) if _rounds(a) else torch.equal(a, b))
         for a, b in pairs
         if a.numel()
     )
+
+
+def _rounds(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _unlike(a: Tensor, b: Tensor | None) -> bool:
+    """Whether the second has other values for the same tokens, of each row or of all, or more tokens."""
+    if b is None or a.ndim != b.ndim or a.ndim < 2 or a.shape[2:] != b.shape[2:]:
+        return False
+    if a.shape[1] != b.shape[1] or 1 not in (len(a), len(b), len(a) == len(b)):
+        return b.shape[1] > a.shape[1] and len(a) == len(b)
+    rows = max(len(a), len(b))
+    return not _alike([a.expand(rows, *a.shape[1:])], [b.expand(rows, *b.shape[1:])])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attngraph.api import drawn
-from attngraph.api.verdict import Difference
+from attngraph.api.difference import Difference
 from attngraph.ir.language import Environment, ScoreProgram, Tile, evaluate, parse
 from attngraph.report.entries import AttentionEntry
 
@@ -47,8 +47,13 @@ def by_meaning(
         where = _first_difference(a, b, call) if comparable else None
         unread += where is None
         if where:
-            about = f"attention {number} differs {where}"
-            found.append(Difference("program", about, a.source, b.source, a.program, b.program))
+            code, tokens, how = where
+            about = f"attention {number} differs {how}"
+            found.append(
+                Difference(
+                    "program", about, a.source, b.source, a.program, b.program, code=code, tokens=tokens
+                )
+            )
     if counts[0] != counts[1]:
         left = " and ".join(str(n - len(pairs)) for n in counts)
         notes.append(
@@ -80,11 +85,13 @@ def _reads_by_reads(program: ScoreProgram) -> bool:
     return any(re.search(r"\br\d", str(index)) for _, _, index in program.places)
 
 
-def _first_difference(a: AttentionEntry, b: AttentionEntry, call: Sequence[Tensor]) -> str | None:
-    """The first number of tokens at which two programs give the last of them other weights; "" for none.
-    None: they read an argument in different shapes."""
+def _first_difference(
+    a: AttentionEntry, b: AttentionEntry, call: Sequence[Tensor]
+) -> tuple[str, int, str] | tuple[()] | None:
+    """The code of the difference, the first number of tokens at which two programs give the last of them
+    other weights, and how; () for none. None: they read an argument in different shapes."""
     if a.heads != b.heads:
-        return f"in its heads: {a.heads} and {b.heads}"
+        return "heads", 1, f"in its heads: {a.heads} and {b.heads}"
     programs = parse(a.program), parse(b.program)
     named = {int(n) for p in (a, b) for n in re.findall(r"\b\d+\b", p.program)}
     near = {n + more for n in (*named, 16, 64, 128, 256, 1024, 4096) for more in (-1, 0, 1, 2)}
@@ -113,8 +120,13 @@ def _first_difference(a: AttentionEntry, b: AttentionEntry, call: Sequence[Tenso
                 if hidden.any()
                 else "they weigh this key differently"
             )
-            return f"from {tokens:,} tokens on: query {tokens - 1}, key {key}, head {head}: {what}"
-    return ""
+            code = "hides" if hidden.any() else "weighs"
+            return (
+                code,
+                tokens,
+                f"from {tokens:,} tokens on: query {tokens - 1}, key {key}, head {head}: {what}",
+            )
+    return ()
 
 
 def _normalised(program: ScoreProgram, scores: Tensor, env: Environment) -> Tensor:

@@ -3,39 +3,14 @@
 import dataclasses
 from typing import Any
 
+from attngraph.api.difference import Difference
+from attngraph.api.verdict_page import render
 from attngraph.report.entries import AttentionEntry
+from attngraph.report.user_code import UserCode
 
-STATUSES = ("equal", "differs", "cannot be compared")
+UNKNOWN = "cannot be compared"
+STATUSES = ("equal", "differs", UNKNOWN)
 """Every status of a verdict; the number of each is the exit code of `attngraph verify`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """One difference: its `kind` ("weights", "call", "results", "values", "program") and `about`, a sentence;
-    for a program both lines of the user's code and both programs; for values the module in which it enters,
-    where modules of both sides have the same names, and the lines of both at which values part."""
-
-    kind: str
-    about: str
-    reference: str = ""
-    candidate: str = ""
-    program: str = ""
-    other: str = ""
-    enters: str = ""
-
-    def __str__(self) -> str:
-        lines = [self.about]
-        if self.enters:
-            lines.append(f"  enters in {self.enters}: what it is given is equal, what it returns is not")
-        if self.candidate and not self.other:
-            at = f"{self.candidate} of the candidate, {self.reference or 'no line'} of the reference"
-            lines.append(f"  values part at {at}")
-        for name, source, program in (
-            ("reference", self.reference, self.program), ("candidate", self.candidate, self.other),
-        ):  # fmt: skip
-            if program:
-                lines += [f"  {name}  {source}", *(f"    | {line}" for line in program.splitlines())]
-        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +24,8 @@ class Verdict:
         notes: what was compared, and how.
         tried: how many calls were compared. worst: the largest error, in units of the allowed one.
         seed: with which `attngraph.verify` repeats the run.
+        inputs: the smallest call found at which the two differ, as `attngraph.verify` takes it.
+        code: the functions around the lines that differences name.
     """
 
     status: str
@@ -58,6 +35,8 @@ class Verdict:
     tried: int = 0
     worst: float = 0.0
     seed: int = 0
+    inputs: Any = None
+    code: UserCode = dataclasses.field(default_factory=UserCode)
 
     def __bool__(self) -> bool:
         return self.status == "equal"
@@ -67,10 +46,15 @@ class Verdict:
         lines += [str(difference) for difference in self.differences[1:]]
         if self.attentions:
             lines.append(f"attentions of both sides in pairs: {len(self.attentions)}")
-        lines += self.notes
-        if self.tried:
-            lines.append(f"the largest error is {self.worst:.2g} of the allowed one")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._compared()])
+
+    def html(self, title: str = "") -> str:
+        """The verdict as one page, which runs nothing and reaches nothing. `title`: what was compared."""
+        return render(self.status, self.differences, self.attentions, self._compared(), self.code, title)
+
+    def _compared(self) -> list[str]:
+        said = f"the largest error is {self.worst:.2g} of the allowed one"
+        return [*self.notes, *[said] * bool(self.tried)]
 
     def json(self) -> dict[str, Any]:
         """The verdict as data. The fields stay: later versions may add some."""

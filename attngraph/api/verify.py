@@ -5,77 +5,132 @@ by number: in float64 where both can, for sizes around those of the call and aro
 program names (`by_number`).
 """
 
+import contextlib
 import dataclasses
 import itertools
 import random
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from attngraph.api.apart import Apart, Ended, Failed, Process, code_of
 from attngraph.api.arguments import require_model
 from attngraph.api.by_number import Call, Numbers, tensors_in, tries, varied
 from attngraph.api.compile import explain
+from attngraph.api.difference import Difference
+from attngraph.api.files import is_file_of_a_side, side_in
 from attngraph.api.matched import match
 from attngraph.api.same_programs import by_meaning, paired
-from attngraph.api.verdict import Difference, Verdict
-from attngraph.errors import CaptureError, first_line
+from attngraph.api.smallest import make_smallest
+from attngraph.api.steps import Steps, as_sequences, is_decoder, rounded
+from attngraph.api.verdict import UNKNOWN, Verdict
+from attngraph.errors import first_line
 from attngraph.report.entries import AttentionEntry
+from attngraph.report.user_code import code_at
+
+Side = Callable[..., Any] | str | Path
 
 
 def verify(
-    reference: Callable[..., Any], candidate: Callable[..., Any], inputs: Any, *,
+    reference: Side, candidate: Side, inputs: Any, *,
     rename: Mapping[str, str] | Callable[[str], str] | None = None, gradients: bool = True, seed: int = 0,
-    budget: float = 60.0,
+    budget: float = 60.0, subprocess: bool = False, seconds: float = 60.0, memory: int = 4 << 30,
 ) -> Verdict:  # fmt: skip
     """Whether `candidate` computes what `reference` does.
 
     Args:
-        reference, candidate: modules or functions that take the same arguments. Neither is changed.
+        reference, candidate: modules or functions that take the same arguments, or the names of an ONNX
+            file or of a folder that `save` wrote. Neither is changed. A candidate with `prefill` and
+            `decode`, as a decoder has, or of `attngraph.hf.stepwise`, is compared step by step with whole
+            sequences.
         inputs: a tuple of arguments, a dict of keyword arguments, or a list of such: examples of shapes and
             dtypes; other sizes and values are tried as well.
         rename: the name of a weight of the reference, for each name of the candidate's that differs.
         gradients: compare them too, with respect to floating arguments and weights.
         seed: repeats a run. budget: seconds after which nothing new is tried.
+        subprocess: `candidate` is a name, as the command line takes it ("package.module:NAME",
+            "port.py:NAME"), and is run in a process of its own, which has so many `seconds` for a call, and
+            so many bytes of `memory` besides what torch takes.
 
     Returns:
         a verdict, which is true where everything that was compared is equal.
 
     Raises:
-        TypeError: what is given cannot be called.
+        TypeError: what is given cannot be called. SavedError: a file or a folder cannot be read.
     """
-    for side in (reference, candidate):
-        require_model(side, "attngraph.verify")
-    start, calls = time.monotonic(), _calls(inputs)
-    with torch.random.fork_rng(devices=[]):
+    calls = _calls(inputs)
+    with torch.random.fork_rng(devices=[]), contextlib.ExitStack() as ending:
         torch.manual_seed(seed)
-        matched = match(reference, candidate, rename)
+        first = _side(reference)
+        try:
+            second = _apart(candidate, seconds, memory, ending) if subprocess else _side(candidate)
+        except (Ended, Failed) as problem:
+            fails = "" if isinstance(problem, Ended) else "fails: "
+            return _unknown("call", code_of(problem), f"the candidate {fails}{problem}", seed)
+        start, steps = time.monotonic(), is_decoder(second)
+        if steps and (why := rounded(second)):
+            return _unknown("call", "cache-rounds", why, seed)
+        matched = match(first, second, rename)
         if matched.problem:
-            return Verdict("cannot be compared", (Difference("weights", matched.problem),), seed=seed)
-        sides = matched.reference, matched.candidate
-        entries, notes = _attentions(sides, calls[0])
-        pairs = paired(*entries)
+            return _unknown("weights", "weights-unmatched", matched.problem, seed)
+        entries, notes = _attentions((matched.reference, matched.candidate), calls[0])
+        pairs, of_one = paired(*entries), bool(notes)
         differing, said = by_meaning(pairs, [len(side) for side in entries], tensors_in(calls[0]))
-        notes += said
+        notes += [] if of_one else said
         named = {int(n) for e in itertools.chain(*entries) for n in re.findall(r"\b\d+\b", e.program)}
-        found = Numbers(matched, gradients, random.Random(seed))
+        found = Numbers(
+            as_sequences(matched) if steps else matched, gradients and not steps, random.Random(seed)
+        )
         for call in calls:
             for wanted, manner in tries(call, named, found.chosen):
-                first = not found.tried + found.skipped  # it is compared whatever the budget
-                if found.difference is None and (first or time.monotonic() - start < budget):
+                first_call = not found.tried + found.skipped  # it is compared whatever the budget
+                if found.difference is None and (first_call or time.monotonic() - start < budget):
                     found.compare(varied(call, wanted, manner, found.chosen), call)
-    if time.monotonic() - start >= budget:
-        notes.append(f"the budget of {budget:g} s ended before every size was tried")
+        if time.monotonic() - start >= budget:
+            notes.append(f"the budget of {budget:g} s ended before every size was tried")
+        make_smallest(found, start + budget)
     differences = tuple(d for d in (found.difference, *differing) if d is not None)
-    if not found.tried:
-        return Verdict(
-            "cannot be compared", (Difference("call", found.refused),), notes=tuple(notes), seed=seed
-        )
-    word = "differs" if differences else "equal"
     told = (*matched.notes, *notes, *found.notes())
-    return Verdict(word, differences, tuple(pairs), told, found.tried, found.worst, seed)
+    if not found.tried and not differences:
+        return _unknown("call", "reference-refuses", found.refused, seed, told)
+    word = "differs" if differences else "equal"
+    word = UNKNOWN if [d.code for d in differences] == ["candidate-late"] else word
+    code = code_at(line for d in differences for line in (d.reference, d.candidate))
+    return Verdict(word, differences, tuple(pairs), told, found.tried, found.worst, seed, found.least, code)
+
+
+def _unknown(kind: str, code: str, why: str, seed: int, notes: tuple[str, ...] = ()) -> Verdict:
+    return Verdict(UNKNOWN, (Difference(kind, why, code=code),), notes=notes, seed=seed)
+
+
+def _apart(name: Side, seconds: float, memory: int, ending: contextlib.ExitStack) -> Apart:
+    if not isinstance(name, str):
+        raise TypeError("attngraph.verify: with subprocess=True the candidate is a name, as 'port.py:LM'.")
+    process = Process(name, seconds, memory)
+    ending.callback(process.close)
+    return Apart(process)
+
+
+def _side(side: Side) -> Any:
+    """What a side is, to be called.
+
+    Raises:
+        TypeError: it cannot be called, and is no file.
+    """
+    if isinstance(side, str | Path):
+        if not is_file_of_a_side(side):
+            raise TypeError(
+                f"attngraph.verify: {str(side)!r} is no ONNX file and no folder that `save` wrote; another "
+                "name is run with subprocess=True."
+            )
+        return side_in(side)
+    if not is_decoder(side):
+        require_model(side, "attngraph.verify")
+    return side
 
 
 def _calls(inputs: Any) -> list[Call]:
@@ -96,13 +151,18 @@ def _attentions(sides: Sequence[Any], call: Call) -> tuple[list[list[AttentionEn
     notes: list[str] = []
     for name, side in zip(("reference", "candidate"), sides, strict=True):
         entries: list[AttentionEntry] = []
+        other = Steps.untraced if is_decoder(side) else getattr(side, "untraced", "")
+        if other:
+            notes.append(f"the {name} is compared by number alone: {other}")
+            found.append(entries)
+            continue
         try:
             with torch.no_grad():
                 report = explain(side, *call[0], **call[1])
             entries = list(report.attention)
             if report.breaks:  # a piece has arguments of its own
                 entries = [_in_a_piece(e) for e in entries]
-        except (CaptureError, TypeError, RuntimeError) as problem:
+        except Exception as problem:  # the user's own code runs on tensors without values
             notes.append(f"the {name} is compared by number alone: {first_line(problem)}")
         found.append(entries)
     return found, notes

@@ -183,8 +183,9 @@ def _verify(commands: Any) -> None:
         help="whether two models compute the same: a port, say, and what was ported",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="example: attngraph verify attngraph.models.targets:tiny_decoder_lm port.py:LM --tokens 24\n"
-        "Both are called with the reference's inputs. exit codes: 0 equal; 1 they differ; 2 they cannot be\n"
-        "compared, or a target cannot be used.",
+        "Both are called with the reference's inputs, or those of --inputs. Sides may also be FILE.onnx, a\n"
+        "folder that `save` wrote, and functions that take arguments, such as kernel.py:attend.\n"
+        "exit codes: 0 equal; 1 they differ; 2 they cannot be compared, or a target cannot be used.",
     )
     _target(verify, name="reference")
     verify.add_argument("candidate", help="what is compared with it, named in the same way")
@@ -192,12 +193,27 @@ def _verify(commands: Any) -> None:
         "--rename", type=Path, metavar="FILE",
         help="JSON: the name of the reference's weight for each of the candidate's that differs",
     )  # fmt: skip
+    verify.add_argument(
+        "--inputs", metavar="NAME", help="a function, as inputs.py:NAME, that returns the arguments"
+    )
     verify.add_argument("--no-gradients", action="store_true", help="compare results alone")
     verify.add_argument("--seed", type=int, default=0, help="repeats a run (default 0)")
     verify.add_argument(
         "--budget", type=at_least(0, float), default=60.0, metavar="S",
         help="seconds after which nothing new is tried (default 60)",
     )  # fmt: skip
+    verify.add_argument(
+        "--subprocess", action="store_true", help="run the candidate in a process of its own, with limits"
+    )
+    verify.add_argument(
+        "--seconds", type=at_least(0, float), default=60.0, metavar="S",
+        help="its time for a call (default 60)",
+    )  # fmt: skip
+    verify.add_argument(
+        "--memory", type=quantity, default=4 * 2.0**30, metavar="SIZE",
+        help="its memory besides what torch takes (default 4GiB)",
+    )  # fmt: skip
+    verify.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as one HTML page")
     verify.add_argument("--json", action="store_true", help="print one JSON object")
 
 

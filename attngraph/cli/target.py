@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attngraph.api.files import is_file_of_a_side, side_in
 from attngraph.cli.named import object_named
 from attngraph.cli.terminal import TargetError, told
-from attngraph.errors import AttnGraphError
+from attngraph.errors import AttnGraphError, SavedError
 from attngraph.models.targets import import_transformers, seeded
 
 _FORMS = "package.module:NAME, path/file.py:NAME or hf:FOLDER"
+SIZES = ("batch", "tokens")
 TOKENS = 128
 """Of an example, where nobody says how many."""
 
@@ -44,13 +46,18 @@ def load_side(name: str, **sizes: int | None) -> tuple[Any, Any]:
         TargetError: it cannot be imported, does not exist, or is something else.
     """
     given = {k: v for k, v in sizes.items() if v is not None}
+    if is_file_of_a_side(name):
+        return _read(name), None
     where, _, attribute = name.partition("(")[0].rpartition(":")
     if not where or not attribute:
         raise TargetError(f"a target is {_FORMS}, found {name!r}.")
-    made, unknown = _checkpoint(Path(attribute)) if where == "hf" else None, list[str]()
-    if made is None:
-        made, unknown = _made(name, object_named(f"{where}:{attribute}"), given)
-    if isinstance(made, nn.Module):
+    found, unknown = None, list[str]()
+    if where == "hf":
+        made = _checkpoint(Path(attribute))
+    else:
+        found = object_named(f"{where}:{attribute}")
+        made, unknown = _made(name, found, given)
+    if isinstance(made, nn.Module) or made is found:
         return made, None
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         raise TargetError(f"{name} must return a model, or (model, inputs); it returned {_kind(made)}.")
@@ -59,10 +66,47 @@ def load_side(name: str, **sizes: int | None) -> tuple[Any, Any]:
     return made
 
 
+def load_inputs(name: str, **sizes: int | None) -> Any:
+    """The arguments that a function of this name returns, as `attngraph.verify` takes them; one tensor is one
+    argument.
+
+    Raises:
+        TargetError: it cannot be imported, does not exist, or fails.
+    """
+    given = {k: v for k, v in sizes.items() if v is not None}
+    made, unknown = _made(name, object_named(name.partition("(")[0]), given)
+    if unknown:
+        raise TargetError(f"{name} takes no {' and no '.join(unknown)}.")
+    if not isinstance(made, tuple | dict | list | Tensor):
+        raise TargetError(
+            f"{name} must return arguments: a tuple, a dict or a list of such; it returned {_kind(made)}."
+        )
+    return (made,) if isinstance(made, Tensor) else made
+
+
+def _read(name: str) -> Any:
+    try:
+        return side_in(name)
+    except SavedError as problem:
+        raise TargetError(str(problem)) from problem
+
+
+def _is_itself(found: Any) -> bool:
+    """Whether a function cannot be called without arguments: it makes no model then, but is one."""
+    if inspect.isclass(found):
+        return False
+    try:
+        parameters = inspect.signature(found).parameters.items()
+    except ValueError:  # one that is written in C
+        return True
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is p.empty and p.kind not in free and n not in SIZES for n, p in parameters)
+
+
 def _made(name: str, found: Any, sizes: dict[str, int]) -> tuple[Any, list[str]]:
     """What a function or a class makes of the options that the name gives in brackets and of those sizes that
-    it takes, and the other sizes; a model as it is."""
-    if isinstance(found, nn.Module):
+    it takes, and the other sizes; a model as it is, and a function that makes none."""
+    if isinstance(found, nn.Module) or (callable(found) and "(" not in name and _is_itself(found)):
         return found, []
     if not callable(found):
         raise TargetError(f"{name} is no function and no model: its type is {type(found).__name__}.")
@@ -100,11 +144,13 @@ def _example(model: nn.Module, name: str, batch: int, tokens: int) -> tuple[Any,
     inputs): what the first layer takes, and masks that hide nothing."""
     config = getattr(model, "config", None)
     with seeded():
-        value = _for_the_first_layer(model, batch, tokens, config)
+        value = (
+            None if not isinstance(model, nn.Module) else _for_the_first_layer(model, batch, tokens, config)
+        )
     if value is None:
         raise TargetError(
             f"{name} is a model whose inputs cannot be guessed. What to do: name a function that returns "
-            "(model, inputs)."
+            "(model, inputs); of `attngraph verify`, name one that returns the inputs with --inputs."
         )
     parameters = {
         n: p for n, p in inspect.signature(model.forward).parameters.items() if p.kind < p.VAR_POSITIONAL

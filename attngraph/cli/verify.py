@@ -6,8 +6,9 @@ from pathlib import Path
 
 from attngraph.api.verdict import STATUSES
 from attngraph.api.verify import verify
-from attngraph.cli.target import load_side, load_target
-from attngraph.cli.terminal import Progress, TargetError, told
+from attngraph.cli.target import load_inputs, load_side, load_target
+from attngraph.cli.terminal import Progress, TargetError, check_writable, told
+from attngraph.ir.records import write_whole
 
 
 def run(options: argparse.Namespace) -> int:
@@ -18,16 +19,29 @@ def run(options: argparse.Namespace) -> int:
     """
     rename = _names(options.rename)
     tell = Progress()
+    sizes = {"batch": options.batch, "tokens": options.tokens}
+    check_writable(options.html, "--html")
     tell(f"building {options.reference}")
-    reference, inputs = load_target(options.reference, batch=options.batch, tokens=options.tokens)
-    tell(f"building {options.candidate}")
-    candidate, _ = load_side(options.candidate)
+    if options.inputs is None:
+        reference, inputs = load_target(options.reference, **sizes)
+    else:
+        (reference, _), inputs = load_side(options.reference), load_inputs(options.inputs, **sizes)
+    candidate = options.candidate
+    if not options.subprocess:
+        tell(f"building {candidate}")
+        candidate, _ = load_side(candidate)
     tell("comparing")
-    verdict = verify(
-        reference, candidate, inputs, rename=rename, gradients=not options.no_gradients, seed=options.seed,
-        budget=options.budget,
-    )  # fmt: skip
+    try:
+        verdict = verify(
+            reference, candidate, inputs, rename=rename, gradients=not options.no_gradients,
+            seed=options.seed, budget=options.budget, subprocess=options.subprocess, seconds=options.seconds,
+            memory=int(options.memory),
+        )  # fmt: skip
+    except TypeError as problem:  # of what is given alone: what a side raises is part of the verdict
+        raise TargetError(str(problem)) from problem
     tell.done()
+    if options.html is not None:
+        write_whole(options.html, verdict.html(f"{options.reference} and {options.candidate}"))
     if options.json:
         named = {"reference": options.reference, "candidate": options.candidate}
         print(json.dumps({**named, **verdict.json()}, indent=2))

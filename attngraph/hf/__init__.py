@@ -7,7 +7,8 @@
     attngraph.hf.generation_model(decoder).generate(ids, max_new_tokens=64)
 
 This is the only part of attngraph that imports transformers (5.0 or newer). `fused.py` is the attention,
-`masks.py` describes masks for it, `generation.py` wraps a decoder as a transformers model.
+`masks.py` describes masks for it, `generation.py` wraps a decoder as a transformers model, `stepwise.py`
+takes the steps of transformers' own cache.
 """
 
 _WANTED = "attngraph.hf needs transformers 5.0 or newer, found {}: pip install 'transformers>=5'."
@@ -24,9 +25,19 @@ import attngraph.codegen  # noqa: E402, F401  registers our ops and kernels
 from attngraph.hf.fused import NAME, attention  # noqa: E402
 from attngraph.hf.generation import CACHE, GenerationModel, State, generation_model  # noqa: E402
 from attngraph.hf.masks import make_mask  # noqa: E402
+from attngraph.hf.stepwise import Stepwise, stepwise  # noqa: E402
 from attngraph.meaning.masks import flops as flops  # noqa: E402  registers the formulas of their operations
 
-__all__ = ["CACHE", "GenerationModel", "State", "attention", "generation_model", "register"]
+__all__ = [
+    "CACHE",
+    "GenerationModel",
+    "State",
+    "Stepwise",
+    "attention",
+    "generation_model",
+    "register",
+    "stepwise",
+]
 
 
 def register() -> None:

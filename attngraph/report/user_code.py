@@ -8,10 +8,11 @@ import bisect
 import dataclasses
 import linecache
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.source import PASSES_ON, Frame, call_stack, module_of, source_of
+from attngraph.ir.graph.source import PASSES_ON, Frame, call_stack, module_of, short_path, source_of
 
 _MOST_LINES = 120
 """Most lines of one function that are kept, around those that ops come from."""
@@ -86,6 +87,19 @@ def user_code(graph: ProgramGraph) -> UserCode:
             reached[key] = Reached(*key, tuple(f.source for f in frames), own)
             lines |= dict.fromkeys(frames)
     return UserCode(tuple(_stretches(lines)), tuple(reached.values()))
+
+
+def code_at(sources: Iterable[str]) -> UserCode:
+    """The functions around lines that are named as in a report, of files that this process has loaded."""
+    files = [*linecache.cache, *(str(getattr(m, "__file__", "")) for m in [*sys.modules.values()])]
+    paths = {short_path(path): path for path in files if path.endswith(".py")}
+    frames = []
+    for source in dict.fromkeys(sources):
+        file, _, line = source.rpartition(":")
+        if file in paths and line.isdecimal():
+            frames.append(Frame(paths[file], int(line)))
+    reached = tuple(Reached(f.source, "", (f.source,), 0) for f in frames)
+    return UserCode(tuple(_stretches(frames)), reached)
 
 
 def _without_what_passes_on(frames: Sequence[Frame], own: int) -> tuple[list[Frame], int]:

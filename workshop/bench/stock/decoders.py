@@ -348,7 +348,7 @@ def _remarks(equal: Sequence[dict[str, Any]]) -> list[str]:
         ("For these the first prompts were left out, because the model's own tokens are undecided there (it "
          "chooses among equal scores)", lambda row: row.get("undecided")),
         ("For these transformers' own `generate` with its cache gives other tokens than calling the whole "
-         "model does", lambda row: row.get("generate") is False),
+         "model does ([where they part](steps.md))", lambda row: row.get("generate") is False),
     )  # fmt: skip
     named = [(text, [row["cell"] for row in equal if which(row)]) for text, which in said]
     return [f"\n{text}: {', '.join(names)}.\n" for text, names in named if names]

@@ -1,0 +1,78 @@
+"""The smallest call at which two sides still differ: fewer tokens, rows or heads, each as few as do.
+
+A call is cut: tensors keep their values, and lose the last places of every dimension that has as many. Widths
+of features stay.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from attngraph.api import drawn
+from attngraph.api.by_number import Call, Numbers, described, tensors_in
+
+Place = tuple[int, int]
+"""A tensor of a call, and one of its dimensions."""
+
+
+def make_smallest(numbers: Numbers, until: float) -> None:
+    """Cut the call at which a comparison stopped while it still differs in the same way, until a time."""
+    found, last = numbers.difference, numbers.last
+    if found is None or last is None or found.code in ("candidate-ended", "candidate-late"):
+        return
+    (call, example), numbers.probing = last, True
+    kept = numbers.tried, numbers.skipped, numbers.worst, numbers.apart
+
+    def differs(smaller: Call) -> bool:
+        numbers.difference = None
+        if time.monotonic() < until:
+            numbers.compare(smaller, example)
+        return numbers.difference is not None and numbers.difference.code == found.code
+
+    counts = dict(_places(call))
+    for group in _groups(counts):
+        fewest, below = counts[group[0]], 0  # it differs at `fewest`, and not at `below`
+        while fewest - below > 1:
+            count = (fewest + below) // 2 if below else 1
+            is_enough = differs(_cut(call, counts | dict.fromkeys(group, count)))
+            fewest, below = (count, below) if is_enough else (fewest, count)
+        counts |= dict.fromkeys(group, fewest)
+    call = _cut(call, counts)
+    numbers.tried, numbers.skipped, numbers.worst, numbers.apart = kept
+    numbers.difference = dataclasses.replace(found, smallest=described(call))
+    numbers.least = call[0] or call[1]
+
+
+def _places(call: Call) -> Iterator[tuple[Place, int]]:
+    """The dimensions of a call that may be cut, and how many places each has."""
+    for number, tensor in enumerate(tensors_in(call)):
+        is_plain = tensor.is_floating_point() and not drawn.is_mask_of_numbers(tensor)
+        yield from (((number, d), n) for d, n in enumerate(tensor.shape[: tensor.ndim - is_plain]))
+
+
+def _groups(counts: dict[Place, int]) -> Iterator[list[Place]]:
+    """Dimensions that are cut together: those of one extent, the largest first; then, where others had that
+    extent too, those at one place among the dimensions."""
+    extents = sorted({n for n in counts.values() if n > 1}, reverse=True)
+    alike = [[place for place, n in counts.items() if n == extent] for extent in extents]
+    yield from alike
+    for group in alike:
+        dims = sorted({d for _, d in group})
+        yield from ([place for place in group if place[1] == d] for d in dims if len(dims) > 1)
+
+
+def _cut(call: Call, counts: Mapping[Place, int]) -> Call:
+    numbers = itertools.count()
+
+    def cut(tensor: Tensor) -> Tensor:
+        number = next(numbers)
+        for d in range(tensor.ndim):
+            tensor = tensor.narrow(d, 0, counts.get((number, d), tensor.shape[d]))
+        return tensor.contiguous()
+
+    found: Call = pytree.tree_map_only(Tensor, cut, call)
+    return found
