@@ -50,6 +50,7 @@ X = (torch.randn(2, 3, 8),)
 
 
 def test_a_candidate_in_a_process_of_its_own_is_given_the_weights(port: str) -> None:
+    torch.manual_seed(5)  # so that its weights are others
     verdict = attngraph.verify(Model(), f"{port}:Port", X, subprocess=True, budget=1)
     assert verdict and verdict.tried, str(verdict)
     assert "port (a file)" not in sys.modules  # nothing of it was run here
