@@ -2,18 +2,13 @@
 
 import dataclasses
 
-CODES = {
-    "weights-unmatched": "weights of the candidate that are no weights of the reference",
-    "reference-refuses": "the reference raises an exception", "candidate-refuses": "the candidate does",
-    "candidate-ended": "the candidate's process ended", "candidate-late": "it gave no answer in time",
-    "number-of-results": "another number of tensors is returned", "shape": "a tensor of another shape",
-    "not-finite": "NaN or infinities in other places", "values": "other values",
-    "gradients": "other gradients",
-    "heads": "another number of heads", "hides": "an attention sees a key that the other does not",
-    "weighs": "an attention weighs a key in another way",
-    "cache-rounds": "a decoder's cache keeps less than it is given",
-}  # fmt: skip
-"""Every code of a difference, for programs that read verdicts. They stay."""
+CODES = (
+    "weights-unmatched", "reference-refuses", "candidate-refuses", "candidate-ended", "candidate-late",
+    "number-of-results", "shape", "not-finite", "values", "gradients", "heads", "hides", "weighs",
+    "cache-rounds",
+)  # fmt: skip
+"""Every code of a difference, which programs that read verdicts may rely on. docs/SKILL.md has what each
+means."""
 
 
 @dataclasses.dataclass(frozen=True)

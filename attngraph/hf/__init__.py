@@ -29,15 +29,8 @@ from attngraph.hf.stepwise import Stepwise, stepwise  # noqa: E402
 from attngraph.meaning.masks import flops as flops  # noqa: E402  registers the formulas of their operations
 
 __all__ = [
-    "CACHE",
-    "GenerationModel",
-    "State",
-    "Stepwise",
-    "attention",
-    "generation_model",
-    "register",
-    "stepwise",
-]
+    "CACHE", "GenerationModel", "State", "Stepwise", "attention", "generation_model", "register", "stepwise",
+]  # fmt: skip
 
 
 def register() -> None:

@@ -1,5 +1,7 @@
 """The smallest call at which two sides differ: told, as data, and to be called again."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -67,10 +69,16 @@ def test_every_difference_has_a_code_that_is_in_the_list() -> None:
     assert found == {
         "values", "candidate-refuses", "number-of-results", "shape", "not-finite", "gradients",
         "reference-refuses",
-    } and found <= CODES.keys()  # fmt: skip
+    } and found <= {*CODES}  # fmt: skip
 
 
 def test_rows_and_tokens_that_are_as_many_are_cut_apart() -> None:
     inputs = (torch.randn(4, 4, 8),)
     verdict = attngraph.verify(lambda x: x + 0.0, lambda x: x * (1.0 + (x.shape[1] > 2)), inputs, budget=20)
     assert verdict.differences[0].smallest == ("float32 [1, 3, 8]",)
+
+
+def test_the_page_for_agents_says_what_to_do_about_every_code() -> None:
+    page = (Path(attngraph.__file__).parent.parent / "docs" / "SKILL.md").read_text("utf-8")
+    rows = " ".join(line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
+    assert not [code for code in CODES if f"`{code}`" not in rows]
