@@ -152,7 +152,7 @@ class Whole(Sequences):
 class Steps(Sequences):
     """The decoder, call by call."""
 
-    untraced = "its steps are compared"
+    untraced = "it has steps alone"
 
     def logits(self, given: Given, ways: Sequence[Way]) -> Iterator[Tensor]:
         rows, tokens = range(len(given.ids)), given.ids.shape[1]

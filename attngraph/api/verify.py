@@ -31,6 +31,7 @@ from attngraph.api.verdict import UNKNOWN, Verdict
 from attngraph.errors import first_line
 from attngraph.report.entries import AttentionEntry
 from attngraph.report.user_code import code_at
+from attngraph.runtime.wrapper import ModelWrapper
 
 Side = Callable[..., Any] | str | Path
 
@@ -80,6 +81,7 @@ def verify(
         entries, notes = _attentions((matched.reference, matched.candidate), calls[0])
         pairs, of_one = paired(*entries), bool(notes)
         differing, said = by_meaning(pairs, [len(side) for side in entries], tensors_in(calls[0]))
+        notes += ["the candidate's steps are compared with whole sequences"] if steps else []
         notes += [] if of_one else said
         named = {int(n) for e in itertools.chain(*entries) for n in re.findall(r"\b\d+\b", e.program)}
         found = Numbers(
@@ -151,6 +153,7 @@ def _attentions(sides: Sequence[Any], call: Call) -> tuple[list[list[AttentionEn
     notes: list[str] = []
     for name, side in zip(("reference", "candidate"), sides, strict=True):
         entries: list[AttentionEntry] = []
+        side = side._model if is_decoder(side) and isinstance(side, ModelWrapper) else side
         other = Steps.untraced if is_decoder(side) else getattr(side, "untraced", "")
         if other:
             notes.append(f"the {name} is compared by number alone: {other}")

@@ -54,12 +54,16 @@ def test_the_steps_of_a_derived_decoder_are_those_of_the_whole_model() -> None:
     decoder.prefill(IDS)
     verdict = attngraph.verify(model, decoder, {"ids": IDS, "attention_mask": mask}, budget=2)
     assert verdict and verdict.tried, str(verdict)
-    assert "the candidate is compared by number alone: its steps are compared" in str(verdict)
+    assert "the candidate's steps are compared with whole sequences" in str(verdict)
+    assert [a.program == b.program for a, b in verdict.attentions] == [True]
 
 
 def test_a_step_that_is_wrong_for_some_splits_is_told_with_its_split() -> None:
     model = Causal().eval()
     assert attngraph.verify(model, ByHand(model), (IDS,), budget=5)
+    assert "by number alone: it has steps alone" in str(
+        attngraph.verify(model, ByHand(model), (IDS,), budget=0)
+    )
     forgets = ByHand(model, lambda ids: ids[:, -4:])
     verdict = attngraph.verify(model, forgets, (IDS,), budget=10)
     assert verdict.status == "differs", str(verdict)
