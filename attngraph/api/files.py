@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,7 +76,11 @@ def side_in(path: str | Path) -> Any:
     path = Path(path)
     if path.suffix != ".onnx":
         loaded = load(path)
-        return loaded if isinstance(loaded, Decoder) else SavedGraphs(loaded)
+        if not isinstance(loaded, Decoder):
+            return SavedGraphs(loaded)
+        return SimpleNamespace(  # which keeps its weights: a module would be given the reference's
+            prefill=loaded.prefill, decode=loaded.decode, config_of_cache=loaded.config_of_cache
+        )
     if not path.is_file():
         raise SavedError(f"there is no file {path}.")
     return OnnxFile(path)

@@ -1,6 +1,7 @@
 """`attngraph.verify` of decoders: every split of a prompt, rows alone, and transformers' own cache."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,3 +141,14 @@ def test_a_copy_of_a_decoder_that_was_used_has_weights_of_its_own() -> None:
         other.out.bias.add_(1.0)
     torch.testing.assert_close(other.prefill(IDS)[0], wanted + 1.0)
     torch.testing.assert_close(decoder.prefill(IDS)[0], wanted)
+
+
+def test_a_saved_decoder_has_its_own_weights(tmp_path: Path) -> None:
+    model = Causal().eval()
+    decoder = attngraph.compile(model, cache=True)
+    decoder.prefill(IDS)
+    decoder.save(tmp_path / "saved", weights=True)
+    assert attngraph.verify(model, tmp_path / "saved", (IDS,), budget=0)
+    with torch.no_grad():
+        model.out.bias.add_(0.1)
+    assert attngraph.verify(model, tmp_path / "saved", (IDS,), budget=0).status == "differs"
