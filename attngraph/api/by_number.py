@@ -22,7 +22,7 @@ from attngraph.api.matched import Matched
 from attngraph.api.parting import parts_at
 from attngraph.api.recorded import recorded
 from attngraph.api.steps import ByWay, Sequences, Steps
-from attngraph.errors import SavedError, first_line
+from attngraph.errors import NoDecoderError, SavedError, first_line
 from attngraph.runtime.verify import results_of, tensors_of
 
 MOVED, ROUNDINGS, LEAST = 1e-12, 32.0, 1e-11
@@ -68,13 +68,14 @@ class Numbers:
         self.arrays = self.probing = self.unserved = False
         """Whether a side returns arrays, of numpy say; whether only that they differ is asked; and whether
         the candidate is a folder without a graph for some call."""
-        self.tried, self.skipped, self.worst, self.refused = 0, 0, 0.0, ""
+        self.tried, self.skipped, self.worst = 0, 0, 0.0
+        self.refused = Difference("call", "no call was compared", code="reference-refuses")
         self.exact, self.narrowest = True, 0.0
         self.apart = False
         """Whether the two differ at tokens that a mask hides, whose results are not compared then."""
 
     def notes(self) -> list[str]:
-        whose = "no saved graph is for" if self.unserved else "the reference takes no"
+        whose = "the candidate's graphs are not for" if self.unserved else "the reference takes no"
         skipped = f"; {whose} other {self.skipped} size(s) that were tried" if self.skipped else ""
         how = "in float64" if self.exact else "in the dtypes that are given, as one side takes no float64"
         flow = [
@@ -112,11 +113,12 @@ class Numbers:
 
     def _refuse(self, side: int, problem: Exception, about: str) -> None:
         """Note that a side takes no such call: a difference, if the reference does and a graph should."""
-        is_unserved = side == 1 and isinstance(problem, SavedError)
+        is_unserved = side == 1 and isinstance(problem, SavedError | NoDecoderError)
         self.unserved |= is_unserved
         if side == 0 or is_unserved:
             self.skipped += 1
-            self.refused = f"the {SIDES[side]} refuses the call: {first_line(problem)}"
+            said = f"the {SIDES[side]} refuses the call: {first_line(problem)}"
+            self.refused = Difference("call", said, code=f"{SIDES[side]}-refuses")
             return
         refuses = f"refuses a call with {about}: {first_line(problem)}"
         said = f"{problem}, called with {about}" if isinstance(problem, Ended) else refuses

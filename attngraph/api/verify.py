@@ -98,15 +98,15 @@ def verify(
     differences = tuple(d for d in (found.difference, *differing) if d is not None)
     told = (*matched.notes, *notes, *found.notes())
     if not found.tried and not differences:
-        return _unknown("call", "reference-refuses", found.refused, seed, told)
+        return Verdict(UNKNOWN, (found.refused,), notes=told, seed=seed)
     word = "differs" if differences else "equal"
     word = UNKNOWN if [d.code for d in differences] == ["candidate-late"] else word
     code = code_at(line for d in differences for line in (d.reference, d.candidate))
     return Verdict(word, differences, tuple(pairs), told, found.tried, found.worst, seed, found.least, code)
 
 
-def _unknown(kind: str, code: str, why: str, seed: int, notes: tuple[str, ...] = ()) -> Verdict:
-    return Verdict(UNKNOWN, (Difference(kind, why, code=code),), notes=notes, seed=seed)
+def _unknown(kind: str, code: str, why: str, seed: int) -> Verdict:
+    return Verdict(UNKNOWN, (Difference(kind, why, code=code),), seed=seed)
 
 
 def _apart(name: Side, seconds: float, memory: int, ending: contextlib.ExitStack) -> Apart:

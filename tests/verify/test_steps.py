@@ -152,3 +152,10 @@ def test_a_saved_decoder_has_its_own_weights(tmp_path: Path) -> None:
     with torch.no_grad():
         model.out.bias.add_(0.1)
     assert attngraph.verify(model, tmp_path / "saved", (IDS,), budget=0).status == "differs"
+
+
+def test_a_decoder_that_cannot_be_derived_is_no_difference() -> None:
+    later = nn.Sequential(nn.Embedding(20, 16), nn.Softmax(1)).eval()
+    verdict = attngraph.verify(later, attngraph.compile(later, cache=True), (IDS,), budget=0)
+    assert verdict.status == "cannot be compared" and verdict.differences[0].code == "candidate-refuses"
+    assert "sees" in str(verdict) or "later" in str(verdict), str(verdict)
