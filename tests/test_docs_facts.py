@@ -231,7 +231,7 @@ def test_a_command_that_a_page_shows_has_the_options_that_are_given(page: Path) 
 
 
 def test_every_command_and_every_option_of_compile_has_a_row_at_the_start() -> None:
-    page = (ROOT / "docs" / "index.md").read_text("utf-8")
+    page = (ROOT / "docs" / "commands.md").read_text("utf-8")
     assert [c for c in commands() if f"| `attngraph {c}" not in page] == []
     options = sorted({*CompileOptions.__annotations__, "cache"})
     assert [name for name in options if not re.search(rf"^\|.*`{name}=", page, re.MULTILINE)] == []
