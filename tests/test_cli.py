@@ -119,6 +119,7 @@ def test_dump_writes_the_graph_after_each_pass(in_a_folder_with: Path) -> None:
         ),
         ("hf:nowhere", "hf:nowhere is no checkpoint: there is no file nowhere/config.json"),
         ("nowhere.py:LM", "there is no file nowhere.py"),
+        ("own_targets.py", "found 'own_targets.py'. own_targets.py has "),
         ("own_targets:Attention", "is a model whose inputs cannot be guessed"),
         ("own_targets.py:LM(widht=8)", "failed: TypeError: LM.__init__() got an unexpected keyword"),
         ("own_targets:raises", "own_targets:raises failed: KeyError: 'weights'"),

@@ -50,7 +50,7 @@ def load_side(name: str, **sizes: int | None) -> tuple[Any, Any]:
         return _read(name), None
     where, _, attribute = name.partition("(")[0].rpartition(":")
     if not where or not attribute:
-        raise TargetError(f"a target is {_FORMS}, found {name!r}.")
+        raise TargetError(f"a target is {_FORMS}, found {name!r}.{_names_in(Path(name))}")
     found, unknown = None, list[str]()
     if where == "hf":
         made = _checkpoint(Path(attribute))
@@ -137,6 +137,18 @@ def _checkpoint(folder: Path) -> nn.Module:
         raise TargetError(f"hf:{folder}: {told(problem)}") from problem
     made.config.use_cache = False
     return made  # type: ignore[no-any-return]
+
+
+def _names_in(path: Path) -> str:
+    """What a file of Python has that may be a target, as a sentence."""
+    if path.suffix != ".py" or not path.is_file():
+        return ""
+    try:
+        body = ast.parse(path.read_text("utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return ""
+    names = [n.name for n in body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name[0] != "_"]
+    return f" {path} has {', '.join(names)}." if names else ""
 
 
 def _example(model: nn.Module, name: str, batch: int, tokens: int) -> tuple[Any, ...]:
