@@ -26,8 +26,8 @@ aten = torch.ops.aten
 
 
 _OF_SIZES: dict[str, Any] = {
-    "add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
-    "max": torch.sym_max, "min": torch.sym_min,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
+    "mod": operator.mod, "max": torch.sym_max, "min": torch.sym_min,
 }  # fmt: skip
 
 

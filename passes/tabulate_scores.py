@@ -200,8 +200,8 @@ class _Writer(Writer):
     def _value(self, node: Expr) -> Any:
         if not node.free and not any(n.op in ("read", "size") for n in E.walk(node)):
             return number(node)
-        if node.op == "size":
-            return self.view.sizes[int(node.value[1:])]
+        if node.kind == "int" and not node.free and not E.reads(node):
+            return self.builder.size(node, {E.size(f"n{n}"): size for n, size in enumerate(self.view.sizes)})
         if node.op in ("int", "float"):
             dtype = torch.int64 if node.op == "int" else self.dtype
             return self.builder.trace(lambda x: x.to(dtype), self.value(node.args[0]))

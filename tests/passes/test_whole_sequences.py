@@ -163,6 +163,9 @@ BIASES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         torch.log((k - q).abs() + 1.0).sin().cos() * w[:, 0, None, None]
     ),
     "of key": lambda q, k, w: torch.sin(k * 0.3).exp().cos().tanh() * w[0, 0],
+    "of the last keys": lambda q, k, w: w[
+        :, torch.log(k.shape[0] - k.clamp(min=k.shape[0] - 3) + 0.5).long()
+    ][:, None],
     "of query": lambda q, k, w: torch.sin(q * 0.3).exp().cos().tanh() * k,
     "of both": lambda q, k, w: torch.sin(q * k * 0.3).exp().cos().tanh(),
 }
@@ -181,7 +184,8 @@ def test_what_scores_have_of_fewer_indices_is_a_table(name: str, gradients: bool
             q, k = torch.arange(x.shape[2])[:, None], torch.arange(y.shape[2])
             return (x @ y.mT / 3 + BIASES[name](q, k, self.w)).softmax(-1) @ y
 
-    word = {"of distances and heads": "distance", "of both": ""}.get(name, name.removeprefix("of "))
+    words = {"of distances and heads": "distance", "of the last keys": "key", "of both": ""}
+    word = words.get(name, name.removeprefix("of "))
     model = Biased().eval()
     compiled: Any = attngraph.compile(model, min_scores=0, strict=True)
     with torch.set_grad_enabled(gradients):
