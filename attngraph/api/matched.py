@@ -25,8 +25,8 @@ def match(
     reference: Any, candidate: Any, rename: Mapping[str, str] | Callable[[str], str] | None = None
 ) -> Matched:
     """Match the weights of two modules. A candidate whose weights have the reference's values keeps them,
-    transposed ones too: that they were converted rightly is part of what is compared. Otherwise a copy of it
-    is given the reference's."""
+    transposed ones too: that they were converted rightly is part of what is compared, as are its buffers.
+    Otherwise a copy of it is given the reference's."""
     trains = any(getattr(side, "training", False) for side in (reference, candidate))
     notes = ["compared in eval mode: dropout is not"] * trains
     reference, candidate = (
@@ -65,14 +65,15 @@ def match(
         more = f" and {len(missing) - 3} more" * (len(missing) > 3)
         said = f"no weight of the reference is the candidate's {shapes}{more}; say which with `rename=`"
         return Matched(reference, candidate, problem=said)
-    if all(_same(mine[other], theirs[name]) for name, other in found.items()):
+    trained, too = (dict(side.named_parameters()) for side in (reference, candidate))
+    own = [_same(mine[other], theirs[name]) for name, other in found.items() if name in too]
+    if all(own):  # buffers that are not the same were computed otherwise
         transposed = f", {len(turned)} transposed" * bool(turned)
-        notes.append(f"{len(theirs)} weights have the reference's values{transposed}")
+        notes.append(f"{len(own) + len(turned)} weights have the reference's values{transposed}")
     else:
         candidate.load_state_dict({name: mine[other] for name, other in found.items()}, strict=False)
         how = f"{by_name} by name, {len(found) - by_name} by value or shape"
         notes.append(f"the candidate is compared with the reference's weights: {how}")
-    trained, too = (dict(side.named_parameters()) for side in (reference, candidate))
     pairs = tuple((a, b) for b, a in found.items() if a in trained and b in too)
     return Matched(reference, candidate, pairs, tuple(notes))
 

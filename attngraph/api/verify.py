@@ -10,16 +10,18 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from attngraph.api.arguments import require_model
-from attngraph.api.by_number import Call, Numbers, tensors_in, tries, varied
+from attngraph.api.by_number import Numbers, tries, varied
 from attngraph.api.compile import explain
+from attngraph.api.entering import Call, tensors_in
 from attngraph.api.matched import match
 from attngraph.api.same_programs import by_meaning, paired
+from attngraph.api.settings import settings_apart
 from attngraph.api.verdict import Difference, Verdict
 from attngraph.errors import CaptureError, first_line
 from attngraph.report.entries import AttentionEntry
@@ -55,27 +57,33 @@ def verify(
         if matched.problem:
             return Verdict("cannot be compared", (Difference("weights", matched.problem),), seed=seed)
         sides = matched.reference, matched.candidate
-        entries, notes = _attentions(sides, calls[0])
+        found = [
+            attentions_of(n, s, calls[0]) for n, s in zip(("reference", "candidate"), sides, strict=True)
+        ]
+        entries, notes = [f[0] for f in found], [note for f in found for note in f[1]]
         pairs = paired(*entries)
         differing, said = by_meaning(pairs, [len(side) for side in entries], tensors_in(calls[0]))
         notes += said
         named = {int(n) for e in itertools.chain(*entries) for n in re.findall(r"\b\d+\b", e.program)}
-        found = Numbers(matched, gradients, random.Random(seed))
+        numbers = Numbers(matched, gradients, random.Random(seed))
         for call in calls:
-            for wanted, manner in tries(call, named, found.chosen):
-                first = not found.tried + found.skipped  # it is compared whatever the budget
-                if found.difference is None and (first or time.monotonic() - start < budget):
-                    found.compare(varied(call, wanted, manner, found.chosen), call)
+            for wanted, manner in tries(call, named, numbers.chosen):
+                first = not numbers.tried + numbers.skipped  # it is compared whatever the budget
+                if numbers.difference is None and (first or time.monotonic() - start < budget):
+                    numbers.compare(varied(call, wanted, manner, numbers.chosen), call, manner)
     if time.monotonic() - start >= budget:
         notes.append(f"the budget of {budget:g} s ended before every size was tried")
-    differences = tuple(d for d in (found.difference, *differing) if d is not None)
-    if not found.tried:
+    differences = tuple(d for d in (numbers.difference, *differing) if d is not None)
+    if not numbers.tried:
         return Verdict(
-            "cannot be compared", (Difference("call", found.refused),), notes=tuple(notes), seed=seed
+            "cannot be compared", (Difference("call", numbers.refused),), notes=tuple(notes), seed=seed
         )
+    if differences:
+        enters = next((d.enters for d in differences), "")
+        differences += tuple(settings_apart(*sides, enters))
     word = "differs" if differences else "equal"
-    told = (*matched.notes, *notes, *found.notes())
-    return Verdict(word, differences, tuple(pairs), told, found.tried, found.worst, seed)
+    told = (*matched.notes, *notes, *numbers.notes())
+    return Verdict(word, differences, tuple(pairs), told, numbers.tried, numbers.worst, seed)
 
 
 def _calls(inputs: Any) -> list[Call]:
@@ -91,21 +99,15 @@ def _calls(inputs: Any) -> list[Call]:
 # --- by meaning ---
 
 
-def _attentions(sides: Sequence[Any], call: Call) -> tuple[list[list[AttentionEntry]], list[str]]:
-    found: list[list[AttentionEntry]] = []
-    notes: list[str] = []
-    for name, side in zip(("reference", "candidate"), sides, strict=True):
-        entries: list[AttentionEntry] = []
-        try:
-            with torch.no_grad():
-                report = explain(side, *call[0], **call[1])
-            entries = list(report.attention)
-            if report.breaks:  # a piece has arguments of its own
-                entries = [_in_a_piece(e) for e in entries]
-        except (CaptureError, TypeError, RuntimeError) as problem:
-            notes.append(f"the {name} is compared by number alone: {first_line(problem)}")
-        found.append(entries)
-    return found, notes
+def attentions_of(name: str, side: Any, call: Call) -> tuple[list[AttentionEntry], list[str]]:
+    """The attentions of a side, and why they are not known."""
+    try:
+        with torch.no_grad():
+            report = explain(side, *call[0], **call[1])
+    except (CaptureError, TypeError, RuntimeError) as problem:
+        return [], [f"the {name} is compared by number alone: {first_line(problem)}"]
+    entries = list(report.attention)
+    return [_in_a_piece(e) for e in entries] if report.breaks else entries, []
 
 
 def _in_a_piece(entry: AttentionEntry) -> AttentionEntry:
