@@ -29,7 +29,8 @@ COMMANDS = {
     "tables": ("tables:main", "the tables of docs/gpu.md from the files in docs/measured"),
     "fuzz": ("fuzz.run:main", "random attention-like functions against eager; a failure is made small"),
     "mutants": ("mutants.command:main", "small faults in the compiler, and which the tests notice"),
-    "faults": ("faults.command:main", "faults of ports in models, and which of them verify notices"),
+    "faults": ("faults.command", "faults of ports in models, and which of them verify notices"),
+    "alarms": ("faults.alarms", "equal forms of stock models, which verify must not call different"),
     "search": ("fuzz.search:main", "random programs around state, masks, sizes and files, counted"),
 }  # fmt: skip
 """Name: module (its MAIN, or another attribute), and what it does."""

@@ -5,7 +5,7 @@ import dataclasses
 CODES = (
     "weights-unmatched", "reference-refuses", "candidate-refuses", "candidate-ended", "candidate-late",
     "number-of-results", "shape", "not-finite", "values", "gradients", "heads", "hides", "weighs",
-    "cache-rounds",
+    "cache-rounds", "rounds-narrower", "setting",
 )  # fmt: skip
 """Every code of a difference, which programs that read verdicts may rely on. docs/SKILL.md has what each
 means."""
@@ -13,11 +13,12 @@ means."""
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One difference: its `kind` ("weights", "call", "results", "values", "program"), its `code` (`CODES`)
-    and `about`, a sentence; for a program both lines of the user's code, both programs and from how many
-    `tokens` on; for values the module in which it enters, where modules of both sides have the same names,
-    and the lines of both at which values part. `given`: the argument of that module that has other values
-    already. `smallest`: the dtypes and shapes of the smallest call found at which the two differ."""
+    """One difference: its `kind` ("weights", "call", "results", "values", "program", "setting"), its `code`
+    (`CODES`) and `about`, a sentence; for a program both lines of the user's code, both programs and from how
+    many `tokens` on; for values the module in which it enters, where modules of both sides have the same
+    names, and the lines of both at which values part; for a setting the lines that made it. `given`: the
+    argument of that module that has other values already. `smallest`: the dtypes and shapes of the smallest
+    call found at which the two differ."""
 
     kind: str
     about: str

@@ -95,13 +95,13 @@ def _flags(flags: Tensor, shape: list[int], manner: str) -> Tensor:
         found = torch.ones(shape, dtype=torch.bool).tril()
     else:
         found = torch.rand(shape) < flags.float().mean()
-    if manner not in HIDING:
+    if (
+        manner not in HIDING or last == 1
+    ):  # of one token that is hidden nothing is left to tell what that means
         return found
     rows, place = [shape[0] if len(shape) > 1 else 1, *[1] * (len(shape) - 1)], torch.arange(last)
     many = torch.randint(1, max(2, last), rows)
     hidden = place >= last - many if manner == HIDING[0] else place < many
     if manner == HIDING[2] and rows[0] > 1:
         hidden = hidden | (torch.arange(rows[0]).view(rows) == rows[0] - 1)
-    elif last == 1:
-        return found
     return torch.where(hidden.expand(shape), not usual, found)

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 @dataclasses.dataclass(frozen=True)
 class Matched:
     """Copies of both sides in eval mode, the candidate with the reference's weights, and `weights`, the pairs
-    of names `(reference's, candidate's)` that are one tensor. `problem`: why there is no match."""
+    of names `(reference's, candidate's)` that are one tensor; `same`, those of every name of a parameter, of
+    tied and transposed ones too. `problem`: why there is no match."""
 
     reference: Any
     candidate: Any
     weights: tuple[tuple[str, str], ...] = ()
+    same: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
 
@@ -25,8 +27,8 @@ def match(
     reference: Any, candidate: Any, rename: Mapping[str, str] | Callable[[str], str] | None = None
 ) -> Matched:
     """Match the weights of two modules. A candidate whose weights have the reference's values keeps them,
-    transposed ones too: that they were converted rightly is part of what is compared. Otherwise a copy of it
-    is given the reference's."""
+    transposed ones too: that they were converted rightly is part of what is compared, as are its buffers.
+    Otherwise a copy of it is given the reference's."""
     trains = any(getattr(side, "training", False) for side in (reference, candidate))
     notes = ["compared in eval mode: dropout is not"] * trains
     reference, candidate = (
@@ -43,14 +45,14 @@ def match(
             found[name] = wanted
     by_name = len(found)
     left = {n: t for n, t in mine.items() if n not in found.values()}
-    turned: set[str] = set()
+    turned: dict[str, str] = {}
     for name, tensor in ((n, t) for n, t in theirs.items() if n not in found):
-        same = next((n for n, t in left.items() if _same(t, tensor)), None)
-        other = same or next((n for n, t in left.items() if t.ndim == 2 and _same(t.T, tensor)), None)
+        equal = next((n for n, t in left.items() if _same(t, tensor)), None)
+        other = equal or next((n for n, t in left.items() if t.ndim == 2 and _same(t.T, tensor)), None)
         if other is not None:
             del left[other]
-            if same is None:
-                turned.add(name)
+            if equal is None:
+                turned[name] = other
             else:
                 found[name] = other
     missing = [n for n in theirs if n not in found and n not in turned]
@@ -65,16 +67,19 @@ def match(
         more = f" and {len(missing) - 3} more" * (len(missing) > 3)
         said = f"no weight of the reference is the candidate's {shapes}{more}; say which with `rename=`"
         return Matched(reference, candidate, problem=said)
-    if all(_same(mine[other], theirs[name]) for name, other in found.items()):
+    trained, too = (dict(side.named_parameters()) for side in (reference, candidate))
+    own = [_same(mine[other], theirs[name]) for name, other in found.items() if name in too]
+    if all(own):  # buffers that are not the same were computed otherwise
         transposed = f", {len(turned)} transposed" * bool(turned)
-        notes.append(f"{len(theirs)} weights have the reference's values{transposed}")
+        notes.append(f"{len(own) + len(turned)} weights have the reference's values{transposed}")
     else:
         candidate.load_state_dict({name: mine[other] for name, other in found.items()}, strict=False)
         how = f"{by_name} by name, {len(found) - by_name} by value or shape"
         notes.append(f"the candidate is compared with the reference's weights: {how}")
-    trained, too = (dict(side.named_parameters()) for side in (reference, candidate))
     pairs = tuple((a, b) for b, a in found.items() if a in trained and b in too)
-    return Matched(reference, candidate, pairs, tuple(notes))
+    every = [dict(side.named_parameters(remove_duplicate=False)) for side in (reference, candidate)]
+    same = tuple((a, b) for b, a in (found | turned).items() if a in every[0] and b in every[1])
+    return Matched(reference, candidate, pairs, same, tuple(notes))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

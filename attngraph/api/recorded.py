@@ -1,66 +1,165 @@
-"""What each module of a side was given and returned: in one call of whole sequences, or in all its steps."""
+"""The operations of one call, in the order in which they run, with marks of their results and their lines.
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+A mark of a tensor tells equal values from others without keeping them: their number, sum and spread, whatever
+their layout, and a sum that depends on their order.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
-from attngraph.api.steps import Sequences, Way
-from attngraph.runtime.decoder import Decoder
-from attngraph.runtime.verify import tensors_of
+from attngraph.capture.lines import is_torchs, line_at
 
-Given = dict[str, Tensor]
-Seen = dict[str, tuple[Given, list[Tensor]]]
+_FILL = 1e8
+"""What is larger fills masked places: beside it other elements would not count."""
+_OURS = "attngraph.api."
 
 
-def recorded(side: Any, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Seen:
-    """What each module of a side was given, by the name or the place of the argument, and returned, in the
-    order in which they returned. Of several calls, the values of all tokens, one after the other."""
-    model = side.side if isinstance(side, Sequences) else side
-    calls: dict[str, list[tuple[Given, list[Tensor]]]] = {}
-    if not isinstance(model, nn.Module) or isinstance(model, Decoder):  # which runs graphs, and no modules
-        return {}
+class Mark(NamedTuple):
+    """Of a tensor: how many elements it has, their sum, spread and sum of squares, and their sum weighted by
+    their places in order."""
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-            named = pytree.tree_flatten_with_path({**{str(n): a for n, a in enumerate(args)}, **kwargs})[0]
-            given = {_path(path): value for path, value in named if isinstance(value, Tensor)}
-            calls.setdefault(name, []).append((given, tensors_of(result)))
+    size: int
+    sum: float
+    spread: float
+    squares: float
+    ordered: float
 
-        return hook
 
-    hooks = [m.register_forward_hook(keep(n), with_kwargs=True) for n, m in model.named_modules() if n]
+class Call(NamedTuple):
+    """A function that runs, and the line at which it is: a frame of a stack."""
+
+    function: Any
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation. `key`: its name and the shapes of its results. `stack`: the user's functions that run,
+    the innermost last. `before`: the numbers of what made its operands. An argument of the call or a tensor
+    of a module that is read is an operation too, with an empty stack, and is `leaf`."""
+
+    key: str
+    stack: tuple[Call, ...]
+    before: tuple[int, ...]
+    marks: tuple[Mark, ...]
+    leaf: Tensor | None = None
+
+
+class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operations within."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self._made_by: Any = WeakIdKeyDictionary()
+        self._written: dict[int, int] = {}
+        """Which operation wrote to a storage last."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tensors((args, kwargs))
+        before = tuple(dict.fromkeys(n for t in given for n in self.made(t)))
+        result = func(*args, **(kwargs or {}))
+        found = tensors(result)
+        shapes = " ".join(str(list(t.shape)) for t in found)
+        operation = Operation(f"{func} {shapes}", stack_of(sys._getframe(1)), before, tuple(map(mark, found)))
+        for tensor in found:
+            self._made_by[tensor] = len(self.operations)
+        if func._schema.is_mutable:
+            self._written |= {t.untyped_storage()._cdata: len(self.operations) for t in found}
+        self.operations.append(operation)
+        return result
+
+    def made(self, tensor: Tensor) -> tuple[int, ...]:
+        """The numbers of the operations that made a tensor: the one that returned it, and a later one that
+        wrote to it by another view."""
+        if tensor not in self._made_by:
+            self._made_by[tensor] = len(self.operations)
+            self.operations.append(Operation(f"leaf {list(tensor.shape)}", (), (), (mark(tensor),), tensor))
+        own = self._made_by[tensor]
+        written = self._written.get(tensor.untyped_storage()._cdata, -1)
+        return (own, written) if written > own else (own,)
+
+
+class Record(NamedTuple):
+    """Of a call: its operations, the numbers of those that made its results, and how often each of the user's
+    functions was called, by its name."""
+
+    operations: list[Operation]
+    results: list[int]
+    calls: collections.Counter[str]
+
+
+def record(side: Callable[[], Any]) -> Record:
+    """Record a call."""
+    calls, before = collections.Counter[str](), sys.getprofile()
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            calls[frame.f_code.co_qualname] += 1
+
     try:
-        with torch.no_grad():
-            if isinstance(side, Sequences):
-                given = side.read(*call)
-                rows, tokens = given.ids.shape[:2]
-                list(side.logits(given, [Way([*range(rows)], max(1, tokens // 2), False)]))
-            else:
-                model(*call[0], **call[1])
+        with torch.no_grad(), Recorded() as recorded:
+            sys.setprofile(count)
+            results = side()
+            sys.setprofile(before)
+            made = [n for t in tensors(results) for n in recorded.made(t)]
     finally:
-        for hook in hooks:
-            hook.remove()
-    if not isinstance(side, Sequences):
-        return {name: found[0] for name, found in calls.items()}
-    return {name: _joined(found) for name, found in calls.items()}
+        sys.setprofile(before)
+    return Record(recorded.operations, made, calls)
 
 
-def _joined(calls: Sequence[tuple[Given, list[Tensor]]]) -> tuple[Given, list[Tensor]]:
-    """The values of all tokens: where a call has another number of places in the second dimension only."""
-    names = [n for n in calls[0][0] if all(n in given for given, _ in calls)]
-    given = {n: torch.cat([g[n] for g, _ in calls], 1) for n in names if _fit([g[n] for g, _ in calls])}
-    columns = [list(column) for column in zip(*(result for _, result in calls), strict=False)]
-    return given, [torch.cat(column, 1) for column in columns if _fit(column)]
+def tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _fit(parts: Sequence[Tensor]) -> bool:
-    return all(
-        p.ndim > 1 and (p.shape[:1], p.shape[2:]) == (parts[0].shape[:1], parts[0].shape[2:]) for p in parts
+def stack_of(frame: Any) -> tuple[Call, ...]:
+    """The user's functions that run around an operation, the innermost last."""
+    found: list[Call] = []
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_name == "record" and name == __name__:
+            break
+        if not is_torchs(frame) and not name.startswith(_OURS):
+            found.append(Call(frame.f_code, line_at(frame)))
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def mark(tensor: Tensor) -> Mark:
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().double()
+    flat = flat.nan_to_num(nan=3.0).flatten()
+    flat = torch.where(flat.abs() < _FILL, flat, 5 * flat.sign())
+    count = flat.numel()
+    apart, squares = flat - flat.mean() if count else flat, flat.square().sum()
+    ordered = flat @ _places(count)
+    return Mark(count, *torch.stack([flat.sum(), apart.square().sum(), squares, ordered]).tolist())
+
+
+@functools.lru_cache(maxsize=32)
+def _places(count: int) -> Tensor:
+    """A weight between -1 / 2 and 1 / 2 for each place."""
+    return (torch.arange(count, dtype=torch.float64) * 0.6180339887498949).frac() - 0.5
+
+
+def alike(a: Mark, b: Mark, close: float, in_order: bool = False) -> bool:
+    """Whether elements that are so far apart, relative to their mean size, could have both marks."""
+    if a.size != b.size:
+        return False
+    error = close * math.sqrt(max(a.squares, b.squares) / max(a.size, 1))
+    spread = 2 * math.sqrt(a.size * max(a.spread, b.spread)) * error + a.size * error**2
+    return (
+        abs(a.sum - b.sum) <= a.size * error
+        and abs(a.spread - b.spread) <= spread
+        and (not in_order or abs(a.ordered - b.ordered) <= a.size * error)
     )
-
-
-def _path(path: Any) -> str:
-    return "".join(str(getattr(part, "key", part)) if n == 0 else str(part) for n, part in enumerate(path))

@@ -8,6 +8,7 @@ reads tensors only where both read the same arguments.
 import difflib
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from attngraph.report.entries import AttentionEntry
 MOST_TOKENS = 1 << 13
 """The longest sequence for which programs are compared."""
 Pair = tuple[AttentionEntry, AttentionEntry]
+_Where = tuple[str, int, str] | tuple[()]
 
 
 def paired(mine: Sequence[AttentionEntry], theirs: Sequence[AttentionEntry]) -> list[Pair]:
@@ -40,11 +42,15 @@ def by_meaning(
     found: list[Difference] = []
     notes: list[str] = []
     unread = 0
+    known: dict[Any, _Where | None] = {}  # layers have equal programs
     for number, (a, b) in enumerate(pairs, start=1):
         comparable = _comparable(a, b)
         if comparable and a.program == b.program and (a.heads, a.kv_heads) == (b.heads, b.kv_heads):
             continue
-        where = _first_difference(a, b, call) if comparable else None
+        key = tuple((e.program, e.reads, e.heads, e.head_dim) for e in (a, b))
+        if comparable and key not in known:
+            known[key] = _first_difference(a, b, call)
+        where = known[key] if comparable else None
         unread += where is None
         if where:
             code, tokens, how = where
@@ -85,9 +91,7 @@ def _reads_by_reads(program: ScoreProgram) -> bool:
     return any(re.search(r"\br\d", str(index)) for _, _, index in program.places)
 
 
-def _first_difference(
-    a: AttentionEntry, b: AttentionEntry, call: Sequence[Tensor]
-) -> tuple[str, int, str] | tuple[()] | None:
+def _first_difference(a: AttentionEntry, b: AttentionEntry, call: Sequence[Tensor]) -> _Where | None:
     """The code of the difference, the first number of tokens at which two programs give the last of them
     other weights, and how; () for none. None: they read an argument in different shapes."""
     if a.heads != b.heads:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attngraph.api import drawn
-from attngraph.api.by_number import Call, Numbers, described, tensors_in
+from attngraph.api.by_number import Numbers
+from attngraph.api.calls import Call, described, tensors_in
 
 Place = tuple[int, int]
 """A tensor of a call, and one of its dimensions."""
@@ -24,13 +25,13 @@ def make_smallest(numbers: Numbers, until: float) -> None:
     found, last = numbers.difference, numbers.last
     if found is None or last is None or found.code in ("candidate-ended", "candidate-late"):
         return
-    (call, example), numbers.probing = last, True
+    (call, example, manner), numbers.probing = last, True
     kept = numbers.tried, numbers.skipped, numbers.worst, numbers.apart
 
     def differs(smaller: Call) -> bool:
         numbers.difference = None
         if time.monotonic() < until:
-            numbers.compare(smaller, example)
+            numbers.compare(smaller, example, manner)
         return numbers.difference is not None and numbers.difference.code == found.code
 
     counts = dict(_places(call))

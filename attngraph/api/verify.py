@@ -11,7 +11,7 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ import torch
 
 from attngraph.api.apart import Apart, Ended, Failed, Process, code_of
 from attngraph.api.arguments import require_model
-from attngraph.api.by_number import Call, Numbers, tensors_in, tries, varied
+from attngraph.api.by_number import SIDES, Numbers
+from attngraph.api.calls import Call, tensors_in, tries, varied
 from attngraph.api.compile import explain
 from attngraph.api.difference import Difference
 from attngraph.api.files import is_file_of_a_side, side_in
 from attngraph.api.matched import match
 from attngraph.api.same_programs import by_meaning, paired
+from attngraph.api.settings import settings_apart
 from attngraph.api.smallest import make_smallest
 from attngraph.api.steps import Steps, as_sequences, is_decoder, rounded
 from attngraph.api.verdict import UNKNOWN, Verdict
@@ -78,7 +80,9 @@ def verify(
         matched = match(first, second, rename)
         if matched.problem:
             return _unknown("weights", "weights-unmatched", matched.problem, seed)
-        entries, notes = _attentions((matched.reference, matched.candidate), calls[0])
+        sides = matched.reference, matched.candidate
+        attentions = [attentions_of(name, one, calls[0]) for name, one in zip(SIDES, sides, strict=True)]
+        entries, notes = [of for of, _ in attentions], [why for _, why in attentions if why]
         pairs, of_one = paired(*entries), bool(notes)
         differing, said = by_meaning(pairs, [len(side) for side in entries], tensors_in(calls[0]))
         notes += ["the candidate's steps are compared with whole sequences"] if steps else []
@@ -91,18 +95,22 @@ def verify(
             for wanted, manner in tries(call, named, found.chosen):
                 first_call = not found.tried + found.skipped  # it is compared whatever the budget
                 if found.difference is None and (first_call or time.monotonic() - start < budget):
-                    found.compare(varied(call, wanted, manner, found.chosen), call)
+                    found.compare(varied(call, wanted, manner, found.chosen), call, manner)
         if time.monotonic() - start >= budget:
             notes.append(f"the budget of {budget:g} s ended before every size was tried")
         make_smallest(found, start + budget)
-    differences = tuple(d for d in (found.difference, *differing) if d is not None)
+    differences = [d for d in (found.difference, *differing) if d is not None]
     told = (*matched.notes, *notes, *found.notes())
     if not found.tried and not differences:
         return Verdict(UNKNOWN, (found.refused,), notes=told, seed=seed)
     word = "differs" if differences else "equal"
     word = UNKNOWN if [d.code for d in differences] == ["candidate-late"] else word
+    if differences:
+        mine, theirs = map(_looked_into, sides)
+        differences += settings_apart(mine, theirs, differences[0].enters)
     code = code_at(line for d in differences for line in (d.reference, d.candidate))
-    return Verdict(word, differences, tuple(pairs), told, found.tried, found.worst, seed, found.least, code)
+    every = tuple(differences), tuple(pairs), told
+    return Verdict(word, *every, found.tried, found.worst, seed, found.least, code)
 
 
 def _unknown(kind: str, code: str, why: str, seed: int) -> Verdict:
@@ -148,27 +156,25 @@ def _calls(inputs: Any) -> list[Call]:
 # --- by meaning ---
 
 
-def _attentions(sides: Sequence[Any], call: Call) -> tuple[list[list[AttentionEntry]], list[str]]:
-    found: list[list[AttentionEntry]] = []
-    notes: list[str] = []
-    for name, side in zip(("reference", "candidate"), sides, strict=True):
-        entries: list[AttentionEntry] = []
-        side = side._model if is_decoder(side) and isinstance(side, ModelWrapper) else side
-        other = Steps.untraced if is_decoder(side) else getattr(side, "untraced", "")
-        if other:
-            notes.append(f"the {name} is compared by number alone: {other}")
-            found.append(entries)
-            continue
+def attentions_of(name: str, side: Any, call: Call) -> tuple[list[AttentionEntry], str]:
+    """The attentions of a side, and why they are not known."""
+    seen, why = _looked_into(side), getattr(side, "untraced", Steps.untraced)
+    if seen is not None:
         try:
             with torch.no_grad():
-                report = explain(side, *call[0], **call[1])
+                report = explain(seen, *call[0], **call[1])
             entries = list(report.attention)
-            if report.breaks:  # a piece has arguments of its own
-                entries = [_in_a_piece(e) for e in entries]
+            return [_in_a_piece(e) for e in entries] if report.breaks else entries, ""
         except Exception as problem:  # the user's own code runs on tensors without values
-            notes.append(f"the {name} is compared by number alone: {first_line(problem)}")
-        found.append(entries)
-    return found, notes
+            why = first_line(problem)
+    return [], f"the {name} is compared by number alone: {why}"
+
+
+def _looked_into(side: Any) -> Any:
+    """What a side runs, of a decoder its model; None if it cannot be looked into."""
+    if not is_decoder(side):
+        return None if getattr(side, "untraced", "") else side
+    return side._model if isinstance(side, ModelWrapper) else None
 
 
 def _in_a_piece(entry: AttentionEntry) -> AttentionEntry:

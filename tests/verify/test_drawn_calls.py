@@ -68,6 +68,42 @@ def test_results_of_hidden_tokens_are_not_compared_and_that_is_said() -> None:
     assert verdict and "whose own results are not compared" in str(verdict), str(verdict)
 
 
+def test_hidden_tokens_at_the_end_of_a_causal_window_are_hidden() -> None:
+    """No real token sees them, masked or not; those beyond the window see none that is real."""
+
+    def windowed(low: float, also: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
+        def run(x: Tensor, seen: Tensor) -> Tensor:
+            band = torch.ones(x.shape[1], x.shape[1]).tril().triu(-1).bool()
+            s = (x @ x.mT).masked_fill(~(seen[:, None].bool() & band), low)
+            return s.softmax(-1).nan_to_num() @ x * (1 + also)
+
+        return run
+
+    verdict = attngraph.verify(windowed(-1e9), windowed(-torch.inf), (X, ALL.long()), budget=10)
+    assert verdict and "whose own results are not compared" in str(verdict), str(verdict)
+    assert not attngraph.verify(windowed(-1e9), windowed(-torch.inf, 1e-3), (X, ALL.long()), budget=10)
+
+
+def test_a_sequence_of_one_token_is_not_hidden() -> None:
+    assert all(drawn.like(ALL, [2, 1], manner).all() for manner in drawn.HIDING)
+    assert not drawn.like(ALL, [2, 5], drawn.HIDING[2])[1].any()
+
+
+def test_what_is_finite_in_the_dtypes_that_are_given_is_compared_in_these() -> None:
+    """A fill that float32 cannot hold hides whole rows in float64 alone."""
+
+    def attend(x: Tensor, seen: Tensor, scale: float = 1.0) -> Tensor:
+        s = (x @ x.mT * scale).masked_fill(~seen[:, None].bool(), torch.finfo(x.dtype).min)
+        p = s.softmax(-1, dtype=torch.float32).to(x.dtype)
+        return (p @ x).cumsum(1)
+
+    def other(x: Tensor, seen: Tensor) -> Tensor:
+        s = (x @ x.mT).masked_fill(~seen[:, None].bool(), -1e30)
+        return (s.softmax(-1) @ x).cumsum(1)
+
+    assert attngraph.verify(other, attend, (X, ALL.long()), budget=10)
+
+
 def test_tokens_with_another_flag_that_are_seen_are_compared() -> None:
     """A flag that hides nothing: an error at these tokens alone counts."""
     flags = ALL.clone()
@@ -129,3 +165,29 @@ def test_documents_that_do_not_see_each_other_are_not_hidden() -> None:
             budget=5,
         )
         assert verdict.status == ("differs" if scale == 0.5 else "equal"), str(verdict)
+
+
+def test_weights_that_are_not_known_to_be_the_same_are_not_made_smaller() -> None:
+    model = nn.Linear(8, 8)
+    closed = attngraph.verify(
+        model, lambda x: x @ model.weight.mT.to(x.dtype) + model.bias.to(x.dtype), (X,), budget=2
+    )
+    assert closed and closed.tried > 1, str(closed)
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        if tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.first(x).sin())
+        return found
+
+
+def test_weights_that_one_side_has_twice_are_made_smaller_on_both() -> None:
+    for tied in (True, False):
+        verdict = attngraph.verify(Tied(True), Tied(tied), (X,), budget=2, gradients=False)
+        assert verdict and verdict.tried > 1, str(verdict)

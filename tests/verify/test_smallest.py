@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import attngraph
 from attngraph.api.difference import CODES
@@ -82,3 +82,31 @@ def test_the_page_for_agents_says_what_to_do_about_every_code() -> None:
     page = (Path(attngraph.__file__).parent.parent / "docs" / "SKILL.md").read_text("utf-8")
     rows = " ".join(line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
     assert not [code for code in CODES if f"`{code}`" not in rows]
+
+
+class Norm(nn.Module):
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.weights, self.epsilon = nn.Linear(8, 8, bias=False), epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.weights(x)
+        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.epsilon)
+
+
+def test_weights_stay_as_small_as_they_were_while_a_call_is_cut() -> None:
+    verdict = attngraph.verify(Norm(1e-12), Norm(1.1e-12), (torch.randn(3, 5, 8),), budget=20)
+    values, setting = verdict.differences
+    assert values.about.endswith("float32 [3, 5, 8], numbers as small as 1e-3"), str(verdict)
+    assert values.smallest == ("float32 [1, 1, 8]",)
+    assert setting.code == "setting" and "epsilon is 1e-12 in the reference" in setting.about
+
+
+def test_a_narrower_dtype_shows_at_the_smallest_call() -> None:
+    def narrow(q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.mT).bfloat16().softmax(-1).to(k.dtype) @ k
+
+    verdict = attngraph.verify(attend, narrow, (torch.randn(3, 5, 8), torch.randn(3, 7, 8)), budget=20)
+    (difference,) = (d for d in verdict.differences if d.kind == "values")
+    assert difference.code == "rounds-narrower"
+    assert difference.smallest == ("float32 [1, 1, 8]", "float32 [1, 1, 8]")

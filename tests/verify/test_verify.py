@@ -1,6 +1,7 @@
 """`attngraph.verify`: ports that are right are equal, and each fault of a list is noticed and told."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -304,3 +305,39 @@ def test_the_line_at_which_values_part_is_named_between_two_spellings() -> None:
     line = candidate.__code__.co_firstlineno + 3
     assert difference.candidate == f"tests/verify/test_verify.py:{line}"
     assert f"values part at {difference.candidate} of the candidate" in str(difference)
+
+
+class Scaled(nn.Module):
+    """A number that is computed in a constructor, and a table."""
+
+    def __init__(self, width: int = 8, power: float = 0.5, base: float = 10.0) -> None:
+        super().__init__()
+        self.width, self.power, self.base = width, power, base
+        self.scale = width**-power
+        rates = base ** -torch.arange(width)
+        self.register_buffer("rates", rates)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.rates
+
+
+def line_of(text: str) -> int:
+    lines, first = inspect.getsourcelines(Scaled)
+    return first + next(n for n, line in enumerate(lines) if text in line)
+
+
+@pytest.mark.parametrize("changed", [{"power": 1.0}, {"base": 9.0}])
+def test_settings_that_differ_are_told(changed: dict[str, float]) -> None:
+    verdict = attngraph.verify(Scaled(), Scaled(**changed), (torch.randn(2, 3, 8),), budget=5)
+    about = [d.about for d in verdict.differences if d.kind == "setting"]
+    (name, value) = next(iter(changed.items()))
+    assert any(f"{name} is " in a and f"{value} in the candidate" in a for a in about), str(verdict)
+    assert not attngraph.verify(Scaled(), Scaled(), (torch.randn(2, 3, 8),), budget=1).differences
+
+
+def test_a_line_of_a_constructor_that_computes_another_number_is_named() -> None:
+    other = Scaled()
+    other.scale *= 1.01
+    verdict = attngraph.verify(Scaled(), other, (torch.randn(2, 3, 8),), budget=5)
+    (setting,) = (d for d in verdict.differences if d.kind == "setting")
+    assert setting.candidate.endswith(f":{line_of('self.scale = ')}"), str(verdict)

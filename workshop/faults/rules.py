@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One change of a source: `rule`, the line of `before`, which becomes `after`, and the lines of the
-    function that holds it. `text`: the whole source with it; no line moves."""
+    """One change of a source: `rule`, the line of `before`, which becomes `after`, the lines of the function
+    that holds it, and of the statement (of a compound one, its first lines). `text`: the whole source with
+    it; no line moves."""
 
     rule: str
     line: int
     before: str
     after: str
     function: tuple[int, int]
+    statement: tuple[int, int]
     text: str = dataclasses.field(repr=False)
 
 
@@ -161,7 +163,21 @@ def faults(source: str) -> Iterator[Fault]:
                         text = source.encode()[:begin] + f"({after})".encode() + source.encode()[end:]
                         first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
                         held = first, function.end_lineno or first
-                        yield Fault(rule, node.lineno, ast.unparse(node), after, held, text.decode())
+                        statement = _statement(function, node.lineno)
+                        said = ast.unparse(node)
+                        yield Fault(rule, node.lineno, said, after, held, statement, text.decode())
+
+
+def _statement(function: ast.AST, line: int) -> tuple[int, int]:
+    """The lines of the smallest statement with this line; of one that has a body, those before it."""
+    found = (line, line)
+    for node in ast.walk(function):  # outer ones come first
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
+            body = [inner.lineno for inner in getattr(node, "body", ()) if isinstance(inner, ast.stmt)]
+            last = min(body) - 1 if body else node.end_lineno or 0
+            if line <= max(last, node.lineno):
+                found = node.lineno, max(last, node.lineno)
+    return found
 
 
 def _values(node: ast.AST) -> Iterator[ast.AST]:
