@@ -76,13 +76,18 @@ def _text(value: Any) -> str:
 
 
 def _of_modules(name: str, mine: nn.Module, theirs: nn.Module) -> Iterator[_Setting]:
-    if type(mine).__qualname__ != type(theirs).__qualname__:
+    if type(mine).__qualname__ != type(theirs).__qualname__ and not (_has_parts(mine) and _has_parts(theirs)):
         yield _Setting(name, "the class", type(mine).__name__, type(theirs).__name__)
         return
     one, other = _kept(mine), _kept(theirs)
     for key in one.keys() & other.keys():
         if not _equal(one[key], other[key]):
             yield _Setting(name, key, one[key], other[key])
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Whether a module has weights or modules: the class of one that has none is what it computes."""
+    return any(True for _ in module.children()) or any(True for _ in module.parameters())
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import attngraph
 
@@ -159,3 +159,25 @@ def test_a_kind_is_noticed_and_its_line_is_named(kind: str) -> None:
     assert named & (marked(reference) | marked(candidate)), str(verdict)
     for side in (reference, candidate):
         assert attngraph.verify(side, side, inputs, budget=1)
+
+
+def test_a_setting_of_a_port_of_another_class_is_told() -> None:
+    class Port(Windowed):
+        pass
+
+    x = torch.randn(1, 6, 8)
+    told = str(attngraph.verify(Windowed(3), Port(4), (x,)))
+    assert "window is 3 in the reference, 4 in the candidate" in told
+    assert "the class is" not in told
+
+
+class Windowed(nn.Module):
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.qkv, self.window = nn.Linear(8, 24), window
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        place = torch.arange(x.shape[1])
+        seen = (place <= place[:, None]) & (place > place[:, None] - self.window)
+        return (q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ v
