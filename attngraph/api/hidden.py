@@ -12,6 +12,7 @@ from attngraph.api import drawn
 from attngraph.api.calls import Call, replaced, tensors_in
 from attngraph.api.entering import alike
 
+_SMALLER = 0.1
 Run = Callable[[Call, Tensor], list[Tensor]]
 """The results of the reference for a call, 0 for tokens that are not real."""
 
@@ -33,7 +34,7 @@ def _hides(
     """Whether a mask hides these tokens: the reference's results for the others do not change with them,
     but do with a mask that hides nothing (`none`), and one that hides all is not the same as that. Of two
     documents that do not see each other, none is hidden. `seen`: whether others see them without it."""
-    changed = False
+    changed, call = False, pytree.tree_map_only(Tensor, _tamed, call)
 
     def other(tensor: Tensor) -> Tensor:
         nonlocal changed
@@ -53,6 +54,12 @@ def _hides(
         return False
     same = functools.partial(alike, close=close)
     return changed and same(one, two) and not same(opened, shut) and not (seen and same(one, opened))
+
+
+def _tamed(tensor: Tensor) -> Tensor:
+    """Smaller numbers: where one score outweighs all others, what a mask hides changes nothing."""
+    is_plain = tensor.is_floating_point() and not drawn.manners_of(tensor)
+    return tensor * _SMALLER if is_plain else tensor
 
 
 def _hides_turned(

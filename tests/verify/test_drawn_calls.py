@@ -68,8 +68,11 @@ def test_results_of_hidden_tokens_are_not_compared_and_that_is_said() -> None:
     assert verdict and "whose own results are not compared" in str(verdict), str(verdict)
 
 
-def test_hidden_tokens_at_the_end_of_a_causal_window_are_hidden() -> None:
-    """No real token sees them, masked or not; those beyond the window see none that is real."""
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_hidden_tokens_at_the_end_of_a_causal_window_are_hidden(scale: float) -> None:
+    """No real token sees them, masked or not; those beyond the window see none that is real. So it is where
+    one score outweighs the others."""
+    x = scale * X
 
     def windowed(low: float, also: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
         def run(x: Tensor, seen: Tensor) -> Tensor:
@@ -79,9 +82,9 @@ def test_hidden_tokens_at_the_end_of_a_causal_window_are_hidden() -> None:
 
         return run
 
-    verdict = attngraph.verify(windowed(-1e9), windowed(-torch.inf), (X, ALL.long()), budget=10)
+    verdict = attngraph.verify(windowed(-1e9), windowed(-torch.inf), (x, ALL.long()), budget=10)
     assert verdict and "whose own results are not compared" in str(verdict), str(verdict)
-    assert not attngraph.verify(windowed(-1e9), windowed(-torch.inf, 1e-3), (X, ALL.long()), budget=10)
+    assert not attngraph.verify(windowed(-1e9), windowed(-torch.inf, 1e-3), (x, ALL.long()), budget=10)
 
 
 def test_a_sequence_of_one_token_is_not_hidden() -> None:
