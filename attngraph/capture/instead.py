@@ -18,6 +18,7 @@ import logging
 import math
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -43,6 +44,8 @@ def replaced(owner: Any, name: str, value: Any, adds: bool = False) -> Iterator[
         yield
         return
     before, found = vars(owner).get(name, _MISSING), getattr(owner, name, _MISSING)
+    if isinstance(vars(type(owner)).get(name), types.GetSetDescriptorType):  # a function's code, say
+        before = found
     setattr(owner, name, value)
     try:
         yield
@@ -159,18 +162,22 @@ def for_a_file() -> contextlib.AbstractContextManager[bool]:
     return holding(_FOR_A_FILE, True)
 
 
-def _told_of_files(is_exporting: Callable[[], bool]) -> Callable[[], bool]:
-    """What the user's code is told. Torch's own is told that torch.export traces."""
+def told_of_files(is_exporting: bool) -> bool:
+    """What the user's code is told that asks torch. Torch's own is told that torch.export traces."""
+    root = str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0]
+    return is_exporting and (_FOR_A_FILE.get() or root in ("torch", "attngraph"))
 
-    def told() -> bool:
-        root = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        return is_exporting() and (_FOR_A_FILE.get() or root in ("torch", "attngraph"))
 
-    return told
+def _asking_us() -> bool:
+    """The body of `torch.compiler.is_exporting` in a trace, under whatever name code has bound it; its
+    variables are those of torch.compiler."""
+    from attngraph.capture.instead import told_of_files
+
+    return told_of_files(_is_exporting_flag)  # type: ignore[name-defined]  # noqa: F821
 
 
 _FOLLOWED: tuple[Row, ...] = (
-    (torch.compiler, "is_exporting", _told_of_files),
+    (torch.compiler.is_exporting, "__code__", lambda _: _asking_us.__code__),
     (torch.nn.functional, "scaled_dot_product_attention", _with_plain_flags),
     (torch._C._nn, "scaled_dot_product_attention", _with_plain_flags),
     # torch.export takes `tensor.data` for a constant: it is `tensor.detach()`.

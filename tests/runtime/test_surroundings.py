@@ -264,9 +264,12 @@ def test_a_compiled_model_can_be_moved_to_the_device_without_values(tokens_on: s
     assert result.shape == (2, 7, 50) and result.is_meta
 
 
-def test_code_for_files_does_not_run_in_a_graph_that_serves_calls(x: Tensor, same: Same) -> None:
+@pytest.mark.parametrize("bound", [False, True])
+def test_code_for_files_does_not_run_in_a_graph_that_serves_calls(bound: bool, x: Tensor, same: Same) -> None:
+    from torch.compiler import is_exporting
+
     def model(x: Tensor) -> Tensor:
-        scale = 2.0 if torch.compiler.is_exporting() else 3.0
+        scale = 2.0 if (is_exporting() if bound else torch.compiler.is_exporting()) else 3.0
         return torch.softmax(x @ x.mT * scale, -1) @ x
 
     same(attngraph.compile(model, min_scores=0)(x), model(x))
