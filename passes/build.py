@@ -91,6 +91,25 @@ class Builder:
     def attention(self, view: AttentionOp) -> fx.Node:
         return self.call(view.target, *view.args)
 
+    def results(self, several: fx.Node) -> list[fx.Node]:
+        """Each of the values that a node gives."""
+        return [self.call(operator.getitem, several, n) for n in range(len(several.meta["val"]))]
+
+    def to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Itself where it has the dtype."""
+        same = node.meta["val"].dtype == dtype
+        return node if same else self.call(aten._to_copy.default, node, dtype=dtype)
+
+    def permuted(self, node: fx.Node, order: list[int]) -> fx.Node:
+        """Itself where its dimensions are in order."""
+        return node if order == sorted(order) else self.call(aten.permute.default, node, order)
+
+    def unsqueezed(self, node: fx.Node, *dims: int) -> fx.Node:
+        """With more dimensions of extent 1, one after the other."""
+        for dim in dims:
+            node = self.call(aten.unsqueeze.default, node, dim)
+        return node
+
     def discard(self) -> None:
         """Remove all nodes that were built."""
         for node in reversed(self.made):
@@ -109,22 +128,20 @@ class Builder:
             return self.call(aten.sym_size.int, *found) if isinstance(found, tuple) else found
         if value.op == "const" or is_example(value):
             return int(value.value)
-        if value.op == "size" or not known:
-            if value not in self._sizes:
-                self._sizes[value] = self._size(value)
+        if value in self._sizes and (value.op == "size" or not known):
             return self._sizes[value]
-        return self._size(value, known)
-
-    def _size(self, value: Expr, known: Mapping[Expr, Any] = _NOTHING) -> Any:
         if value.op == "size":
-            return self._symbol(value.value)
-        if value.op not in _OF_SIZES:
-            raise NoSize(f"a size has no {value.op}")
-        whole, *rest = [self.size(a, known) for a in value.args]
-        for part in rest:
-            numbers = bool(known) and not any(isinstance(x, fx.Node) for x in (whole, part))
+            whole: Any = self._symbol(value.value)
+        elif value.op in _OF_SIZES:
             operation = _OF_SIZES[value.op]
-            whole = operation(whole, part) if numbers else self.call(operation, whole, part)
+            whole, *rest = [self.size(a, known) for a in value.args]
+            for part in rest:
+                numbers = bool(known) and not any(isinstance(x, fx.Node) for x in (whole, part))
+                whole = operation(whole, part) if numbers else self.call(operation, whole, part)
+        else:
+            raise NoSize(f"a size has no {value.op}")
+        if value.op == "size" or not known:
+            self._sizes[value] = whole
         return whole
 
     def _symbol(self, name: str) -> fx.Node:
@@ -190,16 +207,13 @@ class Builder:
 
     def operand(self, operand: Operand, dtype: torch.dtype | None = None) -> fx.Node:
         """An operand of an attention, as `[B, H, S, D]`."""
-        return self._side_by_side(
-            [self._side_by_side([self.scaled(view, dtype) for view in part], -1) for part in operand.parts],
-            -2,
-        )
+        columns = ([self.scaled(view, dtype) for view in part] for part in operand.parts)
+        return self._side_by_side([self._side_by_side(part, -1) for part in columns], -2)
 
     def scaled(self, view: View, dtype: torch.dtype | None = None) -> fx.Node:
         """A view, with its factor and its zeros."""
         node = self.view(view.base, view.steps)
-        if dtype is not None and node.meta["val"].dtype != dtype:
-            node = self.call(aten._to_copy.default, node, dtype=dtype)
+        node = node if dtype is None else self.to(node, dtype)
         node = node if view.factor == 1 else self.call(aten.mul.Tensor, node, view.factor)
         zeros = [self.size(extent) for extent in view.zeros]
         return node if zeros == [0, 0] else self.call(aten.constant_pad_nd.default, node, zeros)

@@ -20,9 +20,8 @@ from attngraph.ir.graph import Level, ProgramGraph, source_of
 from attngraph.ir.language import FUNCTIONS, E, Expr, Keep, ScoreProgram, Statement, operation
 from attngraph.ir.language.evaluate import number
 from attngraph.ir.ops.nodes import Attention
-from attngraph.meaning import M, Meaning
+from attngraph.meaning import M
 from attngraph.meaning.check.check import Checks
-from attngraph.meaning.tokens.facts import Space
 from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.write_formula import Writer
 from attngraph.passes.proposal import Proposal
@@ -180,7 +179,7 @@ class _Writer(Writer):
     def __init__(self, builder: Builder, view: Attention, along: str) -> None:
         q = view.q.meta["val"]
         dtype = torch.promote_types(q.dtype, torch.float32)
-        super().__init__(builder, Meaning(), Space(_K, None), 3, dtype, q.device)
+        super().__init__(builder, 3, dtype, q.device)
         self.view, self.index_of_places = view, along
 
     def table(self, part: Expr, varying: Sequence[Expr]) -> fx.Node:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import networkx as nx
+
 _Value = TypeVar("_Value", bound=Hashable)
 _Made = TypeVar("_Made")
 
@@ -62,3 +64,27 @@ def computed(
             if last[operand] is value and operand not in wanted:
                 found.pop(operand, None)
     return [found[value] for value in wanted]
+
+
+def minimum_cut(
+    sizes: Mapping[_Value, float | None], operands: Callable[[_Value], Iterable[_Value]],
+    wanted: Iterable[_Value],
+) -> list[_Value]:  # fmt: skip
+    """The values of least size together through which all leads that `wanted` are computed from, nearest to
+    these. `sizes`: of every value; None: it cannot be among them.
+
+    Raises:
+        networkx.NetworkXUnbounded: there are none.
+    """
+    flow = nx.DiGraph()
+    for value, size in sizes.items():
+        flow.add_edge(("in", value), ("out", value), **({} if size is None else {"capacity": size}))
+        before = list(operands(value))
+        flow.add_edges_from((("out", operand), ("in", value)) for operand in before)
+        if not before:
+            flow.add_edge("begin", ("in", value))
+    flow.add_edges_from((("out", value), "end") for value in wanted)
+    if "end" not in flow:
+        return []
+    _, (reachable, _) = nx.minimum_cut(flow, "begin", "end")
+    return [v for v in sizes if ("in", v) in reachable and ("out", v) not in reachable]

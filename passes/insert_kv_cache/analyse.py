@@ -4,7 +4,7 @@ Used by `insert_kv_cache`.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -14,14 +14,15 @@ from torch import fx
 from attngraph.capture.program.functional import RECURRENT
 from attngraph.errors import NoDecoderError
 from attngraph.ir import budgets
-from attngraph.ir.graph import ProgramGraph, op_name, source_of
-from attngraph.ir.graph.formula import are_few, holds
+from attngraph.ir.graph import ProgramGraph, computed_from, holds, is_size, op_name, source_of
+from attngraph.ir.graph.formula import are_few
 from attngraph.ir.language import expr as E
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.region import region
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.insert_kv_cache.every_token import give_every_token
+from attngraph.passes.insert_kv_cache.join_pieces import BY_INDEX
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
@@ -42,13 +43,14 @@ def analyse(
     rank = len(shape) - (1 if ids.meta["val"].is_floating_point() else 0)
     if rank != 2:
         raise NoDecoderError(f"its tokens have shape {tuple(shape)}, not [batch, tokens].")
+    # A number where the trace allows no other for this size.
+    sizes = [n if isinstance(n, int) else int(n.node.expr) if n.node.expr.is_number else None for n in shape]
     for dim, what in enumerate(("sequences", "tokens")):
-        number = _fixed_number(shape[dim])
+        number = sizes[dim]
         if number is not None and (dim == 0 or number != distinct):
-            where = _fixed_at(graph, number)
-            reason = f"it fixes how many {what} there are to {number}{where}."
+            reason = f"it fixes how many {what} there are to {number}{_fixed_at(graph, number)}."
             raise NoDecoderError(reason, dim == 1, fixes_rows=dim == 0)
-    tokens = _fixed_number(shape[1])
+    tokens = sizes[1]
     names = str(shape[1].node.expr) if tokens is None else tokens, str(shape[0].node.expr)
     found = Tokens(graph, *names, refuted=refuted)
     picked = give_every_token(graph, found)
@@ -57,24 +59,15 @@ def analyse(
         found = Tokens(graph, *names, refuted=refuted)
     if tokens is not None:
         outcome.notes.append(f"the graph is of {tokens} tokens; those of a step are any number")
-    (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
-    if found[result].kind is Kind.MIXING and tokens is None:  # type: ignore[index]
+    if found[graph.results()[0]].kind is Kind.MIXING and tokens is None:
         found = Tokens(graph, *names, histories=True, refuted=refuted, assume_causal=assume_causal)
     _require_token_wise(graph, ids, found)
     return found
 
 
-def _fixed_number(extent: int | torch.SymInt) -> int | None:
-    """The number, if the trace allows no other for this size."""
-    if isinstance(extent, int):
-        return extent
-    return int(extent.node.expr) if extent.node.expr.is_number else None
-
-
 def _fixed_at(graph: ProgramGraph, number: int) -> str:
     """Where a size became this number, as torch recorded it, or the first operation by single tokens."""
-    fixed = _lines(graph, lambda c: isinstance(c, sympy.Eq) and number in c.args)
-    for line in fixed:
+    for line in _lines(graph, lambda c: isinstance(c, sympy.Eq) and number in c.args):
         return f", at {line}"
     one_by_one = (n for n in graph.graph.nodes if n.target in (aten.unbind.int, aten.select.int))
     return next((f", at {op_name(n)} at {source_of(n)}" for n in one_by_one if source_of(n)), "")
@@ -90,8 +83,7 @@ def _lines(graph: ProgramGraph, is_meant: Callable[[Any], bool]) -> Iterator[str
 
 def _require_token_wise(graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> None:
     """Raise NoDecoderError, with operation, line and tokens, unless the logits are token-wise."""
-    (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
-    assert isinstance(result, fx.Node)
+    (result,) = graph.results()
     fact = tokens[result]
     if fact.kind is Kind.MIXING:
         culprit = tokens.cause(result)
@@ -99,30 +91,25 @@ def _require_token_wise(graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> No
         pair = tokens.witness(culprit, result)
         seen = f" Token {pair[0]} sees token {pair[1]}." if pair else ""
         name = culprit.name if culprit.op == "placeholder" else op_name(culprit)
+        # A trace for one number of tokens writes out a recurrent network as a loop. It may be that this one
+        # holds for some numbers of tokens alone, as that of a loop over blocks. (One that holds up to some
+        # number, as with a table of positions, is none.)
+        size, limits = _limits(graph, ids)
+        by_number = (culprit.target in RECURRENT and not culprit.args[7]) or are_few(limits, size)
+        untested = (
+            " Whether what follows it treats each token by itself is not known: after "
+            f"{budgets.PROBES} tests no more are made."
+        ) * (tokens.probe.left <= 0)
         raise NoDecoderError(
             f"{_of_longer_alone(graph, ids)}"
             f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}"
-            f"{_no_sum(tokens, culprit)}"
-            f"{_untested(tokens)}\n"
+            f"{_no_sum(tokens, culprit)}{untested}\n"
             "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
             "attention, windows of tokens, running sums and loops of equal steps look at earlier ones.",
-            _runs_forwards(culprit) or _is_of_few_lengths(graph, ids),
+            by_number,
         )
-    follows = fact.kind in (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
-    if not follows or tokens.space.place(fact.axes, tokens.space.token) is None:
+    if not fact.is_of_token or tokens.token_dim(result) is None:
         raise NoDecoderError("its result is not computed token by token from the tokens.")
-
-
-def _runs_forwards(node: fx.Node) -> bool:
-    """Whether it is a recurrent network, which a trace for one number of tokens writes out as a loop."""
-    return node.target in RECURRENT and not node.args[7]
-
-
-def _is_of_few_lengths(graph: ProgramGraph, ids: fx.Node) -> bool:
-    """Whether the trace holds for some numbers of tokens alone, as that of a loop over blocks may. (One that
-    holds up to some number, as with a table of positions, is none.)"""
-    name, limits = _limits(graph, ids)
-    return are_few(limits, name)
 
 
 def _limits(graph: ProgramGraph, ids: fx.Node) -> tuple[str, list[Any]]:
@@ -154,21 +141,10 @@ def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:
         ("sum over earlier tokens that can be carried", tokens.sums.why_not),
         ("loop of equal steps", tokens.loops.why_not),
     ):
-        own = (reason for node, reason in reasons.items() if culprit in region([node], known))
-        reason = next(own, None)
+        reason = next((why for node, why in reasons.items() if culprit in region([node], known)), None)
         if reason is not None and not reason.startswith(f"the operation {op_name(culprit)} "):
             found += f" It is no {what}: {reason}."
     return found
-
-
-def _untested(tokens: Tokens) -> str:
-    """That what follows the first operation that mixes tokens may treat each by itself after all."""
-    if tokens.probe.left > 0:
-        return ""
-    return (
-        f" Whether what follows it treats each token by itself is not known: after {budgets.PROBES} tests no "
-        "more are made."
-    )
 
 
 def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:
@@ -192,3 +168,37 @@ def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:
                 "tokens (a mask that data choose is such a value)"
             )
     return reason
+
+
+def require_no_places(tokens: Tokens, nodes: Iterable[fx.Node]) -> None:
+    """Raise if one of these values takes tokens by an index that follows from their places, which among
+    packed tokens would be others, whatever is computed from it.
+
+    Raises:
+        NoDecoderError: with the operation and its line.
+    """
+    for node in nodes:
+        for source, dim, index in _indexed(node):
+            axes = tokens[source].axes if source in tokens.facts else ()
+            along = -len(axes) <= dim < len(axes) and tokens.space.token in axes[dim]
+            sizes = {n for n in index.graph.nodes if is_size(n)} if along else ()
+            if along and all(n.op != "placeholder" for n in computed_from([index], sizes)):
+                raise NoDecoderError(
+                    f"{op_name(node)} at {source_of(node)}: it takes tokens by an index that follows from "
+                    "their places. Slice them, or leave the index out where it is a token's own place."
+                )
+
+
+def _indexed(node: fx.Node) -> Iterator[tuple[fx.Node, int, fx.Node]]:
+    """The tensor that is read by an index, the dimension, and the index."""
+    if node.target not in BY_INDEX:
+        return
+    source, *given = node.args[:3]
+    pairs: list[tuple[Any, Any]] = [tuple(given)] if len(given) > 1 else []  # type: ignore[list-item]
+    if node.target is aten.index.Tensor:
+        pairs = list(enumerate(given[0]))  # type: ignore[arg-type]
+    elif node.target is aten.take_along_dim.default:
+        pairs = [(given[1], given[0])] if len(given) > 1 else []
+    for dim, index in pairs:
+        if isinstance(source, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node):
+            yield source, dim, index

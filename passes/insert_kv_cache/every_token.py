@@ -1,19 +1,29 @@
-"""Logits of every token, for a model that returns those of the last token alone (`head(x[:, [-1]])`).
+"""The tokens of which a graph has results: of every one, then of those that are wanted.
 
-What such a model computes after it has picked the last token treats the rows of the batch alike and apart.
-So it can be computed for every token, each taken as a row of its own: of the value that the last token is
-picked from, tokens become rows, and at the end rows become tokens again. That rows do not meet is verified
-afterwards, by the analysis of the rewritten graph. Used by `insert_kv_cache`.
+A model may return the logits of the last token alone (`head(x[:, [-1]])`). What it computes after it has
+picked that token treats the rows of the batch alike and apart. So it can be computed for every token, each
+taken as a row of its own: of the value that the last token is picked from, tokens become rows, and at the
+end rows become tokens again. That rows do not meet is verified afterwards, by the analysis of the rewritten
+graph.
+
+Of a prompt usually only the last token's logits are needed, and the output head is a large part of the work.
+So the tokens are selected at the first value after the last attention on which the result depends alone. Used
+by `insert_kv_cache`.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import networkx as nx
 import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph import ProgramGraph, computed_from, is_size, op_name, source_of
 from attngraph.ir.language import E, Expr
-from attngraph.meaning import M, Unliftable, size_expression
+from attngraph.ir.ops import nodes
+from attngraph.ir.walk import reached
+from attngraph.meaning import M, size_expression
+from attngraph.meaning.rule import tried
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder
@@ -36,16 +46,18 @@ class Pick(NamedTuple):
 def give_every_token(graph: ProgramGraph, tokens: Tokens) -> str:
     """Rewrite the graph so that its result is for every token, `[rows, tokens, ...]`, if it is for the last
     one alone. Returns where that one was picked; "" if the graph is unchanged."""
-    (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
-    assert isinstance(result, fx.Node)
+    (result,) = graph.results()
     if tokens[result].kind is not Kind.MIXING:
         return ""
     pick = _last_token(tokens, tokens.cause(result))
     if pick is None:
         return ""
     tail = _after(pick.node, result)
-    rows = _rows_of(tokens, result)
-    if tail is None or rows is None or not all(_is_alike(tokens, node, tail, pick) for node in tail):
+    first, *others = tokens.meaning.shape(result)
+    plain = others and all(isinstance(n, int) for n in result.meta["val"].shape[1:])
+    if tail is None or first is not tokens.space.rows or not plain:
+        return ""
+    if not all(_is_alike(tokens, node, tail, pick) for node in tail):
         return ""
     ids = next(n for n in tokens.facts if n.op == "placeholder" and tokens[n].kind is Kind.TOKEN)
     ends: Builder = Builder(graph, graph.graph.output_node())
@@ -67,13 +79,10 @@ def _last_token(tokens: Tokens, node: fx.Node) -> Pick | None:
     if not isinstance(node.meta.get("val"), Tensor):
         return None
     _, at = tokens.meaning.places(node)
-    try:
-        element = tokens.meaning.element(node, at)
-    except Unliftable:
+    element, space = tried(tokens.meaning.element, node, at), tokens.space
+    if element is None or element.op != "read" or not isinstance(element.value, fx.Node):
         return None
-    if element.op != "read" or not isinstance(element.value, fx.Node):
-        return None
-    operand, fact, space = element.value, tokens[element.value], tokens.space
+    operand, fact = element.value, tokens[element.value]
     if fact.kind is not Kind.TOKEN or space.row is None:
         return None
     if (space.token,) not in fact.axes or (space.row,) not in fact.axes:
@@ -102,13 +111,6 @@ def _after(pick: fx.Node, result: fx.Node) -> list[fx.Node] | None:
     return list(below) if all(user in below for user in used) else None
 
 
-def _rows_of(tokens: Tokens, result: fx.Node) -> int | None:
-    """The result's dimension of sequences, if it is the first and alone depends on the call."""
-    first, *rest = tokens.meaning.shape(result)
-    plain = all(isinstance(n, int) for n in result.meta["val"].shape[1:])
-    return 0 if first is tokens.space.rows and plain and rest else None
-
-
 def _is_alike(tokens: Tokens, node: fx.Node, tail: list[fx.Node], pick: Pick) -> bool:
     """Whether a node after the pick depends on nothing else that belongs to rows or tokens."""
     for operand in node.all_input_nodes:
@@ -126,11 +128,63 @@ def _is_alike(tokens: Tokens, node: fx.Node, tail: list[fx.Node], pick: Pick) ->
 def _as_rows(builder: Builder, pick: Pick) -> fx.Node:
     """The operand with every token as a row: tokens stand behind their sequence, and are joined with it."""
     row, token = pick.row, pick.token
-    rank = len(pick.operand.meta["val"].shape)
-    order = [dim for dim in range(rank) if dim not in (row, token)]
+    extents = pick.operand.meta["val"].shape
+    order = [dim for dim in range(len(extents)) if dim not in (row, token)]
     place = row if row < token else row - 1
     order[place:place] = [row, token]
     moved = builder.call(aten.permute.default, pick.operand, order)
-    shape = [-1 if dim == row else int(pick.operand.meta["val"].shape[dim]) for dim in order if dim != token]
+    shape = [-1 if dim == row else int(extents[dim]) for dim in order if dim != token]
     joined = builder.call(aten.reshape.default, moved, shape)
-    return builder.call(aten.unsqueeze.default, joined, token) if pick.keeps else joined
+    return builder.unsqueezed(joined, token) if pick.keeps else joined
+
+
+def pick_results(graph: ProgramGraph, tokens: Tokens, kept: Sequence[fx.Node], picked: fx.Node) -> None:
+    """Compute the result only for the tokens at the indices `picked`, selecting as early as possible; does
+    nothing where there is no place to select. `kept`: values that are needed for every token."""
+    space = tokens.space
+    (result,) = graph.results()
+    for node, tail in _bottlenecks(tokens, result, kept):
+        place, row = tokens.token_dim(node), tokens.row_dim(node)
+        others = {n for t in tail for n in t.all_input_nodes if n in tokens.facts} - tail - {node}
+        if place is None or not set(tokens[node].axes[place]) <= space.both:
+            continue
+        if any(any(tokens[n].axes) for n in others):
+            continue
+        ordered = [n for n in graph.graph.nodes if n in tail]
+        builder = Builder(graph, ordered[0] if ordered else graph.graph.output_node())
+        made = builder.call(aten.index_select.default, node, place, picked)
+        tokens.facts[made] = tokens[node]
+        for user in list(node.users):
+            if user in tail or (user.op == "output" and not tail):
+                user.replace_input_with(node, made)
+        sizes: dict[Expr, Any] = {space.tokens: (made, place)}
+        one = row is None or row == place  # a step has one sequence
+        if not one:
+            sizes[space.rows] = (made, row)
+        for user in ordered:
+            resized(tokens, user, sizes, E.ONE if one else None)
+        return
+
+
+def _bottlenecks(
+    tokens: Tokens, result: fx.Node, kept: Sequence[fx.Node]
+) -> list[tuple[fx.Node, set[fx.Node]]]:
+    """The values after the last attention that all paths lead through, each with the nodes after it."""
+
+    def before(node: fx.Node) -> list[fx.Node]:
+        facts = ((n, tokens.facts.get(n)) for n in node.all_input_nodes)
+        return [n for n, f in facts if f is not None and f.kind not in (Kind.FIXED, Kind.POSITION)]
+
+    view = nx.DiGraph()
+    for node in reached([result], before):
+        sources: list[object] = [*before(node)] or ["tokens"]
+        view.add_edges_from((operand, node) for operand in sources)
+    above = nx.immediate_dominators(view, "tokens")
+    chain: list[tuple[fx.Node, set[fx.Node]]] = []
+    while isinstance(result, fx.Node):
+        tail = nx.descendants(view, result)
+        if any(isinstance(nodes.view(n), nodes.Cached) or n in kept for n in tail) or result in kept:
+            break
+        chain.append((result, tail))
+        result = above[result]
+    return chain[::-1]

@@ -8,7 +8,6 @@ sequences (`runtime/proof.py`). Used by `insert_kv_cache`.
 """
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,9 +29,7 @@ _RANGES = "aten.arange"
 def computed_with(graph: ProgramGraph, number: int) -> frozenset[int]:
     """The multiples of a number that operations compute with, other than as sizes; none for 0."""
     found: set[int] = set()
-    if not number:
-        return frozenset()
-    for node in graph.graph.nodes:
+    for node in graph.graph.nodes if number else ():
         schema = getattr(node.target, "_schema", None)
         if schema is None or str(node.target).startswith(_RANGES):
             continue
@@ -64,7 +61,13 @@ def replace_number(node: fx.Node, number: int, value: Any, mode: Any) -> None:
         made.meta = {"val": value.meta["val"] * (given // number)}
         return made
 
-    _change(node, changed)
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        ranges = str(node.target).startswith(_RANGES)
+        given = zip(node.args, schema.arguments, strict=False)
+        node.args = tuple(changed(a) if ranges or "int" in str(of.type) else a for a, of in given)
+    elif isinstance(node.meta.get("val"), (int, torch.SymInt)):  # a formula of sizes
+        node.args = tuple(map(changed, node.args))
     if isinstance(node.meta.get("val"), (Tensor, torch.SymInt, int, tuple, list)):
         try:
             node.meta["val"] = infer_once(node.target, node.args, node.kwargs, mode)
@@ -106,25 +109,6 @@ def resized(tokens: Tokens, node: fx.Node, sizes: dict[Expr, Any], rows: Expr | 
     node.meta["val"] = infer(node.target, node.args, node.kwargs, graph.fake_mode())
 
 
-def _change(node: fx.Node, changed: Callable[[Any], Any]) -> None:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        if isinstance(node.meta.get("val"), (int, torch.SymInt)):  # a formula of sizes
-            node.args = tuple(map(changed, node.args))
-        return
-    ranges = str(node.target).startswith(_RANGES)
-    kinds = [str(a.type) for a in schema.arguments]
-    node.args = tuple(
-        changed(a) if ranges or "int" in kind else a for a, kind in zip(node.args, kinds, strict=False)
-    )
-
-
-def _is(extent: Any, number: int) -> bool:
-    """Whether a traced size is this number (a symbol that a condition makes a number is one too)."""
-    formula = extent if isinstance(extent, int) else extent.node.expr
-    return bool(formula == number)
-
-
 def free_tokens(graph: ProgramGraph, ids: fx.Node, number: int, follow: tuple[fx.Node, ...]) -> Any:
     """Make the number of tokens a symbol, which is returned.
 
@@ -132,21 +116,25 @@ def free_tokens(graph: ProgramGraph, ids: fx.Node, number: int, follow: tuple[fx
         follow: inputs with an entry for every token in their first dimension.
     """
     mode = graph.fake_mode()
-    place = next(dim for dim, n in enumerate(ids.meta["val"].shape) if _is(n, number))
+
+    def counts(extent: Any) -> bool:
+        """Whether a traced size is the number (a symbol that a condition makes a number is one too)."""
+        return bool((extent if isinstance(extent, int) else extent.node.expr) == number)
+
+    place = next(dim for dim, n in enumerate(ids.meta["val"].shape) if counts(n))
     with mode:
         tokens = mode.shape_env.create_unbacked_symint()
         torch._check(tokens >= 2)
         for node in graph.placeholders():
             value = node.meta["val"]
             if node is ids or node in follow:
-                shape = [tokens if _is(n, number) else n for n in value.shape]
+                shape = [tokens if counts(n) else n for n in value.shape]
                 node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
     first = next(n for n in graph.graph.nodes if n.op != "placeholder")
     with graph.graph.inserting_before(first):
         size = graph.graph.call_function(aten.sym_size.int, (ids, place))
     size.meta = {"val": tokens}
     for node in list(graph.graph.nodes):
-        if node.op != "call_function" or node is size:
-            continue
-        replace_number(node, number, size, mode)
+        if node.op == "call_function" and node is not size:
+            replace_number(node, number, size, mode)
     return tokens

@@ -4,26 +4,26 @@ Matches a fused graph whose logits are computed, for each token, from the token,
 and attention that masks all later tokens (`meaning/tokens/tokens.py`). Right because token-wise operations
 give a token the same result whatever its neighbours: the graph gets the new tokens of all sequences as one
 packed sequence, `[1, N]`, and only three things are rewritten. Values that depend on positions are computed
-from a vector of positions (`shift_positions`); attention reads cached pages and the new tokens
+from a vector of positions (`write_formula`); attention reads cached pages and the new tokens
 (`attngraph::cached_attention`, with the score program unchanged); values that do not depend on the tokens (an
 encoder, keys computed from it) move into a stage that runs once per prompt. The cached values are a
-minimum cut (`meaning/tokens/kv_cut.py`); those of the new tokens are results, written to the pages after
+minimum cut (`kept_values.py`); those of the new tokens are results, written to the pages after
 the step. Refuses, naming the operation, its line and a pair of tokens, where a token can see a later one.
 """
 
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import RESULTS, Level, Output, ProgramGraph, op_name
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import Level, Output, ProgramGraph, op_name, source_of
+from attngraph.ir.graph.program_graph import RESULTS
 from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan
+from attngraph.ir.ops.history import history
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.ir.walk import operands_first
 from attngraph.meaning.tokens.facts import Fact, Kind, Scan
@@ -34,29 +34,21 @@ from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.meaning.tokens.windows import RunningFold, Window
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.canonicalize import forget_operands_of_dtype
-from attngraph.passes.insert_kv_cache import shift_positions
-from attngraph.passes.insert_kv_cache.analyse import analyse
-from attngraph.passes.insert_kv_cache.carry import carry
+from attngraph.passes.insert_kv_cache.analyse import analyse, require_no_places
+from attngraph.passes.insert_kv_cache.carry import carry, fold, take_steps
+from attngraph.passes.insert_kv_cache.every_token import pick_results
 from attngraph.passes.insert_kv_cache.free_tokens import free_tokens
-from attngraph.passes.insert_kv_cache.join_pieces import join_pieces
-from attngraph.passes.insert_kv_cache.kept_values import KeptValues
-from attngraph.passes.insert_kv_cache.look_back import look_back
-from attngraph.passes.insert_kv_cache.own_places import leave_out_own_places, require_no_places
-from attngraph.passes.insert_kv_cache.pick_results import pick_results
-from attngraph.passes.insert_kv_cache.run_again import run_again
+from attngraph.passes.insert_kv_cache.join_pieces import join_pieces, leave_out_own_places
+from attngraph.passes.insert_kv_cache.kept_values import KeptValues, StepInputs
+from attngraph.passes.insert_kv_cache.look_back import look_back, run_again
 from attngraph.passes.insert_kv_cache.step import RefutedError, Rewrite, Step
-from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
-from attngraph.passes.insert_kv_cache.take_steps import fold, take_steps
-from attngraph.passes.insert_kv_cache.write_formula import NotWritten
+from attngraph.passes.insert_kv_cache.write_formula import ByIndex, NotWritten
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
 STEP_KINDS = ("rows", "pages", "carried")
 """Kinds of inputs that a step gets."""
-ROWS = ("starts", "first", "row")
-"""Inputs that assign tokens to rows, besides the positions, the page tables and the numbers of cached
-tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +70,8 @@ class InsertKVCache:
     def run(self, graph: ProgramGraph) -> Outcome:
         only_result(graph, self.result)
         forget_operands_of_dtype(graph)
-        ids = next(
-            node for node, given in zip(graph.placeholders(), graph.inputs, strict=True)
-            if given.kind == "argument" and int(given.name) == self.argument
-        )  # fmt: skip
+        given = graph.given().items()
+        ids = next(n for n, i in given if i.kind == "argument" and int(i.name) == self.argument)
         refuted: dict[fx.Node, str] = {}
         joined = [*leave_out_own_places(graph), *join_pieces(graph)]
         while True:
@@ -108,9 +98,7 @@ def only_result(graph: ProgramGraph, result: int) -> None:
     written = [o for o in graph.outputs if o.kind not in (*RESULTS, "check")]
     if written:
         raise NoDecoderError(f"the model writes to a {written[0].kind} ({written[0].name}) in its forward.")
-    output = graph.graph.output_node()
-    values: Any = output.args[0]
-    output.args = ((values[result],),)
+    graph.graph.output_node().args = ((graph.results()[result],),)
     graph.outputs = (graph.outputs[result],)
     graph.clean()
 
@@ -126,11 +114,10 @@ class _Insertion:
 
     def __init__(self, graph: ProgramGraph, ids: fx.Node, tokens: Tokens, outcome: Outcome) -> None:
         self.graph, self.ids, self.tokens, self.outcome = graph, ids, tokens, outcome
-        self.space, self.meaning = tokens.space, tokens.meaning
         self.inputs = StepInputs(graph, ids, tokens)
         self.fixed = FixedValues(graph, ids, tokens, self.inputs)
-        self.kept = KeptValues(graph, tokens, self.inputs)
-        self.step = Step(graph, tokens, self.inputs, self.kept)
+        self.kept = KeptValues(tokens, self.inputs)
+        self.step = Step(tokens, self.inputs, self.kept)
         self.made: dict[fx.Node, fx.Node] = {}
         """What replaces a value, once all of them are made."""
         self.expanded = 0
@@ -156,17 +143,15 @@ class _Insertion:
             self._look_at_pages(node)
         kept = list(self.kept.stores)
         self.fixed.take()
-        pick_results(self.graph, self.tokens, self.ids, kept, self.inputs.rows("picked"))
-        output = self.graph.graph.output_node()
-        values: Any = output.args[0]
-        output.args = ((*values, *kept, *self.step.carried),)
+        pick_results(self.graph, self.tokens, kept, self.inputs.rows("picked"))
+        self.graph.graph.output_node().args = ((*self.graph.results(), *kept, *self.step.carried),)
         stores = self.kept.stores
-        pages = (Output("pages", stores[n].name) for n in kept)
+        pages = (Output("pages", store.name) for store in stores.values())
         carried = (Output("carried", about.name) for about in self.step.carried.values())
         self.graph.outputs = (*self.graph.outputs, *pages, *carried)
         self.graph.clean()
-        tokens = length = str(self.space.tokens.value)
-        if self.space.is_of_one_length:
+        tokens = length = str(self.tokens.space.tokens.value)
+        if self.tokens.space.is_of_one_length:
             vectors = tuple(self.inputs.rows(name) for name in ("positions", "row"))
             tokens = str(free_tokens(self.graph, self.ids, self.tokens.traced, vectors))
         self.graph.state = CachePlan(
@@ -175,8 +160,9 @@ class _Insertion:
             tuple(self.step.anew), tuple(self.step.assumed),
         )  # fmt: skip
         self.inputs.drop_unused()
-        self._annotate()
-        self._note(attentions)
+        for node, fact in self.tokens.facts.items():
+            node.meta["tokens"] = fact.describe(self.tokens.space)
+        self._note(len(attentions), self.graph.state)
 
     def _needed(self) -> set[fx.Node]:
         def operands(node: fx.Node) -> Sequence[fx.Node]:
@@ -188,11 +174,9 @@ class _Insertion:
     # --- positions ---
 
     def _shift(self, node: fx.Node, fact: Fact) -> None:
-        builder = Builder(self.graph, node)
+        builder, positions = Builder(self.graph, node), self.inputs.rows("positions")
         try:
-            new = shift_positions.emit(
-                builder, self.meaning, self.space, node, fact, self.inputs.rows("positions")
-            )
+            new = ByIndex(builder, self.tokens, node, fact, positions).write()
         except (NotWritten, NoSize) as problem:
             raise NoDecoderError(
                 f"{op_name(node)} at {source_of(node)}: it follows from a token's place as {fact.formula!r}, "
@@ -226,18 +210,17 @@ class _Insertion:
         whole = whole.replace(program=program, sizes=whole.sizes[: program.sizes])
         builder = Builder(self.graph, node)
         if self.tokens[whole.keys[0]].kind is Kind.FIXED:
-            window: int | None = None
             pages = [self.fixed.value(n) for n in whole.keys]
             none = [builder.call(aten.narrow.default, n, 2, 0, 0) for n in pages]
-            new = [self.fixed.one_row(builder, n) for n in none]
+            new = [builder.call(aten.narrow.default, n, 0, 0, 1) for n in none]  # the same for all rows
             table, held = self.fixed.rows_of(builder, pages[0])
         else:
             about = node.meta["attention"]
             width = about.heads * (about.head_dim + about.value_dim)
             self.expanded += width * whole.q.meta["val"].dtype.itemsize
-            window = self.kept.of(whole.keys)[0].window
-            pages = [self.kept.view(builder, n) for n in whole.keys]
-            new, table, held = list(whole.keys), self.inputs.table(window), self.inputs.rows("first")
+            found = [self.kept.pages_of(builder, n) for n in whole.keys]
+            pages, table = [n for n, _ in found], self.inputs.table(found[0][1].window)
+            new, held = list(whole.keys), self.inputs.rows("first")
         self._note_rows(whole.program, whole.reads)
         cached = whole.over_cache(
             new, pages, reads=[self._read(builder, r) for r in whole.reads],
@@ -264,35 +247,23 @@ class _Insertion:
 
     def _read(self, builder: Builder, node: fx.Node) -> fx.Node:
         """A tensor that the scores read: over all positions of each row if it depends on the tokens."""
-        fact = self.tokens[node]
-        token = self.space.place(fact.axes, self.space.token)
-        if token is not None:
-            if self.kept.is_kept_as(node) is not node:
-                raise NoDecoderError(f"what scores read at {source_of(node)} is a view of something kept.")
-            store = self.kept.stores[node]
-            if self.space.row is None:
-                raise NoDecoderError(
-                    f"scores read a value of each token ({source_of(node)}) without a batch."
-                )
-            return builder.call(
-                torch.ops.attngraph.history.default, self.inputs.pages(store), node,
-                self.inputs.table(store.window), self.inputs.rows("starts"), self.inputs.rows("first"),
-                store.token_dim,
-            )  # fmt: skip
-        return node
+        token = self.tokens.token_dim(node)
+        if token is None:
+            return node
+        if self.kept.of(node) is not node:
+            raise NoDecoderError(f"what scores read at {source_of(node)} is a view of something kept.")
+        store, rows = self.kept.stores[node], self.inputs.rows
+        if self.tokens.space.row is None:
+            raise NoDecoderError(f"scores read a value of each token ({source_of(node)}) without a batch.")
+        return builder.call(
+            history, self.inputs.pages(store), node, self.inputs.table(store.window), rows("starts"),
+            rows("first"), store.token_dim,
+        )  # fmt: skip
 
-    # --- at the end ---
-
-    def _annotate(self) -> None:
-        for node, fact in self.tokens.facts.items():
-            node.meta["tokens"] = fact.describe(self.space)
-
-    def _note(self, attentions: Sequence[fx.Node]) -> None:
-        plan = self.graph.state
-        assert plan is not None
+    def _note(self, attentions: int, plan: CachePlan) -> None:
         self.outcome.notes.insert(
             0,
-            f"{len(attentions)} attention(s) look at {len(plan.stores)} kept value(s) of "
+            f"{attentions} attention(s) look at {len(plan.stores)} kept value(s) of "
             f"{plan.bytes_per_token} bytes per token (keys and values by query head: {plan.expanded})",
         )
         if plan.fixed:

@@ -1,11 +1,16 @@
-"""One function of several pieces of a tensor, put together again, becomes that function of the whole.
+"""Pieces of a tensor, and tokens that are read each at its own place, become the whole of it.
 
 Matches `cat([f(c) for c in x.chunk(4, 1)], 1)` and its kin: operands of a `cat` that equal operations
 compute from pieces that follow each other and are all of `x` (a feed-forward layer in chunks, to save
 memory). How many pieces there are may follow from how many tokens there are, which a decoder cannot have.
 Numbers that differ among the pieces are taken for sizes of theirs, and become the size of the whole. Right
 because both are run in float64 and compared. Leaves operations that differ, and pieces that see each other,
-as they are; the decoder's own analysis says what it makes of them. Used by `insert_kv_cache`.
+as they are; the decoder's own analysis says what it makes of them.
+
+Matches as well what reads, by an index, each token at its own place: `x[:, torch.arange(n)]`, a gather with a
+stride of one, an index that is clamped to where it is anyway. An element of the result is, by the element
+rules, the same element of the operand. Among the packed tokens of a step such an index would point somewhere
+else, so the operation is left out. Used by `insert_kv_cache`.
 """
 
 import logging
@@ -14,12 +19,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from attngraph.errors import AttnGraphError
 from attngraph.ir import budgets
 from attngraph.ir.graph import ProgramGraph, is_random, is_size, source_of
+from attngraph.ir.language import E
+from attngraph.meaning import Meaning
 from attngraph.meaning.check.check import Checks
+from attngraph.meaning.rule import tried
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal
 
@@ -27,6 +35,7 @@ log = logging.getLogger(__name__)
 aten = torch.ops.aten
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections)
 _SLICES = (aten.slice.Tensor, aten.narrow.default)
+BY_INDEX = (aten.index.Tensor, aten.gather.default, aten.index_select.default, aten.take_along_dim.default)
 _DIFFER = "the pieces are not treated alike"
 
 
@@ -59,7 +68,7 @@ class _Joint:
 
     def __init__(self, node: fx.Node, pieces: Sequence[fx.Node]) -> None:
         self.node, self.pieces = node, pieces
-        self.begins: list[list[fx.Node]] = []
+        self.begins: list[tuple[fx.Node, ...]] = []
         self.others: dict[fx.Node, None] = {}
         self.order: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self._match(tuple(pieces))
@@ -81,19 +90,17 @@ class _Joint:
         if len(self.order) > budgets.PROBE_NODES or len(set(same)) < len(same):
             raise Refused(_DIFFER)
         if _are_pieces(same):
-            self.begins.append(list(same))
-            self.order[first] = same
-            return
-        if any(n.op != "call_function" or n.target is not first.target for n in same):
-            raise Refused(_DIFFER)
-        if is_random(first.target, first.args) or first.target in _SPLITS:
-            raise Refused(_DIFFER)
-        operands = [n.all_input_nodes for n in same]
-        if any(len(o) != len(operands[0]) or n.kwargs.keys() != first.kwargs.keys()
-               for o, n in zip(operands, same, strict=True)):  # fmt: skip
-            raise Refused(_DIFFER)
-        for group in zip(*operands, strict=True):
-            self._match(group)
+            self.begins.append(same)
+        else:
+            operands = [n.all_input_nodes for n in same]
+            alike = all(
+                n.op == "call_function" and n.target is first.target and len(o) == len(operands[0])
+                and n.kwargs.keys() == first.kwargs.keys() for n, o in zip(same, operands, strict=True)
+            )  # fmt: skip
+            if not alike or is_random(first.target, first.args) or first.target in _SPLITS:
+                raise Refused(_DIFFER)
+            for group in zip(*operands, strict=True):
+                self._match(group)
         self.order[first] = same
 
     def whole(self, builder: Builder) -> fx.Node:
@@ -164,3 +171,28 @@ def _source_of(pieces: Sequence[fx.Node]) -> fx.Node:
     """What the pieces are cut from."""
     found: Any = pieces[0].args[0]
     return _whole(found.args[0] if pieces[0].target is operator.getitem else found)
+
+
+def leave_out_own_places(graph: ProgramGraph) -> list[str]:
+    """Leave out what reads every element at its own place; notes for the report."""
+    meaning, notes = Meaning.of(graph), list[str]()
+    for node in graph.graph.nodes:
+        source = node.args[0] if node.target in BY_INDEX else None
+        if isinstance(source, fx.Node) and _is_the_same(meaning, node, source):
+            node.replace_all_uses_with(source)
+            meaning.forget_elements()
+            notes.append(f"an index reads each token at its own place ({source_of(node)})")
+    if notes:
+        graph.clean()
+    return notes
+
+
+def _is_the_same(meaning: Meaning, node: fx.Node, source: fx.Node) -> bool:
+    if not isinstance(source.meta.get("val"), Tensor) or node.meta["val"].dtype != source.meta["val"].dtype:
+        return False
+    shape = tried(meaning.shape, node)
+    if shape is None or shape != tried(meaning.shape, source):
+        return False
+    at = tuple(E.var(f"o{d}", extent) for d, extent in enumerate(shape))
+    found = tried(lambda: meaning.lift(meaning.read(node, at), lambda read: read.value is not source))
+    return found is not None and found == meaning.read(source, at)

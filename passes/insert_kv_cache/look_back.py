@@ -1,116 +1,89 @@
-"""Values computed from the last tokens (`meaning/tokens/windows.py`), over a cache of those tokens.
+"""Values that a step computes from earlier tokens anew, over a cache of what they are computed from.
 
-A step gets the new tokens with the few before them (`attngraph::with_earlier`). A convolution then runs as
-the model has it, on this longer sequence; everything else is computed from its formula, in which an element
-of token t - j is the one that stands j places before. Used by `insert_kv_cache`.
+Of the last tokens (`meaning/tokens/windows.py`): a step gets the new tokens with the few before them
+(`attngraph::with_earlier`). A convolution then runs as the model has it, on this longer sequence; everything
+else is computed from its formula, in which an element of token t - j is the one that stands j places before.
+
+Of all earlier tokens (`looks_back.py`): a step puts together what every row has of all its tokens, one row
+below the other, with zeros after the last token of a shorter row (`attngraph::history`). The model's own
+operations run on that, as on a batch of whole sequences, and the results of the new tokens are taken. No
+token sees a later one, so the zeros change nothing. Used by `insert_kv_cache`.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from attngraph.ir.graph import op_name, source_of
+from attngraph.errors import NoDecoderError
+from attngraph.ir.graph import is_size, op_name, source_of
 from attngraph.ir.language import E, Expr
-from attngraph.ir.ops.history import with_earlier
+from attngraph.ir.ops.history import history, with_earlier
 from attngraph.meaning.algebra import M, size_expression
-from attngraph.meaning.tokens.facts import Fact
+from attngraph.meaning.tokens.looks_back import History
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.meaning.tokens.windows import Window
-from attngraph.passes.build import Builder
-from attngraph.passes.insert_kv_cache.kept_values import KeptValues
-from attngraph.passes.insert_kv_cache.run_again import rerun
-from attngraph.passes.insert_kv_cache.shift_positions import ByIndex
+from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.insert_kv_cache.free_tokens import repeated
 from attngraph.passes.insert_kv_cache.step import Step
-from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
+from attngraph.passes.insert_kv_cache.write_formula import ByIndex
 
 aten = torch.ops.aten
 
 
 def look_back(step: Step, builder: Builder, node: fx.Node, scan: Window) -> tuple[fx.Node, str]:
     """A `Rewrite` of windows of tokens."""
-    new = _LookBack(step.tokens, step.inputs, step.kept, builder).replace(node, scan)
+    assert scan.latest is not None
+    tokens, rows, back = step.tokens, step.inputs.rows, scan.latest - 1
+
+    def places(order: Any, row: Any) -> Any:
+        """Where each new token stands in the longer sequence, `[N]`."""
+        return order + (row + 1) * back
+
+    place = builder.trace(places, _in_order(step, builder), rows("row"))
+    longer: dict[fx.Node, fx.Node] = {}
+    for operand in scan.operands:
+        pages, store = step.kept.pages_of(builder, operand)
+        longer[operand] = builder.call(
+            with_earlier, pages, operand, step.inputs.table(store.window), rows("starts"), rows("first"),
+            place, tokens.row_dim(operand), tokens.token_dim(operand), back,
+        )  # fmt: skip
+    if scan.formula is None:  # the model's own operations on the longer sequence
+        done = rerun(tokens, builder, scan.region, longer)
+        new = builder.call(aten.index_select.default, done[node], tokens.token_dim(node), place)
+    else:
+        new = _WithEarlier(step, builder, node, scan.formula, longer, place).write()
     return new, f"{op_name(node)} at {source_of(node)} is computed from the last {scan.latest} tokens"
 
 
-@dataclasses.dataclass
-class _LookBack:
-    """The rewriting of one value."""
-
-    tokens: Tokens
-    inputs: StepInputs
-    kept: KeptValues
-    builder: Builder
-
-    def replace(self, node: fx.Node, scan: Window) -> fx.Node:
-        assert scan.latest is not None
-        place = self._place(scan.latest - 1)
-        longer = {n: self._longer(n, place, scan.latest - 1) for n in scan.operands}
-        if scan.formula is None:  # the model's own operations on the longer sequence
-            done = rerun(self.tokens, self.builder, scan.region, longer)
-            axis = self.tokens.space.place(self.tokens[node].axes, self.tokens.space.token)
-            return self.builder.call(aten.index_select.default, done[node], axis, place)
-        plain = dataclasses.replace(self.tokens[node], formula=self._without_beginning(scan.formula))
-        return _WithEarlier(self, node, plain, longer, place).write()
-
-    def _without_beginning(self, formula: Expr) -> Expr:
-        """The formula without what chooses zero before the first token: a longer sequence has zeros there."""
-        token = self.tokens.space.token
-
-        def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-            if node.op == "where":
-                condition, chosen, other = args
-                for inside, read, outside in ((M.not_(condition), other, chosen), (condition, chosen, other)):
-                    if read.op == "read" and E.is_const(outside, 0):
-                        steps = (M.sub(token, index) for index in read.args if token in index.free)
-                        if any(n.op == "const" and inside is M.le(n, token) for n in steps):
-                            return read
-            return M.construct(node, args)
-
-        return E.rebuild(formula, leaf)
-
-    def _place(self, back: int) -> fx.Node:
-        """Where each new token stands in the longer sequence, `[N]`."""
-        call, places = self.builder.call, self.in_order()
-        rows_before = call(aten.add.Tensor, self.inputs.rows("row"), 1)
-        return call(aten.add.Tensor, places, call(aten.mul.Tensor, rows_before, back))
-
-    def in_order(self) -> fx.Node:
-        """The numbers of the new tokens."""
-        row = self.inputs.rows("row")
-        count = self.builder.call(aten.sym_size.int, row, 0)
-        return self.builder.call(aten.arange.default, count, device=row.meta["val"].device)
-
-    def _longer(self, operand: fx.Node, place: fx.Node, back: int) -> fx.Node:
-        pages, store = self.kept.pages_of(self.builder, operand)
-        axes, space, rows = self.tokens[operand].axes, self.tokens.space, self.inputs.rows
-        return self.builder.call(
-            with_earlier, pages, operand, self.inputs.table(store.window), rows("starts"), rows("first"),
-            place, space.place(axes, space.row), space.place(axes, space.token), back,
-        )  # fmt: skip
+def _in_order(step: Step, builder: Builder) -> fx.Node:
+    """The numbers of the new tokens."""
+    row = step.inputs.rows("row")
+    count = builder.call(aten.sym_size.int, row, 0)
+    return builder.call(aten.arange.default, count, device=row.meta["val"].device)
 
 
 class _WithEarlier(ByIndex):
-    """Writes a formula that reads values at this token and at earlier ones."""
+    """Writes a formula that reads values at this token and at earlier ones. `longer`: the sequences with the
+    tokens before; `place`: where each token stands in them."""
 
     def __init__(
-        self, back: _LookBack, node: fx.Node, fact: Fact, longer: dict[fx.Node, fx.Node], place: fx.Node
-    ) -> None:
-        tokens = back.tokens
-        super().__init__(
-            back.builder, tokens.meaning, tokens.space, node, fact, back.inputs.rows("positions")
-        )
-        self.back, self.longer, self.place = back, longer, place
+        self, step: Step, builder: Builder, node: fx.Node, formula: Expr, longer: dict[fx.Node, fx.Node],
+        place: fx.Node,
+    ) -> None:  # fmt: skip
+        fact = dataclasses.replace(step.tokens[node], formula=_without_beginning(formula, step.tokens))
+        super().__init__(builder, step.tokens, node, fact, step.inputs.rows("positions"))
+        self.step, self.longer, self.place = step, longer, place
         self.shifted: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def read(self, node: Expr) -> fx.Node:
         """An element of a table, or of a value at this or an earlier token."""
-        fact = self.back.tokens.facts[node.value]
-        if not any(fact.axes):
+        if not any(self.step.tokens[node.value].axes):
             return super().read(node)
         value: fx.Node
-        dim = self.space.place(fact.axes, self.space.token)
+        dim = self.step.tokens.token_dim(node.value)
         if dim is None:
             value, indices = node.value, list(node.args)
         else:
@@ -129,9 +102,8 @@ class _WithEarlier(ByIndex):
             return value
         if (value, earlier) not in self.shifted:
             there = self.builder.call(aten.sub.Tensor, self.place, earlier)
-            self.shifted[value, earlier] = self.builder.call(
-                aten.index_select.default, self.longer[value], dim, there
-            )
+            made = self.builder.call(aten.index_select.default, self.longer[value], dim, there)
+            self.shifted[value, earlier] = made
         return self.shifted[value, earlier]
 
     def _at_each_place(self, node: Expr, dim: int, earlier: Expr) -> fx.Node:
@@ -145,22 +117,111 @@ class _WithEarlier(ByIndex):
         """Whether these indices read every element of the value at its own place in the result."""
         if value.meta["val"].ndim != len(self.shape):
             return False
-        for place, (index, extent) in enumerate(zip(indices, value.meta["val"].shape, strict=True)):
-            own = E.is_const(index, 0) and size_expression(extent) is E.ONE
-            if not own and index is not E.var(f"own{place}", self.shape[place]):
-                digits = self.fact.axes[place]
-                if digits != (index,):
-                    return False
-        return True
+        return all(
+            (E.is_const(index, 0) and size_expression(extent) is E.ONE)
+            or index is E.var(f"own{place}", self.shape[place])
+            or self.fact.axes[place] == (index,)
+            for place, (index, extent) in enumerate(zip(indices, value.meta["val"].shape, strict=True))
+        )
 
     def _within(self, value: fx.Node, dim: int, index: Expr) -> Any:
         """An index as a place that there is: beyond the ends, formulas choose something else."""
         if index is self.space.row:
             return 0
-        written = self._in_order(index)
+        if index is self.space.token:
+            return self.at_token(_in_order(self.step, self.builder))
+        written = self.value(index)
         if index.op in ("var", "const"):
             return written
         return self.builder.call(aten.clamp.default, written, 0, value.meta["val"].shape[dim] - 1)
 
-    def _in_order(self, index: Expr) -> Any:
-        return self.at_token(self.back.in_order()) if index is self.space.token else self.value(index)
+
+def _without_beginning(formula: Expr, tokens: Tokens) -> Expr:
+    """The formula without what chooses zero before the first token: a longer sequence has zeros there."""
+    token = tokens.space.token
+
+    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        if node.op == "where":
+            condition, chosen, other = args
+            for inside, read, outside in ((M.not_(condition), other, chosen), (condition, chosen, other)):
+                if read.op == "read" and E.is_const(outside, 0):
+                    steps = (M.sub(token, index) for index in read.args if token in index.free)
+                    if any(n.op == "const" and inside is M.le(n, token) for n in steps):
+                        return read
+        return M.construct(node, args)
+
+    return E.rebuild(formula, leaf)
+
+
+def run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> tuple[fx.Node, str]:
+    """A `Rewrite` of values that are computed from all earlier tokens."""
+    where = f"{op_name(node)} at {source_of(node)}"
+    try:
+        new = _run_again(step, builder, node, scan)
+    except (NoSize, RuntimeError) as problem:  # torch may not follow the operations for such sizes
+        raise NoDecoderError(
+            f"{where}: it is computed from all earlier tokens, and what computes it cannot be traced for "
+            "sequences of any length."
+        ) from problem
+    step.anew.append(source_of(node))
+    if node in step.tokens.assumed:
+        step.assumed.append(f"{where} ({step.tokens.assumed[node]})")
+    return new, (
+        f"{where} is computed anew from all tokens at every step, because what it does with them is no "
+        "attention that is known here"
+    )
+
+
+def _run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> fx.Node:
+    """The node that computes the value for new tokens."""
+    inputs, rows, token = step.inputs, step.inputs.rows, step.tokens.token_dim(node)
+    whole: dict[fx.Node, fx.Node] = {}
+    as_long: fx.Node | None = None
+    for operand in scan.operands:
+        pages, store = step.kept.pages_of(builder, operand)
+        dim = step.tokens.token_dim(operand)
+        whole[operand] = builder.call(
+            history, pages, operand, inputs.table(store.window), rows("starts"), rows("first"), dim, as_long
+        )
+        as_long = as_long or builder.call(aten.movedim.int, whole[operand], dim, 0)
+    found = rerun(step.tokens, builder, scan.region, whole)[node]
+
+    def picked(found: Any, row: Any, positions: Any) -> Any:
+        return found.movedim(token, 1).index([row, positions]).unsqueeze(0).movedim(1, token)
+
+    new = builder.trace(picked, found, rows("row"), rows("positions"))
+    # A step has one sequence, and what follows counts it as the model counts its rows.
+    count = builder.call(aten.sym_size.int, inputs.ids, 0)
+    return builder.call(aten.expand.default, new, [count, *[-1] * (new.meta["val"].ndim - 1)])
+
+
+def rerun(
+    tokens: Tokens, builder: Builder, region: Sequence[fx.Node], given: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """The operations of a region on other sequences. `given`: what some of its operands are there, the first
+    with its rows and tokens where the original has them."""
+    space, meaning = tokens.space, tokens.meaning
+    operand, sequence = next(iter(given.items()))
+    sizes: dict[Expr, Any] = {
+        space.tokens: (sequence, tokens.token_dim(operand)), space.rows: (sequence, tokens.row_dim(operand)),
+    }  # fmt: skip
+    done: dict[fx.Node, fx.Node] = dict(given)
+    extents = {e for step in region for e in _extents(step)}
+    for step in region:
+        for size in (n for n in step.all_input_nodes if is_size(n) and n not in done):
+            formula = size_expression(size.meta["val"])
+            done[size] = builder.size(meaning.renamed(formula), sizes)
+            if formula in extents and isinstance(done[size], fx.Node):
+                # Torch does not see it in every formula of an unknown number.
+                torch._check(done[size].meta["val"] >= 0)
+        done[step] = repeated(tokens, builder, step, done, sizes)
+        if "attention" in step.meta:
+            done[step].meta["attention"] = step.meta["attention"]
+    return done
+
+
+def _extents(node: fx.Node) -> set[Expr]:
+    """The extents of what a node gives, as formulas of sizes."""
+    found = node.meta.get("val")
+    tensors = found if isinstance(found, tuple | list) else [found]
+    return {size_expression(s) for t in tensors if isinstance(t, torch.Tensor) for s in t.shape}

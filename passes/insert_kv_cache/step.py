@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph import ProgramGraph, module_of, source_of
+from attngraph.ir.graph import module_of, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.cached_attention import Carried
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder
-from attngraph.passes.insert_kv_cache.kept_values import KeptValues
-from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
+from attngraph.passes.insert_kv_cache.kept_values import KeptValues, StepInputs
 from attngraph.passes.insert_kv_cache.write_formula import NotWritten
 
 aten = torch.ops.aten
@@ -42,7 +41,6 @@ class Step:
     those of which it is taken from the user that they see no later ones.
     """
 
-    graph: ProgramGraph
     tokens: Tokens
     inputs: StepInputs
     kept: KeptValues
@@ -64,15 +62,13 @@ class Step:
 
     def in_place(self, builder: Builder, value: fx.Node, node: fx.Node) -> fx.Node:
         """A value `[tokens, ...]`, whose other dimensions are in order, with the dimensions of a node."""
-        space, axes = self.tokens.space, self.tokens[node].axes
+        space, axes, row = self.tokens.space, self.tokens[node].axes, self.tokens.row_dim(node)
         own = iter(range(1, len(axes)))
         order = [0 if space.token in digits else next(own) for digits in axes if space.row not in digits]
-        if order != sorted(order):
-            value = builder.call(aten.permute.default, value, order)
-        row = space.place(axes, space.row)
+        value = builder.permuted(value, order)
         if row is None:
             return value
-        value = builder.call(aten.unsqueeze.default, value, row)
+        value = builder.unsqueezed(value, row)
         sizes: list[Any] = [builder.size(space.rows) if dim == row else -1 for dim in range(len(axes))]
         return builder.call(aten.expand.default, value, sizes)
 
@@ -94,16 +90,3 @@ def extent_of(*variables: Expr) -> int:
     if any(v.args[0].op != "const" for v in variables):
         raise NotWritten("an axis whose length is not a number")
     return math.prod(int(v.args[0].value) for v in variables)
-
-
-def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which one token's part of a sum is computed: not 16 bits."""
-    if not dtype.is_floating_point:
-        return torch.int64
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-def carried_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a sum is carried. It is rounded with every token, and the model's own is not:
-    PyTorch adds up a whole sequence in float64 (float32 for 16 bits), or by blocks."""
-    return torch.float64 if dtype == torch.float32 else computed_in(dtype)

@@ -26,7 +26,7 @@ from attngraph.meaning.tokens.tokens import Kind, Tokens
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.fuse_attention import FuseAttention
-from attngraph.passes.insert_kv_cache import shift_positions
+from attngraph.passes.insert_kv_cache.write_formula import ByIndex
 from attngraph.pipeline import run
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.proof import poison
@@ -273,14 +273,13 @@ def test_selecting_tokens_of_a_tensor() -> None:
 
 
 def test_the_proof_catches_positions_that_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    emit = shift_positions.emit
+    write = ByIndex.write
 
-    def wrong(builder: Any, *args: Any) -> fx.Node:
-        made = emit(builder, *args)
-        return builder.call(torch.ops.aten.add.Scalar, made, 1)  # type: ignore[no-any-return]
+    def wrong(self: ByIndex) -> fx.Node:
+        return self.builder.call(torch.ops.aten.add.Scalar, write(self), 1)
 
     model: nn.Module = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()
-    monkeypatch.setattr(shift_positions, "emit", wrong)
+    monkeypatch.setattr(ByIndex, "write", wrong)
     with pytest.raises(NoDecoderError, match="do not give what the whole sequence gives"):
         attngraph.compile(model, cache=True).prefill(torch.tensor([[1, 2, 3]]))
     unproved = attngraph.compile(model, cache=CacheConfig(proof=False))

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from torch import fx
@@ -226,11 +226,27 @@ class Fact:
     causality: Causality | None = None
     scan: Scan | None = None
 
+    @property
+    def is_of_token(self) -> bool:
+        """Whether it has a value for each token that follows from tokens, not from their places alone."""
+        return self.kind in (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all tokens and sequences share the value."""
+        return self.kind is Kind.FIXED and not any(self.axes)
+
     def describe(self, space: Space) -> str:
         """For a dump: the kind, the token's dimension, the reason."""
         place = space.place(self.axes, space.token)
         shown = self.kind.value + (f"({place})" if place is not None and self.kind is not Kind.FIXED else "")
         return f"{shown}: {self.reason}" if self.reason else shown
+
+
+def known(facts: Mapping[fx.Node, Fact], node: fx.Node) -> Fact | None:
+    """What is known of a value that does not mix tokens; None for any other."""
+    fact = facts.get(node)
+    return None if fact is None or fact.kind is Kind.MIXING else fact
 
 
 def place_text(index: Expr, tokens: Expr) -> str:

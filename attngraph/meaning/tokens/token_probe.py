@@ -221,11 +221,11 @@ class TokenProbe:
     def _inputs(
         self, leaves: Sequence[fx.Node], rows: int, tokens: int, seed: int
     ) -> tuple[Sample, dict[fx.Node, Tensor]]:
-        run = Sample(self.values, self._counted(rows, tokens), seed)
+        run = Sample(self.values, self.counted(rows, tokens), seed)
         with torch.no_grad():
             return run, {leaf: run.draw(leaf) for leaf in leaves}
 
-    def _counted(self, rows: int, tokens: int) -> dict[str, int]:
+    def counted(self, rows: int, tokens: int) -> dict[str, int]:
         """The sizes of the graph for so many sequences of so many tokens."""
         sizes = dict(self.graph.hints)
         for name in sizes:
@@ -304,7 +304,7 @@ class TokenProbe:
         if self.space.is_of_one_length:
             return self.tokens
         tokens = self.tokens + reach(order, self.values, self.of_sizes)
-        fits = tokens <= budgets.PROBE_TOKENS and self.graph.admits(self._counted(ROWS, int(tokens)))
+        fits = tokens <= budgets.PROBE_TOKENS and self.graph.admits(self.counted(ROWS, int(tokens)))
         return int(tokens) if fits else self.tokens
 
     def _token_dimension(self, node: fx.Node) -> int | None:

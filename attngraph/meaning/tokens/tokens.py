@@ -90,6 +90,14 @@ class Tokens:
     def __getitem__(self, node: fx.Node) -> Fact:
         return self.facts[node]
 
+    def token_dim(self, node: fx.Node) -> int | None:
+        """The dimension of a value that holds the tokens."""
+        return self.space.place(self.facts[node].axes, self.space.token)
+
+    def row_dim(self, node: fx.Node) -> int | None:
+        """The dimension of a value that holds the sequences."""
+        return self.space.place(self.facts[node].axes, self.space.row)
+
     def depends_on_tokens(self, node: fx.Node) -> bool:
         return self.facts[node].kind is not Kind.FIXED
 
