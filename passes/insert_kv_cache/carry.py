@@ -66,7 +66,7 @@ def carried_in(dtype: torch.dtype) -> torch.dtype:
 def take_steps(step: Step, builder: Builder, node: fx.Node, scan: TokenLoop) -> tuple[fx.Node, str]:
     """A `Rewrite` of loops."""
     tokens, rows, device = step.tokens, step.inputs.rows, node.meta["val"].device
-    states = step.states(node, [(handed.shape, handed.dtype) for handed in scan.handed])
+    states = step.states(node, scan.handed)
     taken = [
         FormulaWriter(builder, tokens, own, dtype, device).tensor(element, own)
         for element, own, dtype in scan.taken

@@ -27,11 +27,10 @@ from attngraph.ir.ops.history import history
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.ir.walk import operands_first
 from attngraph.meaning.tokens.facts import Fact, Kind, Scan
-from attngraph.meaning.tokens.looks_back import History
 from attngraph.meaning.tokens.loops import TokenLoop
 from attngraph.meaning.tokens.recurrence import Sums
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.meaning.tokens.windows import RunningFold, Window
+from attngraph.meaning.tokens.windows import History, RunningFold, Window
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.canonicalize import forget_operands_of_dtype
 from attngraph.passes.insert_kv_cache.analyse import analyse, require_no_places
@@ -193,7 +192,7 @@ class _Insertion:
         try:
             new, note = _REWRITES[type(scan)](self.step, builder, node, scan)
         except (NotWritten, NoSize) as problem:
-            whence = "computed from " * isinstance(scan, Window) + scan.reason
+            whence = "computed from " * (type(scan) is Window) + scan.reason
             raise NoDecoderError(
                 f"{op_name(node)} at {source_of(node)}: it is {whence}, and {problem} cannot be computed for "
                 "a few new tokens."

@@ -22,9 +22,8 @@ from attngraph.ir.graph import is_size, op_name, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.history import history, with_earlier
 from attngraph.meaning.algebra import M, size_expression
-from attngraph.meaning.tokens.looks_back import History
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.meaning.tokens.windows import Window
+from attngraph.meaning.tokens.windows import History, Window
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.insert_kv_cache.free_tokens import repeated
 from attngraph.passes.insert_kv_cache.step import Step

@@ -10,7 +10,7 @@ those of the sequence that ends with the query: `n` is `q + 1`.
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from torch import fx
 
@@ -22,7 +22,7 @@ from attngraph.meaning.attention.program import rewritten
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.masks.fold import added_to_score, is_of_row, low_fill
-from attngraph.meaning.tokens.facts import Axes, Fact, Kind, Space
+from attngraph.meaning.tokens.facts import Axes, Fact, Facts, Kind, Space
 
 ENDS = M.add(E.var("q"), E.ONE)
 """How many tokens there are in the sequence that ends with the query."""
@@ -30,15 +30,14 @@ _TERMS = 64
 """Terms of a formula that are looked at."""
 
 
-def attention_fact(
-    meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], view: nodes.AttentionOp
-) -> Fact:
+def attention_fact(facts: Facts, view: nodes.AttentionOp) -> Fact:
     """What is known of an attention's result, `[B, H, S, D]`."""
+    meaning, space = facts.meaning, facts.space
     q, k, v = (facts[n] for n in (view.q, view.keys[0], view.keys[-1]))
     reads, weights = ([facts[n] for n in group] for group in (view.reads, view.projections))
     if any(f.kind is Kind.MIXING for f in (q, k, v, *reads, *weights)):
         return Fact(Kind.MIXING, reason="computed from a value that mixes tokens")
-    if any(f.kind is not Kind.FIXED or any(f.axes) for f in weights):
+    if not all(f.is_shared for f in weights):
         return Fact(Kind.MIXING, reason="its keys are projected by weights that follow the tokens")
     keys_are_tokens = Kind.FIXED not in (k.kind, v.kind)
     if q.kind is Kind.FIXED and k.kind is v.kind is Kind.FIXED:
@@ -96,7 +95,10 @@ def _reads_problem(space: Space, expressions: tuple[Expr, ...], facts: list[Fact
                 if index.op != "var" and E.var("b") in index.free:
                     return f"{told} no sequence of the batch"
                 continue
-            own = space.token not in digits and space.follows_rows(digits, M.canonical(index))
+            own = False
+            if space.row is not None and space.token not in digits:
+                place = M.substitute(M.canonical(index), {E.var("b"): space.row})
+                own = space.follows_digits(digits, place)
             names = {"q", "k"} if keys else {"q"}
             at_token = digits == (space.token,) and index.op == "var" and index.value in names
             if not own and not at_token:

@@ -10,14 +10,14 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 from torch import fx
 
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import Digits, M, is_example, ranges, recombined
+from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import Causality
 
 Indices = tuple[Expr, ...]
@@ -109,12 +109,6 @@ class Space:
             below = M.mul(below, digit.args[0])
         return True
 
-    def follows_rows(self, digits: Digits, index: Expr) -> bool:
-        """The same for one dimension, of an index of a score program, where `b` is the row."""
-        if self.row is None:
-            return not digits
-        return self.follows_digits(digits, M.substitute(index, {E.var("b"): self.row}))
-
     def moves(self, index: Expr) -> bool:
         """Whether an index changes with the row or the token, other than through data that it reads."""
         return any(n in self.both for n in outside_reads(index))
@@ -134,14 +128,14 @@ class Space:
 @functools.lru_cache(maxsize=1 << 12)
 def _options(space: Space, place: int, extent: Expr) -> tuple[Digits, ...]:
     """What one dimension of this extent may stand for."""
-    token, row, found = space.token, space.row, list[Digits]()
-    if row is not None:
-        found += space.with_rest(place, extent, (row, token))
-        found += space.with_rest(place, extent, (token, row))
-    found += space.with_rest(place, extent, (token,))
-    if row is not None:
-        found += space.with_rest(place, extent, (row,))
-    return (*found, ())
+    token, row = space.token, space.row
+    kinds: list[Digits] = [(token,)] if row is None else [(row, token), (token, row), (token,), (row,)]
+    return *(found for digits in kinds for found in space.with_rest(place, extent, digits)), ()
+
+
+def own_variables(shape: Indices) -> Indices:
+    """A variable for each dimension of a value."""
+    return tuple(E.var(f"own{dim}", extent) for dim, extent in enumerate(shape))
 
 
 def outside_reads(node: Expr) -> Iterator[Expr]:
@@ -192,16 +186,8 @@ class Scan:
         raise NotImplementedError
 
 
-class Finder(Protocol):
-    """Finds values of one graph that follow from earlier tokens in one way."""
-
-    def __call__(self, node: fx.Node, axes: Axes) -> Scan | None:
-        """How a value with these axes does, or None."""
-
-
-def read_in(region: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
-    """The values that operations are given."""
-    return tuple({n: None for step in region for n in step.all_input_nodes if n not in region})
+Finder = Callable[[fx.Node, Axes], Scan | None]
+"""Finds values that follow from earlier tokens in one way: how a value with these axes does, or None."""
 
 
 def read_by(*formulas: Expr) -> tuple[fx.Node, ...]:
@@ -243,10 +229,20 @@ class Fact:
         return f"{shown}: {self.reason}" if self.reason else shown
 
 
-def known(facts: Mapping[fx.Node, Fact], node: fx.Node) -> Fact | None:
-    """What is known of a value that does not mix tokens; None for any other."""
-    fact = facts.get(node)
-    return None if fact is None or fact.kind is Kind.MIXING else fact
+class Facts(dict[fx.Node, Fact]):
+    """What is known of the values of one graph. It grows while they are looked at, operands first."""
+
+    def __init__(self, meaning: Meaning, space: Space) -> None:
+        super().__init__()
+        self.meaning, self.space = meaning, space
+
+    def known(self, node: fx.Node) -> Fact | None:
+        """What is known of a value that does not mix tokens; None for any other."""
+        fact = self.get(node)
+        return None if fact is None or fact.kind is Kind.MIXING else fact
+
+    def mixes(self, node: fx.Node) -> bool:
+        return self[node].kind is Kind.MIXING
 
 
 def place_text(index: Expr, tokens: Expr) -> str:

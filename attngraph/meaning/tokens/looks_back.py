@@ -19,23 +19,22 @@ kept for every token, and the model's own operations run on all of it again (`Hi
 """
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from torch import Tensor, fx
+from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import is_size, op_name
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import M, ranges
-from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.fold import HIDES
 from attngraph.meaning.rule import Unliftable
-from attngraph.meaning.tokens.facts import Axes, Fact, Indices, Kind, Scan, Space, place_text, read_in
+from attngraph.meaning.tokens.facts import Axes, Fact, Facts, Indices, Kind, Space, own_variables, place_text
 from attngraph.meaning.tokens.numbers import OfSizes
 from attngraph.meaning.tokens.opaque import compared, is_choice
 from attngraph.meaning.tokens.token_probe import TokenProbe
+from attngraph.meaning.tokens.windows import History
 
 _NEUTRAL = {"sum": 0, "amax": -float("inf"), "amin": float("inf")}
 """What adds nothing to a sum, to a maximum, to a minimum."""
@@ -59,14 +58,10 @@ class LooksBack:
 
     Args:
         element: an element of a node in terms of its operands' elements; raises `Unliftable`.
-        axes_of: the axes of a value that is known token by token; None for any other.
     """
 
-    def __init__(
-        self, meaning: Meaning, space: Space, element: Callable[[fx.Node, Indices], Expr],
-        axes_of: Callable[[fx.Node], Axes | None],
-    ) -> None:  # fmt: skip
-        self.meaning, self.space, self.element, self.axes_of = meaning, space, element, axes_of
+    def __init__(self, facts: Facts, element: Callable[[fx.Node, Indices], Expr]) -> None:
+        self.facts, self.meaning, self.space, self.element = facts, facts.meaning, facts.space, element
         self._shown: set[tuple[Expr, frozenset[Expr]]] = set()
         self._lifted: dict[Expr, Expr] = {}
         self.of_sizes = OfSizes()
@@ -122,12 +117,11 @@ class LooksBack:
 
     def _is_leaf(self, node: fx.Node) -> bool:
         """Whether a formula reads a value; sizes, places and known patterns are written out instead."""
-        if self.axes_of(node) is None or self.of_sizes(node):
+        if self.facts.known(node) is None or self.of_sizes(node):
             return False
         if node in self.meaning.values:
-            at = tuple(E.var(f"own{d}", n) for d, n in enumerate(self.meaning.shape(node)))
             with contextlib.suppress(Unliftable):
-                return self.meaning.element(node, at).op == "read"
+                return self.meaning.element(node, own_variables(self.meaning.shape(node))).op == "read"
         return True
 
     def _visit(self, node: Expr, below: frozenset[Expr]) -> None:
@@ -151,10 +145,10 @@ class LooksBack:
         self._shown.add((node, below))
 
     def _visit_read(self, read: Expr, below: frozenset[Expr]) -> None:
-        axes = self.axes_of(read.value)
-        if axes is None:
+        fact = self.facts.known(read.value)
+        if fact is None:
             raise NotShown("it is computed from the largest few of some values")
-        for digits, index in zip(axes or ((),) * len(read.args), read.args, strict=True):
+        for digits, index in zip(fact.axes or ((),) * len(read.args), read.args, strict=True):
             if self.space.token in digits:
                 if digits != (self.space.token,) or not any(_is_at_most(index, v) for v in below):
                     raise NotShown(f"token {place_text(index, self.space.tokens)} is read")
@@ -246,33 +240,15 @@ def _hides(factor: float, branch: Expr) -> bool:
 _GIVEN = (Kind.FIXED, Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
 
 
-@dataclasses.dataclass(frozen=True)
-class History(Scan):
-    """A value that is computed from all earlier tokens of others, by the model's own operations.
-
-    `operands`: the values that are read at earlier tokens. `region`: the operations between them and the
-    value, in the graph's order.
-    """
-
-    region: tuple[fx.Node, ...]
-    operands: tuple[fx.Node, ...] = ()
-    reason = "computed anew from all earlier tokens"
-
-    @property
-    def reads(self) -> tuple[fx.Node, ...]:
-        return read_in(self.region)
-
-
 class HistoryFinder:
     """Looks for values of one graph that are computed from all earlier tokens. `why_not`: why that could not
     be shown of those that were looked at in vain; `assumed`: of those that are taken to be such values
     because the user says so (`assume_causal`)."""
 
     def __init__(
-        self, space: Space, facts: Mapping[fx.Node, Fact], probe: TokenProbe, looks_back: LooksBack,
-        assume_causal: bool,
+        self, facts: Facts, probe: TokenProbe, looks_back: LooksBack, assume_causal: bool
     ) -> None:  # fmt: skip
-        self.space, self.facts, self.probe, self.looks_back = space, facts, probe, looks_back
+        self.facts, self.space, self.probe, self.looks_back = facts, facts.space, probe, looks_back
         self.assume_causal = assume_causal
         self.why_not: dict[fx.Node, str] = {}
         self.assumed: dict[fx.Node, str] = {}
@@ -290,11 +266,7 @@ class HistoryFinder:
         order, leaves = probe.region(node, given)
         operands = [n for n in leaves if n in facts and space.place(facts[n].axes, space.token) is not None]
         inner = tuple(n for n in order if n not in leaves and not is_size(n))
-        if (
-            not operands
-            or len(inner) > budgets.PROBE_NODES
-            or not any(_is_of_pairs(space, probe, n) for n in inner)
-        ):
+        if not operands or len(inner) > budgets.PROBE_NODES or not any(map(self._is_of_pairs, inner)):
             return None
         for leaf in leaves:
             known = facts.get(leaf)
@@ -308,7 +280,7 @@ class HistoryFinder:
             (self.assumed if self.assume_causal else self.why_not)[node] = str(why_not)
             if not self.assume_causal:
                 return None
-        return History(inner, tuple(operands))
+        return History(inner, None, tuple(operands))
 
     def _is_given(self, node: fx.Node, fact: Fact) -> bool:
         """Whether a value is kept, or fixed. What follows from sizes and places alone is computed anew, as
@@ -317,16 +289,14 @@ class HistoryFinder:
             return False
         return _stands_alone(self.space, fact.axes) and not self.looks_back.of_sizes(node)
 
+    def _is_of_pairs(self, node: fx.Node) -> bool:
+        """Whether a value has an entry for each pair of tokens, or is computed from such within one
+        operation."""
+        several = sum(self.space.counts_tokens(n) for n in self.probe.extents(node)) > 1
+        return several or nodes.whole(node) is not None
+
 
 def _stands_alone(space: Space, axes: Axes) -> bool:
     """Whether row and token are dimensions of their own, the rows first; or neither is there."""
     places = [axes.index((v,)) if (v,) in axes else None for v in (space.row, space.token)]
     return not any(axes) or (space.row is not None and places[0] == 0 and places[1] is not None)
-
-
-def _is_of_pairs(space: Space, probe: TokenProbe, node: fx.Node) -> bool:
-    """Whether a value has an entry for each pair of tokens, or is computed from such within one operation."""
-    if nodes.whole(node) is not None:
-        return True
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and sum(space.counts_tokens(n) for n in probe.extents(node)) > 1

@@ -15,7 +15,7 @@ are found before, by `recurrence.py`: they need no steps.)
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import networkx as nx
@@ -24,10 +24,9 @@ from torch import fx
 
 from attngraph.ir.graph import is_size, op_name, source_of
 from attngraph.ir.language import E, Expr
-from attngraph.ir.walk import operands_first
-from attngraph.meaning.element import Meaning
+from attngraph.ir.walk import minimum_cut, operands_first
 from attngraph.meaning.rule import Unliftable
-from attngraph.meaning.tokens.facts import Axes, Fact, Indices, Scan, Space, read_by
+from attngraph.meaning.tokens.facts import Axes, Facts, Indices, Scan, own_variables, read_by
 from attngraph.meaning.tokens.unrolled import NoLoop, StepWriter, Unrolled
 
 PATTERN = 3
@@ -36,12 +35,8 @@ _AGED = 1 << 10
 """A value counts for so many of the next token's: few small values of every token so far are no state."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Handed:
-    """A value that one step of a loop hands to the next: the shape and dtype of one row's."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+Handed = tuple[tuple[int, ...], torch.dtype]
+"""A value that one step of a loop hands to the next: the shape and dtype of one row's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +63,10 @@ class TokenLoop(Scan):
 
 
 class LoopFinder:
-    """Looks for loops over tokens in one graph that was traced for a number of tokens.
+    """Looks for loops over tokens in one graph that was traced for a number of tokens."""
 
-    Args:
-        facts: what is known of the values before the one that is looked at; read when `find` is called.
-    """
-
-    def __init__(self, meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], tokens: int) -> None:
-        self.nodes, self.tokens = Unrolled(meaning, space, facts), tokens
+    def __init__(self, facts: Facts, tokens: int) -> None:
+        self.nodes, self.tokens = Unrolled(facts), tokens
         self.why_not: dict[fx.Node, str] = {}
 
     def find(self, node: fx.Node, axes: Axes) -> TokenLoop | None:
@@ -93,8 +84,7 @@ class LoopFinder:
     def _results(self, node: fx.Node, axes: Axes) -> tuple[list[fx.Node], Indices, Indices] | None:
         """The node that computes each token's part of a value, and which element of it the value has where;
         None where a token's part is not computed, as in one that a loop has not yet filled."""
-        shape = self.nodes.meaning.shape(node)
-        own = tuple(E.var(f"own{dim}", extent) for dim, extent in enumerate(shape))
+        own = own_variables(self.nodes.meaning.shape(node))
         found: list[tuple[fx.Node, Indices]] = []
         for token in reversed(range(self.tokens)):
             at = tuple(
@@ -137,93 +127,79 @@ class _Steps:
         cut = self._cut(PATTERN - 1)
         if not cut:
             raise NoLoop("no step hands anything to the next")
-        handed = self._handed(cut)
-        text = StepWriter(self.nodes, PATTERN, {n: f"c{number}" for number, n in enumerate(cut)})
+        self.numbers = {node: number for number, node in enumerate(cut)}
+        handed = self._handed()
+        text = StepWriter(self.nodes, PATTERN, {n: f"c{number}" for n, number in self.numbers.items()})
         step = text.part([self.results[PATTERN], *handed])
         first = StepWriter(self.nodes, 0, {}, text)
         begin = first.part([self.results[0], *self.first])
         program = "\n".join(["begin:", *begin, "step:", *step])
-        about = tuple(self._about(n) for n in handed)
+        about = tuple(known for n in handed if (known := self._about(n)) is not None)
         return TokenLoop(program, tuple(text.tokens), tuple(text.shared), about, self.place, self.variables)
 
     # --- what is handed on ---
 
     def _cut(self, token: int) -> list[fx.Node]:
         """What the steps up to a token hand on: a cut with the fewest bytes, the nearest to its uses."""
-        flow = nx.DiGraph()
-        later = [n for n in self.results[token + 1 :] if self.levels.get(n, -1) <= token]
-        for node in self.order:
-            operands = [n for n in self._operands(node) if 0 <= self.levels[n] <= token]
-            if self.levels[node] > token:
-                later += operands
-            elif self.levels[node] >= 0:
-                size, age = self._bytes(node), token - self.levels[node]
-                limit = {} if size is None else {"capacity": size * _AGED**age}
-                flow.add_edge(("in", node), ("out", node), **limit)
-                flow.add_edges_from((("out", n), ("in", node)) for n in operands)
-                if not operands:
-                    flow.add_edge("tokens", ("in", node))
-        flow.add_edges_from((("out", n), "later") for n in later if self.levels.get(n, -1) >= 0)
-        if "later" not in flow:
-            return []
-        try:  # the cut nearest to the target
-            _, (reached, _) = nx.minimum_cut(flow, "tokens", "later")
+        sizes: dict[fx.Node, float | None] = {}
+        for node in (n for n in self.order if 0 <= self.levels[n] <= token):
+            about, age = self._about(node), token - self.levels[node]
+            sizes[node] = None
+            if about is not None:
+                sizes[node] = (math.prod(about[0]) * about[1].itemsize or 1) * _AGED**age
+
+        def operands(node: fx.Node) -> list[fx.Node]:
+            return [n for n in self._operands(node) if n in sizes]
+
+        later = [n for n in self.results[token + 1 :] if n in sizes]
+        later += [o for n in self.order if self.levels[n] > token for o in operands(n)]
+        try:
+            return minimum_cut(sizes, operands, later)
         except nx.NetworkXUnbounded:
             raise NoLoop("what a step hands on is no tensor with a dimension for the rows") from None
-        return [n for n in self.order if ("in", n) in reached and ("out", n) not in reached]
 
-    def _bytes(self, node: fx.Node) -> int | None:
+    def _about(self, node: fx.Node) -> Handed | None:
+        """What a row has of a value, where that is of a fixed shape."""
         value, row = node.meta["val"], self.nodes.row_dim(node)
-        if row is None:
-            return None
-        own = [n for dim, n in enumerate(value.shape) if dim != row]
-        if not all(isinstance(n, int) for n in own):
-            return None
-        return math.prod(own) * value.dtype.itemsize or 1
+        own = [n for dim, n in enumerate(getattr(value, "shape", ())) if dim != row]
+        return (tuple(own), value.dtype) if row is not None and all(isinstance(n, int) for n in own) else None
 
-    def _about(self, node: fx.Node) -> Handed:
-        value, row = node.meta["val"], self.nodes.row_dim(node)
-        return Handed(tuple(int(n) for dim, n in enumerate(value.shape) if dim != row), value.dtype)
-
-    def _handed(self, cut: Sequence[fx.Node]) -> list[fx.Node]:
+    def _handed(self) -> list[fx.Node]:
         """What the pattern's step hands on: a node for each of the cut before it. All steps are compared with
         the pattern; `self.first` is what the first one hands on."""
-        last = len(self.results) - 1
+        last, count = len(self.results) - 1, len(self.numbers)
         at: list[dict[int, fx.Node]] = [{} for _ in range(len(self.results))]
         """For each token, what its step hands on."""
-        at[PATTERN - 1] = dict(enumerate(cut))
+        at[PATTERN - 1] = {number: node for node, number in self.numbers.items()}
         for token in range(PATTERN, last + 1):
-            self._compare(PATTERN, self.results[PATTERN], token, self.results[token], cut, at)
+            self._compare(self.results[PATTERN], token, self.results[token], at[token - 1])
         waiting, done = set(at[PATTERN]), set[int]()
         while waiting:
             number = waiting.pop()
             done.add(number)
             for token in range(PATTERN, last):
                 if number in at[token]:
-                    self._compare(PATTERN, at[PATTERN][number], token, at[token][number], cut, at)
+                    self._compare(at[PATTERN][number], token, at[token][number], at[token - 1])
             waiting |= set(at[PATTERN]) - done
-        if len(done) < len(cut):
-            raise NoLoop("what a step hands on is not used in the same way by later ones")
-        handed = [at[PATTERN][number] for number in range(len(cut))]
+        otherwise = NoLoop("what a step hands on is not used in the same way by later ones")
+        if len(done) < count:
+            raise otherwise
+        handed = [at[PATTERN][number] for number in range(count)]
         for token in reversed(range(1, PATTERN)):
-            self._compare(PATTERN, self.results[PATTERN], token, self.results[token], cut, at)
+            self._compare(self.results[PATTERN], token, self.results[token], at[token - 1])
             for number, node in enumerate(handed):
                 if number not in at[token]:
-                    raise NoLoop("what a step hands on is not used in the same way by later ones")
-                self._compare(PATTERN, node, token, at[token][number], cut, at)
-        if len(at[0]) < len(cut):
+                    raise otherwise
+                self._compare(node, token, at[token][number], at[token - 1])
+        if len(at[0]) < count:
             raise NoLoop("the first step does not hand on what later ones do")
-        self.first = [at[0][number] for number in range(len(cut))]
+        self.first = [at[0][number] for number in range(count)]
         return handed
 
     # --- equal steps ---
 
-    def _compare(
-        self, at: int, pattern: Any, token: int, other: Any, cut: Sequence[fx.Node],
-        found: list[dict[int, fx.Node]],
-    ) -> None:  # fmt: skip
+    def _compare(self, pattern: Any, token: int, other: Any, found: dict[int, fx.Node]) -> None:
         """Note what a step takes where the pattern takes the cut; NoLoop if the operations differ."""
-        numbers = {node: number for number, node in enumerate(cut)}
         seen: set[tuple[fx.Node, fx.Node]] = set()
         stack = [(pattern, other)]
         while stack:
@@ -232,10 +208,10 @@ class _Steps:
                 stack += self._parts(one, two, token)
             elif (one, two) not in seen:
                 seen.add((one, two))
-                if one in numbers:
-                    if found[token - 1].setdefault(numbers[one], two) is not two:
-                        raise NoLoop(f"the steps of tokens {at} and {token} take other values")
-                elif not self._is_same(one, two, at, token):
+                if one in self.numbers:
+                    if found.setdefault(self.numbers[one], two) is not two:
+                        raise NoLoop(f"the steps of tokens {PATTERN} and {token} take other values")
+                elif not self._is_same(one, two, token):
                     own, others = ((n.target, n.args, n.kwargs) for n in (one, two))
                     stack += self._parts(own, others, token)
 
@@ -245,31 +221,32 @@ class _Steps:
         elif isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
             yield from ((one[key], two[key]) for key in one)
         elif type(one) is not type(two) or not (one == two or (one != one and two != two)):
-            raise NoLoop(f"the step of token {token} does not compute what the others do")
+            raise _other_step(token)
 
-    def _is_same(self, one: fx.Node, two: fx.Node, at: int, token: int) -> bool:
+    def _is_same(self, one: fx.Node, two: fx.Node, token: int) -> bool:
         """Whether two nodes are known to be the same, each of its token; else their operands are compared."""
-        if is_size(one) and is_size(two) and _size_of(self.nodes, one) is _size_of(self.nodes, two):
-            return True
-        if one is two and (self.nodes.is_shared(one) or at == token):
+        if is_size(one) and is_size(two):
+            sizes = [self.nodes.size(n.meta["val"]) for n in (one, two)]
+            if sizes[0] is sizes[1]:
+                return True
+        shared = self.nodes.is_shared(one)
+        if one is two and (shared or token == PATTERN):
             return True
         computed = one.op == two.op == "call_function" and not (is_size(one) or is_size(two))
-        if not computed or self.nodes.is_shared(one) != self.nodes.is_shared(two):
-            raise NoLoop(f"the step of token {token} does not compute what the others do")
-        if self.nodes.is_shared(one):
-            return False
-        taken, other = self.nodes.taken(one), self.nodes.taken(two)
+        if not computed or shared != self.nodes.is_shared(two):
+            raise _other_step(token)
+        taken, other = (None if shared else self.nodes.taken(n) for n in (one, two))
         if (taken is None) != (other is None):
-            raise NoLoop(f"the step of token {token} does not compute what the others do")
+            raise _other_step(token)
         if taken is None or other is None:
             return False
-        if taken.element is not other.element or taken.token - at != other.token - token:
+        if taken.element is not other.element or taken.token - PATTERN != other.token - token:
             raise NoLoop(f"the step of token {token} does not read its token as the others do")
         return True
 
 
-def _size_of(nodes: Unrolled, node: fx.Node) -> Expr:
-    return nodes.size(node.meta["val"])
+def _other_step(token: int) -> NoLoop:
+    return NoLoop(f"the step of token {token} does not compute what the others do")
 
 
 def _named(node: fx.Node) -> str:

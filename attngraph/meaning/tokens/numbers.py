@@ -48,7 +48,6 @@ class OfSizes:
         self._known: dict[fx.Node, bool] = {}
 
     def __call__(self, node: fx.Node) -> bool:
-
         def is_of_sizes(step: fx.Node) -> bool:
             own = step.op != "placeholder" and all(self._known[n] for n in step.all_input_nodes)
             return is_size(step) or own

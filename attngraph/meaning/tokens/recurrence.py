@@ -23,7 +23,7 @@ from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, category_of
-from attngraph.meaning.tokens.facts import Axes, Fact, Indices, Kind, Scan, Space, read_by
+from attngraph.meaning.tokens.facts import Axes, Facts, Indices, Kind, Scan, own_variables, read_by
 from attngraph.meaning.tokens.transitions import THIRD, Reading, RunningSum, joined
 from attngraph.meaning.tokens.unfold import Factor, NoTerms, Term, Unfolding
 
@@ -68,12 +68,10 @@ class SumFinder:
     """
 
     def __init__(
-        self, graph: ProgramGraph, space: Space, facts: Mapping[fx.Node, Fact], tokens: int,
-        refuted: Mapping[fx.Node, str],
-    ) -> None:  # fmt: skip
-        self.space, self.facts, self.tokens, self._ruled_out = space, facts, tokens, dict(refuted)
-        numbers = {str(space.tokens.value): tokens}
-        self._meaning = Meaning.of(graph, True, True, numbers)
+        self, graph: ProgramGraph, facts: Facts, tokens: int, refuted: Mapping[fx.Node, str]
+    ) -> None:
+        self.facts, self.space, self.tokens, self._ruled_out = facts, facts.space, tokens, dict(refuted)
+        self._meaning = Meaning.of(graph, True, True, {str(facts.space.tokens.value): tokens})
         self._left, self.why_not = budgets.SUM_ATTEMPTS, dict[fx.Node, str]()
 
     def find(self, node: fx.Node, axes: Axes) -> Sums | None:
@@ -81,15 +79,14 @@ class SumFinder:
         facts = self.facts
         if self.tokens <= THIRD or self._left <= 0 or any(len(digits) > 1 for digits in axes):
             return None
-        mixing = (n for n in node.all_input_nodes if n in facts and facts[n].kind is Kind.MIXING)
-        before = (node, *mixing)
-        reason = next((self._ruled_out[n] for n in before if n in self._ruled_out), None)
+        mixing = (n for n in node.all_input_nodes if n in facts and facts.mixes(n))
+        reason = next((self._ruled_out[n] for n in (node, *mixing) if n in self._ruled_out), None)
         if reason is not None:
             self._ruled_out[node] = self.why_not[node] = reason
             return None
         self._left -= 1
         try:
-            return find_sums(self._meaning, self.space, facts, node, axes, self.tokens, _from_sums(facts))
+            return self._found(node, axes)
         except _NotYet:
             self._left += 1
             return None
@@ -97,75 +94,62 @@ class SumFinder:
             self.why_not[node] = str(why_not)
             return None
 
+    def _found(self, node: fx.Node, axes: Axes) -> Sums:
+        """How a value with these axes follows from carried sums.
 
-def _from_sums(facts: Mapping[fx.Node, Fact]) -> frozenset[fx.Node]:
-    """Sums over earlier tokens, and what is computed from them element by element."""
-    found: set[fx.Node] = set()
-    for node, fact in facts.items():
-        moved = (
-            node.op == "call_function"
-            and fact.kind is Kind.TOKEN
-            and category_of(node) in (Category.MOVEMENT, Category.POINTWISE)
+        Raises:
+            NoTerms, Unliftable: it does not, as far as this can tell; says why.
+        """
+        meaning, space = self._meaning, self.space
+        own = own_variables(meaning.shape(node))
+        at: Indices = tuple(
+            E.const(THIRD) if space.token in digits else (space.row or E.ZERO) if digits else variable
+            for variable, digits in zip(own, axes, strict=True)
         )
-        if isinstance(fact.scan, Sums) or (moved and not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return frozenset(found)
+        last = (E.const(self.tokens - 1) if index is E.const(THIRD) else index for index in at)
+        if self._is_constant(node, tuple(last)):
+            raise _NotYet("its later tokens have no value yet")
+        problem = NoTerms()
+        for through in dict.fromkeys((self._from_sums(), frozenset[fx.Node]())):
+            try:
+                unfolding = Unfolding(meaning, self.facts, self.tokens, through)
+                terms = [_canonical(term) for term in unfolding.terms(node, at)]
+                sums, rest = _claims(terms, meaning.values)
+            except NoTerms as why_not:
+                problem = why_not
+            except RecursionError:
+                problem = NoTerms("it is computed by too many operations")
+            else:
+                variables = tuple(v for v, digits in zip(own, axes, strict=True) if not digits)
+                return Sums(tuple(sums), rest, variables, through)
+        raise problem
 
+    def _from_sums(self) -> frozenset[fx.Node]:
+        """Sums over earlier tokens, and what is computed from them element by element."""
+        found: set[fx.Node] = set()
+        for node, fact in self.facts.items():
+            moved = (
+                node.op == "call_function"
+                and fact.kind is Kind.TOKEN
+                and category_of(node) in (Category.MOVEMENT, Category.POINTWISE)
+            )
+            if isinstance(fact.scan, Sums) or (moved and not found.isdisjoint(node.all_input_nodes)):
+                found.add(node)
+        return frozenset(found)
 
-def find_sums(
-    meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes, tokens: int,
-    from_sums: frozenset[fx.Node] = frozenset(),
-) -> Sums:  # fmt: skip
-    """How a value with these axes follows from carried sums.
+    def _is_constant(self, node: fx.Node, at: Indices) -> bool:
+        """Whether an element is a number, as in a tensor of zeros that a loop has not yet written
+        everywhere."""
 
-    Args:
-        meaning: in which the number of tokens is `tokens`, at least three.
-        from_sums: values that are sums over earlier tokens themselves, or little more.
+        def is_plain(read: Expr) -> bool:
+            return self.facts[read.value].kind in (Kind.FIXED, Kind.POSITION)
 
-    Raises:
-        NoTerms, Unliftable: it does not, as far as this can tell; says why.
-    """
-    shape = meaning.shape(node)
-    own = tuple(E.var(f"own{dim}", extent) for dim, extent in enumerate(shape))
-    at: Indices = tuple(
-        E.const(THIRD) if space.token in digits else (space.row or E.ZERO) if digits else own[dim]
-        for dim, digits in enumerate(axes)
-    )
-    last = (E.const(tokens - 1) if index is E.const(THIRD) else index for index in at)
-    if _is_constant(meaning, facts, node, tuple(last)):
-        raise _NotYet("its later tokens have no value yet")
-    found, through = _read(Unfolding(meaning, space, facts, tokens, from_sums), node, at), from_sums
-    if isinstance(found, NoTerms) and from_sums:
-        found, through = _read(Unfolding(meaning, space, facts, tokens), node, at), frozenset()
-    if isinstance(found, NoTerms):
-        raise found
-    sums, rest = found
-    variables = tuple(v for v, digits in zip(own, axes, strict=True) if not digits)
-    return Sums(tuple(sums), rest, variables, through)
-
-
-def _read(unfolding: Unfolding, node: fx.Node, at: Indices) -> tuple[list[RunningSum], Expr] | NoTerms:
-    try:
-        return _claims([_canonical(term) for term in unfolding.terms(node, at)], unfolding.meaning.values)
-    except NoTerms as why_not:
-        return why_not
-    except RecursionError:
-        return NoTerms("it is computed by too many operations")
-
-
-def _is_constant(meaning: Meaning, facts: Mapping[fx.Node, Fact], node: fx.Node, at: Indices) -> bool:
-    """Whether an element is a number, as in a tensor of zeros that a loop has not yet written everywhere."""
-
-    def is_plain(read: Expr) -> bool:
-        return facts[read.value].kind in (Kind.FIXED, Kind.POSITION)
-
-    element = meaning.element(node, at)
-    while element.op == "read":
-        known = facts.get(element.value)
-        if known is not None and known.kind is not Kind.MIXING:
-            return meaning.lift(element, is_plain).op == "const"
-        element = meaning.element(element.value, element.args)
-    return element.op == "const"
+        element = self._meaning.element(node, at)
+        while element.op == "read":
+            if self.facts.known(element.value) is not None:
+                return self._meaning.lift(element, is_plain).op == "const"
+            element = self._meaning.element(element.value, element.args)
+        return element.op == "const"
 
 
 def _canonical(term: Term) -> Term:
@@ -186,10 +170,8 @@ def _canonical(term: Term) -> Term:
 
 def _claims(terms: Sequence[Term], tables: Collection[fx.Node]) -> tuple[list[RunningSum], Expr]:
     later = [t for t in terms if t.tokens and max(t.tokens) > THIRD]
-    if not all(
-        any(f.token is None and any(n.value in tables for n in E.reads(f.value)) for f in t.factors)
-        for t in later
-    ):
+    reads = ([n.value for f in t.factors if f.token is None for n in E.reads(f.value)] for t in later)
+    if not all(any(value in tables for value in values) for values in reads):
         raise NoTerms("later tokens contribute to it")
     terms = [t for t in terms if t not in later]  # times entries of tables: zeros, if the claim holds
     left = [t for t in terms if not t.tokens - {THIRD}]
@@ -208,6 +190,5 @@ def _claims(terms: Sequence[Term], tables: Collection[fx.Node]) -> tuple[list[Ru
     together: dict[Hashable, list[Reading]] = {}
     for reading in readings:
         together.setdefault(reading.transition, []).append(reading)
-    return [joined(group, left) for group in together.values()], M.add(
-        *(t.value() for t in left), E.const(0.0)
-    )
+    sums = [joined(group, left) for group in together.values()]
+    return sums, M.add(*(t.value() for t in left), E.const(0.0))

@@ -7,9 +7,10 @@ another order. Such operations know tokens by their data and by numbers alone, s
 these numbers reach (`numbers.py`).
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,25 +42,8 @@ Pick = tuple[int, int]
 """A sequence of the batch and a token in it."""
 
 
-class _Runs:
-    """The results of runs, each made when it is first asked for. An error stays the result."""
-
-    def __init__(self, runs: Iterator[tuple[Tensor, Tensor]]) -> None:
-        self._runs, self._made = runs, list[tuple[Tensor, Tensor]]()
-        self._problem: Exception | None = None
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from self._made
-        while self._problem is None:
-            try:
-                self._made.append(next(self._runs))
-            except StopIteration:
-                return
-            except Exception as problem:
-                self._problem = problem
-            else:
-                yield self._made[-1]
-        raise self._problem
+Result = tuple[Tensor, Tensor] | Exception
+"""A value on all tokens and on a selection of them, or why it cannot be run like this."""
 
 
 class TokenProbe:
@@ -73,28 +57,21 @@ class TokenProbe:
         self.of_sizes = OfSizes()
         self.left = budgets.PROBES
         self.known: dict[Any, int] = {}
-        self._latest: tuple[fx.Node | None, dict[Any, _Runs]] = None, {}
+        self._latest: tuple[fx.Node | None, dict[Any, Callable[[int], Result]]] = None, {}
         """The runs made for the node that was asked for last, which serve all axes that it may have."""
 
     def is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
         """How many operations were run to see that the node treats each token (and each sequence) by
-        itself; 0 if it does not, or if that cannot be tested."""
-        return self._with_integers(node, resolved, lambda known: self._is_token_wise(node, axes, known))
-
-    def _with_integers(
-        self, node: fx.Node, resolved: Mapping[fx.Node, Axes],
-        attempt: Callable[[Mapping[fx.Node, Axes]], int],
-    ) -> int:  # fmt: skip
-        """What an attempt finds with values of known axes. If the region begins with integers or masks of
+        itself; 0 if it does not, or if that cannot be tested. If its region begins with integers or masks of
         places, further attempts compute them as the model does, and what else follows from them: random ones
         may be invalid indices, contradict each other, or hide all of a row."""
         computed: set[fx.Node] = set()
         for _ in range(budgets.PROBE_ATTEMPTS):
             known = {n: a for n, a in resolved.items() if n not in computed}
-            found = attempt(known)
+            found = self._is_token_wise(node, axes, known)
             more = {n for n in self.region(node, known)[1] if n.op == "call_function" and n not in computed
                     and (_is_integer(n) or self._is_one_number(n) or _follows_from(n, computed)
-                         or (_is_mask(n) and self.of_sizes(n)))}  # fmt: skip
+                         or (_dtype(n) == torch.bool and self.of_sizes(n)))}  # fmt: skip
             if found or not more:
                 return found
             computed |= more
@@ -141,7 +118,12 @@ class TokenProbe:
                 if self.left <= 0:
                     return 0
                 self.left -= 1
-                runs[key] = _Runs(self._run(node, order, leaves, resolved, tokens, selections, louder))
+
+                def run(seed: int) -> Result:
+                    picks = selections[seed]
+                    return self._run(node, order, leaves, resolved, tokens, picks, seed, louder)
+
+                runs[key] = functools.cache(run)
             holds = self._holds(runs[key], axes, selections, tokens, louder > 1)
             self.known[key, axes] = len(steps) if holds else 0
         if self.known[key, axes]:
@@ -180,21 +162,21 @@ class TokenProbe:
 
     def _run(
         self, node: fx.Node, order: Sequence[fx.Node], leaves: Sequence[fx.Node],
-        resolved: Mapping[fx.Node, Axes], tokens: int, selections: Sequence[Sequence[Pick]],
-        louder: float,
-    ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-        """The node's value on all tokens and on a selection of them, for each selection."""
-        for seed, picks in enumerate(selections):
-            run, given = self._inputs(leaves, ROWS, tokens, seed)
-            if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
-                raise ValueError("it takes too much memory")
+        resolved: Mapping[fx.Node, Axes], tokens: int, picks: Sequence[Pick], seed: int, louder: float,
+    ) -> Result:  # fmt: skip
+        """The node's value on all tokens and on these of them."""
+        run, given = self._inputs(leaves, ROWS, tokens, seed)
+        if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
+            return ValueError("it takes too much memory")
+        try:
             known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
             given = {n: self._louder(n, t, louder, seed) for n, t in given.items()}
             (whole,) = run.evaluate(order, given, node)
             some = {n: self._select(t, known[n], picks, tokens) for n, t in given.items()}
-            part, _ = self._inputs((), 1, len(picks), seed)
-            (found,) = part.evaluate(order, some, node)
-            yield whole, found
+            (found,) = self._inputs((), 1, len(picks), seed)[0].evaluate(order, some, node)
+        except Exception as problem:
+            return problem
+        return whole, found
 
     def _louder(self, leaf: fx.Node, drawn: Tensor, louder: float, seed: int) -> Tensor:
         if drawn.is_floating_point():
@@ -205,18 +187,20 @@ class TokenProbe:
         return torch.randint(0, int(louder), drawn.shape, generator=generator, dtype=drawn.dtype)
 
     def _holds(
-        self, runs: _Runs, axes: Axes, selections: Sequence[Sequence[Pick]], tokens: int, loud: bool
-    ) -> bool:
+        self, run: Callable[[int], Result], axes: Axes, selections: Sequence[Sequence[Pick]], tokens: int,
+        loud: bool,
+    ) -> bool:  # fmt: skip
         """Whether a value with these axes has on each selection what it has for the same tokens among all.
         Where it is no number (the mask of a row happens to hide all), it would be none whatever is seen."""
-        try:
-            return all(
-                not bool(whole.isnan().any())
-                and compare(found, self._select(whole, axes, picks, tokens), EQUAL).holds
-                for (whole, found), picks in zip(runs, selections, strict=True)
-            )
-        except Exception:  # it cannot be run like this, so nothing is proved; or, if loud, nothing is refuted
-            return loud
+        for seed, picks in enumerate(selections):
+            try:
+                whole, found = run(seed)  # type: ignore[misc]
+                wanted = None if whole.isnan().any() else self._select(whole, axes, picks, tokens)
+            except Exception:  # so nothing is proved; or, if loud, nothing is refuted
+                return loud
+            if wanted is None or not compare(found, wanted, EQUAL).holds:
+                return False
+        return True
 
     def _inputs(
         self, leaves: Sequence[fx.Node], rows: int, tokens: int, seed: int
@@ -244,13 +228,8 @@ class TokenProbe:
         count, generator = self.tokens, torch.Generator().manual_seed(0)
         tokens = torch.randint(count, (3, count), generator=generator).tolist()
         rows = torch.randint(ROWS, (3, count), generator=generator).tolist()
-        return [
-            [
-                (picked_rows[0] if of_one_row else row, token)
-                for row, token in zip(picked_rows, places, strict=True)
-            ]
-            for picked_rows, places in zip(rows, tokens, strict=True)
-        ]
+        rows = [[picked[0]] * count if of_one_row else picked for picked in rows]
+        return [list(zip(*both, strict=True)) for both in zip(rows, tokens, strict=True)]
 
     def _select(self, tensor: Tensor, axes: Axes, picks: Sequence[Pick], tokens: int) -> Tensor:
         """The tensor for these tokens alone, as one sequence."""
@@ -275,8 +254,9 @@ class TokenProbe:
         first: tuple[int, int] | None, louder: float,
     ) -> tuple[int, int] | None:  # fmt: skip
         order = region([node], leaves)
-        own = self._token_dimension(node)
-        if own is None and any(self.space.tokens in E.walk(extent) for extent in self.extents(node)):
+        extents = self.extents(node)
+        own = next((place for place, extent in enumerate(extents) if extent is self.space.tokens), None)
+        if own is None and any(map(self.space.counts_tokens, extents)):
             return None
         try:
             for tokens in dict.fromkeys((self.tokens, self._within_reach(order))):
@@ -306,10 +286,6 @@ class TokenProbe:
         tokens = self.tokens + reach(order, self.values, self.of_sizes)
         fits = tokens <= budgets.PROBE_TOKENS and self.graph.admits(self.counted(ROWS, int(tokens)))
         return int(tokens) if fits else self.tokens
-
-    def _token_dimension(self, node: fx.Node) -> int | None:
-        extents = self.extents(node)
-        return next((place for place, extent in enumerate(extents) if extent is self.space.tokens), None)
 
     @staticmethod
     def extents(node: fx.Node) -> list[Expr]:
@@ -367,14 +343,14 @@ def _follows_from(node: fx.Node, values: set[fx.Node]) -> bool:
     return any(n in values for n in itertools.islice(below, budgets.PROBE_NODES))
 
 
-def _is_mask(node: fx.Node) -> bool:
+def _dtype(node: fx.Node) -> torch.dtype | None:
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype == torch.bool
+    return value.dtype if isinstance(value, Tensor) else None
 
 
 def _is_integer(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+    dtype = _dtype(node)
+    return dtype is not None and not dtype.is_floating_point and dtype != torch.bool
 
 
 def select(

@@ -18,21 +18,23 @@ run on any selection of tokens, which is what a decoder does.
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable, is_part
+from attngraph.meaning.rule import Unliftable, is_part, tried
 from attngraph.meaning.tokens import opaque
 from attngraph.meaning.tokens.attentions import attention_fact, part_fact
 from attngraph.meaning.tokens.facts import (
     ENTRIES,
     Axes,
     Fact,
+    Facts,
     Finder,
     Indices,
     Kind,
@@ -68,24 +70,23 @@ class Tokens:
         rows = None if row is None else E.var("b", self.meaning.named(E.size(row)))
         size = self.meaning.named(E.size(str(token)))
         self.space = Space(E.var("t", size), rows)
+        self.facts = Facts(self.meaning, self.space)
         self.traced = token if isinstance(token, int) else graph.hints.get(str(size.value), 0)
         """How many tokens the traced sequences have."""
         self.probe = TokenProbe(graph, self.space, self.meaning)
-        self.facts: dict[fx.Node, Fact] = {}
         self._summed: set[fx.Node] = set()
         """Values that are sums over tokens, and what is computed from them: these are not looked at again."""
-        self.looks_back = LooksBack(self.meaning, self.space, self._element, self._known_axes)
-        self._windows = WindowFinder(self.meaning, self.space, self.facts)
-        self.sums = SumFinder(graph, self.space, self.facts, self.traced, refuted)
-        self.loops = LoopFinder(self.meaning, self.space, self.facts, self.traced)
-        anew = HistoryFinder(self.space, self.facts, self.probe, self.looks_back, assume_causal)
+        self.looks_back = LooksBack(self.facts, self._element)
+        self._windows = WindowFinder(self.facts)
+        self.sums = SumFinder(graph, self.facts, self.traced, refuted)
+        self.loops = LoopFinder(self.facts, self.traced)
+        anew = HistoryFinder(self.facts, self.probe, self.looks_back, assume_causal)
         self._histories: Finder | None = anew.find if histories else None
         self.assumed: Mapping[fx.Node, str] = anew.assumed
         """Values that are taken not to look at later tokens, with why that could not be shown."""
         for node in graph.graph.nodes:
-            if node.op == "output" or is_size(node):
-                continue
-            self.facts[node] = self._fact(node)
+            if node.op != "output" and not is_size(node):
+                self.facts[node] = self._fact(node)
 
     def __getitem__(self, node: fx.Node) -> Fact:
         return self.facts[node]
@@ -105,17 +106,11 @@ class Tokens:
         """The longest sequence for which every table that is read at a token's position has an entry."""
         found: list[int] = []
         for node, fact in self.facts.items():
-            place = self.space.place(fact.axes, self.space.token)
-            if (
-                fact.kind is not Kind.POSITION
-                or place is None
-                or not isinstance(node.meta.get("val"), Tensor)
-            ):
+            if fact.kind is not Kind.POSITION or not self.meaning.is_tensor(node):
                 continue
             at = self.space.indices(fact.axes, self.meaning.shape(node))
-            try:
-                element = fact.formula or self.meaning.element(node, at)
-            except Unliftable:
+            element = fact.formula or tried(self.meaning.element, node, at)
+            if element is None or self.token_dim(node) is None:
                 continue
             found += [n for read in E.walk(element) if read.op == "read" for n in self._entries(read)]
             if ENTRIES in node.meta:
@@ -127,11 +122,9 @@ class Tokens:
         table = self.facts.get(read.value)
         if table is None or table.kind is not Kind.FIXED:
             return []
-        found: list[int] = []
-        for extent, index in zip(self.meaning.shape(read.value), read.args, strict=True):
-            if extent.op == "const":
-                found += self._places(index, int(extent.value))
-        return found
+        places = zip(self.meaning.shape(read.value), read.args, strict=True)
+        limits = [(index, int(extent.value)) for extent, index in places if extent.op == "const"]
+        return [n for index, extent in limits for n in self._places(index, extent)]
 
     def _places(self, index: Expr, entries: int) -> list[int]:
         """For how many tokens there are so many entries, if the index is the position plus a number."""
@@ -143,7 +136,7 @@ class Tokens:
     def cause(self, node: fx.Node) -> fx.Node:
         """The first mixing node that this one is mixing because of."""
         while True:
-            earlier = [n for n in node.all_input_nodes if n in self.facts and self[n].kind is Kind.MIXING]
+            earlier = [n for n in node.all_input_nodes if n in self.facts and self.facts.mixes(n)]
             if not earlier:
                 return node
             node = earlier[0]
@@ -153,16 +146,19 @@ class Tokens:
     def _fact(self, node: fx.Node) -> Fact:
         if node.op == "placeholder":
             return self._input(node)
-        attention = nodes.whole(node)
+        whole: Any = node.args[0] if is_part(node) else node
+        attention = nodes.whole(whole)
         if attention is not None:
-            found = attention_fact(self.meaning, self.space, self.facts, attention)
-            return found if found.kind is not Kind.MIXING else self._by_algebra(node) or found
-        if is_part(node):
-            whole: fx.Node = node.args[0]  # type: ignore[assignment]
-            if nodes.whole(whole) is not None:
+            if whole is node:
+                found = attention_fact(self.facts, attention)
+            else:
                 found = part_fact(self.meaning, node, self.facts[whole])
-                return found if found.kind is not Kind.MIXING else self._by_algebra(node) or found
-        if not isinstance(node.meta.get("val"), Tensor):
+            if found.kind is not Kind.MIXING or not self.meaning.is_tensor(node):
+                return found
+            # What the formula of an attention of another form shows: each token by itself, or looking back.
+            by_algebra = self._by_region(node, self.meaning.shape(node))
+            return by_algebra or self._scanned(node, self._histories) or found
+        if not self.meaning.is_tensor(node):
             return self._several(node)
         shape = self.meaning.shape(node)
         if self._is_plainly_fixed(node, shape):
@@ -181,17 +177,11 @@ class Tokens:
             )
         return found
 
-    def _by_algebra(self, node: fx.Node) -> Fact | None:
-        """What the formula of an attention of another form shows: each token by itself, or looking back."""
-        if not isinstance(node.meta.get("val"), Tensor):
-            return None
-        return self._by_region(node, self.meaning.shape(node)) or self._scanned(node, self._histories)
-
     def _by_region(self, node: fx.Node, shape: Indices) -> Fact | None:
         """Token-wise by the formula of the operations before, or by trial where data choose the tokens."""
         if not self._summed.isdisjoint(node.all_input_nodes):
             self._summed.add(node)
-        if node in self._summed or self.probe.is_long(node, {n: f.axes for n, f in self._resolved()}):
+        if node in self._summed or self.probe.is_long(node, self._resolved()):
             return None
         for axes in self.space.candidates(shape):
             if self._counts_unseen(shape, axes):
@@ -220,29 +210,19 @@ class Tokens:
             v.args and v not in self.space.both and self.space.counts(v.args[0]) for v in formula.free
         )
 
-    def _known_axes(self, node: fx.Node) -> Axes | None:
-        """The axes of a value that is known token by token, of which a formula may read it."""
-        fact = self.facts.get(node)
-        return None if fact is None or fact.kind is Kind.MIXING else fact.axes
-
     def _scanned(self, node: fx.Node, find: Finder | None) -> Fact | None:
         """What a finder finds of a value from earlier tokens, for the first axes for which it does."""
-        if find is None or not isinstance(node.meta.get("val"), Tensor):
-            return None
         shape = self.meaning.shape(node)
-        for axes in self.space.candidates(shape):
+        for axes in self.space.candidates(shape) if find is not None else ():
             if self.space.place(axes, self.space.token) is None or self._counts_unseen(shape, axes):
                 continue
-            scan = find(node, axes)
-            if scan is not None:
+            if find is not None and (scan := find(node, axes)) is not None:
                 return Fact(Kind.SCAN, axes, scan.reason, scan=scan)
         return None
 
     def _several(self, node: fx.Node) -> Fact:
         """An op of several results is judged by each of them."""
-        operands = [self.facts[n] for n in node.all_input_nodes if n in self.facts]
-        fixed = all(f.kind is Kind.FIXED and not any(f.axes) for f in operands)
-        if fixed:
+        if all(self.facts[n].is_shared for n in node.all_input_nodes if n in self.facts):
             return Fact(Kind.FIXED)
         results = node.meta.get("val")
         of_each = isinstance(results, (list, tuple)) and len(results) == self.traced
@@ -264,13 +244,10 @@ class Tokens:
         return Fact(Kind.TOKEN if has_token else Kind.FIXED, axes, "an input")
 
     def _is_plainly_fixed(self, node: fx.Node, shape: Indices) -> bool:
-        operands = [self.facts[n] for n in node.all_input_nodes if n in self.facts]
+        known = [self.facts[n] for n in node.all_input_nodes if n in self.facts]
         sizes = [size_expression(n.meta["val"]) for n in node.all_input_nodes if is_size(n)]
-        return (
-            all(f.kind is Kind.FIXED and not any(f.axes) for f in operands)
-            and not any(self.space.counts(extent) for extent in shape)
-            and not any(self.space.counts(self.meaning.renamed(size)) for size in sizes)
-        )
+        counted = any(map(self.space.counts, (*shape, *map(self.meaning.renamed, sizes))))
+        return all(f.is_shared for f in known) and not counted
 
     def _by_rule(self, node: fx.Node, shape: Indices) -> Fact:
         """By the node's element rule, or because it is pointwise."""
@@ -311,23 +288,21 @@ class Tokens:
         for node in E.walk(element):
             if node.op != "read" or not isinstance(node.value, fx.Node):
                 continue
-            fact = self.facts.get(node.value)  # the largest few of a value stay as they are in its formula
-            if fact is None or fact.kind is Kind.MIXING:
+            fact = self.facts.known(node.value)  # the largest few of a value stay so in its formula
+            if fact is None:
                 return None, "computed from a value that mixes tokens"
-            if fact.kind is Kind.FIXED and not any(fact.axes):
+            if fact.is_shared:
                 if any(self.space.moves(index) for index in node.args):
                     return None, "reads a table at the token's place"
                 continue
             if not self.space.follows(fact.axes, node.args):
                 return None, self._reads_others(fact, node.args)
-            if fact.kind in (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN):
+            if fact.is_of_token:
                 found = Kind.TOKEN
         for node in outside_reads(element):
             if node in self.space.both:
-                what = (
-                    "the token's place" if node is self.space.token else "the sequence's place in the batch"
-                )
-                return None, f"computed from {what}"
+                own = "the token's place", "the sequence's place in the batch"
+                return None, f"computed from {own[node is self.space.row]}"
             if self.space.is_count(node):
                 return None, "depends on how many tokens or sequences there are"
         return found, ""
@@ -363,27 +338,23 @@ class Tokens:
         for axes in self.space.candidates(shape):
             if self.space.place(axes, self.space.token) is None:
                 continue
-            at = self.space.indices(axes, shape)
-            try:
-                lifted = self.meaning.lift(
-                    self.meaning.read(node, at),
-                    lambda r: r.value is node or self._is_given_by_place(self.facts[r.value]),
-                )
-            except Unliftable:
+            read = tried(self.meaning.read, node, self.space.indices(axes, shape))
+            if read is None:
                 return None
+            lifted = self.meaning.lift(read, lambda r: r.value is node or self._follows_place(r.value))
             if self._is_formula(lifted):
                 return Fact(Kind.POSITION, axes, "a formula of the token's place", lifted)
         return None
 
-    @staticmethod
-    def _is_given_by_place(fact: Fact) -> bool:
+    def _follows_place(self, node: fx.Node) -> bool:
         """Whether a value follows from the token's place, or may be a table repeated for each sequence."""
-        return fact.kind is Kind.POSITION or (fact.kind is Kind.FIXED and any(fact.axes))
+        fact = self.facts[node]
+        return fact.kind is Kind.POSITION or (fact.kind is Kind.FIXED and not fact.is_shared)
 
     def _is_formula(self, element: Expr) -> bool:
         """Whether an element depends only on its token's position and on fixed tensors without a batch."""
         reads = [self.facts.get(n.value) for n in E.reads(element)]
-        if any(f is None or f.kind is not Kind.FIXED or any(f.axes) for f in reads):
+        if any(f is None or not f.is_shared for f in reads):
             return False
         if any(n.op in E.BINDERS or n.op in ("raw", "random") for n in E.walk(element)):
             return False
@@ -392,21 +363,22 @@ class Tokens:
 
     def _by_trial(self, node: fx.Node, shape: Indices) -> Fact | None:
         """Token-wise by a test: running it on some of the tokens (or sequences)."""
-        resolved = {n: f.axes for n, f in self._resolved()}
+        resolved = self._resolved()
         for axes in self.space.candidates(shape):
             if not any(axes) or self._counts_unseen(shape, axes):
                 continue
             steps = self.probe.is_token_wise(node, axes, resolved)
             if steps:
-                kinds = {self.facts[n].kind for n in self.probe.region(node, resolved)[1] if n in self.facts}
-                order = (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN, Kind.POSITION, Kind.FIXED)
+                leaves = self.probe.region(node, resolved)[1]
+                facts = [self.facts[n] for n in leaves if n in self.facts]
+                kinds = {Kind.TOKEN if f.is_of_token else f.kind for f in facts}
+                order = (Kind.TOKEN, Kind.POSITION, Kind.FIXED)
                 kind = next((k for k in order if k in kinds), Kind.POSITION)
-                kind = Kind.TOKEN if kind in (Kind.ATTENTION, Kind.SCAN) else kind
                 return Fact(kind, axes, f"shown by trial with {steps} operation(s) before it")
         return None
 
-    def _resolved(self) -> list[tuple[fx.Node, Fact]]:
-        return [(n, f) for n, f in self.facts.items() if f.kind is not Kind.MIXING]
+    def _resolved(self) -> dict[fx.Node, Axes]:
+        return {n: f.axes for n, f in self.facts.items() if f.kind is not Kind.MIXING}
 
     # --- for the error message ---
 
@@ -415,4 +387,4 @@ class Tokens:
         node, one that its mask does not hide, if it is such a pair. Found by running the operations."""
         causality = self.facts[node].causality
         first = None if causality is None else causality.witness
-        return self.probe.witness(result, {n: f.axes for n, f in self._resolved()}, first)
+        return self.probe.witness(result, self._resolved(), first)

@@ -20,7 +20,7 @@ from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import tried
-from attngraph.meaning.tokens.facts import Fact, Indices, Kind, Space, read_token
+from attngraph.meaning.tokens.facts import Facts, Indices, Kind, read_token
 
 TERMS = 400
 """Terms of one element. With more, nothing is read from it."""
@@ -86,15 +86,13 @@ class Unfolding:
 
     Args:
         meaning: with a number for the size that counts the tokens, `tokens`.
-        facts: what is known of the graph's values before those that are unfolded.
         through: values that are followed although they are known token by token.
     """
 
     def __init__(
-        self, meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], tokens: int,
-        through: frozenset[fx.Node] = frozenset(),
-    ) -> None:  # fmt: skip
-        self.meaning, self.space, self.facts, self.tokens = meaning, space, facts, tokens
+        self, meaning: Meaning, facts: Facts, tokens: int, through: frozenset[fx.Node] = frozenset()
+    ) -> None:
+        self.meaning, self.facts, self.space, self.tokens = meaning, facts, facts.space, tokens
         self.through = through
         self._place = {node: place for place, node in enumerate(facts)}
         self._along: dict[fx.Node, frozenset[int]] = {}
@@ -128,11 +126,16 @@ class Unfolding:
             case "mul":
                 return self._product(map(self._unfold, sorted(node.args, key=self._work)))
             case "where":
-                return self._where(node)
+                condition = self._without_tokens(node.args[0])
+                if condition.op == "const":
+                    return self._unfold(node.args[1 if condition.value else 2])
             case "exp":
                 return self._exponential(node)
             case "recip":
-                return self._reciprocal(node)
+                terms = self._unfold(node.args[0])
+                if len(terms) == 1 and not terms[0].over:
+                    factors = (Factor(f.token, M.recip(f.value)) for f in terms[0].factors)
+                    return (Term(1 / terms[0].number, tuple(factors)),)
             case "var" | "size":
                 return (Term(1.0, (Factor(None, node),)),)
         return self._function(node)
@@ -157,34 +160,25 @@ class Unfolding:
                 break
         return found
 
-    def _where(self, node: Expr) -> Terms:
-        condition = self._decided(node.args[0])
-        if condition is not None:
-            return self._unfold(node.args[1 if condition else 2])
-        return self._function(node)
-
-    def _decided(self, condition: Expr) -> bool | None:
-        """A condition as a truth value, where it depends on no data."""
-        found = self.meaning.lift(condition, lambda r: not self._is_of_tokens(r.value))
-        return bool(found.value) if found.op == "const" else None
-
-    def _is_of_tokens(self, node: fx.Node) -> bool:
-        fact = self.facts.get(node)
-        return fact is not None and fact.kind in (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
+    def _without_tokens(self, node: Expr) -> Expr:
+        """An expression followed through all but the tokens, a number where it depends on no data."""
+        return self.meaning.lift(
+            node, lambda r: not (r.value in self.facts and self.facts[r.value].is_of_token)
+        )
 
     def _read(self, node: Expr) -> Terms:
-        fact = self.facts.get(node.value)
-        if fact is None or fact.kind is Kind.MIXING or node.value in self.through:
+        fact = self.facts.known(node.value)
+        if fact is None or node.value in self.through:
             return self._unfold(self.meaning.element(node.value, node.args))
         place = self.space.place(fact.axes, self.space.token)
         if fact.kind in (Kind.FIXED, Kind.POSITION):
-            found = self.meaning.lift(node, lambda r: not self._is_of_tokens(r.value))
+            found = self._without_tokens(node)
             if found.op == "const":
                 return self._unfold(found)
-            if fact.kind is Kind.POSITION and self._is_of_pairs(node.value):
-                return self._unfold(
-                    found if found is not node else self.meaning.element(node.value, node.args)
-                )
+            along = [n for n in self.meaning.shape(node.value) if E.is_const(n, self.tokens)]
+            if fact.kind is Kind.POSITION and len(along) > 1:  # it depends on two places
+                looked_into = found is not node
+                return self._unfold(found if looked_into else self.meaning.element(node.value, node.args))
             if fact.kind is Kind.FIXED and node.kind != "float" and found is not node and found.op != "read":
                 return self._unfold(found)
         moved = self._moved_from(node)
@@ -203,20 +197,19 @@ class Unfolding:
         if str(node.value.target) not in VIEWS:
             return None
         found = self.meaning.element(node.value, node.args)
-        fact = self.facts.get(found.value) if found.op == "read" else None
-        if fact is None or fact.kind is Kind.MIXING:
+        fact = self.facts.known(found.value) if found.op == "read" else None
+        if fact is None:
             return None
         joined = any(len(digits) > 1 and self.space.token in digits for digits in fact.axes)
         return None if joined else found
 
-    def _is_of_pairs(self, node: fx.Node) -> bool:
-        """Whether a value depends on two places."""
-        return sum(E.is_const(extent, self.tokens) for extent in self.meaning.shape(node)) > 1
-
     def _sum(self, node: Expr) -> Terms:
         variable, body = node.args
         extent = variable.args[0]
-        over_tokens = self._runs_over_tokens(variable, body)
+        over_tokens = any(
+            variable in read.args[dim].free
+            for read in E.reads(body) for dim in self._dims_along_tokens(read.value)
+        )  # fmt: skip
         if not over_tokens:
             try:
                 terms = self._unfold(body)
@@ -256,13 +249,6 @@ class Unfolding:
         factors = [Factor(token, M.exp(M.add(*(t.value() for t in part)))) for token, part in parts.items()]
         return (Term(math.exp(number), tuple(factors)),)
 
-    def _reciprocal(self, node: Expr) -> Terms:
-        terms = self._unfold(node.args[0])
-        if len(terms) == 1 and not terms[0].over:
-            (term,) = terms
-            return (Term(1 / term.number, tuple(Factor(f.token, M.recip(f.value)) for f in term.factors)),)
-        return self._function(node)
-
     def _function(self, node: Expr) -> Terms:
         """A function of values of one token."""
         args = [self._unfold(a) for a in node.args]
@@ -270,8 +256,10 @@ class Unfolding:
         if len(tokens) > 1:
             what = "a selection among values" if node.op == "where" else node.op
             raise NoTerms(f"{what} of several tokens")
-        values = tuple(M.add(*(t.value() for t in terms)) if terms else E.const(0.0) for terms in args)
-        values = tuple(self._kept(a, v) for a, v in zip(node.args, values, strict=True))
+        values = tuple(
+            _as_kind(a, M.add(*(t.value() for t in terms)) if terms else E.const(0.0))
+            for a, terms in zip(node.args, args, strict=True)
+        )
         if node.op == "pow" and values[1].op == "const" and values[1].value in (0, 1):
             return self._unfold(node.args[0]) if values[1].value else (Term(1.0),)
         found = M.construct(node, values)
@@ -279,27 +267,14 @@ class Unfolding:
             return self._unfold(found)
         return (Term(1.0, (Factor(next(iter(tokens), None), found),)),)
 
-    def _kept(self, before: Expr, after: Expr) -> Expr:
-        """Whole numbers stay whole numbers."""
-        if before.kind == "int" and after.op == "const" and float(after.value).is_integer():
-            return E.const(int(after.value))
-        return after
-
     # --- which sums run over tokens ---
-
-    def _runs_over_tokens(self, variable: Expr, body: Expr) -> bool:
-        for read in E.reads(body):
-            along = self._dims_along_tokens(read.value)
-            if any(variable in read.args[dim].free for dim in along):
-                return True
-        return False
 
     def _dims_along_tokens(self, node: fx.Node) -> frozenset[int]:
         """The dimensions of a value whose index decides which token is read."""
         if node not in self._along:
             self._along[node] = frozenset()
-            fact = self.facts.get(node)
-            if fact is not None and fact.kind is not Kind.MIXING:
+            fact = self.facts.known(node)
+            if fact is not None:
                 dims = {d for d, digits in enumerate(fact.axes) if self.space.token in digits}
             else:
                 dims = self._followed(node)
@@ -311,11 +286,9 @@ class Unfolding:
             return set()
         output = tuple(E.var(f"a{d}", extent) for d, extent in enumerate(self.meaning.shape(node)))
         element = tried(self.meaning.element, node, output)
-        reads, found = [] if element is None else list(E.reads(element)), set[int]()
-        for read in reads:
-            for dim in self._dims_along_tokens(read.value):
-                found |= {d for d, variable in enumerate(output) if variable in read.args[dim].free}
-        return found
+        reads = [] if element is None else E.reads(element)
+        used = [r.args[dim].free for r in reads for dim in self._dims_along_tokens(r.value)]
+        return {d for d, variable in enumerate(output) if any(variable in free for free in used)}
 
 
 def _as_one(terms: Terms) -> Terms:
@@ -324,6 +297,12 @@ def _as_one(terms: Terms) -> Terms:
     if len(terms) < 2 or len(tokens) > 1:
         return terms
     return (Term(1.0, (Factor(next(iter(tokens), None), M.add(*(t.value() for t in terms))),)),)
+
+
+def _as_kind(before: Expr, after: Expr) -> Expr:
+    """Whole numbers stay whole numbers."""
+    whole = before.kind == "int" and after.op == "const" and float(after.value).is_integer()
+    return E.const(int(after.value)) if whole else after
 
 
 def _number(value: float) -> Expr:

@@ -18,12 +18,9 @@ from attngraph.ir.language.step_program import written
 from attngraph.ir.ops.nodes import view
 from attngraph.ir.walk import filled
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import tried
-from attngraph.meaning.tokens.facts import Fact, Indices, Kind, Space
+from attngraph.meaning.rule import is_part, tried
+from attngraph.meaning.tokens.facts import Facts, Indices, Kind, own_variables
 from attngraph.meaning.tokens.unfold import VIEWS
-
-_OF_TOKENS = (Kind.TOKEN, Kind.POSITION, Kind.ATTENTION, Kind.SCAN)
 
 
 class NoLoop(Exception):
@@ -39,20 +36,15 @@ class Taken:
 
 
 class Unrolled:
-    """The nodes of one graph that was traced for a number of tokens.
+    """The nodes of one graph that was traced for a number of tokens."""
 
-    Args:
-        facts: what is known of the graph's values; may grow.
-    """
-
-    def __init__(self, meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact]) -> None:
-        self.meaning, self.space, self.facts = meaning, space, facts
+    def __init__(self, facts: Facts) -> None:
+        self.meaning, self.space, self.facts = facts.meaning, facts.space, facts
 
     def followed(self, element: Expr) -> Expr:
         """What an element equals, through values that mix tokens and have them in a dimension."""
         while element.op == "read" and self.counts_tokens(element.value):
-            fact = self.facts.get(element.value)
-            if fact is not None and fact.kind is not Kind.MIXING and str(element.value.target) not in VIEWS:
+            if self.facts.known(element.value) is not None and str(element.value.target) not in VIEWS:
                 break
             element = self.meaning.element(element.value, element.args)
         return element
@@ -64,14 +56,13 @@ class Unrolled:
         if row is None or self.counts_tokens(node):
             return None
         assert self.space.row is not None
-        shape = self.meaning.shape(node)
-        own = [E.ZERO if n is E.ONE else E.var(f"own{dim}", n) for dim, n in enumerate(shape)]
+        own = [E.ZERO if v.args[0] is E.ONE else v for v in own_variables(self.meaning.shape(node))]
         at = (*own[:row], self.space.row, *own[row + 1 :])
         element = tried(lambda: self.followed(self.meaning.element(node, at)))
         if element is None or element.op != "read":
             return None
-        fact = self.facts.get(element.value)
-        if fact is None or fact.kind not in _OF_TOKENS:
+        fact = self.facts.known(element.value)
+        if fact is None or fact.kind is Kind.FIXED:
             return None
         place = self.space.place(fact.axes, self.space.token)
         if place is None or fact.axes[place] != (self.space.token,) or element.args[place].op != "const":
@@ -91,7 +82,7 @@ class Unrolled:
         """The dimension of a tensor that counts the rows, if there is one."""
         value = node.meta.get("val")
         shape = value.shape if isinstance(value, Tensor) else ()
-        found = [dim for dim, n in enumerate(shape) if (self.size(n) is self.space.rows)]
+        found = [dim for dim, n in enumerate(shape) if self.size(n) is self.space.rows]
         return found[0] if len(found) == 1 else None
 
     def size(self, extent: Any) -> Expr:
@@ -101,7 +92,7 @@ class Unrolled:
     def is_shared(self, node: fx.Node) -> bool:
         """Whether all tokens and all rows share a value."""
         fact = self.facts.get(node)
-        return fact is not None and fact.kind is Kind.FIXED and not any(fact.axes)
+        return fact is not None and fact.is_shared
 
 
 class StepWriter:
@@ -156,7 +147,7 @@ class StepWriter:
         if view(node) is not None or node.op != "call_function":
             raise NoLoop(f"a step contains %{node.name}")
         args = [self._written(a) for a in node.args]
-        if getattr(node.target, "__name__", "") == "getitem":
+        if is_part(node):
             return self._line(f"{args[0]}[{args[1]}]")
         if not isinstance(node.target, torch._ops.OpOverload):
             raise NoLoop(f"a step contains %{node.name}")
@@ -187,8 +178,8 @@ class StepWriter:
     def _token(self, node: fx.Node, taken: Taken) -> str:
         if taken.token != self.token:
             raise NoLoop(f"the step of token {self.token} reads token {taken.token}")
-        row, shape = self.nodes.row_dim(node), self.nodes.meaning.shape(node)
-        own = tuple(E.var(f"own{dim}", extent) for dim, extent in enumerate(shape) if dim != row)
+        row, every = self.nodes.row_dim(node), own_variables(self.nodes.meaning.shape(node))
+        own = tuple(variable for dim, variable in enumerate(every) if dim != row)
         given = taken.element, own, node.meta["val"].dtype
         if given not in self.tokens:
             self.tokens.append(given)

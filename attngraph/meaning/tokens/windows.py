@@ -9,7 +9,6 @@ running sums in any spelling by `recurrence.py`, loops by `loops.py`.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -20,9 +19,8 @@ from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import M
 from attngraph.meaning.check.region import region
-from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import ELEMENTWISE, Category, is_part, tried
-from attngraph.meaning.tokens.facts import Axes, Fact, Kind, Scan, Space, outside_reads, read_by, read_in
+from attngraph.meaning.tokens.facts import Axes, Facts, Kind, Scan, outside_reads, read_by
 
 _MOST = budgets.FORMULA_WORDS
 CONVOLUTIONS = frozenset({"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"})
@@ -45,7 +43,10 @@ class Window(Scan):
 
     @property
     def reads(self) -> tuple[fx.Node, ...]:
-        return read_in(self.region) if self.formula is None else read_by(self.formula)
+        if self.formula is not None:
+            return read_by(self.formula)
+        given = (n for step in self.region for n in step.all_input_nodes)
+        return tuple(n for n in dict.fromkeys(given) if n not in self.region)
 
     @property
     def reason(self) -> str:
@@ -86,6 +87,13 @@ _OPS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class History(Window):
+    """A value that is computed from all earlier tokens of others, by the model's own operations."""
+
+    reason = "computed anew from all earlier tokens"
+
+
+@dataclasses.dataclass(frozen=True)
 class RunningFold(Scan):
     """A value that folds `element` of all tokens up to its own: `how` is one of
     `ir/ops/loop.py`'s. `variables`: those of its dimensions besides row and token."""
@@ -104,14 +112,10 @@ class RunningFold(Scan):
 
 
 class WindowFinder:
-    """Looks for windows and running folds in one graph.
+    """Looks for windows and running folds in one graph."""
 
-    Args:
-        facts: what is known of the values before the one that is looked at; read when it is asked.
-    """
-
-    def __init__(self, meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact]) -> None:
-        self.meaning, self.space, self.facts = meaning, space, facts
+    def __init__(self, facts: Facts) -> None:
+        self.meaning, self.space, self.facts = facts.meaning, facts.space, facts
 
     def window(self, node: fx.Node, axes: Axes) -> Window | None:
         """How a value with these axes is computed from the last tokens; None if it is not."""
@@ -125,22 +129,16 @@ class WindowFinder:
         if not any(earliest for earliest, _ in offsets.values()):
             return None
         width = 1 - min(earliest for earliest, _ in offsets.values())
-        between = tuple(
-            n for n in region([node], [n for n, f in self.facts.items() if f.kind is not Kind.MIXING])
-            if n is node or (n in self.facts and self.facts[n].kind is Kind.MIXING)
-        )  # fmt: skip
+        steps = region([node], [n for n in self.facts if not self.facts.mixes(n)])
+        between = tuple(n for n in steps if n is node or (n in self.facts and self.facts.mixes(n)))
+        operands = sorted((n for n, (earliest, _) in offsets.items() if earliest), key=lambda n: n.name)
         convolutions = [n for n in between if str(n.target) in CONVOLUTIONS]
-        if any(not self._reads_zeros(n) for n in convolutions):
-            return None
-        operands = tuple(
-            sorted((n for n, (earliest, _) in offsets.items() if earliest), key=lambda n: n.name)
-        )
-        assert formula is not None
         if convolutions:
-            alike = self._is_computed_alike(node, axes)
-            return Window(between, None, operands, width) if alike else None
+            alike = all(map(self._reads_zeros, convolutions)) and self._is_computed_alike(node, axes)
+            return Window(between, None, tuple(operands), width) if alike else None
+        assert formula is not None
         written = _written_out(formula)
-        return None if written is None else Window(between, written, operands, width)
+        return None if written is None else Window(between, written, tuple(operands), width)
 
     def _formula(self, node: fx.Node, axes: Axes, through: set[Kind]) -> Expr | None:
         """What an element equals, followed through the node and through values of these kinds."""
@@ -156,10 +154,10 @@ class WindowFinder:
         """For every value with tokens that is read: the earliest and the latest token; None for others."""
         found: dict[fx.Node, tuple[int, int]] = {}
         for read in E.reads(formula):
-            fact = self.facts.get(read.value)
-            if fact is None or fact.kind is Kind.MIXING:
+            fact = self.facts.known(read.value)
+            if fact is None:
                 return None
-            if fact.kind is Kind.FIXED and not any(fact.axes):
+            if fact.is_shared:
                 if any(self.space.moves(index) for index in read.args):
                     return None
                 continue
@@ -176,10 +174,8 @@ class WindowFinder:
                     return None
                 earliest, latest = min(earliest, reach[0]), max(latest, reach[1])
             found[read.value] = earliest, latest
-        for node in outside_reads(formula):
-            if node is self.space.row or self.space.is_count(node):
-                return None
-        return found
+        counted = any(n is self.space.row or self.space.is_count(n) for n in outside_reads(formula))
+        return None if counted else found
 
     def _at_the_beginning(self, formula: Expr) -> Expr:
         """The formula with the first token, where only the first token reads it, written as the token."""
@@ -196,8 +192,8 @@ class WindowFinder:
 
     def _own(self, formula: Expr) -> Expr:
         def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
-            fact = self.facts.get(node.value) if node.op == "read" else None
-            if fact is None or fact.kind is Kind.MIXING:
+            fact = self.facts.known(node.value) if node.op == "read" else None
+            if fact is None:
                 return M.construct(node, args)
             places = (self.space.token if digits == (self.space.token,) and E.is_const(index, 0) else index
                       for digits, index in zip(fact.axes, args, strict=True))  # fmt: skip
@@ -209,7 +205,7 @@ class WindowFinder:
         """Whether results of convolutions are used alike for all tokens: none is put before the first."""
 
         def is_after(read: Expr) -> bool:
-            return self.facts[read.value].kind is Kind.MIXING and str(read.value.target) not in CONVOLUTIONS
+            return self.facts.mixes(read.value) and str(read.value.target) not in CONVOLUTIONS
 
         at = self.space.indices(axes, self.meaning.shape(node))
         element = self.meaning.element(node, at) if str(node.target) not in CONVOLUTIONS else E.ZERO
@@ -224,13 +220,13 @@ class WindowFinder:
         which gives before the first token what it computes from zeros."""
         source = convolution.args[0]
         assert isinstance(source, fx.Node)
-        if self.facts[source].kind is not Kind.MIXING:
+        if not self.facts.mixes(source):
             return True
         at = tuple(E.var(f"c{dim}", extent) for dim, extent in enumerate(self.meaning.shape(source)))
 
         def is_looked_into(read: Expr) -> bool:
-            mixes = self.facts[read.value].kind is Kind.MIXING
-            return self._is_index(read.value) or (mixes and self.meaning.category(read.value) in ELEMENTWISE)
+            moved = self.facts.mixes(read.value) and self.meaning.category(read.value) in ELEMENTWISE
+            return moved or self._is_index(read.value)
 
         element = tried(lambda: self.meaning.lift(self.meaning.read(source, at), is_looked_into, most=_MOST))
         if element is None:
@@ -239,20 +235,17 @@ class WindowFinder:
             return not any(argument(convolution, "padding"))
         chosen = reached([element], lambda n: n.args[1:] if n.op == "where" else ())
         return all(
-            n.op == "where" or E.is_const(n, 0)
-            if n.op != "read"
-            else self.facts[n.value].kind is not Kind.MIXING
+            not self.facts.mixes(n.value) if n.op == "read" else n.op == "where" or E.is_const(n, 0)
             for n in chosen
         )
 
     def _is_of_convolutions(self, element: Expr) -> bool:
         """Whether a value that a convolution reads is computed in one way at every place, from others."""
         nodes = list(E.walk(element))
-        read = {n.value: self.facts[n.value] for n in nodes if n.op == "read"}
-        mixing = [n for n, fact in read.items() if fact.kind is Kind.MIXING]
-        is_plain = all(f.kind is Kind.FIXED and not any(f.axes) for n, f in read.items() if n not in mixing)
-        is_one = is_plain and all(n.op != "where" for n in nodes)
-        return bool(mixing) and is_one and all(str(n.target) in CONVOLUTIONS for n in mixing)
+        read = {n.value for n in nodes if n.op == "read"}
+        mixing = set(filter(self.facts.mixes, read))
+        is_plain = all(self.facts[n].is_shared for n in read - mixing) and all(n.op != "where" for n in nodes)
+        return bool(mixing) and is_plain and all(str(n.target) in CONVOLUTIONS for n in mixing)
 
     def _is_index(self, node: fx.Node) -> bool:
         """Whether elements are computed from their index alone, as in `zeros`."""
@@ -265,14 +258,13 @@ class WindowFinder:
         if how is None:
             return None
         operand = called.args[0]
-        fact, rank = self.facts.get(operand), len(axes)
+        fact, rank = self.facts.known(operand), len(axes)
         over = int(argument(called, "dim")) % max(rank, 1)
         if rank == 0 or axes[over] != (self.space.token,):
             return None
-        if fact is None or fact.kind not in (Kind.TOKEN, Kind.POSITION, Kind.ATTENTION, Kind.SCAN):
-            return None
         at = self.space.indices(axes, self.meaning.shape(node))
-        if not self.space.follows(fact.axes, at):
+        of_each = fact is not None and (fact.is_of_token or fact.kind is Kind.POSITION)
+        if fact is None or not of_each or not self.space.follows(fact.axes, at):
             return None
         variables = tuple(i for i, digits in zip(at, axes, strict=True) if not digits)
         return RunningFold(how, E.read(operand, at, self.meaning.kind(operand)), variables)
