@@ -21,7 +21,7 @@ from attngraph.ir.graph import Level, ProgramGraph, format_file
 from attngraph.ir.graph.verify import is_unchanged, seen, verify
 from attngraph.ir.modes import own_modes
 from attngraph.meaning.algebra.simplify.remembered import remembering
-from attngraph.meaning.check.whole import require_same_results
+from attngraph.meaning.check.check import require_same_results
 from attngraph.report.dump import CAPTURE, Dump, notes_of, write_failed
 from attngraph.report.entries import PassRecord
 from attngraph.report.user_code import UserCode, user_code

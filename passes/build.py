@@ -1,37 +1,41 @@
-"""Building nodes: by functions of tensors (`traced.py`), views found by `layout.py`, and sizes from size
-expressions.
+"""Building nodes: by functions of tensors, views found by `layout.py`, and sizes from size expressions.
 
 Every new node gets its fake value at once, and the source line of the node that it replaces.
+
+`Builder.trace` calls a function of tensors once, on what stands for the values of nodes (`Traced`). Each
+operation that it does (a method, an operator, a function of `torch`, an overload of `torch.ops`) becomes a
+node; nothing is computed. Operations are recorded as they are written, never as what PyTorch makes of them,
+as the overload that the text of a graph need not name (`ir/graph/call.py`). A symbolic size becomes the node
+that has it. Sizes have arithmetic as well: `x.size(0) + 1`.
 """
 
+import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from attngraph.ir.graph import ORIGIN, infer_once
+from attngraph.ir.graph import ORIGIN, ProgramGraph, implied, infer_once, is_size
 from attngraph.ir.graph.call import infer
-from attngraph.ir.graph.program_graph import ProgramGraph, makes_a_size
+from attngraph.ir.graph.program_graph import makes_a_size
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.nodes import AttentionOp, view
-from attngraph.meaning.algebra.sizes import is_example
+from attngraph.meaning.algebra.sizes import is_example, size_expression
 from attngraph.meaning.attention.claim import Operand, View
 from attngraph.meaning.attention.layout import NoView, ViewOp
-from attngraph.passes.traced import traced, untraced
 
 aten = torch.ops.aten
-
-
 _OF_SIZES: dict[str, Any] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
     "mod": operator.mod, "max": torch.sym_max, "min": torch.sym_min,
 }  # fmt: skip
-
-
 _NOTHING: Mapping[Expr, Any] = MappingProxyType({})
+_FOR_SIZES = {{"floordiv": "floor_divide", "mod": "remainder"}.get(n, n): f for n, f in _OF_SIZES.items()}
+"""Arithmetic of sizes, by the name that it has for tensors."""
+_AS_THEY_ARE = (operator.getitem, *_OF_SIZES.values())
 
 
 class Refused(Exception):
@@ -76,11 +80,21 @@ class Builder:
     def trace(self, function: Callable[..., Any], *args: Any) -> Any:
         """The nodes that a function of tensors computes from these: a node, or a list of them. Arguments may
         be nodes of tensors, of sizes or of several values, lists of them, and anything else."""
-        return untraced(function(*self.traced(args)), self)
+        return self.untraced(function(*self.traced(args)))
 
     def traced(self, value: Any) -> Any:
-        """What stands for a node, or a list of nodes, within a function that is traced."""
-        return traced(value, self)
+        """The value, with what stands for nodes in place of them."""
+        if isinstance(value, (list, tuple)):
+            return [self.traced(v) for v in value]
+        return Traced(self, value) if isinstance(value, fx.Node) else value
+
+    def untraced(self, value: Any) -> Any:
+        """The value, with nodes in place of what stands for them, and of symbolic sizes."""
+        if isinstance(value, Traced):
+            return value.node
+        if isinstance(value, torch.SymInt):
+            return self.size(size_expression(value))
+        return [self.untraced(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     def again(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> fx.Node:
         """A node's call with these in place of its operands."""
@@ -220,3 +234,94 @@ class Builder:
 
     def _side_by_side(self, parts: list[fx.Node], dim: int) -> fx.Node:
         return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts, dim)
+
+
+def _operator(name: str, turned: bool = False) -> "Callable[[Traced, Any], Traced]":
+    """An operator of tensors, or of sizes alone; `turned`: the other operand comes first."""
+
+    def method(self: "Traced", other: Any) -> "Traced":
+        pair = (other, self) if turned else (self, other)
+        numbers = all(is_size(v.node) if isinstance(v, Traced) else True for v in pair)
+        return self._call(_FOR_SIZES[name] if numbers else getattr(aten, name), *pair)
+
+    return method
+
+
+class Traced:
+    """The value of a node: a tensor, a size, or several of these, which are taken apart as a tuple is."""
+
+    __slots__ = ("builder", "node")
+
+    def __init__(self, builder: Builder, node: fx.Node) -> None:
+        self.builder, self.node = builder, node
+
+    @property
+    def value(self) -> Any:
+        """What is known of it: a fake tensor, a size, or several."""
+        return self.node.meta["val"]
+
+    def size(self, dim: int) -> "Traced":
+        """An extent as a node of its own, whether the trace knows it as a number or not."""
+        return self._call(aten.sym_size.int, self, dim)
+
+    def to(self, dtype: torch.dtype) -> "Traced":
+        """Itself where it has the dtype."""
+        return self if self.dtype == dtype else self._call(aten._to_copy.default, self, dtype=dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is known of a tensor, or a method of tensors."""
+        if name in ("shape", "ndim", "dtype", "device"):
+            return getattr(self.value, name)
+        return functools.partial(self._call, getattr(aten, name), self)
+
+    def __getitem__(self, place: int) -> "Traced":
+        """One of several values."""
+        if isinstance(self.value, Tensor):
+            raise TypeError("elements are taken by select, narrow, slice or index")
+        return self._call(operator.getitem, self, place)
+
+    def __iter__(self) -> "Iterator[Traced]":
+        return (self[place] for place in range(len(self.value)))
+
+    __add__, __radd__, __sub__ = _operator("add"), _operator("add"), _operator("sub")
+    __mul__, __rmul__, __truediv__ = _operator("mul"), _operator("mul"), _operator("div")
+    __floordiv__, __mod__, __pow__ = _operator("floor_divide"), _operator("remainder"), _operator("pow")
+    __and__, __or__, __matmul__ = _operator("bitwise_and"), _operator("bitwise_or"), _operator("matmul")
+    __le__, __lt__, __ge__, __gt__ = _operator("le"), _operator("lt"), _operator("ge"), _operator("gt")
+
+    def __neg__(self) -> "Traced":
+        return self._call(aten.neg, self)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> "Traced":  # fmt: skip
+        named = dict(kwargs or {})
+        flat = [v for a in (*args, *named.values()) for v in (a if isinstance(a, (list, tuple)) else [a])]
+        return next(v for v in flat if isinstance(v, Traced))._call(function, *args, **named)
+
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> "Traced":
+        """A call as a node, with these operands."""
+        given: list[Any] = self.builder.untraced(args)
+        named = {name: self.builder.untraced(value) for name, value in kwargs.items()}
+        if not isinstance(function, torch._ops.OpOverload) and function not in _AS_THEY_ARE:
+            function, given = _overload(function, given, named)
+        return Traced(self.builder, self.builder.call(function, *given, **named))
+
+
+def _overload(function: Any, args: list[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    """The overload that a function or method of PyTorch is for these arguments, and its arguments: sizes at
+    the end may be one list, as in `x.reshape(2, 3)`."""
+
+    def is_number(value: Any) -> bool:
+        return is_size(value) if isinstance(value, fx.Node) else isinstance(value, int)
+
+    is_packet = isinstance(function, torch._ops.OpOverloadPacket)
+    packet = function if is_packet else getattr(aten, function.__name__)
+    first = next((n for n, a in enumerate(args) if all(map(is_number, args[n:]))), len(args))
+    for given in (args, [*args[:first], args[first:]]):
+        target = implied(packet, given, kwargs)
+        if target is not None:
+            return target, given
+    raise TypeError(f"no form of {packet} takes these arguments")

@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import string
 from collections import Counter
-from collections.abc import Container
 from typing import Any
 
 import torch
@@ -32,8 +31,6 @@ from attngraph.passes.slice_lists import slice_lists
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
-LETTERS = string.ascii_letters
-
 _NEW = {
     aten.new_empty.default: aten.empty.memory_format, aten.new_zeros.default: aten.zeros.default,
     aten.new_ones.default: aten.ones.default, aten.new_full.default: aten.full.default,
@@ -69,7 +66,9 @@ class Canonicalize:
                 removed[op_name(node)] += 1
                 node.replace_all_uses_with(node.args[0])
                 graph.graph.erase_node(node)
-            elif target == "aten.clone.default" and _is_unseen(memory_of(node.args[0]), returned):
+            elif target == "aten.clone.default" and (
+                (memory := memory_of(node.args[0])).op != "placeholder" and memory not in returned
+            ):  # nobody but the graph writes to the memory or looks into it: it need not be copied
                 if node.kwargs.get("memory_format") is torch.contiguous_format:
                     node.target, node.kwargs = aten.contiguous.default, {}
                 elif _same_strides(node) and node not in returned:
@@ -83,26 +82,15 @@ class Canonicalize:
                 removed[op_name(node)] += 1
                 _copied(graph, node, node in returned)
             elif target == "aten.sym_size.int" and node.args[0].op != "placeholder":
-                _take_from_inputs(graph, node)
+                # From sizes of inputs, so that the tensor it was read from can be removed.
+                with Proposal(graph, node) as proposal:  # refused where it depends on data
+                    proposal.replace(node, proposal.size(size_expression(node.meta["val"])))
             elif target in _STRIDED_VIEWS:
                 node.target = aten.reshape.default
         notes = [f"removed {count} x {name}" for name, count in sorted(removed.items())]
-        sliced = sorted(slice_lists(graph).items())
-        notes += [
-            f"{count} x {name} of places that follow each other became slices" for name, count in sliced
-        ]
+        for name, count in sorted(slice_lists(graph).items()):
+            notes.append(f"{count} x {name} of places that follow each other became slices")
         return Outcome([*notes, *join_rows(graph)])
-
-
-def _is_unseen(memory: fx.Node, returned: Container[fx.Node]) -> bool:
-    """Whether nobody but the graph writes to this memory or looks into it: it need not be copied."""
-    return memory.op != "placeholder" and memory not in returned
-
-
-def _take_from_inputs(graph: ProgramGraph, node: fx.Node) -> None:
-    """Compute a size from sizes of inputs, so that the tensor it was read from can be removed."""
-    with Proposal(graph, node) as proposal:  # refused where it depends on data
-        proposal.replace(node, proposal.size(size_expression(node.meta["val"])))
 
 
 def _same_strides(clone: fx.Node) -> bool:
@@ -118,9 +106,8 @@ def _differentiable(graph: ProgramGraph) -> set[fx.Node]:
     for node in graph.graph.nodes if graph.gradients else ():
         value = node.meta.get("val")
         floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-        several = isinstance(value, (tuple, list))
         from_some = node.op == "placeholder" or any(n in found for n in node.all_input_nodes)
-        if from_some and (floating or several):
+        if from_some and (floating or isinstance(value, (tuple, list))):
             found.add(node)
     return found
 
@@ -142,22 +129,17 @@ def _two_at_a_time(graph: ProgramGraph, node: fx.Node) -> None:
     builder = Builder(graph, node)
     operands: list[fx.Node] = list(node.args[1])  # type: ignore[arg-type]
     terms, output = subscripts(str(node.args[0]), [n.meta["val"].ndim for n in operands])
-    names = {name: LETTERS[place] for place, name in enumerate(dict.fromkeys(n for t in terms for n in t))}
-    parts = [
-        ("".join(names[n] for n in term), operand) for term, operand in zip(terms, operands, strict=True)
-    ]
-    wanted = "".join(names[n] for n in output)
-    while len(parts) > 2:
-        _, i, j = min(
-            (len(_kept(parts, i, j, wanted)), i, j) for i, j in itertools.combinations(range(len(parts)), 2)
-        )
-        kept = _kept(parts, i, j, wanted)
+    names = dict(zip(dict.fromkeys(n for t in terms for n in t), string.ascii_letters, strict=False))
+    texts = ["".join(names[n] for n in term) for term in (*terms, output)]
+    parts, wanted = list(zip(texts[:-1], operands, strict=True)), texts[-1]
+    while len(parts) > 1:
+        ways = itertools.combinations(range(len(parts)), 2)
+        i, j = min(ways, key=lambda pair: len(_kept(parts, pair[0], pair[1], wanted)))
+        kept = _kept(parts, i, j, wanted) if len(parts) > 2 else wanted
         (a, x), (b, y) = parts[i], parts[j]
         made = builder.call(aten.einsum.default, f"{a},{b}->{kept}", [x, y])
         parts = [part for place, part in enumerate(parts) if place not in (i, j)] + [(kept, made)]
-    (a, x), (b, y) = parts
-    whole = builder.call(aten.einsum.default, f"{a},{b}->{wanted}", [x, y])
-    node.replace_all_uses_with(whole)
+    node.replace_all_uses_with(parts[0][1])
     graph.graph.erase_node(node)
 
 

@@ -2,7 +2,8 @@
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+from attngraph.ir.graph import ProgramGraph, is_size
+from attngraph.ir.walk import filled
 
 
 class FollowsArguments:
@@ -14,19 +15,14 @@ class FollowsArguments:
 
     def __call__(self, value: fx.Node) -> bool:
         """Whether a value is computed from arguments. Sizes are not followed."""
-        known = self._known
-        if not known:
-            known |= {node: given.kind == "argument" for node, given in self.graph.given().items()}
-        stack = [value]
-        while stack:
-            node = stack[-1]
-            below = [] if is_size(node) else node.all_input_nodes
-            unknown = [n for n in below if n not in known] if node not in known else []
-            stack += unknown
-            if not unknown:
-                stack.pop()
-                known.setdefault(node, any(known[n] for n in below))
-        return known[value]
+        if not self._known:
+            given = self.graph.given().items()
+            self._known |= {node: told.kind == "argument" for node, told in given}
+
+        def below(node: fx.Node) -> list[fx.Node]:
+            return [] if is_size(node) else node.all_input_nodes
+
+        return filled(self._known, value, below, lambda node: any(self._known[n] for n in below(node)))
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Another value takes the place of one. Where the answer for it is another one, all is asked anew."""

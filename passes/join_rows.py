@@ -19,10 +19,11 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.language import expr as E
-from attngraph.meaning import M, Meaning, Unliftable
+from attngraph.meaning import M, Meaning
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region, shape_at
 from attngraph.meaning.check.sample import Sample
+from attngraph.meaning.rule import tried
 from attngraph.passes.build import Builder
 
 aten = torch.ops.aten
@@ -34,6 +35,10 @@ EQUAL = elementwise(1e-10)
 
 def join_rows(graph: ProgramGraph) -> list[str]:
     """Replace every such chain of a graph; notes for the report."""
+
+    def solved(a: Any) -> Any:
+        return aten.linalg_solve_triangular.default(-a, a, upper=False, unitriangular=True)
+
     notes: list[str] = []
     known: dict[Any, bool] = {}
     meaning: Meaning | None = None
@@ -44,15 +49,11 @@ def join_rows(graph: ProgramGraph) -> list[str]:
         meaning = meaning or Meaning.of(graph)
         matrix: fx.Node = chain[-1].args[0]  # type: ignore[assignment]
         if _is_below_the_diagonal(meaning, matrix) and _is_substitution(graph, matrix, node, known):
-            node.replace_all_uses_with(Builder(graph, node).trace(_solved, matrix))
+            node.replace_all_uses_with(Builder(graph, node).trace(solved, matrix))
             notes.append(f"{len(chain)} writes of rows became one triangular system")
     if notes:
         graph.graph.eliminate_dead_code()
     return notes
-
-
-def _solved(matrix: Any) -> Any:
-    return aten.linalg_solve_triangular.default(-matrix, matrix, upper=False, unitriangular=True)
 
 
 def _chain(last: fx.Node) -> list[fx.Node]:
@@ -74,14 +75,12 @@ def _chain(last: fx.Node) -> list[fx.Node]:
 
 def _is_below_the_diagonal(meaning: Meaning, matrix: fx.Node) -> bool:
     """Whether all elements on the diagonal and above it are zero."""
-    try:
-        *batch, height, _ = meaning.shape(matrix)
-        row, more = E.var("row", height), E.var("more", height)
-        at = (*(E.var(f"o{dim}", extent) for dim, extent in enumerate(batch)), row, M.add(row, more))
-        found = meaning.elementwise(meaning.element(matrix, at), most=budgets.FORMULA_WORDS)
-    except Unliftable:
-        return False
-    return E.is_const(found, 0)
+    *batch, height, _ = meaning.shape(matrix)
+    row, more = E.var("row", height), E.var("more", height)
+    at = (*(E.var(f"o{dim}", extent) for dim, extent in enumerate(batch)), row, M.add(row, more))
+    most = budgets.FORMULA_WORDS
+    found = tried(lambda: meaning.elementwise(meaning.element(matrix, at), most=most))
+    return found is not None and E.is_const(found, 0)
 
 
 def _is_substitution(graph: ProgramGraph, matrix: fx.Node, last: fx.Node, known: dict[Any, bool]) -> bool:

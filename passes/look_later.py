@@ -26,8 +26,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from attngraph.ir.graph import Input, Output, ProgramGraph, Rate, computed_from, is_random, is_size
-from attngraph.ir.graph.call import argument
+from attngraph.ir.graph import Input, Output, ProgramGraph, Rate, argument, computed_from, is_random, is_size
 from attngraph.ir.graph.program_graph import (
     RESULTS,
     as_module,
@@ -97,8 +96,11 @@ def take_results(
         *(graph.outputs[n] for n in staying), *(Output(Rate.LOOK.value, name) for name in stage.taken)
     )  # fmt: skip
     graph.graph.output_node().args = ((*(results[n] for n in staying), *kept.values()),)
-    for number, old in enumerate(ties):
-        _tie(graph, fused[old], [kept[name] for name in tied_inputs(graph.stages[Rate.LOOK], number)], number)
+    for number, old in enumerate(ties):  # what a fused value goes to takes it tied
+        given = [kept[name] for name in tied_inputs(graph.stages[Rate.LOOK], number)]
+        builder = Builder(graph, fused[old].next)
+        made = builder.call(torch.ops.attngraph.tied.default, fused[old], given, number)
+        replace_in_other_users(fused[old], made)
     return sorted({o.name.removeprefix("model.") or f"result {o.place}" for o in later})
 
 
@@ -115,24 +117,23 @@ def tied_inputs(stage: ProgramGraph, number: int) -> list[str]:
     return sorted(names, key=int)
 
 
-def _tie(graph: ProgramGraph, value: fx.Node, kept: Sequence[fx.Node], number: int) -> None:
-    """Let what a fused value goes to take it tied."""
-    builder = Builder(graph, value.next)
-    made = builder.call(torch.ops.attngraph.tied.default, value, kept, number)
-    replace_in_other_users(value, made)
-
-
 def _waiting(
     graph: ProgramGraph, kinds: Kinds, weights: Weights, seeds: Seeds
 ) -> tuple[set[int], set[fx.Node]]:
     """The results that wait, by number: those that need weights which nothing else needs; and all that is
     computed in the call. What cannot be computed later is, with all that it needs."""
     results = graph.results()
+
+    def runs_later(node: fx.Node) -> bool:
+        if node.target is aten.native_dropout.default:
+            return node in seeds and all(u.target is operator.getitem and u.args[1] == 0 for u in node.users)
+        return node in seeds or node.op != "call_function" or not _draws_or_measures(node)
+
     waiting = {n for n, o in enumerate(graph.outputs) if o.kind in kinds}
     while True:
         needed = computed_from(node for n, node in enumerate(results) if n not in waiting)
         later = computed_from(results[n] for n in waiting) - needed
-        needed |= computed_from(node for node in later if not _runs_later(node, seeds))
+        needed |= computed_from(node for node in later if not runs_later(node))
         own = {n: computed_from([results[n]]) - needed for n in waiting}
         now = {n for n in waiting if own[n].isdisjoint(weights.keys())}
         if not now:
@@ -155,22 +156,13 @@ def _together(
 
 def _draws_or_measures(node: fx.Node) -> bool:
     """Whether a node belongs to the call: what it draws, or measures in data, is that of the call."""
-    return is_random(node.target, node.args) or makes_a_size(node) or any(map(_is_told, node.all_input_nodes))
 
+    def sizes(node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if is_size(n)]
 
-def _is_told(size: fx.Node) -> bool:
-    """Whether a size that data tell as a number, and not as a dimension of a tensor, is part of this size."""
-    if not is_size(size):
-        return False
-    return any(
-        map(makes_a_size, operands_first([size], lambda n: [i for i in n.all_input_nodes if is_size(i)]))
-    )
-
-
-def _runs_later(node: fx.Node, seeds: Seeds) -> bool:
-    if node.target is aten.native_dropout.default:
-        return node in seeds and all(u.target is operator.getitem and u.args[1] == 0 for u in node.users)
-    return node in seeds or node.op != "call_function" or not _draws_or_measures(node)
+    # A size that data tell as a number, and not as a dimension of a tensor, may be part of one.
+    told = any(map(makes_a_size, operands_first(sizes(node), sizes)))
+    return told or is_random(node.target, node.args) or makes_a_size(node)
 
 
 class _Stage:
@@ -205,15 +197,14 @@ class _Stage:
         self.stage.module.recompile()
         return self.stage
 
-    def _input(self, node: fx.Node) -> fx.Node:
+    def _input(self, node: fx.Node) -> Any:
         if node not in self.made:
             given = self.given.get(node)
             if given is None or given.kind != "constant":
                 given = Input(Rate.LOOK.value, str(len(self.taken)))
                 self.taken[given.name] = node
-            name = f"input_{len(self.made)}"
-            self.made[node] = self.stage.add_input(given, node.meta["val"], name)
-        return self.made[node]  # type: ignore[no-any-return]
+            self.made[node] = self.stage.add_input(given, node.meta["val"], f"input_{len(self.made)}")
+        return self.made[node]
 
     def _copy(self, node: fx.Node) -> None:
         if node in self.seeds:

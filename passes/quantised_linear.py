@@ -56,10 +56,6 @@ class _Claim(NamedTuple):
     zeros: _Seen | None
     bias: _Seen | None
 
-    @property
-    def outs(self) -> int:
-        return int(self.node.meta["val"].shape[-1])
-
 
 @dataclasses.dataclass(frozen=True)
 class QuantisedLinear:
@@ -75,10 +71,9 @@ class QuantisedLinear:
                 claim = found.claim(node)
                 if claim is None:
                     continue
-                operands = claim[1:]
-                new = proposal.call(
-                    linear_q, *(None if o is None else _built(proposal, o, claim.outs) for o in operands)
-                )
+                operands, outs = claim[1:], int(node.meta["val"].shape[-1])
+                given = (None if o is None else _built(proposal, o, outs) for o in operands)
+                new = proposal.call(linear_q, *given)
                 proposal.replace(node, new, [o.base for o in operands if o is not None])
                 new.meta |= {key: value for key, value in node.meta.items() if key != "val"}
             graph.assumed |= {n.name for n in found.meaning.assumed}
@@ -130,14 +125,10 @@ class _Products:
             if factors is None or _dtype(left.value) != torch.float32:
                 continue
             x = self._seen(left, (*((i,) if i.op == "var" else () for i in at[:-1]), (over,)))
-            seen = None if bias is None else self._of_bias(bias, out)
-            return _Claim(node, x, *factors, seen)
+            if bias is not None and (bias.op != "read" or bias.free != {out}):
+                return None
+            return _Claim(node, x, *factors, None if bias is None else self._seen(bias, ((out,),)))
         return None
-
-    def _of_bias(self, bias: Expr, out: Expr) -> _Seen:
-        if bias.op != "read" or bias.free != {out}:
-            raise NoView
-        return self._seen(bias, ((out,),))
 
     def _factors(self, read: Expr, out: Expr, over: Expr) -> tuple[_Seen, _Seen | None, _Seen | None] | None:
         """The weight, its scales and its zeros, if an element of it is `(integer - zero) * scale`."""
@@ -151,7 +142,10 @@ class _Products:
         if found is None:
             return None
         weight, zeros = found
-        zero = _subtracted(zeros[0]) if zeros else None
+        zero = None
+        if zeros:  # what a term of the sum subtracts
+            factor, *rest = zeros[0].args if zeros[0].op == "mul" else (zeros[0],)
+            zero = rest[0] if len(rest) == 1 and E.is_const(factor, -1) else None
         if len(zeros) > 1 or (zeros and (zero is None or scale is None)):
             return None
         dtypes = (torch.float32, torch.int32, *_INTEGERS)
@@ -210,11 +204,6 @@ class _Products:
         index = tuple(M.substitute(i, {v: recombined(d) for v, d in digits.items()}) for i in read.args)
         roles = tuple(tuple(d for v in role for d in digits.get(v, (v,))) for role in roles)
         return _Seen(read.value, layout.solve(self.meaning.shape(read.value), index, roles))
-
-
-def _subtracted(term: Expr) -> Expr | None:
-    """What a term of a sum subtracts."""
-    return term.args[1] if term.op == "mul" and len(term.args) == 2 and E.is_const(term.args[0], -1) else None
 
 
 def _is_read(value: Expr, *dtypes: torch.dtype) -> bool:

@@ -7,7 +7,7 @@ reorder elements, and activations and norms are recognised by the formula of an 
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
-_IMPURE = (torch.Tag.nondeterministic_seeded,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +46,6 @@ class Tidy:
         return outcome
 
 
-def _extents(node: Any) -> tuple[Expr, ...]:
-    return tuple(size_expression(s) for s in node.meta["val"].shape)
-
-
 def _shorten_views(graph: ProgramGraph) -> None:
     """Replace a chain of operations that keep the order of elements by one reshape, or none."""
     for node in list(graph.graph.nodes):
@@ -60,12 +55,14 @@ def _shorten_views(graph: ProgramGraph) -> None:
         chain = 1
         while _keeps_order(source):
             source, chain = source.args[0], chain + 1
-        needs_memory = str(node.target) == "aten.contiguous.default"
-        if _extents(source) == _extents(node) and not needs_memory:
+        if str(node.target) == "aten.contiguous.default":
+            continue  # it needs its memory
+        before, after = ([size_expression(s) for s in n.meta["val"].shape] for n in (source, node))
+        if before == after:
             node.replace_all_uses_with(source)
-        elif chain > 1 and not needs_memory:
+        elif chain > 1:
             with Proposal(graph, node) as proposal:
-                shape = [proposal.size(extent) for extent in _extents(node)]
+                shape = [proposal.size(extent) for extent in after]
                 proposal.replace(node, proposal.call(aten.reshape.default, source, shape))
 
 
@@ -80,7 +77,9 @@ def _share(graph: ProgramGraph) -> None:
     """Compute equal operations on equal operands once."""
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.graph.nodes):
-        if node.op != "call_function" or any(tag in getattr(node.target, "tags", ()) for tag in _IMPURE):
+        if node.op != "call_function":
+            continue
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))
         found = seen.setdefault(key, node)
@@ -98,7 +97,6 @@ def _frozen(value: Any) -> Any:
 
 
 _X = E.var("x")
-_ACTIVATIONS: dict[Expr, tuple[Any, dict[str, Any]]] = {}
 _MEAN = "aten.mean.dim"
 _LAST = frozenset({"aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor"})
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -150,12 +148,12 @@ def _plain(formula: Expr) -> Expr:
     return M.canonical_binders(M.substitute(formula, numbers))
 
 
-_ACTIVATIONS |= {
-    _plain(meant(GELU_BY_TANH.replace("x * x * x", "x ** 3.0"), x=_X)): (
-        aten.gelu.default,
-        {"approximate": "tanh"},
-    ),
-    _plain(meant(SILU, x=_X)): (aten.silu.default, {}),
+_ACTIVATIONS: dict[Expr, tuple[Any, dict[str, Any]]] = {
+    _plain(meant(text, x=_X)): (target, kwargs)
+    for text, target, kwargs in (
+        (GELU_BY_TANH.replace("x * x * x", "x ** 3.0"), aten.gelu.default, {"approximate": "tanh"}),
+        (SILU, aten.silu.default, {}),
+    )
 }
 
 
@@ -163,31 +161,34 @@ def _is_pointwise(node: fx.Node) -> bool:
     return category_of(node) is Category.POINTWISE
 
 
-def _operands(inside: Collection[fx.Node]) -> dict[fx.Node, None]:
-    """What nodes are computed from, besides each other and sizes."""
-    return {n: None for i in inside for n in i.all_input_nodes if n not in inside and not is_size(n)}
+def _grown(
+    node: fx.Node, belongs: Callable[[fx.Node], bool], most: int
+) -> Iterator[tuple[set[fx.Node], list[fx.Node]]]:
+    """The operations that end at a node, more and more of them, which are used by each other alone; and what
+    they are computed from, sizes apart."""
+    inside: dict[fx.Node, None] = {node: None}
+    while True:
+        before = {n: None for i in inside for n in i.all_input_nodes if n not in inside and not is_size(n)}
+        yield set(inside), list(before)
+        grown = [n for n in before if belongs(n) and all(u in inside for u in n.users)]
+        if not grown or len(inside) > most:
+            return
+        inside.update(dict.fromkeys(grown))
 
 
 def _common_source(node: fx.Node) -> fx.Node | None:
     """The input of a small tree of pointwise operations: the last value that all of it depends on."""
-    inside: dict[fx.Node, None] = {node: None}
-    while len(inside) <= 16:
-        before = _operands(inside)
-        if len(before) == 1 and len(inside) > 1:
-            return next(iter(before))
-        grown = [n for n in before if _is_pointwise(n) and all(u in inside for u in n.users)]
-        if not grown:
-            return None
-        inside.update(dict.fromkeys(grown))
-    return None
+    trees = _grown(node, _is_pointwise, 16)
+    return next((before[0] for inside, before in trees if len(before) == 1 and 1 < len(inside) <= 16), None)
 
 
 def _norm(meaning: Meaning, node: fx.Node) -> _Call | None:
     """`rms_norm` of the tensor, the weight and the epsilon of which a node is the norm."""
     operands = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     weights = [n for n in operands if n.op == "placeholder" and n.meta["val"].ndim == 1]
-    inside = _normaliser(node)
-    if len(weights) != 1 or inside is None:
+    # Pointwise operations and one mean, without other uses.
+    *_, (inside, _) = _grown(node, lambda n: _is_pointwise(n) or str(n.target) == _MEAN, 10)
+    if len(weights) != 1 or sum(str(n.target) == _MEAN for n in inside) != 1:
         return None
     square: Any = next(n for n in inside if str(n.target) == _MEAN).args[0]
     if square not in inside or not isinstance(square.args[0], fx.Node):
@@ -206,15 +207,3 @@ def _norm(meaning: Meaning, node: fx.Node) -> _Call | None:
         if _plain(whole) is _plain(wanted):
             return aten.rms_norm.default, (source, [weight.meta["val"].shape[0]], weight, epsilon), {}
     return None
-
-
-def _normaliser(node: fx.Node) -> set[fx.Node] | None:
-    """The operations of a norm that ends at a node: pointwise ones and one mean, without other uses."""
-    inside: set[fx.Node] = {node}
-    grown = True
-    while grown and len(inside) <= 10:
-        own = [n for n in _operands(inside) if _is_pointwise(n) or str(n.target) == _MEAN]
-        new = {n for n in own if all(u in inside for u in n.users)}
-        inside |= new
-        grown = bool(new)
-    return inside if sum(str(n.target) == _MEAN for n in inside) == 1 else None

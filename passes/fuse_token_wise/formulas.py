@@ -4,13 +4,12 @@ By the element rules (`meaning/rules`), and for norms and activations that PyTor
 formulas in `named.py`. Formulas are kept as they are written: rearranging them would change how they round.
 """
 
-import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import sympy
-import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
@@ -20,6 +19,7 @@ from attngraph.ir.language.token_derivative import is_own
 from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
 from attngraph.ir.ops.quantised import unpack
 from attngraph.meaning import Category, M, Meaning, Unliftable
+from attngraph.meaning.rule import tried
 from attngraph.meaning.rules.composed import COMPOSED
 from attngraph.passes.fuse_token_wise.rows import Place, Rows
 from attngraph.passes.fuse_token_wise.windows import Windows
@@ -57,29 +57,19 @@ class Formulas:
         """The extents of a floating tensor of 32 or 16 bits on the CPU that has elements; None for another
         value."""
         if node not in self._shapes:
-            value, found = node.meta.get("val"), None
-            floating = isinstance(value, Tensor) and _name(value.dtype) in FLOATS and not is_empty(node)
-            if floating and value is not None and value.device.type == "cpu":
-                with contextlib.suppress(Unliftable):
-                    found = self.meaning.shape(node)
-            self._shapes[node] = found
+            of_floats = name_of(node) in FLOATS and not is_empty(node)
+            self._shapes[node] = tried(self.meaning.shape, node) if of_floats else None
         return self._shapes[node]
 
     def weight_shape(self, node: fx.Node) -> tuple[Expr, ...] | None:
         """The extents of a tensor of numbers that all tokens share, of integers perhaps."""
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor) or value.device.type != "cpu" or _name(value.dtype) not in DTYPES:
-            return None
-        with contextlib.suppress(Unliftable):
-            shape = self.meaning.shape(node)
-            return shape if all(n.op == "const" for n in shape) else None
-        return None
+        shape = tried(self.meaning.shape, node) if name_of(node) in DTYPES else None
+        return shape if shape is not None and all(n.op == "const" for n in shape) else None
 
     def counts_tokens(self, node: fx.Node) -> bool:
         """Whether a tensor's extents are numbers and symbols. (The number of sequences times that of tokens
         is that of tokens here, but in the types of the graph they are two sizes.)"""
-        value = node.meta.get("val")
-        extents = value.shape if isinstance(value, Tensor) else ()
+        extents = getattr(node.meta.get("val"), "shape", ())
         return all(isinstance(n, int) or n.node.expr.is_Symbol for n in extents)
 
     def is_shared(self, node: fx.Node) -> bool:
@@ -95,11 +85,10 @@ class Formulas:
             return None
         shape = self.shape(node)
         assert shape is not None
-        rows = tuple(E.var(f"t{d}", shape[d]) for d in place.dims)
-        own = dict(zip(place.dims, rows, strict=True))
+        own = {d: E.var(f"t{d}", shape[d]) for d in place.dims}
+        rows = tuple(own.values())
         at = tuple(
-            own[d] if d in own else E.ZERO if E.is_const(n, 1) else E.var(f"o{d}", n)
-            for d, n in enumerate(shape)
+            own.get(d) or (E.ZERO if E.is_const(n, 1) else E.var(f"o{d}", n)) for d, n in enumerate(shape)
         )
         try:
             by_name = NAMED.get(str(node.target))
@@ -163,8 +152,10 @@ class Formulas:
             elif node.op in ("sum", "amax"):
                 if node.args[0].args[0].op != "const" or not self._is_computed(node):
                     return False
-            elif node.op not in ("const", "var") and not _is_spelled(node):
-                return False
+            elif node.op not in ("const", "var"):
+                op = node.value if node.op == "raw" else node.op
+                if op != "recip" and (op == "random" or operation_of(op) is None):
+                    return False  # the score language has no such operation
         return True
 
     def _is_computed(self, fold: Expr) -> bool:
@@ -177,8 +168,8 @@ class Formulas:
 
     def is_weight(self, source: Any) -> bool:
         """Whether what a formula reads is a tensor that all tokens share."""
-        is_row = isinstance(source, fx.Node) and self.rows.of(source) is not None
-        return isinstance(source, fx.Node) and not is_row and self.weight_shape(source) is not None
+        is_node = isinstance(source, fx.Node)
+        return is_node and self.rows.of(source) is None and self.weight_shape(source) is not None
 
 
 def split_product(body: Expr, over: Expr, is_weight: Callable[[Any], bool]) -> tuple[Expr, Expr] | None:
@@ -188,11 +179,9 @@ def split_product(body: Expr, over: Expr, is_weight: Callable[[Any], bool]) -> t
         return None
     for left, factor in (body.args, body.args[::-1]):
         weight = weight_of(factor)
-        if (
-            weight is None
-            or len(weight.matrix.args) != 2
-            or not all(is_weight(r.value) for r in E.reads(factor))
-        ):
+        if weight is None or len(weight.matrix.args) != 2:
+            continue
+        if not all(is_weight(r.value) for r in E.reads(factor)):
             continue
         others = [a for a in weight.matrix.args if a is not over]
         if any(v is not over and v.args and v.args[0].op == "const" for v in left.free):
@@ -202,14 +191,11 @@ def split_product(body: Expr, over: Expr, is_weight: Callable[[Any], bool]) -> t
     return None
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _is_spelled(node: Expr) -> bool:
-    """Whether the score language has an operation."""
-    op = node.value if node.op == "raw" else node.op
-    return op == "recip" or (op != "random" and operation_of(op) is not None)
+def name_of(node: fx.Node) -> str:
+    """The dtype of a tensor on the CPU; "" for another value."""
+    value = node.meta.get("val")
+    on_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) and on_cpu else ""
 
 
 def _batch_sizes(graph: ProgramGraph, tokens: str) -> set[Any]:
@@ -289,13 +275,16 @@ def spelled(node: Expr) -> Expr:
     def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
         match node.op:
             case "add":
-                return _chain("add", sorted(args, key=lambda a: (a.op == "const", _is_negative(a))))
+                first, *terms = sorted(args, key=lambda a: (a.op == "const", _sign(a)[0] < 0))
+                return functools.reduce(_added, terms, first)
             case "mul":
-                over = [a.args[1] for a in args if _is_inverse(a)]
-                parts = [a for a in args if not _is_inverse(a)] or [E.ONE]
-                return _chain("div", [_chain("mul", parts), *over])
+                inverse = {a: a.op == "div" and E.is_const(a.args[0], 1) for a in args}
+                factors = [a for a in args if not inverse[a]] or [E.ONE]
+                over = [a.args[1] for a in args if inverse[a]]
+                product = functools.reduce(lambda a, b: operation("mul", a, b), factors)
+                return functools.reduce(lambda a, b: operation("div", a, b), over, product)
             case "and" | "or":
-                return _chain(node.op, list(args))
+                return functools.reduce(lambda a, b: operation(node.op, a, b), args)
             case "recip":
                 if args[0].op == "sqrt":
                     return operation("rsqrt", args[0].args[0])
@@ -309,33 +298,18 @@ def spelled(node: Expr) -> Expr:
     return E.rebuild(node, leaf)
 
 
-def _chain(op: str, parts: list[Expr]) -> Expr:
-    whole = parts[0]
-    for part in parts[1:]:
-        if op == "add" and _is_negative(part):
-            positive = _without_sign(part)
-            whole = operation("sub", whole, positive)
-        else:
-            whole = operation(op, whole, part)
-    return whole
-
-
-def _is_inverse(node: Expr) -> bool:
-    return node.op == "div" and E.is_const(node.args[0], 1)
-
-
-def _is_negative(node: Expr) -> bool:
+def _sign(node: Expr) -> tuple[float, Expr]:
+    """The number that a term is multiplied by, or is, and the term with the opposite sign where it is
+    negative."""
     factor = node.args[0] if node.op == "mul" else node
-    return (
-        factor.op == "const"
-        and factor is not E.NAN
-        and not isinstance(factor.value, bool)
-        and factor.value < 0
-    )
+    if factor.op != "const" or factor is E.NAN or isinstance(factor.value, bool) or factor.value >= 0:
+        return 1, node
+    positive, rest = E.const(-factor.value), node.args[1:]
+    if node.op == "mul":
+        positive = rest[0] if factor.value == -1 else E.make("mul", (positive, *rest), None, node.kind)
+    return factor.value, positive
 
 
-def _without_sign(node: Expr) -> Expr:
-    if node.op == "const":
-        return E.const(-node.value)
-    factor, rest = node.args
-    return rest if E.is_const(factor, -1) else E.make("mul", (E.const(-factor.value), rest), None, node.kind)
+def _added(whole: Expr, term: Expr) -> Expr:
+    factor, positive = _sign(term)
+    return operation("sub" if factor < 0 else "add", whole, positive)

@@ -13,16 +13,16 @@ the operation is only worth it in compiled form. Steps of loops over tokens are 
 """
 
 import dataclasses
-import heapq
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
+import networkx as nx
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size, keep_sizes
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, is_size, keep_sizes
 from attngraph.ir.language.derivative import UnsupportedError
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.token_derivative import backward
@@ -71,7 +71,12 @@ def _made(graph: ProgramGraph, fewest: int = FEWEST) -> list[int]:
     made = (_fuse(graph, facts, members, replaced, fewest) for members in _regions(graph, facts, formulas))
     regions = [count for count in made if count]
     if regions or facts.windows:
-        _sort(graph)
+        # Every operation behind its operands, otherwise in the order that there is.
+        order = {node: place for place, node in enumerate(graph.graph.nodes)}
+        output = graph.graph.output_node()
+        for node in nx.lexicographical_topological_sort(dependence(graph.graph), key=order.__getitem__):
+            if node is not output:
+                output.prepend(node)
         graph.clean()
     return regions
 
@@ -104,7 +109,8 @@ def _fuse(
     """Replace the members of a region by one operation; returns how many there are, or 0. `replaced`: the
     results that stand for values of earlier regions."""
     computing = [n for n, f in members.items() if f.value.op != "read"]
-    if not graph.gradients and len(computing) < fewest and not any(_multiplies(facts, n) for n in computing):
+    multiplies = any(n.target is linear_q or facts.meaning.contracts(n) for n in computing)
+    if not graph.gradients and len(computing) < fewest and not multiplies:
         return 0
     members = _without_views_of_given(members)
     wanted = [n for n in members if any(u not in members and not _only_splits(u, members) for u in n.users)]
@@ -114,14 +120,11 @@ def _fuse(
         return 0  # the first: nothing says how many tokens there are
     if graph.gradients and not _pays(facts, computing, region):
         return 0
-    last = max(members, key=_order(graph).__getitem__)
-    builder = Builder(graph, last)
-    given = [
-        facts.rows.flattened(replaced.get(node, node), facts.rows.of(node), builder) for node in region.given
-    ]
+    builder, rows = Builder(graph, max(members)), facts.rows
+    given = [rows.flattened(replaced.get(node, node), rows.of(node), builder) for node in region.given]
     made = builder.call(torch.ops.attngraph.token_program.default, given, program.text)
     for place, node in enumerate(wanted):
-        result = facts.rows.unflattened(builder.call(operator.getitem, made, place), node, builder)
+        result = rows.unflattened(builder.call(operator.getitem, made, place), node, builder)
         result.meta |= {key: value for key, value in node.meta.items() if key != "val"}
         keep_sizes(node, result)
         replaced[node] = result
@@ -164,42 +167,11 @@ def _only_splits(node: fx.Node, members: Collection[fx.Node]) -> bool:
     return isinstance(node.meta.get("val"), (list, tuple)) and all(user in members for user in node.users)
 
 
-def _multiplies(facts: Formulas, node: fx.Node) -> bool:
-    return node.target is linear_q or facts.meaning.contracts(node)
-
-
 def _without_views_of_given(members: dict[fx.Node, Formula]) -> dict[fx.Node, Formula]:
     """Without views of values from outside that are used outside: a program would copy them."""
     left = dict(members)
     for node, formula in members.items():
-        if (
-            formula.value.op == "read"
-            and formula.value.value not in left
-            and any(u not in members for u in node.users)
-        ):
+        is_view = formula.value.op == "read" and formula.value.value not in left
+        if is_view and any(u not in members for u in node.users):
             del left[node]
     return left
-
-
-def _order(graph: ProgramGraph) -> dict[fx.Node, int]:
-    return {node: place for place, node in enumerate(graph.graph.nodes)}
-
-
-def _sort(graph: ProgramGraph) -> None:
-    """Put every operation behind its operands, otherwise in the order that there is."""
-    order = _order(graph)
-    waiting = {node: len(set(node.all_input_nodes)) for node in order}
-    ready = [(place, node) for node, place in order.items() if not waiting[node]]
-    heapq.heapify(ready)
-    sorted_nodes: list[fx.Node] = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        sorted_nodes.append(node)
-        for user in node.users:
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, (order[user], user))
-    output = graph.graph.output_node()
-    for node in sorted_nodes:
-        if node is not output:
-            output.prepend(node)

@@ -4,6 +4,7 @@ Operations that only move elements, or whose elements are used once, are compute
 others are definitions: products, sums, and values that are used more than once or at several places.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from attngraph.ir.walk import reached
 from attngraph.passes.fuse_token_wise.formulas import (
     Formula,
     Formulas,
+    name_of,
     packing,
     placed,
     spelled,
@@ -46,13 +48,8 @@ class Region:
         self._inlined: dict[fx.Node, Expr] = {}
         self._made: dict[Any, int] = {}
         self._kept = _kept(formulas, wanted)
-        results = [self._result(node) for node in wanted]
+        results = [Result(self._defined(n), self._of_rows(n), name_of(n)) for n in wanted]
         self.program = self._numbered(results)
-
-    def _result(self, node: fx.Node) -> Result:
-        return Result(
-            self._defined(node), self._of_rows(node), str(node.meta["val"].dtype).removeprefix("torch.")
-        )
 
     def _of_rows(self, node: fx.Node) -> tuple[int | None, ...]:
         """The extents of a value as the program has it, None for its rows."""
@@ -107,8 +104,7 @@ class Region:
         if node not in self._of:
             formula = self.formulas[node]
             indices = tuple(a for a in formula.at if a.op == "var" and a is not TOKEN)
-            value = self._resolved(formula.value)
-            self._of[node] = self._define(indices, value)
+            self._of[node] = self._define(indices, self._resolved(formula.value))
         return self._of[node]
 
     def _define(
@@ -124,11 +120,11 @@ class Region:
         if self._is_whole(value, made) and not fold:
             number: int = value.value[1]
             return number
-        key = (made, value, fold, None if over is None else names[over])
-        if key not in self._made:
-            self._made[key] = len(self._definitions)
-            self._definitions.append(Definition(made, value, fold, None if over is None else names[over]))
-        return self._made[key]
+        definition = Definition(made, value, fold, None if over is None else names[over])
+        if definition not in self._made:
+            self._made[definition] = len(self._definitions)
+            self._definitions.append(definition)
+        return self._made[definition]
 
     def _is_whole(self, value: Expr, indices: tuple[Expr, ...]) -> bool:
         """Whether it is an earlier definition, all of it (and not the first of its elements)."""
@@ -149,20 +145,17 @@ class Region:
                 return E.read(places[node.value], args, "any")
             return E.with_args(node, args)
 
-        definitions = []
-        for number in order:
-            made = self._definitions[number]
-            definitions.append(
-                Definition(made.indices, spelled(E.rebuild(made.value, leaf)), made.fold, made.over)
-            )
+        definitions = [
+            dataclasses.replace(made, value=spelled(E.rebuild(made.value, leaf)))
+            for made in (self._definitions[number] for number in order)
+        ]
         given = []
         for node in self.given:
             shape = self.facts.weight_shape(node) or ()
             own = self.facts.rows.of(node) is not None
             extents = self._of_rows(node) if own else tuple(int(n.value) for n in shape)
             packed = packing(node)
-            dtype = str(node.meta["val"].dtype).removeprefix("torch.") if packed is None else WORD
-            given.append(Given(extents, dtype, packed))
+            given.append(Given(extents, name_of(node) if packed is None else WORD, packed))
         self.given = [node if packing(node) is None else node.all_input_nodes[0] for node in self.given]
         named = [Result(places["defined", r.number], r.shape, r.dtype) for r in results]
         return TokenProgram(tuple(given), tuple(definitions), tuple(named))

@@ -10,7 +10,7 @@ import collections
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -99,9 +99,10 @@ class Rows:
         known = set(self._weights)  # and what follows from them alone
         for node in self.graph.graph.nodes:
             given, shape = node.all_input_nodes, self.shape(node)
+            ranks = [getattr(n.meta.get("val"), "ndim", 0) for n in known.intersection(given)]
             if given and known.issuperset(given):
                 known.add(node)
-            elif shape and multiplies(node) and any(_is_matrix(n) for n in known.intersection(given)):
+            elif shape and multiplies(node) and 2 in ranks:
                 found[tuple(n for n in shape[:-1] if not E.is_const(n, 1))] += 1
         kinds = sorted(filter(None, found), key=lambda extents: (-len(extents), -found[extents]))
         return list(dict.fromkeys(itertools.chain(kinds, ((Place((), kind).total,) for kind in kinds))))
@@ -127,25 +128,23 @@ class Rows:
         return self._spread[key]
 
     def _repeated(self, node: fx.Node, numbers: Sequence[int | None], place: Place) -> fx.Node:
-        builder = Builder(self.graph, node.next if node.op != "placeholder" else self._first())
+        first = next(n for n in self.graph.graph.nodes if n.op != "placeholder")
+        builder = Builder(self.graph, node.next if node.op != "placeholder" else first)
         inner = [d for d, number in enumerate(numbers) if number is None]
-        used = sorted((number, d) for d, number in enumerate(numbers) if number is not None)
+        used = dict(sorted((number, d) for d, number in enumerate(numbers) if number is not None))
         try:
             sizes = [builder.size(extent) for extent in place.extents]
-            made = builder.call(aten.permute.default, node, [*(d for _, d in used), *inner])
-            for number in range(len(sizes)):
-                if number not in dict(used):
-                    made = builder.call(aten.unsqueeze.default, made, number)
-            extents = [int(node.meta["val"].shape[d]) for d in inner]
-            made = builder.call(aten.expand.default, made, [*sizes, *extents])
-            return builder.call(aten.reshape.default, made, [-1, *extents])
         except NoSize as problem:
             raise Unliftable("of a number that is not known where it is computed") from problem
+        extents = [int(node.meta["val"].shape[d]) for d in inner]
 
-    def _first(self) -> fx.Node:
-        """The first operation."""
-        found: fx.Node = next(n for n in self.graph.graph.nodes if n.op != "placeholder")
-        return found
+        def repeated(x: Any, sizes: Any) -> Any:
+            x = x.permute([*used.values(), *inner])
+            for number in range(len(sizes)):
+                x = x if number in used else x.unsqueeze(number)
+            return x.expand([*sizes, *extents]).reshape([-1, *extents])
+
+        return builder.trace(repeated, node, sizes)  # type: ignore[no-any-return]
 
     # --- as a program has them ---
 
@@ -157,11 +156,8 @@ class Rows:
         if key not in self._flat:
             shape = node.meta["val"].shape
             inner = [d for d in range(len(shape)) if d not in place.dims]
-            moved = node
-            if place.dims != tuple(range(len(place.dims))):
-                moved = builder.call(aten.permute.default, node, [*place.dims, *inner])
-            extents = [int(shape[d]) for d in inner]
-            self._flat[key] = builder.call(aten.reshape.default, moved, [-1, *extents])
+            moved = builder.permuted(node, [*place.dims, *inner])
+            self._flat[key] = builder.call(aten.reshape.default, moved, [-1, *(int(shape[d]) for d in inner)])
         return self._flat[key]
 
     def unflattened(self, made: fx.Node, node: fx.Node, builder: Builder) -> fx.Node:
@@ -175,14 +171,9 @@ class Rows:
         sizes = [builder.size(extent) for extent in place.extents]
         whole = builder.call(aten.reshape.default, made, [*sizes, *(int(shape[d]) for d in inner)])
         order = [*place.dims, *inner]
-        if order != sorted(order):
-            whole = builder.call(aten.permute.default, whole, [order.index(d) for d in range(len(shape))])
+        whole = builder.permuted(whole, [order.index(d) for d in range(len(shape))])
         self._flat[whole, place] = made
         return whole
-
-
-def _is_matrix(node: fx.Node) -> bool:
-    return getattr(node.meta.get("val"), "ndim", 0) == 2
 
 
 def _found(extents: Sequence[Expr], shape: Sequence[Expr]) -> tuple[int, ...]:

@@ -39,16 +39,13 @@ def fuse_steps(graph: ProgramGraph, fuse: Callable[[ProgramGraph], int]) -> list
             step.clean()
             parts += [f"{name}:", *_lines(step)]
         node.args = (tokens, shared, carried, starts, first, "\n".join(parts))
-        others = [n for n in step.graph.nodes if n.op == "call_function" and not _is_compiled(n)]
+        compiled = (operator.getitem, torch.ops.attngraph.token_program.default)
+        others = [n for n in step.graph.nodes if n.op == "call_function" and n.target not in compiled]
         left = ", ".join(sorted({op_name(n) for n in others}))
         where = f" at {source}" if (source := source_of(node)) else ""
         in_pytorch = f" and, in PyTorch, {left}" if left else ""
         notes.append(f"a step of the loop over tokens{where}: {count} token program(s){in_pytorch}")
     return notes
-
-
-def _is_compiled(node: fx.Node) -> bool:
-    return node.target in (operator.getitem, torch.ops.attngraph.token_program.default)
 
 
 def _graph(

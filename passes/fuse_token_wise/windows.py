@@ -38,7 +38,7 @@ class Windows:
             self._own[node] = builder.call(last_tokens, *node.args)
         self._after = _computed_from(self._own)
         places = _computed_from([argument(n, "place") for n in self._own])
-        self._places = {n for n in places if _is_index(n.meta.get("val"))}
+        self._places = {n for n in places if getattr(n.meta.get("val"), "dtype", None) == torch.int64}
 
     def __bool__(self) -> bool:
         return bool(self._own)
@@ -76,10 +76,13 @@ class Windows:
                 return M.add(place, E.const(back))
             if found.op == "size":
                 return _with_extents(found)
-            if found.op == "sum" and _terms(found) <= MOST_TERMS and _is_step(args[0], args[1], node, dim):
+            extent = found.args[0].args[0] if found.op == "sum" else found
+            if found.op == "sum" and extent.op == "const" and extent.value <= MOST_TERMS:
                 variable, body = args
-                terms = [M.substitute(body, {variable: E.const(n)}) for n in range(_terms(found))]
-                return E.make("add", tuple(terms), None, "float") if len(terms) > 1 else terms[0]
+                if any(variable in r.args[dim].free for r in E.reads(body) if r.value is node):
+                    # It counts the places of a window.
+                    terms = [M.substitute(body, {variable: E.const(n)}) for n in range(int(extent.value))]
+                    return E.make("add", tuple(terms), None, "float") if len(terms) > 1 else terms[0]
             return M.construct(found, args)
 
         def window(found: Expr, args: tuple[Expr, ...]) -> Expr:
@@ -103,17 +106,3 @@ def _with_extents(value: Expr) -> Expr:
     which is not known of sizes that torch counts as data (`meaning/algebra/ranges.py`)."""
     sizes = {n for n in E.walk(value) if n.op == "size"}
     return M.substitute(value, {n: E.size(f"extent of {n.value}") for n in sizes})
-
-
-def _is_step(variable: Expr, body: Expr, node: fx.Node, dim: int) -> bool:
-    """Whether it counts the places of a window."""
-    return any(variable in read.args[dim].free for read in E.reads(body) if read.value is node)
-
-
-def _terms(fold: Expr) -> int:
-    extent = fold.args[0].args[0]
-    return int(extent.value) if extent.op == "const" else MOST_TERMS + 1
-
-
-def _is_index(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.int64

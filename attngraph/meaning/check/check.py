@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from attngraph.errors import VerificationError
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import E, Keep, Score
@@ -67,17 +68,32 @@ def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence
     sizes. The sizes of the example are tried where the model runs at none of the others."""
     leaves = with_makers_of_sizes((old, new), leaves)
     order = region((old, new), leaves)
-    boxes: list[Box] = []
+    box: Box = ()
 
-    def pairs(sample: Sample) -> list[Pair]:
+    def pairs(sample: Sample) -> Iterator[Pair]:
+        nonlocal box
         box, needed = choose_box(order, (old, new), leaves, sample.sizes, sample.generator)
-        boxes.append(box)
         if needed > budgets.CHECK_BYTES:
             raise TooLarge
-        return _both_ways(old, new, leaves, order, sample, graph.gradients, box)
+        given = {leaf: sample.draw(leaf, graph.gradients) for leaf in leaves}
+        with torch.set_grad_enabled(graph.gradients):
+            both = sample.evaluate(order, given, old, new, box=box)
+            yield "value", *both
+            if graph.gradients:
+                inputs = {n: t for n, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
+                weight = torch.randn(both[0].shape, generator=sample.generator, dtype=torch.float64)
+                grads = [gradients(result, weight, list(inputs.values())) for result in both]
+                yield from ((f"gradient for {n}", a, b) for n, a, b in zip(inputs, *grads, strict=True))
 
     def drowned(sample: Sample, exact: Tensor) -> str:
-        return _drowned(old, new, leaves, order, sample.in_float32(), exact, boxes[-1])
+        narrow = sample.in_float32()
+        try:
+            with torch.no_grad():
+                given = {leaf: narrow.draw(leaf) for leaf in leaves}
+                found = narrow.evaluate(order, given, new, old, box=box)
+        except RuntimeError:  # a constant beyond the range of float32: the model itself does not run in it
+            return ""
+        return _drowned(exact, *found)
 
     sizes = choose_sizes(leaves, graph.admits, graph.hints)
     if bytes_in_float64(order, {**graph.hints, **dict(*sizes[-1:])}) > budgets.SAMPLE_BYTES:
@@ -153,46 +169,25 @@ def factors(order: Sequence[fx.Node]) -> dict[fx.Node, float]:
     return found
 
 
-def _drowned(
-    old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node], order: Sequence[fx.Node], sample: Sample,
-    exact: Tensor, box: Box,
-) -> str:  # fmt: skip
-    """What is wrong with `new` in float32, if its error is far larger than the error of `old`. (Where only
-    one of them is NaN or infinite, one way of writing the function exceeds the range of float32.)"""
-    try:
-        with torch.no_grad():
-            found = sample.evaluate(order, {leaf: sample.draw(leaf) for leaf in leaves}, new, old, box=box)
-    except RuntimeError:  # a constant beyond the range of float32: the model itself does not run in it
-        return ""
+def _drowned(exact: Tensor, found: Tensor, own: Tensor) -> str:
+    """What is wrong with a new value in float32, if its error is far larger than that of the model's `own`.
+    (Where only one of them is NaN or infinite, one way of writing the function exceeds the range of
+    float32.)"""
     if not exact.is_floating_point() or not exact.numel():
         return ""
     wanted = torch.nan_to_num(exact.detach(), 0.0, 0.0, 0.0)
-    error, own = (torch.nan_to_num(t.double(), 0.0, 0.0, 0.0).sub(wanted).abs() for t in found)
+    error, theirs = (torch.nan_to_num(t.double(), 0.0, 0.0, 0.0).sub(wanted).abs() for t in (found, own))
     slack = 32 * torch.finfo(torch.float32).eps * wanted.abs().max()
     # The model's own error may be large in a few places, where all keys are masked, say.
     for of in (torch.max, torch.median):
-        if of(error) > 8 * of(own) + slack:
-            return f"in float32 its error is {float(of(error)):.1e}, the model's own is {float(of(own)):.1e}"
+        if of(error) > 8 * of(theirs) + slack:
+            return (
+                f"in float32 its error is {float(of(error)):.1e}, the model's own is {float(of(theirs)):.1e}"
+            )
     return ""
 
 
-def _both_ways(
-    old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node], order: Sequence[fx.Node], sample: Sample,
-    gradients: bool, box: Box,
-) -> list[Pair]:  # fmt: skip
-    given = {leaf: sample.draw(leaf, gradients) for leaf in leaves}
-    with torch.set_grad_enabled(gradients):
-        both = sample.evaluate(order, given, old, new, box=box)
-        pairs: list[Pair] = [("value", *both)]
-        if gradients:
-            inputs = {n: t for n, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
-            weight = torch.randn(both[0].shape, generator=sample.generator, dtype=torch.float64)
-            grads = [_gradients(result, weight, list(inputs.values())) for result in both]
-            pairs += [(f"gradient for {n}", a, b) for n, a, b in zip(inputs, *grads, strict=True)]
-    return pairs
-
-
-def _gradients(result: Tensor, weight: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+def gradients(result: Tensor, weight: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Gradients of a random combination of the finite results; zeros where none flows."""
     if not result.requires_grad:
         return [torch.zeros_like(t) for t in inputs]
@@ -235,3 +230,30 @@ class Checks:
                 return place
         self._contents.append(tensor)
         return len(self._contents) - 1
+
+
+def require_same_results(before: ProgramGraph, after: ProgramGraph) -> None:
+    """Check that both graphs give the same results for random inputs, in float64, with gradients where they
+    are recorded.
+
+    Raises:
+        VerificationError: they do not, or take other inputs, or have another number of results.
+    """
+    both = before.copy()
+    given = {node.name: node for node in both.placeholders()}
+    new = [node.name for node in after.placeholders() if node.name not in given]
+    if new or len(before.results()) != len(after.results()):
+        what = new or "its number of results"
+        raise VerificationError(f"what cannot be compared with the graph before: {what}")
+    known: dict[fx.Node, fx.Node] = {node: given[node.name] for node in after.placeholders()}
+    with both.graph.inserting_before(both.graph.output_node()):
+        for node in after.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                known[node] = both.graph.node_copy(node, known.__getitem__)
+                known[node].meta = dict(node.meta)
+    for place, (old, found) in enumerate(zip(both.results(), after.results(), strict=True)):
+        if isinstance(old, fx.Node) and isinstance(old.meta.get("val"), Tensor):
+            verdict = same_value(both, old, known[found], both.placeholders())
+            if verdict.problem:
+                problem = f"result {place} is not what it was before the pass: {verdict.problem}"
+                raise VerificationError(problem)

@@ -144,12 +144,9 @@ def _sort(value: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tenso
     return value.sort(dim=dim, descending=descending, stable=True)
 
 
-def _argsort(value: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
-    return value.argsort(dim=dim, descending=descending, stable=True)
-
-
 _ORDERED: dict[Any, Callable[..., Any]] = {
-    aten.topk.default: _topk, aten.sort.default: _sort, aten.argsort.default: _argsort,
+    aten.topk.default: _topk, aten.sort.default: _sort,
+    aten.argsort.default: lambda *args, **kwargs: _sort(*args, **kwargs)[1],
 }  # fmt: skip
 
 

@@ -18,16 +18,8 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.ranks import Ranks, Shard
 from attngraph.ir.ops.collectives import COLLECTIVES, EXCHANGING, together
 from attngraph.ir.walk import computed
-from attngraph.meaning.check.check import (
-    TOLERANCE,
-    Checks,
-    Pair,
-    TooLarge,
-    Verdict,
-    _gradients,
-    compared,
-    rounding,
-)
+from attngraph.meaning.check import check
+from attngraph.meaning.check.check import Checks, Pair, TooLarge, Verdict, compared
 from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes
 
@@ -53,25 +45,19 @@ def run_on_ranks(
     """
 
     def of_all(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
-        return _of_all(node, found, compute, ranks)
+        if node.target in COLLECTIVES or node.target in EXCHANGING:
+            return _together(node, found, compute, ranks)
+        if not any(isinstance(found[n], PerRank) for n in node.all_input_nodes):
+            return compute(node, *_own(node, found, 0))
+        results = PerRank()
+        before = torch.get_rng_state()
+        for rank in range(ranks.count):
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                torch.set_rng_state(before)  # ranks draw the same numbers
+            results.append(compute(node, *_own(node, found, rank)))
+        return results
 
     return computed(order, operator.attrgetter("all_input_nodes"), of_all, wanted, given)
-
-
-def _of_all(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ranks: Ranks) -> Any:
-    if node.target in COLLECTIVES:
-        return _together(node, found, ranks)
-    if node.target in EXCHANGING:
-        return _exchanging(node, found, compute, ranks)
-    if not any(isinstance(found[n], PerRank) for n in node.all_input_nodes):
-        return compute(node, *fx.map_arg((node.args, node.kwargs), found.__getitem__))
-    results = PerRank()
-    before = torch.get_rng_state()
-    for rank in range(ranks.count):
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            torch.set_rng_state(before)  # ranks draw the same numbers
-        results.append(compute(node, *_own(node, found, rank)))
-    return results
 
 
 def _own(node: fx.Node, found: Mapping[fx.Node, Any], rank: int) -> Any:
@@ -83,28 +69,16 @@ def _own(node: fx.Node, found: Mapping[fx.Node, Any], rank: int) -> Any:
     return fx.map_arg((node.args, node.kwargs), mine)
 
 
-def _exchanging(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ranks: Ranks) -> PerRank:
-    """An operation in which ranks exchange values: of those of one process group after the other."""
+def _together(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ranks: Ranks) -> PerRank:
+    """A collective, or an operation in which ranks exchange values: of the ranks of one process group after
+    the other. What else a collective is given is equal on the ranks of a group."""
     results = PerRank([None] * ranks.count)
     for line in ranks.lines(str(node.args[-1])):
-        runs = [functools.partial(compute, node, *_own(node, found, rank)) for rank in line]
-        for rank, result in zip(line, together(runs), strict=True):
-            results[rank] = result
-    return results
-
-
-def _together(node: fx.Node, found: Mapping[fx.Node, Any], ranks: Ranks) -> PerRank:
-    """A collective of all ranks: those of one process group after the other."""
-    whole: Any = found[node.args[0]]  # type: ignore[index]
-    results = PerRank([None] * ranks.count)
-    for line in ranks.lines(str(node.args[-1])):
-        parts = [whole[rank] if isinstance(whole, PerRank) else whole for rank in line]
-
-        def of_line(n: fx.Node, first: int = line[0]) -> Any:
-            """What else a collective is given, which is equal on the ranks of a group."""
-            return found[n][first] if isinstance(found[n], PerRank) else found[n]
-
-        made = COLLECTIVES[node.target](fx.map_arg(node.args[1:], of_line), parts)
+        given = [_own(node, found, rank) for rank in line]
+        if node.target in COLLECTIVES:
+            made = COLLECTIVES[node.target](given[0][0][1:], [args[0] for args, _ in given])
+        else:
+            made = together([functools.partial(compute, node, *own) for own in given])
         for rank, result in zip(line, made, strict=True):
             results[rank] = result
     return results
@@ -138,7 +112,7 @@ class _OnRanks(Checks):
                 raise TooLarge
             return self._pairs((old, new), orders, frozenset(leaves), sample)
 
-        return compared(graph, sizes, TOLERANCE + rounding(orders[0]), pairs)
+        return compared(graph, sizes, check.TOLERANCE + check.rounding(orders[0]), pairs)
 
     def _needed(self, order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:
         """The bytes of a check."""
@@ -200,8 +174,7 @@ class RankChecks(_OnRanks):
                 sides.append([("value", found), *_learned(found, drawn, copies, gradients)])
         each = ranks.count // ranks.before.count
         for (what, theirs), (_, ours) in zip(*sides, strict=True):
-            for number, mine in enumerate(ours):
-                yield what, theirs[number // each], mine
+            yield from ((what, theirs[number // each], mine) for number, mine in enumerate(ours))
 
 
 class WayChecks(_OnRanks):
@@ -261,8 +234,8 @@ def _gradients_of_all(found: Sequence[Tensor], inputs: Sequence[Tensor], seed: i
     """The gradients of all ranks' results together, each weighted by the same random numbers."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(found[0].shape, generator=generator, dtype=torch.float64)
-    together = torch.stack(list(found))
-    return _gradients(together, weight.expand_as(together), inputs)
+    whole = torch.stack(list(found))
+    return check.gradients(whole, weight.expand_as(whole), inputs)
 
 
 def _learned(
