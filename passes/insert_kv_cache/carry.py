@@ -32,13 +32,12 @@ from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.tokens.facts import Kind, Scan
 from attngraph.meaning.tokens.loops import TokenLoop
 from attngraph.meaning.tokens.numbers import reach
-from attngraph.meaning.tokens.recurrence import Sums
-from attngraph.meaning.tokens.transitions import RunningSum
+from attngraph.meaning.tokens.recurrence import RunningSum, Sums
 from attngraph.meaning.tokens.unfold import VIEWS
 from attngraph.meaning.tokens.windows import RunningFold
 from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.insert_kv_cache.step import RefutedError, Step, extent_of
-from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter, NotWritten
+from attngraph.passes.insert_kv_cache.step import RefutedError, Step
+from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter, NotWritten, extent_of
 
 aten = torch.ops.aten
 ALIKE, ENTRIES = 1e-8, 16

@@ -7,7 +7,7 @@ packed sequence, `[1, N]`, and only three things are rewritten. Values that depe
 from a vector of positions (`write_formula`); attention reads cached pages and the new tokens
 (`attngraph::cached_attention`, with the score program unchanged); values that do not depend on the tokens (an
 encoder, keys computed from it) move into a stage that runs once per prompt. The cached values are a
-minimum cut (`kept_values.py`); those of the new tokens are results, written to the pages after
+minimum cut (`step.py`); those of the new tokens are results, written to the pages after
 the step. Refuses, naming the operation, its line and a pair of tokens, where a token can see a later one.
 """
 
@@ -38,9 +38,8 @@ from attngraph.passes.insert_kv_cache.carry import carry, fold, take_steps
 from attngraph.passes.insert_kv_cache.every_token import pick_results
 from attngraph.passes.insert_kv_cache.free_tokens import free_tokens
 from attngraph.passes.insert_kv_cache.join_pieces import join_pieces, leave_out_own_places
-from attngraph.passes.insert_kv_cache.kept_values import KeptValues, StepInputs
 from attngraph.passes.insert_kv_cache.look_back import look_back, run_again
-from attngraph.passes.insert_kv_cache.step import RefutedError, Rewrite, Step
+from attngraph.passes.insert_kv_cache.step import KeptValues, RefutedError, Rewrite, Step, StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
 from attngraph.passes.insert_kv_cache.write_formula import ByIndex, NotWritten
 from attngraph.pipeline import Outcome

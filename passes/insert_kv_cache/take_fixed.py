@@ -20,7 +20,7 @@ from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder
-from attngraph.passes.insert_kv_cache.kept_values import StepInputs
+from attngraph.passes.insert_kv_cache.step import StepInputs
 
 aten = torch.ops.aten
 

@@ -8,6 +8,7 @@ step and reads views; `ByIndex` has the dimensions of a value that follows from 
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -272,3 +273,14 @@ class ByIndex(Writer):
 def is_tensor(value: Any) -> bool:
     """Whether a value is a node with a tensor."""
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def extent_of(*variables: Expr) -> int:
+    """How many values the variables have together.
+
+    Raises:
+        NotWritten: no number says how many.
+    """
+    if any(v.args[0].op != "const" for v in variables):
+        raise NotWritten("an axis whose length is not a number")
+    return math.prod(int(v.args[0].value) for v in variables)
