@@ -32,6 +32,12 @@ _OF_SIZES: dict[str, Any] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
     "mod": operator.mod, "max": torch.sym_max, "min": torch.sym_min,
 }  # fmt: skip
+_VIEWS = {
+    "select": aten.select.int, "unsqueeze": aten.unsqueeze.default, "unflatten": aten.unflatten.int,
+    "permute": aten.permute.default, "zeros": aten.new_zeros.default, "expand": aten.expand.default,
+    "reshape": aten.reshape.default,
+}  # fmt: skip
+"""The operation of each view but `narrow` (`layout.ViewOp`)."""
 _NOTHING: Mapping[Expr, Any] = MappingProxyType({})
 _FOR_SIZES = {{"floordiv": "floor_divide", "mod": "remainder"}.get(n, n): f for n, f in _OF_SIZES.items()}
 """Arithmetic of sizes, by the name that it has for tensors."""
@@ -183,24 +189,15 @@ class Builder:
         """
         for step in steps:
             sizes = [self.size(s) for s in step.sizes]
-            dim = step.dims[0] if step.dims else 0
             match step.op:
-                case "unflatten":
-                    node = self.call(aten.unflatten.int, node, dim, sizes)
                 case "narrow":
-                    node = self._narrowed(node, dim, sizes[0], sizes[1])
-                case "select":
-                    node = self.call(aten.select.int, node, dim, sizes[0])
+                    node = self._narrowed(node, *step.dims, *sizes)
                 case "permute":
-                    node = self.call(aten.permute.default, node, list(step.dims))
-                case "zeros":
-                    node = self.call(aten.new_zeros.default, node, sizes)
-                case "unsqueeze":
-                    node = self.call(aten.unsqueeze.default, node, dim)
-                case "expand":
-                    node = self.call(aten.expand.default, node, sizes)
-                case "reshape":
-                    node = self.call(aten.reshape.default, node, sizes)
+                    node = self.call(_VIEWS[step.op], node, list(step.dims))
+                case "select" | "unsqueeze":
+                    node = self.call(_VIEWS[step.op], node, *step.dims, *sizes)
+                case _:
+                    node = self.call(_VIEWS[step.op], node, *step.dims, sizes)
         return node
 
     def _narrowed(self, node: fx.Node, dim: int, start: Any, length: Any) -> fx.Node:

@@ -46,15 +46,8 @@ class _Seen(NamedTuple):
     packed: Packed | None = None
 
 
-class _Claim(NamedTuple):
-    """`node` equals linear_q of these."""
-
-    node: fx.Node
-    x: _Seen
-    w: _Seen
-    scales: _Seen | None
-    zeros: _Seen | None
-    bias: _Seen | None
+Operands = tuple[_Seen, _Seen, _Seen | None, _Seen | None, _Seen | None]
+"""Of linear_q: the value, the weight, its scales, its zeros, the bias."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +61,10 @@ class QuantisedLinear:
         found, checks, done = _Products(graph), Checks(graph), 0
         for node in list(graph.graph.nodes):
             with Proposal(graph, node, checks, survives=True) as proposal:
-                claim = found.claim(node)
-                if claim is None:
+                operands = found.operands(node)
+                if operands is None:
                     continue
-                operands, outs = claim[1:], int(node.meta["val"].shape[-1])
+                outs = int(node.meta["val"].shape[-1])
                 given = (None if o is None else _built(proposal, o, outs) for o in operands)
                 new = proposal.call(linear_q, *given)
                 proposal.replace(node, new, [o.base for o in operands if o is not None])
@@ -96,8 +89,8 @@ class _Products:
         self.own = {n for n, i in graph.given().items() if i.kind in ("parameter", "buffer", "constant")}
         self.has_integers = any(_dtype(n) in _CONTAINERS for n in self.own)
 
-    def claim(self, node: fx.Node) -> _Claim | None:
-        """What a node is, if it is a product with a weight of integers."""
+    def operands(self, node: fx.Node) -> Operands | None:
+        """Of what a node is the product, if it is a product with a weight of integers."""
         value = node.meta.get("val")
         if not self.has_integers or not isinstance(value, torch.Tensor) or value.device.type != "cpu":
             return None
@@ -109,11 +102,11 @@ class _Products:
             terms = E.parts(element, "add")
             (total,) = (t for t in terms if t.op == "sum")
             (bias,) = (t for t in terms if t is not total) if len(terms) > 1 else (None,)
-            return self._product(node, at, total, bias)
+            return self._product(at, total, bias)
         except (Unliftable, NoView, ValueError):  # not one product and a bias
             return None
 
-    def _product(self, node: fx.Node, at: Sequence[Expr], total: Expr, bias: Expr | None) -> _Claim | None:
+    def _product(self, at: Sequence[Expr], total: Expr, bias: Expr | None) -> Operands | None:
         over, body = total.args
         if body.op != "mul" or len(body.args) != 2 or not at or at[-1].op != "var":
             return None
@@ -127,7 +120,7 @@ class _Products:
             x = self._seen(left, (*((i,) if i.op == "var" else () for i in at[:-1]), (over,)))
             if bias is not None and (bias.op != "read" or bias.free != {out}):
                 return None
-            return _Claim(node, x, *factors, None if bias is None else self._seen(bias, ((out,),)))
+            return x, *factors, (None if bias is None else self._seen(bias, ((out,),)))
         return None
 
     def _factors(self, read: Expr, out: Expr, over: Expr) -> tuple[_Seen, _Seen | None, _Seen | None] | None:

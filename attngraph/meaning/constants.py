@@ -165,40 +165,27 @@ def describe(values: Tensor, at: tuple[Expr, ...]) -> Expr | None:
         return E.const(values[places].item()) if inside else None
     kept = [d for d, extent in enumerate(values.shape) if extent > 1]
     squeezed = values.squeeze()
-    if len(kept) == 1:
-        return _progression(squeezed, at[kept[0]]) or _repeated(squeezed, at[kept[0]])
+    if len(kept) == 1 and not values.is_floating_point() and values.dtype != torch.bool:
+        # Integers only: a float range would have to match to the last bit.
+        return _range(squeezed.to(torch.int64), at[kept[0]])
     if len(kept) == 2:
         row, column = at[kept[0]], at[kept[1]]
         return _band(squeezed, row, column) or _blocks(squeezed, row, column)
     return None
 
 
-def _progression(values: Tensor, place: Expr) -> Expr | None:
-    """start + step * place, integers only (a float range would have to match to the last bit)."""
-    if values.is_floating_point() or values.dtype == torch.bool:
-        return None
-    start, step = int(values[0]), int(values[1]) - int(values[0])
-    steps = torch.arange(values.numel(), device=values.device, dtype=torch.int64)
-    last = start + step * (values.numel() - 1)
-    if last != int(values[-1]) or not torch.equal(values.to(torch.int64), start + step * steps):
-        return None
-    return M.add(E.const(start), M.mul(E.const(step), place))
-
-
-def _repeated(values: Tensor, place: Expr) -> Expr | None:
-    """A range, integers only, in which numbers stand several times (0 0 1 1) or begin anew (0 1 0 1)."""
-    if values.is_floating_point() or values.dtype == torch.bool:
-        return None
-    numbers = values.to(torch.int64)
+def _range(numbers: Tensor, place: Expr) -> Expr | None:
+    """start + step * place, or a range in which numbers stand several times (0 0 1 1) or begin anew
+    (0 1 0 1)."""
+    places = torch.arange(len(numbers), device=numbers.device)
     changes = (numbers[1:] != numbers[:-1]).nonzero().flatten()
-    each = int(changes[0]) + 1
     again = (numbers[1:] == numbers[0]).nonzero().flatten()
-    steps = torch.arange(len(numbers), device=values.device)
+    each, period = int(changes[0]) + 1, int(again[0]) + 1 if len(again) else 0
     start, step = int(numbers[0]), int(numbers[each] - numbers[0])
-    if each > 1 and torch.equal(numbers, start + step * (steps // each)):
-        digit = M.floordiv(place, E.const(each))
-    elif each == 1 and len(again) and torch.equal(numbers, start + step * (steps % (int(again[0]) + 1))):
-        digit = M.mod(place, E.const(int(again[0]) + 1))
+    if torch.equal(numbers, start + step * (places // each)):
+        digit = M.floordiv(place, E.const(each)) if each > 1 else place
+    elif each == 1 and period and torch.equal(numbers, start + step * (places % period)):
+        digit = M.mod(place, E.const(period))
     else:
         return None
     return M.add(E.const(start), M.mul(E.const(step), digit))

@@ -185,9 +185,8 @@ class Meaning:
     def read(self, node: Any, at: Indices) -> Expr:
         """The element of `node` at `at`, with no rule applied. A dimension of extent 1 is read at 0."""
         shape = self.shape(node)
-        at = tuple(
-            E.ZERO if E.is_const(extent, 1) else place for extent, place in zip(shape, at, strict=True)
-        )
+        places = zip(shape, at, strict=True)
+        at = tuple(E.ZERO if E.is_const(extent, 1) else place for extent, place in places)
         return E.read(node, at, self.kind(node))
 
     def read_broadcast(self, node: Any, at: Indices) -> Expr:
@@ -238,8 +237,10 @@ class Meaning:
         if node.op != "placeholder" and len(writers) <= budgets.TABLE_OPS_BY_RULE:
             with contextlib.suppress(Unliftable):
                 return self._by_its_rule(node, at)
-        found = self._by_values(node, at)
+        values = self._constants.values(node)
+        found = None if values is None else describe(values, at)
         if found is not None:
+            self.rely_on(self._constants.sources(node))
             return found
         if node.op == "placeholder" or len(writers) > budgets.TABLE_OPS:
             raise Unliftable("a tensor whose values follow no known pattern")
@@ -251,14 +252,6 @@ class Meaning:
         if values is not None:
             self.rely_on(self._constants.sources(node))
         return values
-
-    def _by_values(self, node: fx.Node, at: Indices) -> Expr | None:
-        """The element by a formula of known values, whose sources are then added to `assumed`."""
-        values = self._constants.values(node)
-        found = None if values is None else describe(values, at)
-        if found is not None:
-            self.rely_on(self._constants.sources(node))
-        return found
 
     def _by_its_rule(self, node: fx.Node, at: Indices) -> Expr:
         if is_part(node):

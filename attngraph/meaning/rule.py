@@ -90,14 +90,9 @@ def _require_overload(name: str) -> None:
     op, _, overload = name.partition(".")
     packet = getattr(torch.ops.aten, op, None)
     if packet is None:
-        known = {
-            str(schema).partition("::")[2]
-            for schema in torch._C._dispatch_get_all_op_names()
-            if schema.startswith("aten::")
-        }
-        raise ValueError(
-            f"torch has no operation aten.{op}; {meant(op, {k.partition('.')[0] for k in known})}"
-        )
+        names = (str(schema).partition("::") for schema in torch._C._dispatch_get_all_op_names())
+        known = {name.partition(".")[0] for namespace, _, name in names if namespace == "aten"}
+        raise ValueError(f"torch has no operation aten.{op}; {meant(op, known)}")
     if overload not in packet.overloads():
         raise ValueError(f"aten.{op} has no overload {overload!r}; {meant(overload, packet.overloads())}")
 
@@ -122,8 +117,11 @@ def category_of(node: fx.Node) -> Category | None:
         return PARTS[name][0]
     if is_part(node) or name not in RULES:
         return None
-    only_multiplies = name == "aten.einsum.default" and _sums_nothing(node)
-    return Category.POINTWISE if only_multiplies else RULES[name].category
+    if name == "aten.einsum.default":
+        inputs, arrow, output = str(node.args[0]).replace(" ", "").partition("->")
+        if arrow and set(inputs) - {",", "."} <= set(output):
+            return Category.POINTWISE  # every letter of the operands occurs in the result: it sums nothing
+    return RULES[name].category
 
 
 def is_part(node: fx.Node) -> bool:
@@ -140,9 +138,3 @@ def of_each(value: Any, dims: int) -> list[int]:
     """One number for each of so many dimensions, given one for all or one for each."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return [int(v) for v in (values * dims if len(values) == 1 else values)]
-
-
-def _sums_nothing(node: fx.Node) -> bool:
-    """Whether an einsum only multiplies: every letter of its operands occurs in its result."""
-    inputs, arrow, output = str(node.args[0]).replace(" ", "").partition("->")
-    return bool(arrow) and set(inputs) - {",", "."} <= set(output)

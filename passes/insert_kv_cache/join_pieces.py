@@ -68,14 +68,13 @@ class _Joint:
 
     def __init__(self, node: fx.Node, pieces: Sequence[fx.Node]) -> None:
         self.node, self.pieces = node, pieces
-        self.begins: list[tuple[fx.Node, ...]] = []
+        self.begins: dict[fx.Node, fx.Node] = {}
         self.others: dict[fx.Node, None] = {}
         self.order: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self._match(tuple(pieces))
-        found = {_source_of(group) for group in self.begins}
-        if len(found) != 1:
+        if len(set(self.begins.values())) != 1:
             raise Refused(_DIFFER)
-        (self.source,) = found
+        self.source = next(iter(self.begins.values()))
 
     def _match(self, same: tuple[fx.Node, ...]) -> None:
         """Enter operations that the pieces have at one place of their formulas."""
@@ -89,8 +88,9 @@ class _Joint:
             return
         if len(self.order) > budgets.PROBE_NODES or len(set(same)) < len(same):
             raise Refused(_DIFFER)
-        if _are_pieces(same):
-            self.begins.append(same)
+        source = _source_of(same)
+        if source is not None:
+            self.begins[first] = source
         else:
             operands = [n.all_input_nodes for n in same]
             alike = all(
@@ -105,7 +105,7 @@ class _Joint:
 
     def whole(self, builder: Builder) -> fx.Node:
         """The operations on the source."""
-        made: dict[fx.Node, fx.Node] = {group[0]: self.source for group in self.begins}
+        made = dict(self.begins)
 
         def joined(*given: Any) -> Any:
             first = given[0]
@@ -133,30 +133,27 @@ class _Joint:
         return found
 
 
-def _are_pieces(nodes: Sequence[fx.Node]) -> bool:
-    """Whether these are all pieces of one tensor, one after the other."""
-    first = nodes[0]
+def _source_of(pieces: Sequence[fx.Node]) -> fx.Node | None:
+    """The tensor of which these are all pieces, one after the other."""
+    first: Any = pieces[0]
     if first.target is operator.getitem:
         split = first.args[0]
-        if not isinstance(split, fx.Node) or split.target not in _SPLITS:
-            return False
-        value: Any = split.meta["val"]
-        return len(value) == len(nodes) and all(
-            n.target is operator.getitem and n.args == (split, place) for place, n in enumerate(nodes)
-        )
-    if any(n.target not in _SLICES or n.target is not first.target for n in nodes):
-        return False
+        if split.target not in _SPLITS or len(split.meta["val"]) != len(pieces):
+            return None
+        own = all(n.target is operator.getitem and n.args == (split, p) for p, n in enumerate(pieces))
+        return _whole(split.args[0]) if own else None
+    if any(n.target not in _SLICES or n.target is not first.target for n in pieces):
+        return None
     source, dim, end = _whole(first.args[0]), first.args[1], 0
-    if any(_whole(n.args[0]) is not source or n.args[1] != dim for n in nodes):
-        return False
-    whole: Any = source.meta["val"].shape[dim]
-    for node in nodes:
+    if any(_whole(n.args[0]) is not source or n.args[1] != dim for n in pieces):
+        return None
+    for node in pieces:
         start = node.args[2] if len(node.args) > 2 else 0
         size: Any = node.meta["val"].shape[dim]
         if start != end or not isinstance(size, int) or (len(node.args) > 4 and node.args[4] != 1):
-            return False
+            return None
         end += size
-    return bool(end == whole)
+    return source if end == source.meta["val"].shape[dim] else None
 
 
 def _whole(node: Any) -> fx.Node:
@@ -165,12 +162,6 @@ def _whole(node: Any) -> fx.Node:
         node = node.args[0]
     assert isinstance(node, fx.Node)
     return node
-
-
-def _source_of(pieces: Sequence[fx.Node]) -> fx.Node:
-    """What the pieces are cut from."""
-    found: Any = pieces[0].args[0]
-    return _whole(found.args[0] if pieces[0].target is operator.getitem else found)
 
 
 def leave_out_own_places(graph: ProgramGraph) -> list[str]:

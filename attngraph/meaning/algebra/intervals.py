@@ -12,7 +12,6 @@ and a value that may be NaN, may wrap around or is unknown is unbounded: nothing
 import dataclasses
 import functools
 import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -171,15 +170,8 @@ def _constant(node: Expr) -> Bounds:
         return of_interval((float(node.value), float(node.value)), node.kind)
     value = float(node.value)
     found = of_interval((value, value))
-    return found if math.isinf(value) or _is_single(value) else _widened(found)
-
-
-def _is_single(value: float) -> bool:
-    """Whether float32 holds the number exactly."""
-    try:
-        return bool(struct.unpack("f", struct.pack("f", value))[0] == value)
-    except OverflowError:
-        return False
+    exact = float(torch.tensor(value, dtype=torch.float32)) == value
+    return found if exact else _widened(found)
 
 
 def _read(node: Expr, grid: Grid | Box) -> Bounds:
@@ -187,12 +179,9 @@ def _read(node: Expr, grid: Grid | Box) -> Bounds:
     unknown = of_interval(EVERYTHING)
     names = [a.value for a in node.args if a.op == "var"]
     plain = all(a.op == "var" or (a.op == "const" and a.value >= 0) for a in node.args)
-    if (
-        not isinstance(grid, Grid)
-        or node.value >= len(grid.reads)
-        or not plain
-        or len(set(names)) < len(names)
-    ):
+    if not isinstance(grid, Grid) or node.value >= len(grid.reads):
+        return unknown
+    if not plain or len(set(names)) < len(names):
         return unknown
     view = grid.reads[node.value].detach()
     if view.dtype not in (*_LIMITS, torch.float32, torch.float64):
@@ -214,12 +203,11 @@ def _read(node: Expr, grid: Grid | Box) -> Bounds:
         low, high = (_blockwise(x, axis, cut, f) for x, f in ((low, torch.amin), (high, torch.amax)))
     order = sorted(range(len(names)), key=lambda i: INDICES.index(names[i]))
     low, high = (x.permute(order).reshape(shape).to(torch.float64) for x in (low, high))
-    if view.is_floating_point():
-        unclear = low.isnan() | high.isnan()
-        return Bounds(torch.where(unclear, -math.inf, low), torch.where(unclear, math.inf, high))
-    limit = _LIMITS[view.dtype]
-    kind = "bool" if view.dtype == torch.bool else "int"
-    unclear = (low <= -limit) | (high >= limit)
+    limit = _LIMITS.get(view.dtype, Bounds.limit)
+    kind = "float" if view.is_floating_point() else "bool" if view.dtype == torch.bool else "int"
+    unclear = low.isnan() | high.isnan()
+    if kind != "float":
+        unclear = (low <= -limit) | (high >= limit)
     return Bounds(torch.where(unclear, -math.inf, low), torch.where(unclear, math.inf, high), kind, limit)
 
 
@@ -260,24 +248,17 @@ def _rounded(kind: str, low: Tensor, high: Tensor) -> Bounds:
     return _widened(Bounds(low, high)) if kind == "float" else Bounds(low, high, kind)
 
 
-def _add(a: Bounds, b: Bounds) -> Bounds:
-    a, b, kind = _meet(a, b)
-    return _rounded(kind, a.low + b.low, a.high + b.high)
-
-
-def _sub(a: Bounds, b: Bounds) -> Bounds:
-    a, b, kind = _meet(a, b)
-    return _rounded(kind, a.low - b.high, a.high - b.low)
-
-
 def _corners(a: Bounds, b: Bounds, function: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     found = [function(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
     return functools.reduce(torch.minimum, found), functools.reduce(torch.maximum, found)
 
 
-def _mul(a: Bounds, b: Bounds) -> Bounds:
-    a, b, kind = _meet(a, b)
-    return _rounded(kind, *_corners(a, b, torch.mul))
+def _arithmetic(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Bounds, Bounds], Bounds]:
+    def rule(a: Bounds, b: Bounds) -> Bounds:
+        a, b, kind = _meet(a, b)
+        return _rounded(kind, *_corners(a, b, function))
+
+    return rule
 
 
 def _div(a: Bounds, b: Bounds) -> Bounds:
@@ -289,23 +270,27 @@ def _div(a: Bounds, b: Bounds) -> Bounds:
     )
 
 
+def _divisor(b: Bounds) -> Tensor:
+    """One positive number; NaN where it may be another."""
+    return torch.where((b.low == b.high) & (b.low > 0), b.low, math.nan)
+
+
 def _floordiv(a: Bounds, b: Bounds) -> Bounds:
     """Floor division by one positive number. A quotient of floats may be rounded up to a whole number."""
     a, b, kind = _meet(a, b)
-    usable = (b.low == b.high) & (b.low > 0)
-    divisor = torch.where(usable, b.low, math.nan)
+    divisor = _divisor(b)
     slack = 1.0 if kind == "float" else 0.0
     return _rounded(kind, (a.low / divisor).floor() - slack, (a.high / divisor).floor() + slack)
 
 
 def _mod(a: Bounds, b: Bounds) -> Bounds:
     a, b, kind = _meet(a, b)
-    usable = (b.low == b.high) & (b.low > 0)
-    divisor = torch.where(usable, b.low, math.nan)
+    divisor = _divisor(b)
+    zero = divisor * 0.0
     if kind == "float":
-        return Bounds(torch.where(usable, 0.0, math.nan), divisor * torch.ones_like(a.low))
+        return Bounds(zero, divisor * torch.ones_like(a.low))
     same = (a.low / divisor).floor() == (a.high / divisor).floor()
-    low = torch.where(same, a.low % divisor, torch.where(usable, 0.0, math.nan))
+    low = torch.where(same, a.low % divisor, zero)
     return Bounds(low, torch.where(same, a.high % divisor, divisor - 1), "int")
 
 
@@ -400,10 +385,10 @@ def _by_table(op: str, args: Sequence[Bounds]) -> Bounds:
 
 
 _RULES: dict[str, Callable[..., Bounds]] = {
-    "add": _add,
-    "sub": _sub,
+    "add": _arithmetic(torch.add),
+    "sub": _arithmetic(torch.sub),
     "neg": lambda a: Bounds(-a.high, -a.low, _number(a)),
-    "mul": _mul,
+    "mul": _arithmetic(torch.mul),
     "div": _div,
     "floordiv": _floordiv,
     "mod": _mod,

@@ -41,12 +41,13 @@ def find_digits(value: Expr, out: Expr, over: Expr, dtype: torch.dtype) -> Digit
         index, other = (out, over) if of_outputs else (over, out)
         for run in _runs(value, index, each):
             found = _taken_apart(value, index, run, each)
-            if found is None or not found.read.free <= {other, *found.places}:
+            if found is None:
                 continue
-            packed = _packed(found.digits, run, of_outputs, dtype)
+            read, places, digits = found
+            packed = _packed(digits, run, of_outputs, dtype) if read.free <= {other, *places} else None
             if packed is not None:
-                rows, columns = (found.places, (other,)) if of_outputs else ((other,), found.places)
-                return Digits(packed, found.read, rows, columns)
+                rows, columns = (places, (other,)) if of_outputs else ((other,), places)
+                return Digits(packed, read, rows, columns)
     return None
 
 
@@ -59,15 +60,12 @@ def _runs(value: Expr, index: Expr, each: int) -> Iterator[int]:
     yield from sorted(n for n in runs if n and index.args[0].value % (each * n) == 0)
 
 
-class _Apart(NamedTuple):
-    """The integer that is read at `places`, and the formula of each of its digits, in terms of `_ELEMENT`."""
-
-    read: Expr
-    places: tuple[Expr, ...]
-    digits: tuple[Expr, ...]
+_Apart = tuple[Expr, tuple[Expr, ...], tuple[Expr, ...]]
 
 
 def _taken_apart(value: Expr, index: Expr, run: int, each: int) -> _Apart | None:
+    """The integer that is read, at which places, and the formula of each of its digits, in terms of
+    `_ELEMENT`."""
     block, place = (E.var(name, E.const(n)) for name, n in
                     (("block", index.args[0].value // (run * each)), ("place", run)))  # fmt: skip
     places = tuple(v for v in (block, place) if not E.is_const(v.args[0], 1))
@@ -85,7 +83,7 @@ def _taken_apart(value: Expr, index: Expr, run: int, each: int) -> _Apart | None
         if digits[-1].free:
             return None
     assert read is not None
-    return _Apart(read, places, tuple(digits))
+    return read, places, tuple(digits)
 
 
 @functools.lru_cache(maxsize=256)

@@ -147,27 +147,23 @@ def _from_sympy(value: Any, _: str, __: int) -> Expr:
         whole = _without_floats(value.args[0])
         return _rounded_quotient(name, value.args[0]) if whole is None else from_sympy(whole)
     args = [from_sympy(a) for a in value.args]
-    if isinstance(value, sympy.Add):
-        return M.add(*args)
-    if isinstance(value, sympy.Mul):
-        return M.mul(*args)
-    if isinstance(value, sympy.Pow) or name in ("PowByNatural", "FloatPow"):
+    if name in ("Pow", "PowByNatural", "FloatPow"):
         if args[1].op == "const" and isinstance(args[1].value, int) and 0 < args[1].value < 8:
             return M.mul(*[args[0]] * args[1].value)
         return M.power(*args)
     if name in ("Max", "Min"):
         return functools.reduce(lambda a, b: M.function(name.lower(), a, b), args)
-    if name in ("FloorDiv", "CleanDiv"):
-        return M.floordiv(*args)
-    if name in ("Mod", "PythonMod"):
-        return M.mod(*args)
-    if name in ("IntTrueDiv", "FloatTrueDiv"):
-        return M.div(*args)
-    if name == "ToFloat":
-        return args[0]
-    if name == "OpaqueUnaryFn_sqrt":
-        return M.function("sqrt", args[0])
-    raise Unliftable(NO_FORMULA)
+    if name not in _FUNCTIONS:
+        raise Unliftable(NO_FORMULA)
+    return _FUNCTIONS[name](*args)
+
+
+_FUNCTIONS: dict[str, Callable[..., Expr]] = {
+    "Add": M.add, "Mul": M.mul, "FloorDiv": M.floordiv, "CleanDiv": M.floordiv, "Mod": M.mod,
+    "PythonMod": M.mod, "IntTrueDiv": M.div, "FloatTrueDiv": M.div, "ToFloat": lambda a: a,
+    "OpaqueUnaryFn_sqrt": lambda a: M.function("sqrt", a),
+}  # fmt: skip
+"""What a formula of sympy, or of torch's, is here."""
 
 
 def _rounded_quotient(name: str, value: Any) -> Expr:

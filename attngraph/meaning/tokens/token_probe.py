@@ -79,14 +79,13 @@ class TokenProbe:
 
     def _is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
         order, leaves = self.region(node, resolved)
-        if self.space.place(axes, self.space.token) is None and any(
-            self.space.place(resolved.get(n, ()), self.space.token) is not None for n in leaves
-        ):
-            return 0  # of all tokens of a sequence together
         known = [axes, *(resolved.get(n, ()) for n in leaves)]
-        of_one_row = any(self.space.row in d for a in known for d in a) and any(
-            any(a) and self.space.place(a, self.space.token) is None for a in known
-        )  # a value per sequence can only be combined with tokens of one sequence
+        has_tokens = [self.space.place(a, self.space.token) is not None for a in known]
+        if not has_tokens[0] and any(has_tokens):
+            return 0  # of all tokens of a sequence together
+        # A value per sequence can only be combined with tokens of one sequence.
+        per_sequence = any(any(a) and not has for a, has in zip(known, has_tokens, strict=True))
+        of_one_row = per_sequence and any(self.space.row in d for a in known for d in a)
         tokens, selections = self._within_reach(order), self._selections(of_one_row)
         if not self.space.is_of_one_length and tokens <= reach(order, self.values, self.of_sizes):
             return 0
@@ -144,8 +143,7 @@ class TokenProbe:
 
     def region(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[list[fx.Node], list[fx.Node]]:
         """The nodes that compute this one from values of known axes, in order, and those values."""
-        order: dict[fx.Node, None] = {}
-        leaves: dict[fx.Node, None] = {}
+        order, leaves = dict[fx.Node, None](), dict[fx.Node, None]()
 
         def visit(current: fx.Node) -> None:
             if current in order or len(order) > 4 * budgets.PROBE_NODES:
@@ -172,7 +170,7 @@ class TokenProbe:
             known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
             given = {n: self._louder(n, t, louder, seed) for n, t in given.items()}
             (whole,) = run.evaluate(order, given, node)
-            some = {n: self._select(t, known[n], picks, tokens) for n, t in given.items()}
+            some = {n: select(t, known[n], self.space, picks, (ROWS, tokens)) for n, t in given.items()}
             (found,) = self._inputs((), 1, len(picks), seed)[0].evaluate(order, some, node)
         except Exception as problem:
             return problem
@@ -195,10 +193,12 @@ class TokenProbe:
         for seed, picks in enumerate(selections):
             try:
                 whole, found = run(seed)  # type: ignore[misc]
-                wanted = None if whole.isnan().any() else self._select(whole, axes, picks, tokens)
+                if whole.isnan().any():
+                    return False
+                among = select(whole, axes, self.space, picks, (ROWS, tokens))
             except Exception:  # so nothing is proved; or, if loud, nothing is refuted
                 return loud
-            if wanted is None or not compare(found, wanted, EQUAL).holds:
+            if not compare(found, among, EQUAL).holds:
                 return False
         return True
 
@@ -211,14 +211,9 @@ class TokenProbe:
 
     def counted(self, rows: int, tokens: int) -> dict[str, int]:
         """The sizes of the graph for so many sequences of so many tokens."""
-        sizes = dict(self.graph.hints)
-        for name in sizes:
-            size = self.meaning.named(E.size(name))
-            if size is self.space.tokens:
-                sizes[name] = tokens
-            elif size is self.space.rows:
-                sizes[name] = rows
-        return sizes
+        counts = {self.space.rows: rows, self.space.tokens: tokens}
+        named = {name: self.meaning.named(E.size(name)) for name in self.graph.hints}
+        return {name: counts.get(named[name], number) for name, number in self.graph.hints.items()}
 
     def _selections(self, of_one_row: bool) -> Sequence[Sequence[Pick]]:
         """Tokens of the two sequences, which then are one sequence. Where a graph is of one number of tokens
@@ -230,10 +225,6 @@ class TokenProbe:
         rows = torch.randint(ROWS, (3, count), generator=generator).tolist()
         rows = [[picked[0]] * count if of_one_row else picked for picked in rows]
         return [list(zip(*both, strict=True)) for both in zip(rows, tokens, strict=True)]
-
-    def _select(self, tensor: Tensor, axes: Axes, picks: Sequence[Pick], tokens: int) -> Tensor:
-        """The tensor for these tokens alone, as one sequence."""
-        return select(tensor, axes, self.space, picks, (ROWS, tokens))
 
     # --- who sees whom ---
 
@@ -267,9 +258,8 @@ class TokenProbe:
                 (before,) = run.evaluate(order, given, node)
                 laters = (*((first[1],) if first else ()), *range(1, TOKENS), tokens - 1)
                 for later in (n for n in dict.fromkeys(laters) if n < tokens):
-                    changed = {
-                        n: self._changed(t, resolved.get(n, ()), later, tokens) for n, t in given.items()
-                    }
+                    known = {n: resolved.get(n, ()) for n in given}
+                    changed = {n: self._changed(t, known[n], later, tokens) for n, t in given.items()}
                     (after,) = run.evaluate(order, changed, node)
                     for token in range(later) if own is not None else (0,):
                         a, b = (t if own is None else t.select(own, token) for t in (before, after))

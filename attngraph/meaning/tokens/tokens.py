@@ -161,7 +161,9 @@ class Tokens:
         if not self.meaning.is_tensor(node):
             return self._several(node)
         shape = self.meaning.shape(node)
-        if self._is_plainly_fixed(node, shape):
+        sizes = [size_expression(n.meta["val"]) for n in node.all_input_nodes if is_size(n)]
+        counted = any(map(self.space.counts, (*shape, *map(self.meaning.renamed, sizes))))
+        if not counted and all(self.facts[n].is_shared for n in node.all_input_nodes if n in self.facts):
             return Fact(Kind.FIXED, ((),) * len(shape))
         found = self._by_rule(node, shape)
         if found.kind is Kind.MIXING:
@@ -242,12 +244,6 @@ class Tokens:
             return Fact(Kind.MIXING, reason="an input with two token axes")
         has_token = self.space.place(axes, self.space.token) is not None
         return Fact(Kind.TOKEN if has_token else Kind.FIXED, axes, "an input")
-
-    def _is_plainly_fixed(self, node: fx.Node, shape: Indices) -> bool:
-        known = [self.facts[n] for n in node.all_input_nodes if n in self.facts]
-        sizes = [size_expression(n.meta["val"]) for n in node.all_input_nodes if is_size(n)]
-        counted = any(map(self.space.counts, (*shape, *map(self.meaning.renamed, sizes))))
-        return all(f.is_shared for f in known) and not counted
 
     def _by_rule(self, node: fx.Node, shape: Indices) -> Fact:
         """By the node's element rule, or because it is pointwise."""
@@ -332,6 +328,11 @@ class Tokens:
 
     def _by_formula(self, node: fx.Node, shape: Indices) -> Fact | None:
         """As a formula of the token's position and of fixed tensors, through all ops that compute it."""
+
+        def follows_place(fact: Fact) -> bool:
+            """Or it may be a table repeated for each sequence."""
+            return fact.kind is Kind.POSITION or (fact.kind is Kind.FIXED and not fact.is_shared)
+
         kinds = {self.facts[n].kind for n in node.all_input_nodes if n in self.facts}
         if not kinds <= {Kind.FIXED, Kind.POSITION}:
             return None
@@ -341,15 +342,10 @@ class Tokens:
             read = tried(self.meaning.read, node, self.space.indices(axes, shape))
             if read is None:
                 return None
-            lifted = self.meaning.lift(read, lambda r: r.value is node or self._follows_place(r.value))
+            lifted = self.meaning.lift(read, lambda r: r.value is node or follows_place(self.facts[r.value]))
             if self._is_formula(lifted):
                 return Fact(Kind.POSITION, axes, "a formula of the token's place", lifted)
         return None
-
-    def _follows_place(self, node: fx.Node) -> bool:
-        """Whether a value follows from the token's place, or may be a table repeated for each sequence."""
-        fact = self.facts[node]
-        return fact.kind is Kind.POSITION or (fact.kind is Kind.FIXED and not fact.is_shared)
 
     def _is_formula(self, element: Expr) -> bool:
         """Whether an element depends only on its token's position and on fixed tensors without a batch."""
