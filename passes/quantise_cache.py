@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph import Input, Level, Output, ProgramGraph, is_size, op_name, source_of
+from attngraph.ir.graph import Input, Level, Output, ProgramGraph, op_name, source_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Store
 from attngraph.ir.ops.quantised import NAMES, quantised
-from attngraph.meaning import Category, Meaning, Unliftable
+from attngraph.meaning import Meaning, Unliftable
 from attngraph.passes.build import Builder, Refused, infer_anew
+from attngraph.passes.divide_cache import uses_of
 from attngraph.pipeline import Outcome
 
 
@@ -41,7 +42,7 @@ class QuantiseCache:
             return outcome
         meaning = Meaning({}, graph.conditions)
         found: dict[str, list[_Reader]] = {}
-        pages = _pages(graph)
+        pages = graph.pages()
         for store in graph.state.stores:
             try:
                 readers = _readers(meaning, pages[store.name]) if store.name in pages else []
@@ -65,11 +66,6 @@ class _Reader:
     scales: str
 
 
-def _pages(graph: ProgramGraph) -> dict[str, fx.Node]:
-    """The inputs that are pages, by the name of what is kept there."""
-    return {about.name: node for node, about in graph.given().items() if about.kind == "pages"}
-
-
 def _readers(meaning: Meaning, pages: fx.Node) -> list[_Reader]:
     """All that reads pages.
 
@@ -78,27 +74,16 @@ def _readers(meaning: Meaning, pages: fx.Node) -> list[_Reader]:
             token and head.
     """
     found: list[_Reader] = []
-    stack = [pages]
-    while stack:
-        value = stack.pop()
-        for user in (u for u in value.users if not is_size(u)):
-            view = nodes.view(user)
-            if isinstance(view, nodes.Cached):
-                found += _as_pages(view, user, value)
-                _require_vectors(meaning, pages, value)
-            elif meaning.category(user) is Category.MOVEMENT:
-                stack.append(user)
-            else:
-                raise Refused(f"{op_name(user)} at {source_of(user)} reads it")
-    return found
-
-
-def _as_pages(view: nodes.Cached, node: fx.Node, value: fx.Node) -> list[_Reader]:
-    names = zip(view.page_names, view.scale_names, strict=True)
-    found = [_Reader(node, scales) for name, scales in names if getattr(view, name) is value]
-    others = [v for name, v in view.named.items() if name not in view.page_names]
-    if any(value is v or (isinstance(v, (list, tuple)) and value in v) for v in others):
-        raise Refused(f"scores read it at {source_of(node)}")
+    for value, user in uses_of(pages):
+        view = nodes.view(user)
+        if not isinstance(view, nodes.Cached):
+            raise Refused(f"{op_name(user)} at {source_of(user)} reads it")
+        names = zip(view.page_names, view.scale_names, strict=True)
+        found += [_Reader(user, scales) for name, scales in names if getattr(view, name) is value]
+        others = [v for name, v in view.named.items() if name not in view.page_names]
+        if any(value is v or (isinstance(v, (list, tuple)) and value in v) for v in others):
+            raise Refused(f"scores read it at {source_of(user)}")
+        _require_vectors(meaning, pages, value)
     return found
 
 
@@ -116,7 +101,7 @@ def _require_vectors(meaning: Meaning, pages: fx.Node, value: fx.Node) -> None:
 
 def _quantise(graph: ProgramGraph, found: dict[str, list[_Reader]], dtype: str) -> None:
     assert graph.state is not None
-    pages = _pages(graph)
+    pages = graph.pages()
     made: list[Store] = []
     stores = {store.name: store for store in graph.state.stores}
     for name, readers in found.items():

@@ -72,19 +72,17 @@ def _unevenness(graph: ProgramGraph, tokens: TokenAxis, layout: Layout, total: i
 def _attentions(graph: ProgramGraph, tokens: TokenAxis) -> Iterator[tuple[ScoreProgram, tuple[int, ...]]]:
     """The programs of attentions whose queries and keys are these tokens, and their sizes in the example."""
     for node in graph.attentions():
-        uses = next(
-            (u for n in (node, *node.users) if isinstance(u := tokens.uses.get(n), AttentionUses)), None
-        )
-        view: Any = nodes.view(node)
-        keys = view.keys[0].meta["val"].shape[2]
-        if uses is not None and tokens.meaning.renamed(size_expression(keys)) is tokens.space.tokens:
+        view = nodes.AttentionOp.of(node)
+        keys = tokens.meaning.shape(view.keys[0])[2]
+        divided = any(isinstance(tokens.uses.get(n), AttentionUses) for n in (node, *node.users))
+        if divided and keys is tokens.space.tokens:
             yield view.program, sizes_of(graph, view.sizes)
 
 
 def sizes_of(graph: ProgramGraph, sizes: Any) -> tuple[int, ...]:
     """What the sizes of a node's program are in the example."""
     values = (getattr(s, "meta", {}).get("val", s) for s in sizes)
-    return tuple(int(evaluate_size(size_expression(v), graph.hints)) for v in values)
+    return tuple(evaluate_size(size_expression(v), graph.hints) for v in values)
 
 
 def _symbol(graph: ProgramGraph, size: Expr) -> Any:

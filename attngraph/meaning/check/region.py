@@ -1,5 +1,6 @@
 """The part of a graph between some values and what they are computed from."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -80,3 +81,8 @@ def scores_of(node: fx.Node, sizes: Mapping[str, int]) -> int:
 def shape_at(value: Tensor, sizes: Mapping[str, int]) -> list[int]:
     """The shape of a traced tensor where its symbolic sizes are these numbers."""
     return [evaluate_size(size_expression(s), sizes) for s in value.shape]
+
+
+def bytes_at(value: Tensor, sizes: Mapping[str, int]) -> int:
+    """The bytes of a traced tensor there."""
+    return math.prod(shape_at(value, sizes)) * value.dtype.itemsize
