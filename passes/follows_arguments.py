@@ -3,6 +3,7 @@
 from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+from attngraph.ir.walk import filled
 
 
 class FollowsArguments:
@@ -17,16 +18,11 @@ class FollowsArguments:
         known = self._known
         if not known:
             known |= {node: given.kind == "argument" for node, given in self.graph.given().items()}
-        stack = [value]
-        while stack:
-            node = stack[-1]
-            below = [] if is_size(node) else node.all_input_nodes
-            unknown = [n for n in below if n not in known] if node not in known else []
-            stack += unknown
-            if not unknown:
-                stack.pop()
-                known.setdefault(node, any(known[n] for n in below))
-        return known[value]
+
+        def operands(node: fx.Node) -> list[fx.Node]:
+            return [] if is_size(node) else node.all_input_nodes
+
+        return filled(known, value, operands, lambda node: any(known[n] for n in operands(node)))
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Another value takes the place of one. Where the answer for it is another one, all is asked anew."""

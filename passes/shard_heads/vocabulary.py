@@ -127,26 +127,27 @@ class Vocabulary:
                 return found
 
             def without_gradient(numbers: Any, found: Any) -> Any:  # of the row that pads
-                return torch.where(numbers.eq(padding).unsqueeze(-1), found.detach(), found)
+                return torch.where(aten.eq.Scalar(numbers, padding).unsqueeze(-1), found.detach(), found)
 
             return builder.trace(without_gradient, numbers, found)  # type: ignore[no-any-return]
 
         def between(numbers: Any, limit: int) -> Any:
-            return (numbers >= 0).logical_and(numbers < limit)
+            return aten.ge.Scalar(numbers, 0).logical_and(aten.lt.Scalar(numbers, limit))
 
         def local(numbers: Any, first: Any) -> Any:
             """The numbers in a rank's run of rows, and which are in another's."""
             own = numbers - first
             mine_too = between(own, cut[0].count)
             others = between(numbers, rows).logical_and(mine_too.logical_not())
-            return own.masked_fill(others, 0), others
+            return aten.masked_fill.Scalar(own, others, 0), others
 
         if 0 not in cut:
             new = self.parts.gathered(builder, looked_up(numbers), len(node.meta["val"].shape) - 1, cut[1])
         else:
             places, others = builder.trace(local, numbers, self.parts.number("first", cut[0].places[:, :1]))
             new = self.parts.summed(builder, builder.trace(
-                lambda found, others: found.masked_fill(others.unsqueeze(-1), 0.0), looked_up(places), others
+                lambda found, others: aten.masked_fill.Scalar(found, others.unsqueeze(-1), 0.0),
+                looked_up(places), others,
             ))  # fmt: skip
         numbers.meta[ENTRIES] = min(rows, numbers.meta.get(ENTRIES, rows))
         return self._proved(node, new, [table, numbers], {numbers: rows})

@@ -7,9 +7,8 @@ from attngraph.ir.graph import Axis, ProgramGraph, source_of
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.collectives import SUM_GRADIENTS
 from attngraph.ir.ops.token_collectives import ALL_TOKENS, FETCH_KEYS, TOKENS, Layout, needed_keys
-from attngraph.meaning.check.region import bytes_at, shape_at
+from attngraph.meaning.check.region import bytes_at, numbers_at, shape_at
 from attngraph.meaning.masks.words import describe
-from attngraph.passes.shard_tokens.layouts import sizes_of
 from attngraph.report.ranks import ContextEntry, DividedTokens, FetchedEntry, WholeEntry
 
 
@@ -33,7 +32,7 @@ def _fetched(graph: ProgramGraph) -> Iterator[FetchedEntry]:
             _, reads, sizes, program, chunks, ranks, _ = args
             layout, shape = Layout.of(chunks, ranks), shape_at(node.meta["val"], graph.hints)
             total = shape[TOKENS]
-            needed = needed_keys(program, (), sizes_of(graph, sizes), layout, total)
+            needed = needed_keys(program, (), numbers_at(sizes, graph.hints), layout, total)
             each = bytes_at(node.meta["val"], graph.hints) // total
             owners = [int(needed[:, tokens].sum()) * each for tokens in layout.tokens(total)]
             yield FetchedEntry(

@@ -14,7 +14,7 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import Expr, ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.token_collectives import Layout
-from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning.check.region import numbers_at
 from attngraph.meaning.masks.tiles import pairs_of_ranks
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis
@@ -76,13 +76,7 @@ def _attentions(graph: ProgramGraph, tokens: TokenAxis) -> Iterator[tuple[ScoreP
         keys = tokens.meaning.shape(view.keys[0])[2]
         divided = any(isinstance(tokens.uses.get(n), AttentionUses) for n in (node, *node.users))
         if divided and keys is tokens.space.tokens:
-            yield view.program, sizes_of(graph, view.sizes)
-
-
-def sizes_of(graph: ProgramGraph, sizes: Any) -> tuple[int, ...]:
-    """What the sizes of a node's program are in the example."""
-    values = (getattr(s, "meta", {}).get("val", s) for s in sizes)
-    return tuple(evaluate_size(size_expression(v), graph.hints) for v in values)
+            yield view.program, numbers_at(view.sizes, graph.hints)
 
 
 def _symbol(graph: ProgramGraph, size: Expr) -> Any:

@@ -115,8 +115,9 @@ class Regions:
         if self.meaning.category(node) is Category.MOVEMENT and len(operands) == 1:
             return operands[0]
         value = any_element(self.meaning, node)
-        chosen = value is not None and value.op == "read" and isinstance(value.value, fx.Node)
-        return value.value if chosen else None
+        if value is None or value.op != "read" or not isinstance(value.value, fx.Node):
+            return None
+        return value.value
 
     def matrices_of(self, node: fx.Node) -> fx.Node | None:
         """The parameter whose elements a weight has: moved, or matrices of it that integers choose, such as
