@@ -7,7 +7,6 @@ checks the claim in float64 before anything is replaced (`meaning/check/check.py
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 
@@ -15,6 +14,7 @@ import torch
 from torch import fx
 
 from attngraph.ir import budgets
+from attngraph.ir.graph import op_name
 from attngraph.ir.kept import kept
 from attngraph.ir.language import DOT, E, Expr
 from attngraph.ir.walk import filled
@@ -74,7 +74,12 @@ class Recogniser:
 
         def near(at: fx.Node) -> frozenset[fx.Node]:
             end = self._end(at)
-            return self._of_inputs(at) if end is None else end
+            if end is not None:
+                return end
+            if not self._too_long.isdisjoint(at.all_input_nodes):
+                self._too_long.add(at)
+                return frozenset()
+            return frozenset().union(*(self._near[n] for n in at.all_input_nodes))
 
         return filled(self._near, node, inputs, near)
 
@@ -95,12 +100,6 @@ class Recogniser:
             return frozenset()
         return None
 
-    def _of_inputs(self, node: fx.Node) -> frozenset[fx.Node]:
-        if not self._too_long.isdisjoint(node.all_input_nodes):
-            self._too_long.add(node)
-            return frozenset()
-        return frozenset().union(*(self._near[n] for n in node.all_input_nodes))
-
     @kept
     def is_index(self, node: fx.Node) -> bool:
         """Whether a node is computed from indices alone, as ALiBi's slopes are."""
@@ -117,12 +116,13 @@ class Recogniser:
             found = self._examine(node, adds_parts, frozenset())
             for of_values in self._may_be_values(node) if isinstance(found, Refusal) else ():
                 again = self._examine(node, adds_parts, of_values)
-                if isinstance(again, tuple) and not of_values.isdisjoint(self._read_by(again)):
-                    continue  # they belong to the weights after all
+                if isinstance(again, tuple):
+                    reads = (read for claim in again for read in claim.reads if isinstance(read, fx.Node))
+                    if not of_values.isdisjoint(frozenset().union(*map(self.near, reads))):
+                        continue  # they belong to the weights after all
+                    self._of_values[node] = of_values
                 if isinstance(again, (tuple, Unnormalised)):
                     found = again
-                    if isinstance(again, tuple):
-                        self._of_values[node] = of_values
                     break
         except TooLong as problem:
             softmaxes = [n for n in self.exponentials(node) if str(n.target) in SOFTMAX_LIKE]
@@ -163,7 +163,12 @@ class Recogniser:
             separated = separate(sums.of(node, at), self.meaning.fresh)
             if separated is None or isinstance(separated, Refusal):
                 return separated
-            look = functools.partial(self._look_into_piece, node)
+
+            def look(piece: Piece, formula: Expr) -> Expr:
+                of_value = piece.weighted.free - piece.score.free
+                keys = piece.keys or tuple(formula.free - of_value)
+                return dots.look_into(self.meaning, formula, keys, of_value, node.meta["val"].dtype)
+
             joined = join(self.meaning, separated.pieces, look)
             if separated.problem is not None and not (
                 isinstance(joined, list) and cover(self.meaning, joined, separated.divisor, look)
@@ -185,11 +190,6 @@ class Recogniser:
             return Refusal(str(problem))
         return claim if isinstance(claim, Refusal) else (claim,)
 
-    def _look_into_piece(self, node: fx.Node, piece: Piece, formula: Expr) -> Expr:
-        of_value = piece.weighted.free - piece.score.free
-        keys = piece.keys or tuple(formula.free - of_value)
-        return dots.look_into(self.meaning, formula, keys, of_value, node.meta["val"].dtype)
-
     def _may_be_values(self, node: fx.Node) -> list[frozenset[fx.Node]]:
         """Exponentials that may belong to what is weighed (`p @ v.exp()`) and not to the weights: those that
         reach only one of the operands where results of exponentials are first multiplied with each other."""
@@ -202,11 +202,6 @@ class Recogniser:
                 return []
         own = [side.difference(*(other for other in sides if other is not side)) for side in sides]
         return [side for side in reversed(own) if side]
-
-    def _read_by(self, claims: tuple[Attention, ...]) -> frozenset[fx.Node]:
-        """The exponentials that masks and weights of claims are computed from."""
-        reads = (read for claim in claims for read in claim.reads if isinstance(read, fx.Node))
-        return frozenset().union(*map(self.near, reads))
 
     @property
     def in_values(self) -> frozenset[fx.Node]:
@@ -242,13 +237,8 @@ class Recogniser:
             return False
         if str(node.target) == "aten.scaled_dot_product_attention.default":
             return True
-        category = self.meaning.category(node)
-        may_be = (
-            category is Category.CONTRACTION
-            or self.is_product(node)
-            or str(node.target).startswith("aten.sum.")
-        )
-        return may_be and any(self.near(n) for n in node.all_input_nodes)
+        adds_up = self.meaning.category(node) is Category.CONTRACTION or op_name(node) == "sum"
+        return (adds_up or self.is_product(node)) and any(map(self.near, node.all_input_nodes))
 
     def _examine(
         self, node: fx.Node, adds_parts: bool, of_values: frozenset[fx.Node]
@@ -308,7 +298,11 @@ class Recogniser:
         self, found: WeightedSum, dtype: torch.dtype, apart: bool = False
     ) -> WeightedSum | Refusal:
         """The sum with its parts' dots, or why there is none. `apart`: chosen products become parts."""
-        opened = [self._opened(part, dtype) for part in found.parts]
+        opened = []  # with scores and weights in terms of contractions, each of which has one name
+        for part in found.parts:
+            score, weight = (self._look_into(part, x, dtype) for x in (part.score, part.weight))
+            looked = dataclasses.replace(part, score=dots.one_name(score), weight=weight)
+            opened.append(join_equal_products(self.meaning, looked))
         # A term that is the same for all keys (a subtracted maximum) changes no weight, except beside a sink.
         split = [split_by(part.score, part.keys) for part in opened]
         shift = split[0][1]
@@ -333,13 +327,6 @@ class Recogniser:
                     return with_product
                 parts.append(with_product)
         return WeightedSum(tuple(parts), sink and self._look_into(parts[0], sink, dtype))
-
-    def _opened(self, part: KeyPart, dtype: torch.dtype) -> KeyPart:
-        """The part with scores and weights in terms of contractions, each of which has one name."""
-        score, weight = (self._look_into(part, x, dtype) for x in (part.score, part.weight))
-        return join_equal_products(
-            self.meaning, dataclasses.replace(part, score=dots.one_name(score), weight=weight)
-        )
 
     def _with_product(self, part: KeyPart, dtype: torch.dtype) -> KeyPart | Refusal:
         meaning, of_value = self.meaning, part.value.free

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from attngraph.ir import budgets
 from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.meaning.algebra import M
+from attngraph.meaning.algebra.sums import open_sums
 from attngraph.meaning.attention.dot import Dot
 from attngraph.meaning.attention.normaliser import (
     Look,
     Refusal,
     is_normaliser,
     match_normaliser,
-    open_sums,
     pieces_of,
     split_by,
     why_not_normalised,
@@ -95,20 +95,14 @@ def _why_no_term(terms: Sequence[Expr], look: Look) -> Refusal | None:
 def _sum_over_parts(terms: Sequence[Expr], look: Look) -> WeightedSum | None:
     """Terms that are parts of one softmax, in the order of its keys; None where they do not share one
     softmax, or do not cover it: the weights of a part by itself do not add up to one."""
-    taken = [_numerator(term) for term in terms]
-    found = [t for t in taken if t is not None]
-    if len(found) != len(taken) or len({M.canonical_binders(t.inverse) for t in found}) != 1:
+    found = [t for t in map(_numerator, terms) if t is not None]
+    if len(found) != len(terms) or len({M.canonical_binders(t.inverse) for t in found}) != 1:
         return None
-    whole = found[0].inverse.args[0]
     ordered: list[KeyPart] = []
-    for piece in pieces_of(E.parts(whole, "add"), look, 0):
+    for piece in pieces_of(E.parts(found[0].inverse.args[0], "add"), look, 0):
         matching = [t for t in found if is_normaliser(piece, t.score, t.keys, look)]
-        part = (
-            key_part(matching[0].weighted, matching[0].keys, matching[0].score)
-            if len(matching) == 1
-            else None
-        )
-        if not isinstance(part, KeyPart) or any(part.keys == other.keys for other in ordered):
+        part = key_part(matching[0].weighted, matching[0].keys, matching[0].score) if matching else None
+        if len(matching) != 1 or not isinstance(part, KeyPart) or part.keys in [p.keys for p in ordered]:
             return None
         ordered.append(part)
     return WeightedSum(tuple(ordered)) if len(ordered) == len(found) else None
@@ -218,9 +212,8 @@ def _open_sum(meaning: Expr) -> tuple[tuple[Expr, ...], Expr] | None:
         if factor.op != "sum":
             continue
         keys, body = open_sums(factor)
-        if any(n.op == "exp" and not n.free.isdisjoint(keys) for n in E.walk(body)):
-            rest = outer[:place] + outer[place + 1 :]
-            return keys, M.mul(*rest, body)
+        if _exponentials(body, keys):
+            return keys, M.mul(*outer[:place], *outer[place + 1 :], body)
     return None
 
 
@@ -228,18 +221,14 @@ def _normalise(
     body: Expr, keys: tuple[Expr, ...], look: Look
 ) -> tuple[Expr, Expr, Expr | None] | Refusal | None:
     """Replace exp(x) * recip(normaliser of x) by p: the new body, x, and the sink."""
-    for product in E.walk(body):
-        if product.op != "mul":
-            continue
+    for product in (n for n in E.walk(body) if n.op == "mul"):
         weights = [f for f in product.args if f.op == "exp" and not f.free.isdisjoint(keys)]
         inverses = [f for f in product.args if f.op == "recip"]
-        for weight in weights:
-            for inverse in inverses:
-                matched = _matched(weight.args[0], inverse.args[0], keys, look)
-                if isinstance(matched, Refusal):
-                    return matched
-                if matched is None:
-                    continue
+        for weight, inverse in itertools.product(weights, inverses):
+            matched = _matched(weight.args[0], inverse.args[0], keys, look)
+            if isinstance(matched, Refusal):
+                return matched
+            if matched is not None:
                 score, sink, factor = matched
                 return _replace(body, weight, inverse, factor), score, sink
     return None
@@ -270,11 +259,10 @@ def _exponent_of_sum(node: Expr) -> Expr:
 
 def _replace(body: Expr, weight: Expr, inverse: Expr, factor: Expr = E.ONE) -> Expr:
     """The body with p times a factor wherever the weight and the inverse stand together."""
-    found: dict[Expr, Expr] = {}
-    for product in E.walk(body):
-        if product.op == "mul" and weight in product.args and inverse in product.args:
-            found[product] = M.mul(WEIGHT, factor, *(f for f in product.args if f not in (weight, inverse)))
-    return M.substitute(body, found)
+    products = [n for n in E.walk(body) if n.op == "mul" and {weight, inverse} <= set(n.args)]
+    rest = ([f for f in product.args if f not in (weight, inverse)] for product in products)
+    whole = (M.mul(WEIGHT, factor, *factors) for factors in rest)
+    return M.substitute(body, dict(zip(products, whole, strict=True)))
 
 
 def _in_exponents(node: Expr) -> Expr:
@@ -329,13 +317,11 @@ def _numerator(meaning: Expr) -> _Numerator | None:
     if opened is None:
         return None
     keys, body = opened
-    for product in E.walk(body):
-        if product.op == "mul":
-            weights = [f for f in product.args if f.op == "exp" and not f.free.isdisjoint(keys)]
-            inverses = [f for f in product.args if f.op == "recip" and f.free.isdisjoint(keys)]
-            if len(weights) == len(inverses) == 1:
-                weighted = _replace(body, weights[0], inverses[0])
-                if any(n.op == "exp" and not n.free.isdisjoint(keys) for n in E.walk(weighted)):
-                    return None
-                return _Numerator(keys, weights[0].args[0], weighted, inverses[0])
+    for product in (n for n in E.walk(body) if n.op == "mul"):
+        weights = [f for f in product.args if f.op == "exp" and not f.free.isdisjoint(keys)]
+        inverses = [f for f in product.args if f.op == "recip" and f.free.isdisjoint(keys)]
+        if len(weights) == len(inverses) == 1:
+            weighted = _replace(body, weights[0], inverses[0])
+            found = _Numerator(keys, weights[0].args[0], weighted, inverses[0])
+            return None if _exponentials(weighted, keys) else found
     return None
