@@ -172,7 +172,7 @@ class _Fusion:
         self.may_wait = self.later
         for found in self.waiting if self.later else ():
             if any(found is each for each in self.waiting):
-                self._attempt(found.node, lambda _, found=found: found.claims, found.weights)
+                self._attempt(found.node, {found.node: found.claims}.get, found.weights)
             elif found.node not in self.beside and found.node in set(self.graph.graph.nodes):
                 # what it reads was replaced
                 self._attempt(found.node, self.recogniser.examine, found.weights)

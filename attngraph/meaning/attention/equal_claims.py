@@ -24,12 +24,13 @@ from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import Recogniser
 from attngraph.meaning.element import Meaning
 
+_PARTS = (Attention, Operand, View, ViewOp, Seed)
 _MOST_NODES = 2_000
 """A longer way from the operands to the result is not remembered."""
 
 
 Step = tuple[Any, tuple[int, ...]]
-"""How one node is computed, and its operands by number, in the order they were met; of a claim's own, none."""
+"""How one node is computed, and its operands by number, in the order they were met: none of a claim's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,8 @@ class OnceRecogniser(Recogniser):
             if place is not None:
                 self.note_found(node)
                 own = {n: place[number] for n, number in known.numbers.items()}
-                return tuple(_mapped(known.claims, lambda leaf, own=own: own.get(leaf, leaf)))
+                again: tuple[Attention, ...] = _mapped(known.claims, own)
+                return again
         found = super().examine(node)
         if isinstance(found, tuple) and node not in self._of_values:
             self._remember(node, found)
@@ -69,13 +71,7 @@ class OnceRecogniser(Recogniser):
         if len(order) > _MOST_NODES:
             return
         numbers = {each: place for place, each in enumerate(order)}
-        leaves: list[Any] = []
-
-        def noted(leaf: Any) -> Any:
-            leaves.append(leaf)
-            return leaf
-
-        _mapped(claims, noted)
+        leaves = list(_leaves(claims))
         formulas = (n for leaf in leaves if isinstance(leaf, E.Expr) for n in E.walk(leaf))
         named = {leaf for leaf in leaves if isinstance(leaf, fx.Node)}
         if named <= numbers.keys() and not any(isinstance(n.value, fx.Node) for n in formulas):
@@ -111,11 +107,19 @@ class OnceRecogniser(Recogniser):
         return node.op, called, described(node.meta.get("val")), known
 
 
-def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A claim, or a part of one, with `leaf` of each node, formula and number in it."""
+def _leaves(value: Any) -> Iterator[Any]:
+    """Each node, formula and number in a claim, or in a part of one."""
+    if isinstance(value, (tuple, *_PARTS)):
+        for part in value if isinstance(value, tuple) else vars(value).values():
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _mapped(value: Any, own: dict[fx.Node, fx.Node]) -> Any:
+    """The same with other nodes in it."""
     if isinstance(value, tuple):
-        return tuple(_mapped(part, leaf) for part in value)
-    if not isinstance(value, (Attention, Operand, View, ViewOp, Seed)):
-        return leaf(value)
-    parts = {f.name: _mapped(getattr(value, f.name), leaf) for f in dataclasses.fields(value)}
-    return dataclasses.replace(value, **parts)
+        return tuple(_mapped(part, own) for part in value)
+    if not isinstance(value, _PARTS):
+        return own.get(value, value) if isinstance(value, fx.Node) else value
+    return dataclasses.replace(value, **{name: _mapped(part, own) for name, part in vars(value).items()})
