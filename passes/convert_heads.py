@@ -239,9 +239,8 @@ class _Conversion:
 
     def _constant(self, name: str, value: Tensor) -> fx.Node:
         device = self.graph.placeholders()[-1].meta["val"].device
-        with self.graph.fake_mode():
-            fake = torch.empty(value.shape, dtype=value.dtype, device=device)
         self.graph.constants[name] = value.to(device)
+        fake = self.graph.empty(value.shape, value.dtype, device)
         return self.graph.add_input(Input("constant", name), fake, name)
 
     def share(self, node: fx.Node) -> None:

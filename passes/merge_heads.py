@@ -166,12 +166,11 @@ class _Merge:
         return count
 
     def _same(self, a: Any, b: Any) -> bool:
-        return same_value(a, b, self._is_comparable)
+        def is_comparable(node: fx.Node) -> bool:
+            moves = self.meaning.category(node) in ELEMENTWISE and "dropout" not in str(node.target)
+            return moves or not self.meaning.is_tensor(node)
 
-    def _is_comparable(self, node: fx.Node) -> bool:
-        if not isinstance(node.meta.get("val"), Tensor):
-            return True
-        return self.meaning.category(node) in ELEMENTWISE and "dropout" not in str(node.target)
+        return same_value(a, b, is_comparable)
 
     def _side_by_side(self, nodes: Sequence[Any]) -> fx.Node:
         """The tensors `[B, H, S, D]` concatenated along the heads."""

@@ -109,10 +109,10 @@ def _other_use(
             if node.op == "output":
                 results = [n for n in view.predecessors(node) if nx.has_path(view, start, n)]
                 size = binary(bytes_at(start.meta["val"], graph.hints))
-                found = used_in.format(what, _result_of(graph, results))
-                found += f": they take {size} in the call that was compiled"
+                told = used_in.format(what, _result_of(graph, results))
+                told += f": they take {size} in the call that was compiled"
                 instead = " (leave them out of the results, and compiled.weights computes them on demand)"
-                return found + instead if what == "weights" else found
+                return told + instead if what == "weights" else told
             operand = "mask or bias" if node in reads else "keys or values"
             return used_in.format(what, f"its own {operand} ({own_line(node)})")
     return None

@@ -91,10 +91,6 @@ class _Operands:
     keys: int
     values: tuple[int, int]
 
-    def views(self, builder: Builder) -> tuple[fx.Node, fx.Node]:
-        """Keys and values that all heads share."""
-        return _part(builder, self.shared, 0, self.keys), _part(builder, self.shared, *self.values)
-
     def sizes(self) -> LatentSizes:
         up_k, up_v = (None if w is None else w.meta["val"] for w in (self.key_up, self.value_up))
         return sizes_of(self.q.meta["val"], self.shared.meta["val"], up_k, up_v, self.values)
@@ -163,12 +159,9 @@ class _Absorption:
     def _absorb(self, proposal: Proposal, node: fx.Node, found: Latent) -> _Change:
         """Propose to replace the attention; Refused where it would be slower, or differs."""
         given = self._operands(proposal, node, found)
-        if given.key_up is None and given.value_up is None:
-            change = self._shared(proposal, node, given)
-        elif self.options.absorb == "fold":
-            change = self._folded(proposal, node, given, found)
-        else:
-            change = self._latent(proposal, node, given, found)
+        is_plain = given.key_up is None and given.value_up is None  # values become a part of the keys
+        build = self._folded if is_plain or self.options.absorb == "fold" else self._latent
+        change = build(proposal, node, given, found)
         # As functions of the tensors that both are computed from.
         leaves = [*change.sources, *found.bases, *Attention.of(node).reads]
         proposal.check(change.old, change.new, leaves, "an absorbed node would not compute the same: ")
@@ -199,16 +192,6 @@ class _Absorption:
             q = builder.call(aten.cat.default, [_part(builder, q, s.start, s.width) for s in keys], -1)
         values = (offsets[found.values.of], count)
         return _Operands(q, shared, key_up, value_up, rank + direct, values)
-
-    def _shared(self, builder: Builder, node: fx.Node, given: _Operands) -> _Change:
-        """Without projections: values become a part of the keys."""
-        view = Attention.of(node)
-        (old,) = node.users
-        k, v = given.views(builder)
-        whole = builder.attention(view.replace(q=given.q, k=k, v=v))
-        entry = LatentEntry(int(given.shared.meta["val"].shape[3]), _width(view))
-        whole.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
-        return _Change(old, builder.call(operator.getitem, whole, 0), entry, (), (view.q,))
 
     def _latent(self, builder: Builder, node: fx.Node, given: _Operands, found: Latent) -> _Change:
         """With `latent_attention`, which chooses the order of multiplication at each call."""
@@ -244,7 +227,7 @@ class _Absorption:
             if sizes.shared:
                 rest = _part(proposal, given.q, sizes.nope, sizes.shared)
                 query = proposal.call(aten.cat.default, [query, rest], -1)
-        k, v = given.views(proposal)
+        k, v = (_part(proposal, given.shared, *place) for place in ((0, given.keys), given.values))
         whole = proposal.attention(view.replace(q=query, k=k, v=v))
         mixed = result = proposal.call(operator.getitem, whole, 0)
         if given.value_up is not None:
@@ -260,11 +243,13 @@ class _Absorption:
                 turned = proposal.call(aten.transpose.int, given.value_up, 1, 2)
                 result = self._with_bias(proposal, _each_head(proposal, mixed, turned), found.values)
         before, after = (sum(f.before for f in done), sum(f.after for f in done))
-        entry = LatentEntry(
-            sizes.width, sizes.expanded_width, "fold", None, 0.0, sizes.pair_absorbed, sizes.pair_expanded,
-            sizes.up, parameters=(before, after), operations=(2 * before, 2 * after + wasted),
-            apart="; ".join(apart),
-        )  # fmt: skip
+        entry = LatentEntry(int(given.shared.meta["val"].shape[3]), _width(view))
+        if given.key_up is not None or given.value_up is not None:
+            entry = LatentEntry(
+                sizes.width, sizes.expanded_width, "fold", None, 0.0, sizes.pair_absorbed,
+                sizes.pair_expanded, sizes.up, parameters=(before, after),
+                operations=(2 * before, 2 * after + wasted), apart="; ".join(apart),
+            )  # fmt: skip
         whole.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
         products = tuple(p for f in done for p in f.products)
         return _Change(old, result, entry, products, (*sources, *(n for f in done for n in f.sources)))

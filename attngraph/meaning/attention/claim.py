@@ -235,11 +235,10 @@ class _Writer:
         refused = _refuse_as_program(score, weight, sink)
         if refused is not None:
             return refused
-        built = program.build(score, weight, sink)
         return Attention(
             node, tuple(p.node for p in self.products if p.node is not None),
             Operand((query,)), Operand(keys), Operand(tuple((_plain(v),) for v in values)),
-            built.program, built.reads, built.sizes, self._output(assigned),
+            *program.build(score, weight, sink), self._output(assigned),
             heads=extent(assigned.heads), kv_heads=extent(assigned.kv_heads),
             head_dim=width,
             value_dim=extent(assigned.values),

@@ -73,7 +73,7 @@ def look_into(
         coarser = own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps
         if coarser and (dtype == torch.float64 or not meaning.contracts(tensor)):
             return _formula_is(meaning, read, lambda formula: is_exact(formula, own))
-        if not meaning.contracts(tensor) and not _formula_is(meaning, read, lambda f: not _is_long(f)):
+        if not meaning.contracts(tensor) and not _formula_is(meaning, read, _is_short):
             return False
         is_scaling = _name(tensor) == "div" and not isinstance(tensor.args[1], fx.Node)
         if _name(tensor) not in _COSTLY or is_scaling:
@@ -88,15 +88,10 @@ def look_into(
 
     scaled = False
     found = meaning.lift(node, through, into_sums=False)
-    scaled = any(map(_moves_a_product, E.walk(found)))
+    products = (M.coefficient(n) for n in E.walk(found) if n.op == "mul")
+    several = (f for f, rest in products if rest.op == "mul" and sum(map(has_data, rest.args)) > 1)
+    scaled = any(f != 0 and math.isfinite(f) and not is_moderate(f) for f in several)
     return meaning.lift(node, through, into_sums=False) if scaled else found
-
-
-def _moves_a_product(node: Expr) -> bool:
-    """Whether it is a product of several values by a factor that is not moderate."""
-    factor, rest = M.coefficient(node) if node.op == "mul" else (1.0, node)
-    several = rest.op == "mul" and sum(has_data(a) for a in rest.args) > 1
-    return several and factor != 0 and math.isfinite(factor) and not is_moderate(factor)
 
 
 def _is_scaled_data(meaning: Meaning, read: Expr) -> bool:
@@ -132,10 +127,10 @@ def _is_whole(node: Expr) -> bool:
     return node.op == "const" and node.kind == "int"
 
 
-def _is_long(node: Expr) -> bool:
-    """Whether a formula is too long to be read by a person, or to be a statement of a program."""
-    many = sum(1 for _ in itertools.islice(E.walk(node), budgets.MASK_NODES + 1)) > budgets.MASK_NODES
-    return many or node.words > budgets.STATEMENT_WORDS // 3
+def _is_short(node: Expr) -> bool:
+    """Whether a formula can be read by a person, and be a statement of a program."""
+    nodes = list(itertools.islice(E.walk(node), budgets.MASK_NODES + 1))
+    return len(nodes) <= budgets.MASK_NODES and node.words <= budgets.STATEMENT_WORDS // 3
 
 
 def one_name(score: Expr) -> Expr:

@@ -94,16 +94,14 @@ def separate(value: Value, fresh: Callable[[Expr], Expr]) -> Separated | Refusal
         divided = len(value) == 1 and powers
         return Refusal((NOT_ALIKE if divided or len(value) > 1 else NOT_DIVIDED).format(count))
     below = value[0].sums[next(iter(powers))]
-    opened = [_open(term, number) for term, number in value[0].terms.items()]
-    if any(x is None for x in opened):
+    above = _opened_terms(value[0].terms)
+    if len(above) < len(value[0].terms):
         return Refusal(NOT_ALIKE.format(count))
-    above = [x for x in opened if x is not None]
     shift = _shift(above, below)
     if shift is None:
         problem = _mismatch(above, below, count)
-        whole = [_open(term, number) for term, number in below.items()]
-        divisor = [_piece(x, x.exponent, x.number, fresh) for x in whole if x is not None]
-        pieces = [_piece(x, x.exponent, x.number, fresh) for x in above]
+        pieces, divisor = ([_piece(x, x.exponent, x.number, fresh) for x in terms]
+                           for terms in (above, _opened_terms(below)))  # fmt: skip
         alike = len(divisor) == len(below) and all(p.weighted is WEIGHT for p in divisor)
         return Separated(pieces, [], divisor, problem) if alike else problem
     used = {(M.sub(x.exponent, shift), x.weights) for x in above}
@@ -151,15 +149,19 @@ class _Term:
     weights: Expr
 
 
+def _opened_terms(terms: Mapping[Term, float]) -> list[_Term]:
+    """Those of the terms that have such a form."""
+    return [x for term, number in terms.items() if (x := _open(term, number)) is not None]
+
+
 def _open(term: Term, number: float) -> _Term | None:
     exponent, rest = term
     outer = list(E.parts(rest, "mul"))
-    place = next(
-        (i for i, f in enumerate(outer) if f.op == "sum" and any(n.op == "exp" for n in E.walk(f))), None
-    )
-    if place is None:
+    sums = [f for f in outer if f.op == "sum" and any(n.op == "exp" for n in E.walk(f))]
+    if not sums:
         return _Term(number, exponent, (), E.ZERO, rest, E.ONE)
-    keys, body = open_sums(outer.pop(place))
+    outer.remove(sums[0])
+    keys, body = open_sums(sums[0])
     weights = [f for f in E.parts(body, "mul") if f.op == "exp"]
     others = M.mul(*outer, *(f for f in E.parts(body, "mul") if f.op != "exp"))
     if len(weights) != 1 or any(n.op == "exp" and not n.free.isdisjoint(keys) for n in E.walk(others)):

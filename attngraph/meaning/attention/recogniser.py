@@ -21,19 +21,12 @@ from attngraph.ir.walk import filled
 from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
+from attngraph.meaning.attention import score_sets
 from attngraph.meaning.attention.claim import SECOND_SUM, Attention, write_claim
 from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
 from attngraph.meaning.attention.normaliser import Refusal, logarithm, split_by, stands_between
 from attngraph.meaning.attention.partial_sums import PartialSums
-from attngraph.meaning.attention.score_sets import (
-    PositionWeights,
-    adds_up,
-    as_exponentials,
-    has_no_product,
-    is_sum,
-    join_equal_products,
-    split_by_product,
-)
+from attngraph.meaning.attention.score_sets import PositionWeights, is_sum
 from attngraph.meaning.attention.weighted_sums import (
     KeyPart,
     Unnormalised,
@@ -96,7 +89,7 @@ class Recogniser:
             return frozenset()
         if category is Category.CONTRACTION and node not in self.unnormalised:
             return frozenset()
-        if category is Category.REDUCTION and not adds_up(node):
+        if category is Category.REDUCTION and not score_sets.adds_up(node):
             return frozenset()
         return None
 
@@ -210,15 +203,13 @@ class Recogniser:
 
     def exponentials(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that are weights in the sum of `node`, or in its parts."""
-        return self._exponentials(node) - self._of_values.get(node, frozenset())
-
-    def _exponentials(self, node: fx.Node) -> frozenset[fx.Node]:
         if str(node.target) in SOFTMAX_LIKE:
-            return frozenset((node,))
+            return frozenset((node,)) - self._of_values.get(node, frozenset())
         places = [node]
         if is_sum(node) or self.is_product(node):
             places += frozenset().union(*map(self._parts_below, node.all_input_nodes))
-        return frozenset().union(*(self.near(n) for place in places for n in place.all_input_nodes))
+        found = frozenset().union(*(self.near(n) for place in places for n in place.all_input_nodes))
+        return found - self._of_values.get(node, frozenset())
 
     def _parts_below(self, node: fx.Node) -> frozenset[fx.Node]:
         """Sums weighted by exponentials, none an attention by itself, that this node moves or adds up."""
@@ -256,7 +247,7 @@ class Recogniser:
             return bool(weights or below) or (averages and self.positions.follow(read.value))
 
         lifted = meaning.lift(meaning.element(node, at), through, most=budgets.FORMULA_WORDS)
-        lifted = as_exponentials(lifted) if averages else lifted
+        lifted = score_sets.as_exponentials(lifted) if averages else lifted
         sums = weighted_sums(lifted, meaning.elementwise)
         if not isinstance(sums, tuple):
             return sums
@@ -302,7 +293,7 @@ class Recogniser:
         for part in found.parts:
             score, weight = (self._look_into(part, x, dtype) for x in (part.score, part.weight))
             looked = dataclasses.replace(part, score=dots.one_name(score), weight=weight)
-            opened.append(join_equal_products(self.meaning, looked))
+            opened.append(score_sets.join_equal_products(self.meaning, looked))
         # A term that is the same for all keys (a subtracted maximum) changes no weight, except beside a sink.
         split = [split_by(part.score, part.keys) for part in opened]
         shift = split[0][1]
@@ -321,7 +312,7 @@ class Recogniser:
         parts: list[KeyPart] = []
         for part, (score, _) in zip(opened, split, strict=True):
             whole = dataclasses.replace(part, score=score)
-            for piece in split_by_product(self.meaning, whole) if apart else [whole]:
+            for piece in score_sets.split_by_product(self.meaning, whole) if apart else [whole]:
                 with_product = self._with_product(piece, dtype)
                 if isinstance(with_product, Refusal):
                     return with_product
@@ -333,7 +324,7 @@ class Recogniser:
         found = dots.find_dot(meaning, part.score, part.keys, of_value) or dots.dot_of_width_one(
             part.score, part.keys, of_value, part.value.value.meta["val"].dtype
         )
-        if found is None and has_no_product(part):
+        if found is None and score_sets.has_no_product(part):
             return part
         if found is None:
             return Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))

@@ -66,7 +66,12 @@ def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusa
     where no sum is weighted by an exponential."""
     if meaning.op == "add":
         whole = _sum_over_parts(meaning.args, look)
-        return _why_no_term(meaning.args, look) if whole is None else (whole,)
+        if whole is not None:
+            return (whole,)
+        # Why the only one of the terms that is a sum weighted by exponentials is no attention.
+        terms = [term for term in meaning.args if _open_sum(term) is not None]
+        refused = weighted_sums(terms[0], look) if len(terms) == 1 else None
+        return refused if isinstance(refused, Refusal) else None
     opened = _open_sum(meaning)
     if opened is None:
         return None
@@ -83,13 +88,6 @@ def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusa
             return taken
         found.append(taken)
     return tuple(found)
-
-
-def _why_no_term(terms: Sequence[Expr], look: Look) -> Refusal | None:
-    """Why the only one of the terms that is a sum weighted by exponentials is no attention."""
-    opened = [term for term in terms if _open_sum(term) is not None]
-    found = weighted_sums(opened[0], look) if len(opened) == 1 else None
-    return found if isinstance(found, Refusal) else None
 
 
 def _sum_over_parts(terms: Sequence[Expr], look: Look) -> WeightedSum | None:
@@ -244,17 +242,12 @@ def _matched(
     if not isinstance(matched, Refusal):
         return None if matched is None else (*matched, E.ONE)
     _, fixed = split_by(exponent, keys)
-    shifts = {t for each in E.parts(normaliser, "add") for t in E.parts(_exponent_of_sum(each), "add")}
+    summed = (open_sums(each)[1] for each in E.parts(normaliser, "add"))
+    shifts = {t for inner in summed if inner.op == "exp" for t in E.parts(inner.args[0], "add")}
     factors = [t for t in E.parts(fixed, "add") if t not in shifts]
     rest = M.sub(exponent, M.add(*factors))
     found = match_normaliser(rest, normaliser, keys, look) if factors else matched
     return (*found, M.exp(M.add(*factors))) if isinstance(found, tuple) else matched
-
-
-def _exponent_of_sum(node: Expr) -> Expr:
-    """The exponent, if it is a sum of exponentials."""
-    _, inner = open_sums(node)
-    return inner.args[0] if inner.op == "exp" else E.ZERO
 
 
 def _replace(body: Expr, weight: Expr, inverse: Expr, factor: Expr = E.ONE) -> Expr:

@@ -82,51 +82,36 @@ class Regions:
     def __init__(self, graph: ProgramGraph, meaning: Meaning, ranks: int) -> None:
         self.graph, self.meaning, self.ranks = graph, meaning, ranks
         self.demand = Demand(meaning, ranks)
-        self.tails = Tails(graph, meaning, lambda node: self.chosen_from(node) is not None)
+        self.tails = Tails(graph, meaning, lambda node: self.parameter_of(node, chosen=True) is not None)
         self.given: dict[fx.Node, Input] = graph.given()
 
     def is_parameter(self, node: fx.Node) -> bool:
         return node in self.given and self.given[node].kind == "parameter"
 
-    def parameter_of(self, node: fx.Node) -> fx.Node | None:
-        """The parameter whose elements a value has, moved; None if it has others."""
+    def parameter_of(self, node: fx.Node, chosen: bool = False) -> fx.Node | None:
+        """The parameter whose elements a value has, moved, or (`chosen`) chosen by integers, as by `W[ids]`;
+        None if it has others."""
         while not self.is_parameter(node):
             operands = node.all_input_nodes
-            if self.meaning.category(node) is not Category.MOVEMENT or len(operands) != 1:
+            if chosen and not (node.op == "call_function" and self.meaning.is_tensor(node)):
                 return None
-            (node,) = operands
-        return node
-
-    def chosen_from(self, node: fx.Node) -> fx.Node | None:
-        """The parameter whose elements a value has, moved, or chosen by integers (`W[ids]`); None if it has
-        others."""
-        while not self.is_parameter(node):
-            source = self._chosen(node)
-            if source is None:
+            if self.meaning.category(node) is Category.MOVEMENT and len(operands) == 1:
+                (node,) = operands
+                continue
+            value = any_element(self.meaning, node) if chosen else None
+            if value is None or value.op != "read" or not isinstance(value.value, fx.Node):
                 return None
-            node = source
+            node = value.value
         return node
-
-    def _chosen(self, node: fx.Node) -> fx.Node | None:
-        """The one operand whose elements a value has."""
-        operands = node.all_input_nodes
-        if node.op != "call_function" or not self.meaning.is_tensor(node):
-            return None
-        if self.meaning.category(node) is Category.MOVEMENT and len(operands) == 1:
-            return operands[0]
-        value = any_element(self.meaning, node)
-        if value is None or value.op != "read" or not isinstance(value.value, fx.Node):
-            return None
-        return value.value
 
     def matrices_of(self, node: fx.Node) -> fx.Node | None:
         """The parameter whose elements a weight has: moved, or matrices of it that integers choose, such as
         those of each token's expert. (Rows that integers choose are values of tokens, no weight.)"""
-        strict = self.parameter_of(node)
-        found = self.chosen_from(node) if strict is None else None
-        if found is None or len(self.meaning.shape(found)) < 3:
-            return strict
-        return found
+        found = self.parameter_of(node)
+        if found is not None:
+            return found
+        chosen = self.parameter_of(node, chosen=True)
+        return chosen if chosen is not None and len(self.meaning.shape(chosen)) > 2 else None
 
     def products(self, node: fx.Node) -> Iterator[Product]:
         """The ways to see a node as a sum over a dimension that it shares with a weight."""
@@ -238,9 +223,8 @@ class Regions:
 
     def tail(self, product: Product) -> list[fx.Node]:
         """What follows a product before ranks are added up. Its bias comes first, if it is one of weights."""
-        if product.bias is not None and self.chosen_from(product.bias) is None:
-            return []
-        return self.tails.of(product.node)
+        is_other = product.bias is not None and self.parameter_of(product.bias, chosen=True) is None
+        return [] if is_other else self.tails.of(product.node)
 
     def weights_before(self, node: fx.Node) -> Iterator[fx.Node]:
         """The matrices of the last products that a value is computed from."""

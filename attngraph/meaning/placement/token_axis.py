@@ -138,12 +138,10 @@ class TokenAxis:
             self.uses[node] = found = self._attention(view)
             self.axes[node] = found.q[: len(self._shape(node))]
             return
-        shape, problem = self._shape(node), "its result is one for all tokens"
-        for axes in self.space.candidates(shape):
-            if self.space.place(axes, self.space.token) is None:
-                continue
+        problem = "its result is one for all tokens"
+        for axes in self._divided(node):
             try:
-                self.uses[node] = self._token_wise(node, axes, shape)
+                self.uses[node] = self._token_wise(node, axes)
             except Unplaced as reason:
                 problem = str(reason)
                 continue
@@ -151,10 +149,15 @@ class TokenAxis:
             return
         raise Unplaced(problem)
 
+    def _divided(self, node: fx.Node) -> Iterator[Axes]:
+        """What the dimensions of a value may stand for, if it has tokens."""
+        candidates = self.space.candidates(self._shape(node))
+        return (axes for axes in candidates if self.space.place(axes, self.space.token) is not None)
+
     # --- token by token ---
 
-    def _token_wise(self, node: fx.Node, axes: Axes, shape: Indices) -> Uses:
-        at = self.space.indices(axes, shape)
+    def _token_wise(self, node: fx.Node, axes: Axes) -> Uses:
+        at = self.space.indices(axes, self._shape(node))
         try:
             value = element(self.meaning, node, at)
         except Unliftable as problem:
@@ -176,9 +179,8 @@ class TokenAxis:
             raise Unplaced("it mixes tokens")
         if not any(map(self.space.moves, indices)):
             return None
-        for axes in self.space.candidates(self._shape(operand)):
-            has = self.space.place(axes, self.space.token) is not None
-            if has and self.space.follows(axes, indices):
+        for axes in self._divided(operand):
+            if self.space.follows(axes, indices):
                 return axes
         raise Unplaced("it reads a table at the token's place")
 
