@@ -96,7 +96,7 @@ class Parts(Entering):
         if part.how is How.HEADS:
             return self._heads(builder, node, part, cut[1])
         given = {use.operand: self._operand(builder, use) for use in part.uses}
-        first = given[part.uses[0].operand]
+        (first, *_) = given.values()
         if part.how is How.PICK:
             return self._moved(builder, node, part.uses[0], first, cut)
         if str(node.target) in RESIZED:
@@ -109,16 +109,13 @@ class Parts(Entering):
 
     def _moved(self, builder: Builder, node: fx.Node, use: Use, x: fx.Node, cut: Cut) -> fx.Node:
         """Exactly what is needed of an operand, with its dimensions in the places of the result's."""
-        kept = [d for d, source in enumerate(use.sources) if source is not None]
-        for d in reversed(range(len(use.sources))):
-            if d not in kept:
-                x = builder.call(aten.select.int, x, d, 0)
-        places = [use.sources[d] for d in kept]
-        order = sorted(range(len(places)), key=lambda i: places[i] or 0)
+        for d, source in reversed(list(enumerate(use.sources))):
+            x = x if source is not None else builder.call(aten.select.int, x, d, 0)
+        places = [source for source in use.sources if source is not None]
+        order = sorted(range(len(places)), key=places.__getitem__)
         if order != list(range(len(order))):
             x = builder.call(aten.permute.default, x, order)
-        rank = len(self.meaning.shape(node))
-        added = [d for d in range(rank) if d not in places]
+        added = [d for d in range(len(self.meaning.shape(node))) if d not in places]
         for d in added:
             x = builder.call(aten.unsqueeze.default, x, d)
         return builder.call(aten.expand.default, x, self._sizes(builder, node, cut)) if added else x
@@ -171,17 +168,13 @@ class Parts(Entering):
 
     def _at(self, builder: Builder, x: fx.Node, dim: int, places: Tensor) -> fx.Node:
         """The entries of a dimension at places that are the same for every rank."""
-        steps = places.diff()
-        first, last = int(places[0]), int(places[-1])
-        if not len(steps):
-            return builder.call(aten.narrow.default, x, dim, first, 1)
-        if int(steps[0]) > 0 and bool((steps == steps[0]).all()):
-            if int(steps[0]) == 1:
-                return builder.call(aten.narrow.default, x, dim, first, len(places))
-            return builder.call(aten.slice.Tensor, x, dim, first, last + 1, int(steps[0]))
-        return builder.call(
-            aten.index_select.default, x, dim, self.number("places", places.repeat(self.axis.count, 1))
-        )
+        first, *steps = int(places[0]), *places.diff().tolist()
+        if set(steps) <= {1}:
+            return builder.call(aten.narrow.default, x, dim, first, len(places))
+        if len(set(steps)) == 1 and steps[0] > 0:
+            return builder.call(aten.slice.Tensor, x, dim, first, int(places[-1]) + 1, steps[0])
+        every = self.number("places", places.repeat(self.axis.count, 1))
+        return builder.call(aten.index_select.default, x, dim, every)
 
     # --- inputs ---
 

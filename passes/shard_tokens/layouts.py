@@ -38,10 +38,8 @@ def choose_layout(graph: ProgramGraph, tokens: TokenAxis, ranks: int) -> Layout:
     size = tokens.space.tokens
     shapes = (getattr(node.meta.get("val"), "shape", ()) for node in graph.placeholders())
     symbols = [n.node.expr for shape in shapes for n in shape if not isinstance(n, int)]
-    symbol, total = (
-        next((s for s in symbols if str(s) == size.value), None),
-        graph.hints.get(str(size.value), 0),
-    )
+    symbol = next((s for s in symbols if str(s) == size.value), None)
+    total = graph.hints.get(str(size.value), 0)
     if size.op != "size" or symbol is None or not total:
         raise Unplaced(f"its {size!r} queries are no size of the model's inputs")
     if total % ranks:

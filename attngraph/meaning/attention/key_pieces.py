@@ -231,12 +231,15 @@ def cover(
     scores."""
     if len(whole) != 1 or len(whole[0].keys) != 1:
         return False
-    (piece,), end = (_opened(meaning, p, look) for p in whole), E.ZERO
+    piece, end = _opened(meaning, whole[0], look), E.ZERO
+
+    def follows(part: Piece) -> bool:
+        score, _ = piece.at({piece.keys[0]: M.add(end, *part.keys)})
+        return M.canonical_binders(score) is part.score
+
     waiting = [_opened(meaning, p, look) for p in parts]
     while waiting:
-        scores = (M.substitute(piece.score, {piece.keys[0]: M.add(end, *p.keys)}) for p in waiting)
-        found = (p for p, score in zip(waiting, scores, strict=True) if M.canonical_binders(score) is p.score)
-        part = next(found, None)
+        part = next(filter(follows, waiting), None)
         if part is None:
             return False
         waiting.remove(part)
@@ -291,20 +294,18 @@ def _placed(meaning: Meaning, pieces: Sequence[Piece]) -> list[_Placed] | None:
     if len(varied) != 1:
         return None
     (axis,) = varied
-    found = []
+    extent, found = meaning.shape(reads[0].value)[axis], []
     for piece, read in zip(pieces, reads, strict=True):
         start = M.sub(read.args[axis], M.add(*piece.keys))
-        if start.free:
-            return None
         length = piece.keys[0].args[0] if piece.keys else E.ONE
-        found.append(_Placed(piece, start, length, meaning.shape(read.value)[axis]))
-    return found
+        found.append(_Placed(piece, start, length, extent))
+    return None if any(p.start.free for p in found) else found
 
 
 def _value(piece: Piece) -> Expr | None:
     """The tensor's element that a piece weighs."""
     reads = [f for f in E.parts(piece.weighted, "mul") if f.op == "read"]
-    own = [r for r in reads if not r.free.isdisjoint(piece.keys)] if piece.keys else reads
+    own = [r for r in reads if not piece.keys or not r.free.isdisjoint(piece.keys)]
     main = [r for r in own if r.free - piece.score.free] or own
     return main[-1] if main else None
 

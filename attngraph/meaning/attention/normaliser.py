@@ -59,8 +59,7 @@ def pieces_of(terms: Sequence[Expr], look: Look, few: int) -> list[Expr]:
     """The terms of a normaliser, taken apart where its scores were concatenated; pieces of at most `few`
     elements element by element."""
     parts: list[Expr] = []
-    for term in terms:
-        variables, inner = open_sums(look(term))
+    for variables, inner in (open_sums(look(term)) for term in terms):
         split = [inner]
         for variable in reversed(variables):
             split = [piece for body in split for piece in M.pieces(variable, body, few)]
@@ -70,25 +69,22 @@ def pieces_of(terms: Sequence[Expr], look: Look, few: int) -> list[Expr]:
 
 def _match_terms(score: Expr, terms: Sequence[Expr], keys: tuple[Expr, ...]) -> Matched | Refusal | None:
     for place, term in enumerate(terms):
-        variables, inner = open_sums(term)
-        if inner.op != "exp" or not variables:
-            continue
-        found = _match_sum(score, variables, inner.args[0], keys)
+        found = _match_sum(score, term, keys)
         if isinstance(found, Refusal):
             return found
-        if found is None:
-            continue
-        moving, fixed = found
-        extra = [t for t in (*terms[:place], *terms[place + 1 :]) if not E.is_const(t, 0)]
-        return moving, M.sub(logarithm(extra), fixed) if extra else None
+        if found is not None:
+            moving, fixed = found
+            extra = [t for t in (*terms[:place], *terms[place + 1 :]) if not E.is_const(t, 0)]
+            return moving, M.sub(logarithm(extra), fixed) if extra else None
     return None
 
 
-def _match_sum(
-    score: Expr, places: tuple[Expr, ...], other: Expr, keys: tuple[Expr, ...]
-) -> tuple[Expr, Expr] | Refusal | None:
-    """The score and the shift, if `other` over `places`, maybe digits of keys, is `score` over `keys`."""
-    shifted = split_by(score, keys)
+def _match_sum(score: Expr, term: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr] | Refusal | None:
+    """The score and the shift, if a term sums the score's exponentials over the keys, or their digits."""
+    places, inner = open_sums(term)
+    if inner.op != "exp" or not places:
+        return None
+    (other,), shifted = inner.args, split_by(score, keys)
     found = _same_terms(score, keys, places, other)
     if found is None:
         cuts = split_digits(keys, [score]), split_digits(places, [other])
@@ -125,13 +121,12 @@ def _put(node: Expr) -> Expr:
     """Masks that add minus infinity, rewritten to replace the score by it: the weights are the same."""
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
-        if current.op == "add":
-            for place, term in enumerate(args):
-                if term.op == "where" and E.NEG_INF in term.args[1:]:
-                    rest = (*args[:place], *args[place + 1 :])
-                    branches = (x if x is E.NEG_INF else M.add(x, *rest) for x in term.args[1:])
-                    return M.where(term.args[0], *branches)
-        return M.construct(current, args)
+        masks = [a for a in args if a.op == "where" and E.NEG_INF in a.args[1:]]
+        if current.op != "add" or not masks:
+            return M.construct(current, args)
+        condition, *branches = masks[0].args
+        rest = [a for a in args if a is not masks[0]]
+        return M.where(condition, *(x if x is E.NEG_INF else M.add(x, *rest) for x in branches))
 
     return E.rebuild(node, replace)
 
@@ -168,10 +163,7 @@ def split_by(node: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr]:
 
 def is_normaliser(piece: Expr, score: Expr, keys: tuple[Expr, ...], look: Look) -> bool:
     """Whether a term of a normaliser is the sum of the exponentials of these scores."""
-    variables, inner = open_sums(piece)
-    if inner.op != "exp" or not variables:
-        return False
-    return isinstance(_match_sum(look(score), variables, inner.args[0], keys), tuple)
+    return isinstance(_match_sum(look(score), piece, keys), tuple)
 
 
 def why_not_normalised(body: Expr, keys: tuple[Expr, ...]) -> Refusal:

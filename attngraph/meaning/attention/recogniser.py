@@ -43,6 +43,7 @@ _EXPONENTIALS = SOFTMAX_LIKE | {
     f"aten.{n}" for n in (*LOG_SOFTMAX, "exp.default", "exp2.default", "logsumexp.default", "pow.Scalar")
 }
 _ROOTS = ("aten.mul.", "aten.div.", "aten.true_divide.", "aten.einsum.")
+NEEDED_ANYWAY = "its scores are also used at other places than their own, so they are needed anyway"
 
 
 class Recogniser:
@@ -297,12 +298,8 @@ class Recogniser:
         # A term that is the same for all keys (a subtracted maximum) changes no weight, except beside a sink.
         split = [split_by(part.score, part.keys) for part in opened]
         shift = split[0][1]
-        kept = [
-            self._sources(x)
-            for p, (moving, _) in zip(found.parts, split, strict=True)
-            for x in (moving, p.value)
-        ]
-        has_gradient = self.gradients and not self._sources(shift) <= frozenset().union(*kept)
+        kept = self._sources(*(moving for moving, _ in split), *(part.value for part in found.parts))
+        has_gradient = self.gradients and not self._sources(shift) <= kept
         sink = found.sink
         if has_gradient or any(fixed is not shift for _, fixed in split):
             # The gradient of a shift is zero, but it may be asked for.
@@ -324,22 +321,17 @@ class Recogniser:
         found = dots.find_dot(meaning, part.score, part.keys, of_value) or dots.dot_of_width_one(
             part.score, part.keys, of_value, part.value.value.meta["val"].dtype
         )
-        if found is None and score_sets.has_no_product(part):
-            return part
         if found is None:
-            return Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))
+            is_plain = score_sets.has_no_product(part)
+            return part if is_plain else Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))
         dot, spelled = found
         # A term that the contraction itself adds (baddbmm's bias) has not been looked into yet.
         score, weight = (
             self._look_into(part, M.substitute(x, spelled), dtype) for x in (part.score, part.weight)
         )
         if _reads(dot.node, score, weight):
-            totals = [n for x in (score, weight) for n in E.walk(x) if n.op in ("sum", "amax", "amin")]
-            return Refusal(
-                SECOND_SUM
-                if _reads(dot.node, *totals)
-                else "its scores are also used at other places than their own, so they are needed anyway"
-            )
+            totals = [n for x in (score, weight) for n in E.walk(x) if n.op in E.BINDERS]
+            return Refusal(SECOND_SUM if _reads(dot.node, *totals) else NEEDED_ANYWAY)
         return dataclasses.replace(part, score=score, weight=weight, products=(dot,))
 
     def _look_into(self, part: KeyPart, formula: Expr, dtype: torch.dtype) -> Expr:
@@ -356,10 +348,9 @@ class Recogniser:
             if other.k[0][0].free <= of_keys | set(other.inner)
         ]
 
-    def _sources(self, node: Expr) -> frozenset[fx.Node]:
-        """The floating inputs of the graph that an expression is computed from."""
-        reads = [n.value for n in E.reads(node)]
-        return frozenset().union(*map(self._sources_of, reads))
+    def _sources(self, *formulas: Expr) -> frozenset[fx.Node]:
+        """The floating inputs of the graph that these are computed from."""
+        return frozenset().union(*(self._sources_of(n.value) for x in formulas for n in E.reads(x)))
 
     @kept
     def _sources_of(self, node: fx.Node) -> frozenset[fx.Node]:
@@ -370,4 +361,4 @@ class Recogniser:
 
 def _reads(node: fx.Node | None, *formulas: Expr) -> bool:
     """Whether an element of a value is read in one of these formulas."""
-    return any(n.op == "read" and n.value is node for x in formulas for n in E.walk(x))
+    return any(n.value is node for x in formulas for n in E.reads(x))

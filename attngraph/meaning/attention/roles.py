@@ -48,8 +48,7 @@ def _axes_of(
     lifted = tried(meaning.elementwise, operand, most=_MOST_WORDS)
     if lifted is None:
         return frozenset()
-    along: frozenset[Expr] = frozenset()
-    weighted: frozenset[Expr] = frozenset()
+    along, weighted = set[Expr](), set[Expr]()
     for read in E.reads(lifted):
         products = list(_products(meaning, read))
         if not products and not read.free & tokens:
@@ -60,9 +59,8 @@ def _axes_of(
                 continue
             # The indices of what is projected, in the tensor that it is a view of.
             moved = tried(meaning.moved_from, source) or source
-            places = [place for read in E.reads(moved) for place in read.args]
-            along |= frozenset().union(*(p.free for p in places if inner not in p.free))
-            weighted |= frozenset().union(*(p.free for p in places if inner in p.free))
+            for place in (place for read in E.reads(moved) for place in read.args):
+                (weighted if inner in place.free else along).update(place.free)
     return wanted & along - weighted
 
 

@@ -34,11 +34,9 @@ def join_equal_products(meaning: Meaning, part: KeyPart) -> KeyPart:
     """The part with one name for all products that sum the same elements, up to a number."""
     keys = part.keys
     reads = list(dict.fromkeys(p for x in (part.score, part.weight) for p in _products(meaning, x, keys)))
-    if len(reads) < 2:
-        return part
     first: dict[Expr, tuple[Expr, float]] = {}
     named: dict[Expr, Expr] = {}
-    for read in reads:
+    for read in reads if len(reads) > 1 else ():
         opened = dots.open_product(meaning, read, keys)
         if opened is None:
             continue
@@ -103,13 +101,10 @@ def has_no_product(part: KeyPart) -> bool:
     queries = score.free - value
     if not queries or score.free.isdisjoint(keys):
         return False
-    for read in E.reads(score):
-        over_pairs = not read.free.isdisjoint(keys) and not read.free.isdisjoint(queries)
-        is_table = isinstance(read.value, fx.Node) and read.value.op == "placeholder"
-        shared = value - keys - read.free  # the width of values, and what the table is the same for
-        if over_pairs and not (is_table and len(shared) > 1):
-            return False
-    return not any(n.op in E.BINDERS for n in E.walk(score))
+    over_pairs = (r for r in E.reads(score) if r.free & keys and r.free & queries)
+    # The width of values is shared, and what a table is the same for.
+    are_tables = all(r.value.op == "placeholder" and len(value - keys - r.free) > 1 for r in over_pairs)
+    return are_tables and not any(n.op in E.BINDERS for n in E.walk(score))
 
 
 class PositionWeights:
