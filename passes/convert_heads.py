@@ -23,7 +23,7 @@ from attngraph.ir.graph import Input, Level, ProgramGraph, Rate, op_name
 from attngraph.ir.graph.call import infer
 from attngraph.ir.graph.program_graph import move_to_stage, replace_in_other_users
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.language import E, Expr
+from attngraph.ir.language import E
 from attngraph.ir.ops.nodes import Attention
 from attngraph.ir.walk import reached
 from attngraph.meaning import ELEMENTWISE, Category, M, Meaning, Unliftable
@@ -117,22 +117,25 @@ class _Conversion:
     def _collect(self, operand: fx.Node, what: str, heads: int) -> None:
         node = self._source(operand, what)
         product = self.products.setdefault(node, self._product(node))
-        shape = self.meaning.shape(operand)
-        names = ("b", "h", "t", "d")
-        variables = [E.var(name, extent) for name, extent in zip(names, shape, strict=True)]
+        (_, of_head, _, of_width), at = self.meaning.places(operand)
         lifted = self.meaning.lift(
-            self.meaning.read(operand, tuple(variables)),
+            self.meaning.read(operand, at),
             lambda r: r.value is not node and self.meaning.category(r.value) in ELEMENTWISE,
         )
         per_head: list[list[int]] = []
         for head in range(heads):
-            rows: dict[int, None] = {}
-            at_head = M.substitute(lifted, {variables[1]: E.const(head)})
-            for place in range(int(shape[3].value)):
-                exact = M.substitute(at_head, {variables[3]: E.const(place)})
-                for read in (n for n in E.reads(exact) if n.value is node):
-                    rows[self._row(read, product, what, node)] = None
-            per_head.append(list(rows))
+            at_head = M.substitute(lifted, {of_head: E.const(head)})
+            exact = (
+                M.substitute(at_head, {of_width: E.const(n)}) for n in range(int(of_width.args[0].value))
+            )
+            reads = [n for element in exact for n in E.reads(element) if n.value is node]
+            indices = dict.fromkeys(read.args[product.feature] for read in reads)
+            for index in indices:
+                if index.op != "const":
+                    raise ConversionError(
+                        f"which rows make a head of the {what} at {source_of(node)} is not known: {index!r}."
+                    )
+            per_head.append([int(index.value) for index in indices])
         size, every = len(per_head[0]), {row for rows in per_head for row in rows}
         if any(len(rows) != size for rows in per_head) or len(every) != size * heads:
             raise ConversionError(f"heads of the {what} at {source_of(node)} share rows of a parameter.")
@@ -148,14 +151,6 @@ class _Conversion:
         size = heads // self.kv_heads
         neighbours = [tuple(range(first, first + size)) for first in range(0, heads, size)]
         return list(self.groups) or neighbours
-
-    def _row(self, read: Expr, product: _Product, what: str, node: fx.Node) -> int:
-        index = read.args[product.feature]
-        if index.op != "const":
-            raise ConversionError(
-                f"which rows make a head of the {what} at {source_of(node)} is not known: {index!r}."
-            )
-        return int(index.value)
 
     def _source(self, operand: fx.Node, what: str) -> fx.Node:
         """The single product with a parameter that an operand is computed from."""
@@ -179,8 +174,7 @@ class _Conversion:
 
     def _product(self, node: fx.Node) -> _Product:
         """The corresponding dimensions of a product's result and its parameter."""
-        shape = self.meaning.shape(node)
-        at = tuple(E.var(f"o{n}", extent) for n, extent in enumerate(shape))
+        at, _ = self.meaning.places(node)
         try:
             element = self.meaning.element(node, at)
         except Unliftable as problem:
@@ -245,9 +239,8 @@ class _Conversion:
 
     def _constant(self, name: str, value: Tensor) -> fx.Node:
         device = self.graph.placeholders()[-1].meta["val"].device
-        with self.graph.fake_mode():
-            fake = torch.empty(value.shape, dtype=value.dtype, device=device)
         self.graph.constants[name] = value.to(device)
+        fake = self.graph.empty(value.shape, value.dtype, device)
         return self.graph.add_input(Input("constant", name), fake, name)
 
     def share(self, node: fx.Node) -> None:
@@ -260,21 +253,24 @@ class _Conversion:
             return
         self.shared += [(x, groups) for x in attention.keys]
         builder = Builder(self.graph, node)
-        if groups != [tuple(range(n * size, n * size + size)) for n in range(len(groups))]:
+        if groups == [tuple(range(n * size, n * size + size)) for n in range(len(groups))]:
+            k, v = (builder.call(aten.slice.Tensor, x, 1, 0, _END, size) for x in attention.keys)
+            node.meta["attention"] = dataclasses.replace(node.meta["attention"], kv_heads=self.kv_heads)
+        else:
             group_of = {head: number for number, group in enumerate(groups) for head in group}
             first = [group[0] for group in groups]
             again = [group_of[head] for head in range(len(group_of))]
             k, v = (_picked(builder, _picked(builder, x, first), again) for x in attention.keys)
-            node.args = attention.replace(k=k, v=v).args
-            return
-        k, v = (builder.call(aten.slice.Tensor, x, 1, 0, _END, size) for x in attention.keys)
         node.args = attention.replace(k=k, v=v).args
-        node.meta["attention"] = dataclasses.replace(node.meta["attention"], kv_heads=self.kv_heads)
 
     def check(self) -> None:
         """Check that the heads of a group are equal, so that operations on the way treat them alike."""
+        known = self.graph.known_values()
+        known |= {
+            n: self.graph.constants[i.name] for n, i in self.graph.given().items() if i.kind == "constant"
+        }
         for operand, groups in self.shared:
-            sample = Sample({**self.graph.known_values(), **self._orders()}, self.graph.hints, 0)
+            sample = Sample(known, self.graph.hints, 0)
             with torch.no_grad():
                 (found,) = sample.evaluate(region([operand], []), {}, operand)
             heads = found[:, [head for group in groups for head in group]]
@@ -284,10 +280,6 @@ class _Conversion:
                     f"heads are treated unlike each other before attention at {source_of(operand)}, so "
                     "the mean of their projections stands for none of them."
                 )
-
-    def _orders(self) -> dict[fx.Node, Tensor]:
-        given = self.graph.given().items()
-        return {n: self.graph.constants[i.name] for n, i in given if i.kind == "constant"}
 
 
 def _picked(builder: Builder, value: fx.Node, heads: Sequence[int]) -> fx.Node:

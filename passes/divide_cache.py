@@ -10,7 +10,7 @@ is left stays as it is, and the report says why.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,16 @@ from torch import fx
 
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph import Input, Level, ProgramGraph, computed_from, is_size, op_name, source_of
-from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Store, in_ring
 from attngraph.ir.ops.divided_attention import bytes_exchanged
 from attngraph.ir.ops.latent_attention import sizes_of
-from attngraph.meaning import Category, M, category_of
-from attngraph.meaning.masks.fold import seen
+from attngraph.ir.walk import reached
+from attngraph.meaning import Category, category_of
+from attngraph.meaning.masks.fold import any_fill, seen
+from attngraph.meaning.masks.tiles import sees_itself
 from attngraph.meaning.placement.table import differing
-from attngraph.passes.build import infer_anew
+from attngraph.passes.build import Refused, infer_anew
 from attngraph.pipeline import Outcome
 from attngraph.report.ranks import CACHE_EXCHANGE, SentEntry
 
@@ -74,8 +75,16 @@ class DivideCache:
         return outcome
 
 
-class _Stays(Exception):
-    """Tokens of what is kept are not divided; says why."""
+def uses_of(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What uses a value otherwise than to move its elements: what is used, the value or what is moved from
+    it, and the user."""
+
+    def moved(node: fx.Node) -> list[fx.Node]:
+        return [u for u in node.users if u.op == "call_function" and category_of(u) is Category.MOVEMENT]
+
+    for used in reached([value], moved):
+        others = (u for u in used.users if not is_size(u) and u not in moved(used))
+        yield from ((used, user) for user in others)
 
 
 class _Dividing:
@@ -88,8 +97,7 @@ class _Dividing:
         self.longest = min((n for n in limits if n is not None), default=None)
         self.axis = graph.ranks.axes[-1]
         self.stores = {store.name: store for store in graph.state.stores}
-        given = zip(graph.placeholders(), graph.inputs, strict=True)
-        self.pages = {told.name: node for node, told in given if told.kind == "pages"}
+        self.pages = graph.pages()
         self.names = {node: name for name, node in self.pages.items()}
         self.own = differing(graph)
         self.reasons = graph.ranks.undivided
@@ -103,8 +111,8 @@ class _Dividing:
                 for node in readers[name]:
                     teams[node] = self._team(node)
                 if len({teams[node] for node in readers[name]}) > 1:
-                    raise _Stays("several attentions read it that different ranks share")
-            except _Stays as reason:
+                    raise Refused("several attentions read it that different ranks share")
+            except Refused as reason:
                 self.reasons[name] = str(reason)
         while self._spread(readers, teams):
             pass
@@ -131,19 +139,13 @@ class _Dividing:
     def _readers(self, store: Store) -> list[fx.Node]:
         """The attentions that read what is kept."""
         found: dict[fx.Node, None] = {}
-        stack = [self.pages[store.name]] if store.name in self.pages else []
-        while stack:
-            value = stack.pop()
-            for user in (u for u in value.users if not is_size(u)):
-                view = nodes.view(user)
-                if isinstance(view, nodes.Cached) and value not in view.reads:
-                    found[user] = None
-                elif user.op == "call_function" and category_of(user) is Category.MOVEMENT:
-                    stack.append(user)
-                else:
-                    raise _Stays(f"{op_name(user)} at {source_of(user)} reads all that is kept of it")
+        for value, user in uses_of(self.pages[store.name]) if store.name in self.pages else ():
+            view = nodes.view(user)
+            if not isinstance(view, nodes.Cached) or value in view.reads:
+                raise Refused(f"{op_name(user)} at {source_of(user)} reads all that is kept of it")
+            found[user] = None
         if not found:
-            raise _Stays("no attention reads it")
+            raise Refused("no attention reads it")
         return list(found)
 
     def _kept_by(self, node: fx.Node) -> set[str]:
@@ -157,42 +159,42 @@ class _Dividing:
         view = nodes.view(node)
         assert isinstance(view, nodes.Cached)
         if view.q not in self.own:
-            raise _Stays("its heads are not divided, and neither is what they attend to")
+            raise Refused("its heads are not divided, and neither is what they attend to")
         if any(read in self.own for read in view.reads):
-            raise _Stays("scores read what every rank has of its own")
+            raise Refused("scores read what every rank has of its own")
         if view.program.changes_weights:
-            raise _Stays("scores change weights that are normalised over all keys")
-        if not _sees_a_number(view.program):
-            raise _Stays("a finite fill may hide all that a query sees")
+            raise Refused("scores change weights that are normalised over all keys")
+        # The log-sum-exp of keys that a finite fill hides all does not tell how many they are.
+        kept = seen(view.program.statements, any_fill)
+        if kept is not seen(view.program.statements) and not sees_itself(kept):
+            raise Refused("a finite fill may hide all that a query sees")
         if isinstance(view, nodes.CachedLatentAttention):
             return self.axis.count
         heads = [tuple(row) for row in node.meta.get("key_heads", ())]
         team = heads.count(heads[0]) if heads else 1
         same = [heads[n - n % team] for n in range(len(heads))]
         if team == 1 or heads != same or len(set(heads)) * team != len(heads):
-            raise _Stays("every rank keeps heads of its own")
+            raise Refused("every rank keeps heads of its own")
         if len(heads[0]) > 1:
-            raise _Stays("ranks share several key/value heads")
+            raise Refused("ranks share several key/value heads")
         return team
 
     # --- bytes ---
 
     def _does_not_pay(self, users: Sequence[fx.Node], team: int) -> str | None:
         """Why the tokens of what these attentions read should stay together; None if they should not."""
-        names = {name for node in users for name in self._kept_by(node)}
-        tokens = {name: self._most_kept(self.stores[name]) for name in names}
-        known = [n for n in tokens.values() if n is not None]
-        each = {n: self.stores[n].bytes_in(self.dtype) * (team - 1) // team for n in names}
-        saved = sum(size * (tokens[name] or 0) for name, size in each.items())
+        tokens, saved = [0], 0
+        for store in {self.stores[name] for node in users for name in self._kept_by(node)}:
+            most = [] if self.longest is None else [self.longest]
+            most += [] if store.window is None else [in_ring(store.window, self.rollback)]
+            if not most:
+                return None  # how many tokens of a sequence are kept is not known
+            tokens.append(min(most))
+            saved += store.bytes_in(self.dtype) * (team - 1) // team * tokens[-1]
         sent = sum(sum(self._sent(node, team)) for node in users)
-        if len(known) < len(tokens) or saved > sent:
+        if saved > sent:
             return None
-        return f"of {max(known):,} tokens {saved:,} bytes less are no more than {sent:,} sent for each"
-
-    def _most_kept(self, store: Store) -> int | None:
-        """The most tokens of a sequence that are kept; None if that is not known."""
-        limits = (self.longest, None if store.window is None else in_ring(store.window, self.rollback))
-        return min((n for n in limits if n is not None), default=None)
+        return f"of {max(tokens):,} tokens {saved:,} bytes less are no more than {sent:,} sent for each"
 
     def _sent(self, node: fx.Node, team: int) -> tuple[int, int]:
         """The bytes of queries and of results that a rank sends for a new token."""
@@ -211,15 +213,16 @@ class _Dividing:
         assert self.graph.state is not None
         self.stores |= {n: dataclasses.replace(self.stores[n], team=team) for n, team in teams.items()}
         self._infer_pages(teams)
-        attentions = {node for name in teams for node in self.graph.graph.nodes if self._reads(node, name)}
         sent = []
-        for node in (n for n in self.graph.graph.nodes if n in attentions):
-            view, name = nodes.AttentionOp.of(node), next(iter(self._kept_by(node)))
-            team = teams[name]
-            made = DIVIDED[type(view)](  # type: ignore[index]
-                **{**vars(view), "table": self._table(self.stores[name])}, team=team, ranks=self.axis.count,
-                group=self.axis.group,
-            )  # fmt: skip
+        for node in self.graph.graph.nodes:
+            view = nodes.view(node)
+            kept = self._kept_by(node) & teams.keys() if isinstance(view, nodes.Cached) else ()
+            if not isinstance(view, nodes.Cached) or not kept:
+                continue
+            name = next(iter(kept))
+            team, table = teams[name], self._table(self.stores[name])
+            own = {**vars(view), "table": table, "ranks": self.axis.count, "group": self.axis.group}
+            made = DIVIDED[type(view)](**own, team=team)
             size = sum(self._sent(node, team))
             sent.append(SentEntry(CACHE_EXCHANGE, source_of(node), size, size))
             node.target, node.args = made.target, made.args
@@ -230,18 +233,13 @@ class _Dividing:
         self.graph.clean()
         self.graph.drop_inputs(lambda node, given: given.kind == "rows" and not node.users)
 
-    def _reads(self, node: fx.Node, name: str) -> bool:
-        return isinstance(nodes.view(node), nodes.Cached) and name in self._kept_by(node)
-
     def _table(self, store: Store) -> fx.Node:
         """The page table of what one rank keeps."""
-        made = zip(self.graph.placeholders(), self.graph.inputs, strict=True)
-        found = next((node for node, told in made if told.name == store.table), None)
+        given = {told: node for node, told in self.graph.given().items()}
+        found = next((node for told, node in given.items() if told.name == store.table), None)
         if found is not None:
             return found
-        first = next(n for n, told in zip(self.graph.placeholders(), self.graph.inputs, strict=True)
-                     if told.kind == "rows" and told.name == "first")  # fmt: skip
-        value, called = first.meta["val"], f"rows_{store.table.replace('.', '_')}"
+        value, called = given[Input("rows", "first")].meta["val"], f"rows_{store.table.replace('.', '_')}"
         value = self.graph.empty([None, None], value.dtype, value.device)
         return self.graph.add_input(Input("rows", store.table), value, called)
 
@@ -255,12 +253,3 @@ class _Dividing:
             self.pages[name].meta["val"] = self.graph.empty(shape, value.dtype, value.device)
             page[team, store.window] = self.pages[name].meta["val"].shape[store.token_dim]
         infer_anew(self.graph, [self.pages[name] for name in teams])
-
-
-def _sees_a_number(program: ScoreProgram) -> bool:
-    """Whether every query is shown to see a key that no finite fill hides, itself, or no fill is finite: the
-    log-sum-exp of keys that are all filled does not tell how many they are."""
-    kept = seen(program.statements, lambda fill: True)
-    if kept is seen(program.statements):
-        return True
-    return M.substitute(M.canonical(kept), {E.var("k"): E.var("q")}) is E.TRUE

@@ -32,6 +32,7 @@ from attngraph.ir.graph.program_graph import (
 from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes
+from attngraph.ir.walk import reached
 from attngraph.meaning import Category, M, Meaning
 from attngraph.meaning.algebra.sizes import to_sympy
 from attngraph.meaning.attention.claim import Attention
@@ -116,8 +117,9 @@ class _Fusion:
         self.beside: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Outcome:
-        for node in self.graph.attentions():
-            self._adopt(node)
+        for node in self.graph.attentions():  # that the model itself calls
+            node.args, node.kwargs = nodes.AttentionOp.of(node).args, {}
+            node.meta["attention"] = describe(node, self.graph)
         for node in list(self.graph.graph.nodes):
             refused = self._attempt(node, self.recogniser.examine)
             if refused is not None:
@@ -150,7 +152,10 @@ class _Fusion:
             return Refusal(EMPTY)
         try:
             found = recognise(node)
-            self._require_equal_sizes()
+            while self.meaning.required:  # what element rules took to be equal
+                condition = sympy.Eq(*map(to_sympy, self.meaning.required.pop()))
+                if condition not in self.graph.conditions:
+                    self.graph.conditions += (condition,)
             if not isinstance(found, tuple):
                 return found
             if any(map(self._is_of_features, found)):
@@ -167,7 +172,7 @@ class _Fusion:
         self.may_wait = self.later
         for found in self.waiting if self.later else ():
             if any(found is each for each in self.waiting):
-                self._attempt(found.node, functools.partial(_claims_of, found), found.weights)
+                self._attempt(found.node, {found.node: found.claims}.get, found.weights)
             elif found.node not in self.beside and found.node in set(self.graph.graph.nodes):
                 # what it reads was replaced
                 self._attempt(found.node, self.recogniser.examine, found.weights)
@@ -210,14 +215,6 @@ class _Fusion:
                 builder = Builder(self.graph, out.next)
                 copied = builder.call(torch.ops.aten.clone.default, out)
                 replace_in_other_users(out, copied)
-
-    def _require_equal_sizes(self) -> None:
-        """Make the assumptions of element rules about sizes conditions of the graph."""
-        while self.meaning.required:
-            a, b = self.meaning.required.pop()
-            condition = sympy.Eq(to_sympy(a), to_sympy(b))
-            if condition not in self.graph.conditions:
-                self.graph.conditions += (condition,)
 
     def _fuse(self, old: fx.Node, claims: Sequence[Attention], weights: frozenset[fx.Node]) -> Refusal | None:
         """Check the claims, whose sum should equal the node, and apply them; or return why not."""
@@ -284,11 +281,6 @@ class _Fusion:
             w for w in self.waiting if w.node not in replaced and (w.bases | w.reads).isdisjoint(replaced)
         ]
 
-    def _adopt(self, node: fx.Node) -> None:
-        """Report an attention op that the model itself calls like a fused one."""
-        node.args, node.kwargs = nodes.AttentionOp.of(node).args, {}
-        node.meta["attention"] = describe(node, self.graph)
-
     def _report_missed(self) -> None:
         alive = set(self.graph.graph.nodes)
         for node in sorted(alive & self.recogniser.unnormalised):
@@ -317,34 +309,24 @@ class _Fusion:
 
     def _is_of_features(self, claim: Attention) -> bool:
         """Whether keys are weights of the model and values are not: the softmax runs over features."""
-        if any(self.follows_arguments(base) for base in claim.k.bases):
-            return False
-        if not any(self.follows_arguments(base) for base in claim.v.bases):
-            return False
-        return not self.features or claim.value_dim.op != "const"
+        k, v = (any(map(self.follows_arguments, operand.bases)) for operand in (claim.k, claim.v))
+        return v and not k and (not self.features or claim.value_dim.op != "const")
 
     def _is_of_scores(self, value: fx.Node) -> bool:
         """Whether it is computed from products in which both sides depend on inputs of the model."""
-        nodes, seen = [value], set()
-        while nodes:
-            node = nodes.pop()
-            if node in seen or node.op != "call_function":
-                continue
-            seen.add(node)
-            category = self.meaning.category(node)
+
+        def opened(node: fx.Node) -> tuple[Category | None, list[fx.Node]]:
             sides = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
             if str(node.target).startswith("aten.sum.") and self.recogniser.is_product(sides[0]):
-                category, sides = Category.CONTRACTION, sides[0].all_input_nodes
-            if category is Category.CONTRACTION:
-                if all(map(self.follows_arguments, sides)):
-                    return True
-            elif category in (Category.MOVEMENT, Category.POINTWISE):
-                nodes += sides
-        return False
+                return Category.CONTRACTION, sides[0].all_input_nodes
+            return self.meaning.category(node) if node.op == "call_function" else None, sides
 
+        def below(node: fx.Node) -> list[fx.Node]:
+            category, sides = opened(node)
+            return sides if category in (Category.MOVEMENT, Category.POINTWISE) else []
 
-def _claims_of(found: Found, node: fx.Node) -> tuple[Attention, ...]:
-    return found.claims
+        products = (s for c, s in map(opened, reached([value], below)) if c is Category.CONTRACTION)
+        return any(all(map(self.follows_arguments, sides)) for sides in products)
 
 
 def _build(
@@ -384,15 +366,11 @@ def _build_one(
     if any(isinstance(n, int) and n == 0 for n in q.meta["val"].shape[:3]):
         raise Refused(EMPTY)
     leaves += bases
-    reads: list[fx.Node] = []
-    for read in claim.reads:
-        if isinstance(read, Seed):
-            if read not in seeds:
-                seeds[read] = builder.call(torch.ops.attngraph.seed.default)
-            reads.append(seeds[read])
-        else:
-            reads.append(read)
-            leaves.append(read)
+    for seed in claim.reads:
+        if isinstance(seed, Seed) and seed not in seeds:
+            seeds[seed] = builder.call(torch.ops.attngraph.seed.default)
+    reads = [seeds[read] if isinstance(read, Seed) else read for read in claim.reads]
+    leaves += [read for read in claim.reads if isinstance(read, fx.Node)]
     sizes = [builder.size(s) for s in claim.sizes]
     whole = builder.attention(nodes.Attention(q=q, k=k, v=v, reads=reads, sizes=sizes, program=claim.program))
     return builder.call(operator.getitem, whole, 0)

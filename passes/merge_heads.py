@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_flatten
 
 from attngraph.ir.graph import argument, source_of
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, sort
-from attngraph.ir.language import E, Expr, Keep, ScoreProgram, Statement, operation
+from attngraph.ir.language import E, Expr, ScoreProgram, operation
+from attngraph.ir.language.score import formulas
 from attngraph.ir.ops.nodes import Attention
 from attngraph.meaning import ELEMENTWISE, Category, M, Meaning, category_of, is_part
 from attngraph.meaning.attention import layout
@@ -76,12 +77,8 @@ def _kind(node: fx.Node) -> Hashable:
     tensors = (head.q, *head.keys, *head.reads)
     about = tuple((str(t.meta["val"].dtype), str(t.meta["val"].shape)) for t in tensors)
     sizes = tuple(str(s.meta["val"]) if isinstance(s, fx.Node) else s for s in head.sizes)
-    form = tuple((type(s).__name__, *map(_form, _parts(s))) for s in head.program.statements)
+    form = tuple((type(s).__name__, *map(_form, formulas(s))) for s in head.program.statements)
     return form, about, sizes
-
-
-def _parts(statement: Statement) -> tuple[Expr, ...]:
-    return (statement.predicate, statement.fill) if isinstance(statement, Keep) else (statement.value,)
 
 
 def _form(node: Expr) -> Hashable:
@@ -139,13 +136,18 @@ class _Merge:
         out = self.builder.call(operator.getitem, whole, 0)
         parts = [self.builder.call(aten.narrow.default, out, 1, n * each, each) for n in range(count)]
         results = [next(iter(h.users)) for h in self.heads]
-        error = self._check(results, parts)
+        # As functions of what the heads' tensors are views of.
+        tensors = [t for head in self.views for t in (head.q, *head.keys, *head.reads)]
+        leaves = [self._source(t) for t in tensors if t.target is not torch.ops.attngraph.seed.default]
+        pairs = list(zip(results, parts, strict=True))
+        error = max(self.proposal.check(result, part, leaves).error for result, part in pairs)
         whole.meta["attention"] = self._entry(merged, count, shared, error)
         concatenation = _concatenated_by(self.heads[0])
-        for result, part in zip(results, parts, strict=True):
+        for result, part in pairs:
             result.replace_all_uses_with(part)
         sort(self.graph.graph)
-        self._replace_concatenation(concatenation, out)
+        if concatenation is not None:
+            self._replace_concatenation(concatenation, out)
         self.graph.clean()
         return f"merged {count} attentions at {source_of(whole)} into one of {count * each} heads"
 
@@ -153,25 +155,22 @@ class _Merge:
         """The number of distinct key/value pairs, if they are shared by runs of equally many heads (grouped
         queries); otherwise the number of heads."""
         count = len(keys)
-        if E.is_const(self.kv_each, 1):
-            for length in range(count, 1, -1):
-                runs = [range(start, start + length) for start in range(0, count, length)]
-                if count % length == 0 and all(
-                    self._same(side[run[0]], side[place])
-                    for run in runs
-                    for place in run
-                    for side in (keys, values)
-                ):
-                    return count // length
+        for length in range(count, 1, -1) if E.is_const(self.kv_each, 1) else ():
+            firsts = [place - place % length for place in range(count)]
+            if count % length == 0 and all(
+                self._same(side[first], each)
+                for side in (keys, values)
+                for first, each in zip(firsts, side, strict=True)
+            ):
+                return count // length
         return count
 
     def _same(self, a: Any, b: Any) -> bool:
-        return same_value(a, b, self._is_comparable)
+        def is_comparable(node: fx.Node) -> bool:
+            moves = self.meaning.category(node) in ELEMENTWISE and "dropout" not in str(node.target)
+            return moves or not self.meaning.is_tensor(node)
 
-    def _is_comparable(self, node: fx.Node) -> bool:
-        if not isinstance(node.meta.get("val"), Tensor):
-            return True
-        return self.meaning.category(node) in ELEMENTWISE and "dropout" not in str(node.target)
+        return same_value(a, b, is_comparable)
 
     def _side_by_side(self, nodes: Sequence[Any]) -> fx.Node:
         """The tensors `[B, H, S, D]` concatenated along the heads."""
@@ -179,11 +178,6 @@ class _Merge:
             return nodes[0]  # type: ignore[no-any-return]
         seen = self._as_view(nodes, lambda m, b, h, s, d: ((b,), (m, h), (s,), (d,)))
         return seen or self.builder.call(aten.cat.default, list(nodes), 1)
-
-    def _stacked(self, nodes: Sequence[Any]) -> fx.Node:
-        """Tensors of one shape stacked along a new first dimension."""
-        seen = self._as_view(nodes, lambda m, *rest: ((m,), *((r,) for r in rest)))
-        return seen or self.builder.call(aten.stack.default, list(nodes))
 
     def _as_view(
         self, nodes: Sequence[fx.Node], roles: Callable[..., layout.Roles], of: fx.Node | None = None
@@ -207,21 +201,20 @@ class _Merge:
 
     def _progression(self, reads: Sequence[Expr], number: Expr) -> Expr | None:
         """One read, as an expression of `number`, that equals the n-th of the reads for `number` = n."""
-        lifted = [
-            self.meaning.lift(r, lambda n: self.meaning.category(n.value) is Category.MOVEMENT) for r in reads
-        ]
+        lifted = list(map(self.meaning.moved_from, reads))
         first = lifted[0]
         if any(r.op != "read" or r.value is not first.value for r in lifted):
             return None
         steps = [M.sub(b, a) for a, b in zip(first.args, lifted[1].args, strict=True)]
+
+        def at(place: Expr) -> tuple[Expr, ...]:
+            return tuple(M.add(a, M.mul(place, step)) for a, step in zip(first.args, steps, strict=True))
+
         if any(step.free for step in steps) or all(E.is_const(step, 0) for step in steps):
             return None
-        for place, read in enumerate(lifted):
-            for start, step, found in zip(first.args, steps, read.args, strict=True):
-                if M.add(start, M.mul(E.const(place), step)) is not found:
-                    return None
-        index = tuple(M.add(a, M.mul(number, step)) for a, step in zip(first.args, steps, strict=True))
-        return E.read(first.value, index, first.kind)
+        if any(at(E.const(place)) != read.args for place, read in enumerate(lifted)):
+            return None
+        return E.read(first.value, at(number), first.kind)
 
     def _program(self) -> tuple[ScoreProgram, list[Any]]:
         """The program over all heads, and the tensors that it reads."""
@@ -233,9 +226,10 @@ class _Merge:
         for number, nodes in enumerate(zip(*(h.reads for h in self.views), strict=True)):
             if all(self._same(nodes[0], n) for n in nodes):
                 reads.append(nodes[0])
-            else:
+            else:  # stacked along a new first dimension
                 by_head.add(number)
-                reads.append(self._stacked(nodes))
+                seen = self._as_view(nodes, lambda m, *rest: ((m,), *((r,) for r in rest)))
+                reads.append(seen or self.builder.call(aten.stack.default, list(nodes)))
 
         def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
             if current is head:
@@ -244,20 +238,9 @@ class _Merge:
                 return E.read(current.value, (mine, *args))
             return E.with_args(current, args)
 
-        programs = [h.program.statements for h in self.views]
-        statements: list[Statement] = []
-        for same in zip(*programs, strict=True):
-            forms = zip(*([E.rebuild(part, replace) for part in _parts(one)] for one in same), strict=True)
-            parts = [_by_head(alike, mine) for alike in forms]
-            statements.append(type(same[0])(*parts))
-        return ScoreProgram(tuple(statements)), reads
-
-    def _check(self, results: Sequence[fx.Node], parts: Sequence[fx.Node]) -> float:
-        """The largest error, from what the heads' tensors are views of; Refused where a part differs."""
-        tensors = [t for head in self.views for t in (head.q, *head.keys, *head.reads)]
-        leaves = [self._source(t) for t in tensors if t.target is not torch.ops.attngraph.seed.default]
-        pairs = zip(results, parts, strict=True)
-        return max(self.proposal.check(result, part, leaves).error for result, part in pairs)
+        programs = [h.program.mapped(lambda formula: E.rebuild(formula, replace)) for h in self.views]
+        alike = zip(*(program.expressions for program in programs), strict=True)
+        return programs[0].mapped(lambda formula: _by_head(next(alike), mine)), reads
 
     def _source(self, node: fx.Node) -> fx.Node:
         """The tensor that a node is a view of."""
@@ -269,21 +252,15 @@ class _Merge:
             (node,) = moved
         return node
 
-    def _replace_concatenation(self, node: fx.Node | None, out: fx.Node) -> None:
+    def _replace_concatenation(self, node: fx.Node, out: fx.Node) -> None:
         """Replace the node that concatenates the heads by a view of the merged result."""
-        if node is None:
-            return
         self.meaning, self.builder = Meaning.of(self.graph), Builder(self.graph, node)
-        dtype, rank, dim = out.meta["val"].dtype, node.meta["val"].ndim, int(argument(node, "dim"))
+        dtype, dim = out.meta["val"].dtype, int(argument(node, "dim")) % node.meta["val"].ndim
 
         def roles(number: Expr, *places: Expr) -> layout.Roles:
             if node.target is aten.stack.default:
-                return (
-                    *((p,) for p in places[: dim % rank]),
-                    (number,),
-                    *((p,) for p in places[dim % rank :]),
-                )
-            return tuple((number, p) if d == dim % rank else (p,) for d, p in enumerate(places))
+                return tuple((p,) for p in (*places[:dim], number, *places[dim:]))
+            return tuple((number, p) if d == dim else (p,) for d, p in enumerate(places))
 
         inputs = argument(node, "tensors")
         if all(n.meta["val"].dtype == dtype for n in (node, *inputs)):
@@ -312,13 +289,10 @@ def _by_head(forms: Sequence[Expr], number: Expr) -> Expr:
         args = tuple(_by_head(same, number) for same in zip(*(f.args for f in forms), strict=True))
         return E.make(first.op, args, first.value, first.kind)
     values = [f.value for f in forms]
-    if first.kind == "int" and all(
-        v - values[0] == n * (values[1] - values[0]) for n, v in enumerate(values)
-    ):
-        step = (
-            operation("mul", E.const(values[1] - values[0]), number) if values[1] - values[0] != 1 else number
-        )
-        return operation("add", step, first) if values[0] else step
+    step = values[1] - values[0]
+    if first.kind == "int" and all(v - values[0] == n * step for n, v in enumerate(values)):
+        grown = operation("mul", E.const(step), number) if step != 1 else number
+        return operation("add", grown, first) if values[0] else grown
     found = forms[-1]
     for place in range(len(forms) - 2, -1, -1):
         found = operation("where", operation("eq", number, E.const(place)), forms[place], found)

@@ -8,6 +8,7 @@ of a convolution's window, values that masks read) stays as it is, and the notes
 approximate: by how much, `runtime/proof.py` says, of the values and of the logits.
 """
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Sequence
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph import Input, Level, Output, ProgramGraph, is_size, op_name, source_of
+from attngraph.ir.graph import Input, Level, Output, ProgramGraph, op_name, source_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Store
 from attngraph.ir.ops.quantised import NAMES, quantised
-from attngraph.meaning import Category, Meaning, Unliftable
+from attngraph.meaning import Meaning, Unliftable
 from attngraph.passes.build import Builder, Refused, infer_anew
+from attngraph.passes.divide_cache import uses_of
 from attngraph.pipeline import Outcome
 
 
@@ -40,8 +42,8 @@ class QuantiseCache:
             outcome.notes.append("nothing is kept from one call to the next")
             return outcome
         meaning = Meaning({}, graph.conditions)
-        found: dict[str, list[_Reader]] = {}
-        pages = _pages(graph)
+        found: dict[str, list[Reader]] = {}
+        pages = graph.pages()
         for store in graph.state.stores:
             try:
                 readers = _readers(meaning, pages[store.name]) if store.name in pages else []
@@ -57,66 +59,45 @@ class QuantiseCache:
         return outcome
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """An attention that reads pages, and the name of the argument that takes their scales."""
-
-    node: fx.Node
-    scales: str
+Reader = tuple[fx.Node, str]
+"""An attention that reads pages, and the name of the argument that takes their scales."""
 
 
-def _pages(graph: ProgramGraph) -> dict[str, fx.Node]:
-    """The inputs that are pages, by the name of what is kept there."""
-    return {about.name: node for node, about in graph.given().items() if about.kind == "pages"}
-
-
-def _readers(meaning: Meaning, pages: fx.Node) -> list[_Reader]:
+def _readers(meaning: Meaning, pages: fx.Node) -> list[Reader]:
     """All that reads pages.
 
     Raises:
         Refused: something else than attention reads them, or other vectors than those of one
             token and head.
     """
-    found: list[_Reader] = []
-    stack = [pages]
-    while stack:
-        value = stack.pop()
-        for user in (u for u in value.users if not is_size(u)):
-            view = nodes.view(user)
-            if isinstance(view, nodes.Cached):
-                found += _as_pages(view, user, value)
-                _require_vectors(meaning, pages, value)
-            elif meaning.category(user) is Category.MOVEMENT:
-                stack.append(user)
-            else:
-                raise Refused(f"{op_name(user)} at {source_of(user)} reads it")
-    return found
-
-
-def _as_pages(view: nodes.Cached, node: fx.Node, value: fx.Node) -> list[_Reader]:
-    names = zip(view.page_names, view.scale_names, strict=True)
-    found = [_Reader(node, scales) for name, scales in names if getattr(view, name) is value]
-    others = [v for name, v in view.named.items() if name not in view.page_names]
-    if any(value is v or (isinstance(v, (list, tuple)) and value in v) for v in others):
-        raise Refused(f"scores read it at {source_of(node)}")
+    found: list[Reader] = []
+    for value, user in uses_of(pages):
+        view = nodes.view(user)
+        if not isinstance(view, nodes.Cached):
+            raise Refused(f"{op_name(user)} at {source_of(user)} reads it")
+        names = zip(view.page_names, view.scale_names, strict=True)
+        found += [(user, scales) for name, scales in names if getattr(view, name) is value]
+        others = [v for name, v in view.named.items() if name not in view.page_names]
+        if any(value is v or (isinstance(v, (list, tuple)) and value in v) for v in others):
+            raise Refused(f"scores read it at {source_of(user)}")
+        _require_vectors(meaning, pages, value)
     return found
 
 
 def _require_vectors(meaning: Meaning, pages: fx.Node, value: fx.Node) -> None:
     """Raise unless a view of pages has, for each page, head and token, elements of the one vector there."""
-    try:
+    with contextlib.suppress(Unliftable):
         _, at = meaning.places(value)
         element = meaning.lift(meaning.read(value, at), lambda read: read.value is not pages)
-    except Unliftable:
-        element = None
-    same = element is not None and element.op == "read" and element.value is pages
-    if not same or len(at) != 4 or element.args[:3] != at[:3]:  # type: ignore[union-attr]
-        raise Refused(f"heads are not a dimension of what is kept ({source_of(value)})")
+        same = element.op == "read" and element.value is pages
+        if same and len(at) == 4 and element.args[:3] == at[:3]:
+            return
+    raise Refused(f"heads are not a dimension of what is kept ({source_of(value)})")
 
 
-def _quantise(graph: ProgramGraph, found: dict[str, list[_Reader]], dtype: str) -> None:
+def _quantise(graph: ProgramGraph, found: dict[str, list[Reader]], dtype: str) -> None:
     assert graph.state is not None
-    pages = _pages(graph)
+    pages = graph.pages()
     made: list[Store] = []
     stores = {store.name: store for store in graph.state.stores}
     for name, readers in found.items():
@@ -124,17 +105,14 @@ def _quantise(graph: ProgramGraph, found: dict[str, list[_Reader]], dtype: str) 
         by = graph.empty(value.shape[:3], torch.float32, value.device)
         scales = graph.add_input(Input("pages", f"{name}.scales"), by, f"pages_{name}_scales")
         pages[name].meta["val"] = graph.empty(value.shape, NAMES[dtype], value.device)
-        for reader in readers:
-            view = nodes.AttentionOp.of(reader.node)
-            reader.node.args = view.replace(**{reader.scales: scales}).args
+        for node, name_of_scales in readers:
+            node.args = nodes.AttentionOp.of(node).replace(**{name_of_scales: scales}).args
         own = stores[name]
         stores[name] = dataclasses.replace(own, dtype=NAMES[dtype])
-        made.append(
-            Store(
-                f"{name}.scales", own.shape[:3], own.row_dim, own.token_dim, torch.float32, own.window,
-                f"{own.label}, scales", own.uses, name,
-            )
-        )  # fmt: skip
+        made.append(Store(
+            f"{name}.scales", own.shape[:3], own.row_dim, own.token_dim, torch.float32, own.window,
+            f"{own.label}, scales", own.uses, name,
+        ))  # fmt: skip
     infer_anew(graph, [pages[name] for name in found])
     _round_results(graph, list(found), dtype)
     graph.state = dataclasses.replace(graph.state, stores=(*stores.values(), *made))
@@ -157,7 +135,6 @@ def _round_results(graph: ProgramGraph, names: Sequence[str], dtype: str) -> Non
             results[places[name]] = builder.call(operator.getitem, made, number)
             scales[name] = builder.call(operator.getitem, made, len(members) + number)
     end = max(places.values()) + 1
-    ordered = [scales[name] for name in names]
-    output.args = ((*results[:end], *ordered, *results[end:]),)
+    output.args = ((*results[:end], *(scales[name] for name in names), *results[end:]),)
     more = [Output("pages", f"{name}.scales") for name in names]
     graph.outputs = (*graph.outputs[:end], *more, *graph.outputs[end:])

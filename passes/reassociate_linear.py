@@ -17,15 +17,16 @@ from torch import fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, is_empty, is_size
 from attngraph.ir.graph.source import caller_of, module_of, source_of
-from attngraph.ir.language import E, Expr
-from attngraph.ir.language.score import INDICES, Keep, Score, Weight
+from attngraph.ir.language import E
+from attngraph.ir.language.score import Keep, Score, Weight
 from attngraph.ir.ops.attention import linear_attention
-from attngraph.meaning import Meaning, evaluate_size
+from attngraph.meaning import Meaning
 from attngraph.meaning.attention import linear
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.normaliser import Refusal
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import Recogniser
+from attngraph.meaning.check.region import numbers_at
 from attngraph.meaning.masks import words
 from attngraph.passes.build import Builder, NoSize, Refused
 from attngraph.passes.proposal import Proposal
@@ -70,23 +71,19 @@ class _Reassociation:
                 self._tell(outcome, node, examined.problem)
         for claim in reversed(self._alone(claims)):  # users of a normaliser before the normaliser
             causal = "causal, " if claim.program.keeps else ""
-            told = OtherEntry(source_of(claim.node), "", "", module_of(claim.node), *caller_of(claim.node))
-            self._tell(
-                outcome, claim.node, self._replace(claim), told, f"{causal}keys and values are summed first"
-            )
+            reason = self._replace(claim)
+            self._tell(outcome, claim.node, reason, f"{causal}keys and values are summed first")
         self.graph.clean()
         outcome.others.reverse()
         return outcome
 
-    def _tell(
-        self, outcome: Outcome, node: fx.Node, reason: str, told: OtherEntry | None = None, done: str = ""
-    ) -> None:
+    def _tell(self, outcome: Outcome, node: fx.Node, reason: str, done: str = "") -> None:
         """Note what was done, or why nothing; and tell it of a sum of values that no softmax weighs."""
-        told = told or OtherEntry(source_of(node), "", "", module_of(node), *caller_of(node))
-        is_left = f"left as it is: {told.source}: {reason}"
-        outcome.notes.append(is_left if reason else f"linear attention at {told.source}: {done}")
+        where, done = source_of(node), "" if reason else done
+        is_left = f"left as it is: {where}: {reason}"
+        outcome.notes.append(is_left if reason else f"linear attention at {where}: {done}")
         if str(node.target) not in linear.SUMS and not linear.has_softmax(self.meaning, node):
-            outcome.others.append(dataclasses.replace(told, done="" if reason else done, reason=reason))
+            outcome.others.append(OtherEntry(where, done, reason, module_of(node), *caller_of(node)))
 
     def _examine(self, node: fx.Node, ones: dict[fx.Node, fx.Node]) -> Attention | None:
         """What a node is, if its sum is to be reordered; Refused where it must stay as it is."""
@@ -95,7 +92,9 @@ class _Reassociation:
         claim = linear.examine(self.recogniser, node, self._ones(node, ones), self.weights)
         if isinstance(claim, Refusal):
             raise Refused(claim.reason)
-        if claim is None or not self._is_of_tokens(claim):
+        bases = () if claim is None else (*claim.k.bases, *claim.v.bases)
+        # Where keys or values are parameters, layers in a row are linear in the tokens as they are.
+        if claim is None or not claim.scores or not self.weights.isdisjoint(bases):
             return None
         self._require_gain(claim)
         return claim
@@ -116,12 +115,6 @@ class _Reassociation:
             made[scores] = ones  # type: ignore[index]
         return made[scores]  # type: ignore[index]
 
-    def _is_of_tokens(self, claim: Attention) -> bool:
-        """Whether neither keys nor values are parameters: layers in a row are linear in the tokens as they
-        are."""
-        bases = (b for o in (claim.k, claim.v) for b in o.bases)
-        return bool(claim.scores) and self.weights.isdisjoint(bases)
-
     def _require_gain(self, claim: Attention) -> None:
         """Raise Refused where the linear form does not apply, or costs more; for symbolic lengths it counts
         as cheaper."""
@@ -131,14 +124,13 @@ class _Reassociation:
             raise Refused("its weights are not just a multiple of the scores")
         if any(k.predicate is not _CAUSAL or not k.is_hard for k in program.keeps):
             raise Refused(f"its mask is neither causal nor none ({words.describe(program)})")
-        if any("k" in _indices(s.value) for s in program.statements if isinstance(s, Weight)):
+        weights = (s.value for s in program.statements if isinstance(s, Weight))
+        if any(n.op == "var" and n.value == "k" for value in weights for n in E.walk(value)):
             raise Refused("its weights are multiplied by something that depends on the key")
         rows, columns = (E.ONE, *self.meaning.shape(claim.scores[0]))[-2:]
         if rows.op != "const" and columns.op != "const":
             return
-        q, k, d, e = (
-            int(evaluate_size(x, self.graph.hints)) for x in (rows, columns, claim.head_dim, claim.value_dim)
-        )
+        q, k, d, e = numbers_at((rows, columns, claim.head_dim, claim.value_dim), self.graph.hints)
         if 2 * (q + k) * d * e >= q * k * (d + e):
             raise Refused("it would take more operations at these sizes")
 
@@ -171,7 +163,3 @@ class _Reassociation:
             dtype = claim.node.meta["val"].dtype
             proposal.replace(claim.node, proposal.trace(lambda new: new.to(dtype), new))
         return proposal.problem
-
-
-def _indices(node: Expr) -> set[str]:
-    return {n.value for n in E.walk(node) if n.op == "var" and n.value in INDICES}

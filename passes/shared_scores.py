@@ -15,10 +15,10 @@ from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, computed_from
 from attngraph.ir.graph.source import own_line
-from attngraph.ir.walk import operands_first
-from attngraph.meaning import Category, M, Meaning, evaluate_size, size_expression
+from attngraph.meaning import Category, M, Meaning
 from attngraph.meaning.attention.claim import Attention, Operand
 from attngraph.meaning.attention.program import Seed, Source
+from attngraph.meaning.check.region import bytes_at
 from attngraph.passes.look_later import Kinds, can_wait, results_of
 from attngraph.report.words import binary
 
@@ -103,21 +103,19 @@ def _other_use(
             if node.op != "output" and node not in used:
                 continue
             used_in = "its {} are also used in {}, so fusing would not remove them"
-            product = _product_between(view, meaning, start, node)
-            if product is not None:
+            between = nx.shortest_path(view, start, node)[1:-1]
+            for product in (n for n in between if meaning.category(n) is Category.CONTRACTION):
                 return used_in.format(what, f"another product ({own_line(product)})")
             if node.op == "output":
                 results = [n for n in view.predecessors(node) if nx.has_path(view, start, n)]
-                return used_in.format(what, _result_of(graph, results)) + _cost_of(graph, start, what)
+                size = binary(bytes_at(start.meta["val"], graph.hints))
+                told = used_in.format(what, _result_of(graph, results))
+                told += f": they take {size} in the call that was compiled"
+                instead = " (leave them out of the results, and compiled.weights computes them on demand)"
+                return told + instead if what == "weights" else told
             operand = "mask or bias" if node in reads else "keys or values"
             return used_in.format(what, f"its own {operand} ({own_line(node)})")
     return None
-
-
-def _product_between(view: nx.DiGraph, meaning: Meaning, start: fx.Node, end: fx.Node) -> fx.Node | None:
-    """The first contraction on the way from weights or scores to a result of the model or to what is read."""
-    path: list[fx.Node] = nx.shortest_path(view, start, end)
-    return next((node for node in path[1:-1] if meaning.category(node) is Category.CONTRACTION), None)
 
 
 def _result_of(graph: ProgramGraph, results: Sequence[fx.Node]) -> str:
@@ -130,26 +128,21 @@ def _result_of(graph: ProgramGraph, results: Sequence[fx.Node]) -> str:
     return f"what forward() sets {names} to ({places})"
 
 
-def _cost_of(graph: ProgramGraph, node: fx.Node, what: str) -> str:
-    """What keeping a value costs, and what to do instead."""
-    value = node.meta["val"]
-    size = int(evaluate_size(size_expression(value.numel()), graph.hints)) * value.dtype.itemsize
-    found = f": they take {binary(size)} in the call that was compiled"
-    instead = " (leave them out of the results, and compiled.weights computes them on demand)"
-    return found + instead if what == "weights" else found
-
-
 def join_values(found: Iterable[Found]) -> list[tuple[Found, ...]]:
     """Groups of attentions that differ in their values alone, so one attention can compute each group."""
     groups: dict[object, list[Found]] = {}
     for each in found:
         kind = _without_values(each.claims[0]) if len(each.claims) == 1 else each.node
         groups.setdefault(kind, []).append(each)
-    alike = [group for group in groups.values() if not _depend(group)]
-    return [
-        *map(tuple, alike),
-        *((each,) for group in groups.values() if group not in alike for each in group),
-    ]
+    together: list[tuple[Found, ...]] = []
+    apart: list[tuple[Found, ...]] = []
+    for group in groups.values():
+        # What one attention weighs may be computed from the result of another.
+        values = computed_from(base for each in group for claim in each.claims for base in claim.v.bases)
+        depend = len(group) > 1 and any(each.node in values for each in group)
+        together += [] if depend else [tuple(group)]
+        apart += [(each,) for each in group] if depend else []
+    return [*together, *apart]
 
 
 def _without_values(claim: Attention) -> object:
@@ -161,24 +154,12 @@ def _without_values(claim: Attention) -> object:
     )  # fmt: skip
 
 
-def _depend(group: Sequence[Found]) -> bool:
-    """Whether what one attention weighs is computed from the result of another."""
-    if len(group) == 1:
-        return False
-    nodes = {each.node for each in group}
-    values = operands_first(
-        (base for each in group for claim in each.claims for base in claim.v.bases),
-        lambda node: node.all_input_nodes,
-    )
-    return not nodes.isdisjoint(values)
-
-
 def computed_again(group: Sequence[Found], groups: Iterable[Sequence[Found]]) -> str:
     """That other groups compute the scores of this one too, and why, for the report; empty if none does."""
     mine = {start: what for each in group for start, what in each.starts.items()}
-    others = [[start for each in other for start in each.starts if start in mine]
-              for other in groups if other is not group]  # fmt: skip
-    shared = [{mine[start] for start in starts} for starts in others if starts]
+    others = ({mine[start] for each in other for start in each.starts if start in mine}
+              for other in groups if other is not group)  # fmt: skip
+    shared = list(filter(None, others))
     if not shared:
         return ""
     count = f"{len(shared) + 1} attentions, each of which computes the scores"

@@ -10,16 +10,17 @@ they say which keys need not be visited.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from attngraph.ir.graph import Level, ProgramGraph, source_of
-from attngraph.ir.language import FUNCTIONS, E, Expr, Keep, ScoreProgram, Statement, operation
+from attngraph.ir.language import FUNCTIONS, E, Expr, Keep, ScoreProgram, operation
 from attngraph.ir.language.evaluate import number
 from attngraph.ir.ops.nodes import Attention
+from attngraph.ir.walk import reached
 from attngraph.meaning import M
 from attngraph.meaning.check.check import Checks
 from attngraph.passes.build import Builder
@@ -81,27 +82,18 @@ _WORDS = {"d": "distance", "k": "key", "q": "query"}
 
 def _parts(program: ScoreProgram) -> list[_Part]:
     """The largest parts that are worth a table."""
-    found: dict[Expr, _Part] = {}
-    for statement in program.statements:
-        stack = [] if isinstance(statement, Keep) else [statement.value]
-        while stack:
-            value = stack.pop()
-            along = _along(value) if _operations(value) >= MANY else None
-            if along is not None:
-                found[value] = _Part(value, along)
-            else:
-                stack += value.args
-    return list(found.values())
-
-
-def _operations(value: Expr) -> int:
-    inner = [n for n in E.walk(value) if n.args and n.op not in ("read", "var")]
-    return sum(4 if n.op in FUNCTIONS and n.op not in _SIMPLE else 1 for n in inner)
+    values = [s.value for s in reversed(program.statements) if not isinstance(s, Keep)]
+    found = ((value, _along(value)) for value in reached(values, lambda v: () if _along(v) else v.args))
+    return [_Part(value, along) for value, along in found if along is not None]
 
 
 def _along(value: Expr) -> str | None:
-    """The index that a number is a function of, besides those of batch and head."""
-    if value.kind == "bool" or any(n.op in ("dot", "s", "p", "random") for n in E.walk(value)):
+    """The index that a number of many operations is a function of, besides those of batch and head."""
+    inner = [n for n in E.walk(value) if n.args and n.op not in ("read", "var")]
+    operations = sum(4 if n.op in FUNCTIONS and n.op not in _SIMPLE else 1 for n in inner)
+    if operations < MANY or value.kind == "bool":
+        return None
+    if any(n.op in ("dot", "s", "p", "random") for n in E.walk(value)):
         return None
     places = value.free - {_B, _H}
     if len(places) == 1:
@@ -124,13 +116,8 @@ class _Tables:
     def of(self, parts: Sequence[_Part]) -> Attention:
         """The attention, with reads in place of the parts."""
         instead = {part.value: self._read(part) for part in parts}
-        program = _rewritten(self.view.program, lambda n, args: instead.get(n) or E.with_args(n, args))
-        used = {number: place for place, number in enumerate(program.reads)}
-        renumbered = _rewritten(program, lambda n, args: (
-            E.read(used[n.value], args, n.kind) if n.op == "read" else E.with_args(n, args)
-        ))  # fmt: skip
-        reads = [self.reads[number] for number in used]
-        return self.view.replace(program=renumbered, reads=reads, sizes=self.sizes)
+        program, used = self.view.program.mapped(lambda f: E.replaced(f, instead)).renumbered()
+        return self.view.replace(program=program, reads=[self.reads[n] for n in used], sizes=self.sizes)
 
     def _read(self, part: _Part) -> Expr:
         varying = [v for v in (_B, _H) if v in part.value.free]
@@ -159,17 +146,6 @@ class _Tables:
         if key not in self.known:
             self.known[key] = _Writer(self.builder, self.view, part.along).table(part.value, varying)
         return self.known[key]
-
-
-def _rewritten(program: ScoreProgram, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> ScoreProgram:
-    def rebuilt(statement: Any) -> Statement:
-        fields = [f.name for f in dataclasses.fields(statement)]
-        made: Statement = dataclasses.replace(
-            statement, **{name: E.rebuild(getattr(statement, name), leaf) for name in fields}
-        )
-        return made
-
-    return ScoreProgram(tuple(map(rebuilt, program.statements)))
 
 
 class _Writer(Writer):

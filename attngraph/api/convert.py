@@ -23,7 +23,7 @@ from attngraph.errors import ConversionError
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
 from attngraph.ir.ops import nodes
 from attngraph.passes import order, waiting_at_most
-from attngraph.passes.absorb_mla import AbsorbMLA
+from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.convert_heads import ConvertHeads
 from attngraph.pipeline import run as run_passes
 from attngraph.pipeline import split_at

@@ -29,13 +29,13 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, bytes_sent
-from attngraph.meaning.check.region import shape_at
+from attngraph.meaning.check.region import numbers_at, shape_at
 from attngraph.meaning.masks.tiles import pairs_of_ranks
 from attngraph.passes import order, waiting_at_most
 from attngraph.passes.divide_cache import DivideCache
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.shard_heads.shard import ShardHeads
-from attngraph.passes.shard_tokens.layouts import one_run, sizes_of
+from attngraph.passes.shard_tokens.layouts import one_run
 from attngraph.passes.shard_tokens.shard import ShardTokens
 from attngraph.passes.tabulate_scores import TabulateScores
 from attngraph.pipeline import run as run_passes
@@ -303,7 +303,7 @@ def _of_attention(node: fx.Node, graph: ProgramGraph) -> float:
     results = node.meta["val"]
     value = shape_at(results[0] if isinstance(results, tuple) else results, graph.hints)[-1]
     up = sum(bytes_of(w, graph) // w.meta["val"].dtype.itemsize for w in view.projections)
-    seen: float = _seen(view.program, sizes_of(graph, view.sizes), keys) if queries == keys else 1.0
+    seen: float = _seen(view.program, numbers_at(view.sizes, graph.hints), keys) if queries == keys else 1.0
     pairs: float = batch * heads * queries * keys * seen
     return float(2 * pairs * (width + value) + 2 * batch * keys * up)
 

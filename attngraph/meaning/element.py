@@ -324,6 +324,10 @@ class Meaning:
         """An expression in terms of contractions, reductions and data; `most` limits it as in `lift`."""
         return self.lift(node, lambda r: self.category(r.value) in ELEMENTWISE, most=most)
 
+    def moved_from(self, node: Expr) -> Expr:
+        """An expression in terms of what its elements are only moved from."""
+        return self.lift(node, lambda r: self.category(r.value) is Category.MOVEMENT)
+
     def exactly(self, node: Any, at: Indices) -> Expr:
         """The element of a floating tensor as the model computes it, operation by operation, without
         rearranging: if it is rounded to an integer afterwards, the result may depend on the last digit."""

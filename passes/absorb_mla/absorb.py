@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir import choices
+from attngraph.ir.choices import ABSORB
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate, move_to_stage
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import DOT, SCORE, E, Keep, Score, ScoreProgram
@@ -30,11 +30,17 @@ from attngraph.ir.ops.cost import LatentSizes
 from attngraph.ir.ops.latent_attention import sizes_of
 from attngraph.ir.ops.nodes import Attention, AttentionOp, LatentAttention
 from attngraph.meaning import M, Meaning, size_expression
-from attngraph.meaning.attention.latent import Latent, Latents, Obstacle, Stretch
+from attngraph.meaning.attention.latent import Latent, Stretch, find_latent
 from attngraph.meaning.check.check import Checks
 from attngraph.meaning.check.region import region
 from attngraph.meaning.masks.fold import low_fill
-from attngraph.passes.absorb_mla.fold_weights import Folded, fold_query, fold_result, projection_of
+from attngraph.passes.absorb_mla.fold_weights import (
+    Folded,
+    fold_query,
+    fold_result,
+    of_each_head,
+    projection_of,
+)
 from attngraph.passes.absorb_mla.join_heads import join_heads
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal
@@ -42,9 +48,6 @@ from attngraph.pipeline import Outcome
 from attngraph.report.entries import LatentEntry
 
 aten = torch.ops.aten
-
-
-WAYS = choices.ABSORB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +62,8 @@ class AbsorbMLA:
     yields: Level = Level.FUSED
 
     def __post_init__(self) -> None:
-        if self.absorb not in WAYS:
-            raise ValueError(f"absorb must be one of {', '.join(WAYS)}, found {self.absorb!r}.")
+        if self.absorb not in ABSORB:
+            raise ValueError(f"absorb must be one of {', '.join(ABSORB)}, found {self.absorb!r}.")
 
     def run(self, graph: ProgramGraph) -> Outcome:
         outcome = Outcome()
@@ -88,10 +91,6 @@ class _Operands:
     keys: int
     values: tuple[int, int]
 
-    def views(self, builder: Builder) -> tuple[fx.Node, fx.Node]:
-        """Keys and values that all heads share."""
-        return _part(builder, self.shared, 0, self.keys), _part(builder, self.shared, *self.values)
-
     def sizes(self) -> LatentSizes:
         up_k, up_v = (None if w is None else w.meta["val"] for w in (self.key_up, self.value_up))
         return sizes_of(self.q.meta["val"], self.shared.meta["val"], up_k, up_v, self.values)
@@ -115,7 +114,6 @@ class _Absorption:
     def __init__(self, graph: ProgramGraph, options: AbsorbMLA) -> None:
         self.graph, self.options = graph, options
         self.meaning = Meaning.of(graph)
-        self.latents = Latents(self.meaning)
         self.checks = Checks(graph)
         self.products: list[fx.Node] = []
 
@@ -143,11 +141,8 @@ class _Absorption:
     def _examine(self, node: fx.Node) -> Latent:
         """The latent of an attention; Refused where there is none, or nothing would be right or saved."""
         view = Attention.of(node)
-        found = self.latents.examine(view.k, view.v)
-        if isinstance(found, Obstacle):
-            raise Refused(found.reason, tell=found.is_near)
-        expanded = _width(view)
-        if found.width >= expanded:
+        found = find_latent(self.meaning, view.k, view.v)
+        if found.width >= _width(view):
             raise Refused(f"a latent of {found.width} values saves nothing", tell=False)
         first, *more = found.keys
         is_shared = not more and first.source.base is found.values.source.base
@@ -157,23 +152,18 @@ class _Absorption:
             raise Refused("a bias of its keys does not cancel: the scores are not only shifted by it")
         if found.values.bias and (view.program.sink is not None or view.program.changes_weights):
             raise Refused("a bias of its values is weighed by weights that do not add up to one")
-        if any(v.base.meta["val"].dtype != view.q.meta["val"].dtype for s in (*found.keys, found.values)
-               for v in (s.source, s.up, s.bias) if v is not None):  # fmt: skip
+        if {base.meta["val"].dtype for base in found.bases} != {view.q.meta["val"].dtype}:
             raise Refused("its latent and its queries differ in dtype")
         return found
 
     def _absorb(self, proposal: Proposal, node: fx.Node, found: Latent) -> _Change:
         """Propose to replace the attention; Refused where it would be slower, or differs."""
         given = self._operands(proposal, node, found)
-        if given.key_up is None and given.value_up is None:
-            change = self._shared(proposal, node, given)
-        elif self.options.absorb == "fold":
-            change = self._folded(proposal, node, given, found)
-        else:
-            change = self._latent(proposal, node, given, found)
+        is_plain = given.key_up is None and given.value_up is None  # values become a part of the keys
+        build = self._folded if is_plain or self.options.absorb == "fold" else self._latent
+        change = build(proposal, node, given, found)
         # As functions of the tensors that both are computed from.
-        views = [v for s in (*found.keys, found.values) for v in (s.source, s.up, s.bias) if v is not None]
-        leaves = [*change.sources, *(v.base for v in views), *Attention.of(node).reads]
+        leaves = [*change.sources, *found.bases, *Attention.of(node).reads]
         proposal.check(change.old, change.new, leaves, "an absorbed node would not compute the same: ")
         proposal.replace(change.old, change.new)
         return change
@@ -203,16 +193,6 @@ class _Absorption:
         values = (offsets[found.values.of], count)
         return _Operands(q, shared, key_up, value_up, rank + direct, values)
 
-    def _shared(self, builder: Builder, node: fx.Node, given: _Operands) -> _Change:
-        """Without projections: values become a part of the keys."""
-        view = Attention.of(node)
-        (old,) = node.users
-        k, v = given.views(builder)
-        whole = builder.attention(view.replace(q=given.q, k=k, v=v))
-        entry = LatentEntry(int(given.shared.meta["val"].shape[3]), _width(view))
-        whole.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
-        return _Change(old, builder.call(operator.getitem, whole, 0), entry, (), (view.q,))
-
     def _latent(self, builder: Builder, node: fx.Node, given: _Operands, found: Latent) -> _Change:
         """With `latent_attention`, which chooses the order of multiplication at each call."""
         view = Attention.of(node)
@@ -237,7 +217,7 @@ class _Absorption:
         apart: list[str] = []
         if given.key_up is not None:
             with proposal.attempt() as attempt:
-                done.append(self._of_weights(fold_query(attempt, self.latents, given.q, given.key_up)))
+                done.append(self._of_weights(fold_query(attempt, self.meaning, given.q, given.key_up)))
                 query, sources = done[-1].value, []
                 # The model's own projection of the query remains, for the part that is not folded.
                 wasted = 2 * sizes.heads * sizes.nope * done[-1].width if sizes.shared else 0
@@ -247,7 +227,7 @@ class _Absorption:
             if sizes.shared:
                 rest = _part(proposal, given.q, sizes.nope, sizes.shared)
                 query = proposal.call(aten.cat.default, [query, rest], -1)
-        k, v = given.views(proposal)
+        k, v = (_part(proposal, given.shared, *place) for place in ((0, given.keys), given.values))
         whole = proposal.attention(view.replace(q=query, k=k, v=v))
         mixed = result = proposal.call(operator.getitem, whole, 0)
         if given.value_up is not None:
@@ -263,11 +243,13 @@ class _Absorption:
                 turned = proposal.call(aten.transpose.int, given.value_up, 1, 2)
                 result = self._with_bias(proposal, _each_head(proposal, mixed, turned), found.values)
         before, after = (sum(f.before for f in done), sum(f.after for f in done))
-        entry = LatentEntry(
-            sizes.width, sizes.expanded_width, "fold", None, 0.0, sizes.pair_absorbed, sizes.pair_expanded,
-            sizes.up, parameters=(before, after), operations=(2 * before, 2 * after + wasted),
-            apart="; ".join(apart),
-        )  # fmt: skip
+        entry = LatentEntry(int(given.shared.meta["val"].shape[3]), _width(view))
+        if given.key_up is not None or given.value_up is not None:
+            entry = LatentEntry(
+                sizes.width, sizes.expanded_width, "fold", None, 0.0, sizes.pair_absorbed,
+                sizes.pair_expanded, sizes.up, parameters=(before, after),
+                operations=(2 * before, 2 * after + wasted), apart="; ".join(apart),
+            )  # fmt: skip
         whole.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
         products = tuple(p for f in done for p in f.products)
         return _Change(old, result, entry, products, (*sources, *(n for f in done for n in f.sources)))
@@ -284,10 +266,8 @@ class _Absorption:
         if values.bias is None:
             return new
         bias = builder.view(values.bias.base, values.bias.steps)  # [1, G, 1, V]
-        group = int(new.meta["val"].shape[1]) // int(bias.meta["val"].shape[1])
-        if group > 1:
-            bias = builder.call(aten.repeat_interleave.self_int, bias, group, 1)
-        return builder.call(aten.add.Tensor, new, bias)
+        heads = int(new.meta["val"].shape[1])
+        return builder.trace(lambda new, bias: new + of_each_head(bias, heads, 1), new, bias)  # type: ignore[no-any-return]
 
     def _decide(self, sizes: LatentSizes, given: _Operands) -> LatentEntry:
         """The costs of both orders of multiplication; Refused where absorbing would be slower."""
@@ -313,14 +293,11 @@ class _Absorption:
                     f"{sizes.pair_absorbed / sizes.pair_expanded:.1f} times the operations: too slow here",
                     tell=sizes.width * 2 < sizes.expanded_width,
                 )
-        elif self._size(queries) is self._size(keys):
+        elif len({self.meaning.renamed(size_expression(extent)) for extent in (queries, keys)}) == 1:
             raise Refused(
                 f"there are as many queries as keys, so absorbing would take "
                 f"{sizes.pair_absorbed / sizes.pair_expanded:.1f} times the operations for nothing"
             )
-
-    def _size(self, extent: Any) -> E.Expr:
-        return self.meaning.renamed(size_expression(extent))
 
 
 def _part(builder: Builder, node: fx.Node, start: int, width: int) -> fx.Node:
@@ -329,10 +306,8 @@ def _part(builder: Builder, node: fx.Node, start: int, width: int) -> fx.Node:
 
 def _each_head(builder: Builder, x: fx.Node, weight: fx.Node) -> fx.Node:
     """Each head of x `[B, H, S, m]` times its own matrix of weight `[G, m, n]`."""
-    group = int(x.meta["val"].shape[1]) // int(weight.meta["val"].shape[0])
-    if group > 1:
-        weight = builder.call(aten.repeat_interleave.self_int, weight, group, 0)
-    return builder.call(aten.matmul.default, x, weight)
+    heads = int(x.meta["val"].shape[1])
+    return builder.trace(lambda x, weight: x @ of_each_head(weight, heads), x, weight)  # type: ignore[no-any-return]
 
 
 def _width(attention: Attention) -> int:

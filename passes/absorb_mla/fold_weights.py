@@ -16,8 +16,9 @@ from torch import fx
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import E, Expr
 from attngraph.meaning import Category, M, Meaning, Unliftable, recombined, split_digits
+from attngraph.meaning.algebra.sums import SumOfProducts, sum_of_products
 from attngraph.meaning.attention import layout
-from attngraph.meaning.attention.latent import Latents, Obstacle
+from attngraph.meaning.attention.latent import find_projection
 from attngraph.passes.build import Builder, Refused
 
 aten = torch.ops.aten
@@ -37,25 +38,22 @@ class Folded:
     width: int
 
 
-def fold_query(builder: Builder, latents: Latents, q: fx.Node, key_up: fx.Node) -> Folded:
+def fold_query(builder: Builder, meaning: Meaning, q: fx.Node, key_up: fx.Node) -> Folded:
     """`[B, H, S, L]`: the first P elements of q `[B, H, S, P + R]` times key_up `[G, P, L]`, computed from
     the input of q's projection.
 
     Raises:
-        Refused: they are not the result of a projection.
+        NoLatent: they are not the result of a projection.
     """
     groups, nope, rank = (int(n) for n in key_up.meta["val"].shape)
     heads = int(q.meta["val"].shape[1])
-    part = builder.call(aten.narrow.default, q, 3, 0, nope)
-    found = latents.projection(part, "queries")
-    if isinstance(found, Obstacle):
-        raise Refused(found.reason)
+    found = find_projection(meaning, builder.call(aten.narrow.default, q, 3, 0, nope), "queries")
     assert found.up is not None
     x, up = builder.view(found.source.base, found.source.steps), builder.scaled(found.up)
     width = int(up.meta["val"].shape[2])
 
     def folded(x: Any, up: Any, key_up: Any, bias: Any) -> Any:  # x [B, 1, S, n], up [H, P, n]
-        turned = _of_each_head(key_up, heads).transpose(1, 2)  # [H, L, P]
+        turned = of_each_head(key_up, heads).transpose(1, 2)  # [H, L, P]
         product = turned.bmm(up).reshape(heads * rank, width)
         rows = x.squeeze(1)
         if bias is not None:
@@ -65,16 +63,15 @@ def fold_query(builder: Builder, latents: Latents, q: fx.Node, key_up: fx.Node) 
         return flat.unflatten(2, [heads, rank]).transpose(1, 2), product, bias
 
     value, *products = builder.trace(folded, x, up, key_up, found.bias)
-    sources = [v.base for v in (found.source, found.up, found.bias) if v is not None]
     before = heads * nope * width + groups * nope * rank
     made = tuple(p for p in products if p is not None)
-    return Folded(value, made, before, heads * rank * width, tuple(sources), width)
+    return Folded(value, made, before, heads * rank * width, tuple(found.bases), width)
 
 
-def _of_each_head(weight: Any, heads: int) -> Any:
-    """`[H, m, n]` for `[G, m, n]`."""
-    groups = int(weight.shape[0])
-    return weight if groups == heads else aten.repeat_interleave.self_int(weight, heads // groups, 0)
+def of_each_head(weight: Any, heads: int, dim: int = 0) -> Any:
+    """`[H, m, n]` for `[G, m, n]`, in a function that is traced."""
+    groups = int(weight.shape[dim])
+    return weight if groups == heads else aten.repeat_interleave.self_int(weight, heads // groups, dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,28 +109,26 @@ def projection_of(meaning: Meaning, result: fx.Node) -> Projection:
         element = meaning.element(user, (b, s, n))
     except Unliftable as problem:
         raise Refused(str(problem)) from problem
-    terms = E.parts(element, "add")
-    sums = [t for t in terms if t.op == "sum"]
-    rest = [t for t in terms if t.op != "sum"]
-    is_bias = all(t.op == "read" and t.args == (n,) for t in rest)
-    if len(sums) != 1 or len(rest) > 1 or not is_bias or sums[0].args[1].op != "mul":
+    found = sum_of_products(element)
+    if found is None or found.factor != 1 or len(found.summed) != 1 or (
+        found.added is not None and (found.added.op != "read" or found.added.args != (n,))
+    ):  # fmt: skip
         raise Refused(f"its result is not projected by a plain product ({source_of(user)})")
-    inner, body = sums[0].args
-    weight = _weight(meaning, result, body, inner, (b, s, n))
-    return Projection(user, weight, rest[0].value if rest else None)
+    weight = _weight(meaning, result, found, (b, s, n))
+    return Projection(user, weight, None if found.added is None else found.added.value)
 
 
 def _weight(
-    meaning: Meaning, result: fx.Node, body: Expr, inner: Expr, at: tuple[Expr, Expr, Expr]
+    meaning: Meaning, result: fx.Node, product: SumOfProducts, at: tuple[Expr, Expr, Expr]
 ) -> tuple[fx.Node, tuple[layout.ViewOp, ...]]:
-    b, s, n = at
+    (b, s, n), (inner,) = at, product.summed
     lifted = [
         meaning.lift(f, lambda r: r.value is not result and meaning.category(r.value) is Category.MOVEMENT)
-        for f in body.args
+        for f in product.factors
     ]
     own = next((f for f in lifted if f.op == "read" and f.value is result), None)
-    weights = [f for f in body.args if not f.free & {b, s}]
-    if own is None or len(weights) != 1 or weights[0].op != "read" or len(body.args) != 2:
+    weights = [f for f in product.factors if not f.free & {b, s}]
+    if own is None or len(weights) != 1:
         raise Refused("its result is not projected by a plain product")
     digits = split_digits([inner], own.args) or {}
     cut = digits.get(inner, (inner,))
@@ -141,7 +136,7 @@ def _weight(
     places = zip(meaning.shape(result), (b, cut[0], s, cut[-1]), strict=True)
     if len(cut) != 2 or index != tuple(E.ZERO if E.is_const(n, 1) else p for n, p in places):
         raise Refused("its heads are not side by side where it is projected")
-    read = weights[0]
+    (read,) = weights
     place = tuple(M.substitute(i, {inner: recombined(cut)}) for i in read.args)
     try:
         return read.value, layout.solve(meaning.shape(read.value), place, ((n,), (cut[0],), (cut[1],)))
@@ -158,7 +153,7 @@ def fold_result(builder: Builder, mixed: fx.Node, value_up: fx.Node, to: Project
     out = int(weight.meta["val"].shape[0])
 
     def folded(mixed: Any, value_up: Any, weight: Any, bias: Any) -> Any:
-        whole = weight.permute([1, 0, 2]).bmm(_of_each_head(value_up, heads))  # [H, N, Lv]
+        whole = weight.permute([1, 0, 2]).bmm(of_each_head(value_up, heads))  # [H, N, Lv]
         product = whole.permute([1, 0, 2]).reshape(out, heads * rank)
         return F.linear(mixed.transpose(1, 2).flatten(2), product, bias), product
 

@@ -7,7 +7,7 @@ weights are concatenated in the stage that runs when a weight changes. Nothing i
 projections differ in form, or are computed from different tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import fx
 
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.nodes import Attention
-from attngraph.meaning import Category, M, Meaning
+from attngraph.ir.walk import reached
+from attngraph.meaning import M, Meaning
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.latent import pieces
 from attngraph.meaning.check.region import region
@@ -77,12 +78,9 @@ class _Join:
 
     def _stretches(self, head: fx.Node, at: tuple[Expr, ...]) -> list[tuple[Expr, Expr, int]]:
         """The tensors that a head's width is made of, as `pieces` gives them, seen through views."""
-
-        def moves(read: Expr) -> bool:
-            return self.meaning.category(read.value) is Category.MOVEMENT
-
-        found = pieces(self.meaning.lift(self.meaning.read(head, at), moves), at[3])
-        return [(self.meaning.lift(read, moves), inner, start) for read, inner, start in found]
+        moved = self.meaning.moved_from
+        found = pieces(moved(self.meaning.read(head, at)), at[3])
+        return [(moved(read), inner, start) for read, inner, start in found]
 
     def _part(self, reads: Sequence[Expr], at: tuple[Expr, Expr, Expr]) -> fx.Node:
         """`[B, H, S, n]` from an element of each head at (b, s, d)."""
@@ -99,24 +97,22 @@ class _Join:
             raise Refused(_APART)
         else:
             self._computed_from([r.value for r in reads])
-        varied = (tuple(v for v in (x,) if not E.is_const(v.args[0], 1)) for x in (b, head, s, d))
-        return self.builder.view(
-            read.value, layout.solve(self.meaning.shape(read.value), read.args, tuple(varied))
-        )
+        varied = tuple(() if E.is_const(v.args[0], 1) else (v,) for v in (b, head, s, d))
+        steps = layout.solve(self.meaning.shape(read.value), read.args, varied)
+        return self.builder.view(read.value, steps)
 
     def _same(self, a: object, b: object) -> bool:
         return same_value(a, b, lambda n: self.meaning.category(n) is not None, self._pairs)
 
     def _computed_from(self, nodes: Sequence[fx.Node]) -> None:
         """Add the values that equal computations begin with to the sources."""
-        waiting, seen = [(nodes[0], other) for other in nodes[1:]], set()
-        while waiting:
-            a, b = pair = waiting.pop()
-            if a is b:
-                self.sources.append(a)
-            elif pair not in seen:
-                seen.add(pair)
-                waiting += zip(a.all_input_nodes, b.all_input_nodes, strict=True)
+
+        def operands(pair: tuple[fx.Node, fx.Node]) -> Iterable[tuple[fx.Node, fx.Node]]:
+            a, b = pair
+            return () if a is b else zip(a.all_input_nodes, b.all_input_nodes, strict=True)
+
+        pairs = reached([(nodes[0], other) for other in nodes[1:]], operands)
+        self.sources += [a for a, b in pairs if a is b]
 
     def _projection(self, nodes: Sequence[fx.Node]) -> fx.Node:
         """One projection, by the concatenated weights, in place of one for each head."""

@@ -1,7 +1,7 @@
 """What a graph for several ranks sends and holds, counted on the graph, for the report."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
@@ -24,12 +24,18 @@ def account(
         sizes: the number of elements of every parameter that the model uses, by name; negative for vectors.
         reasons: why a parameter is not divided.
     """
-    sent = tuple(_sent(n, count) for n in graph.graph.nodes if n.target in (ALL_REDUCE, ALL_GATHER))
+    sent = []
+    for node in (n for n in graph.graph.nodes if n.target in (ALL_REDUCE, ALL_GATHER)):
+        value = node.all_input_nodes[0].meta["val"]  # for one token: the sizes that do not vary
+        fixed = [n for n in value.shape if isinstance(n, int)]
+        size = math.prod(fixed) * value.dtype.itemsize
+        what, to_all = op_name(node).replace("_", "-"), bytes_sent(node.target, size, count)
+        sent.append(SentEntry(what, source_of(node), size, to_all, len(fixed) == len(value.shape)))
     shards = {ranks.shards[i.name].parameter for i in graph.inputs if i.kind == "shard"}
     whole = [(n, s) for n, s in sizes.items() if n not in shards]
     other = "nothing of it is divided among ranks"
     return RanksEntry(
-        count, divided, sent,
+        count, divided, tuple(sent),
         tuple((n.removeprefix("model."), s, reasons.get(n, other)) for n, s in whole if s > 0),
         sum(s < 0 for _, s in whole),
         (sum(map(abs, sizes.values())),
@@ -37,35 +43,29 @@ def account(
     )  # fmt: skip
 
 
-def _sent(node: fx.Node, ranks: int) -> SentEntry:
-    """The bytes of a collective's operand for one token: its sizes that do not vary."""
-    value = node.args[0].meta["val"]  # type: ignore[union-attr]
-    size = math.prod(n for n in value.shape if isinstance(n, int)) * value.dtype.itemsize
-    fixed = all(isinstance(n, int) for n in value.shape)
-    what = op_name(node).replace("_", "-")
-    return SentEntry(what, source_of(node), size, bytes_sent(node.target, size, ranks), fixed)
-
-
 def account_cache(graph: ProgramGraph, dtype: torch.dtype | None) -> CacheRanksEntry:
     """What each rank keeps of what a decoder keeps; `dtype`: of cached values, None: as computed."""
     assert graph.ranks is not None and graph.state is not None
     own, heads, stays = differing(graph), [], graph.ranks.undivided
     latents, shared, ranks = set[str](), set[str](), graph.ranks.count
-    names = {n: i.name for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "pages"}
+    names = {node: name for name, node in graph.pages().items()}
+
+    def kept_in(pages: Iterable[fx.Node]) -> list[str]:
+        return [names[n] for n in computed_from(pages) if n in names]
+
     for node in graph.graph.nodes:
         match nodes.view(node):
             case nodes.DividedAttention():
                 pass  # counted by tokens
             case nodes.CachedAttention(k_pages=pages) if pages in own:
                 kept, of = int(pages.meta["val"].shape[1]), node.meta["attention"].kv_heads
-                reasons = [stays[names[n]] for n in computed_from([pages]) if names.get(n) in stays]
+                reasons = [stays[name] for name in kept_in([pages]) if name in stays]
                 heads.append((kept, of, reasons[0] if reasons and kept * ranks > of else ""))
             case nodes.CachedLatentAttention(pages=pages):
-                latents |= {names[n] for n in computed_from([pages]) if n in names}
+                latents.update(kept_in([pages]))
             case nodes.CachedAttention(q=q, k_pages=k, v_pages=v) if q in own:
-                shared |= {names[n] for n in computed_from([k]) | computed_from([v]) if n in names}
-    results = zip(graph.graph.output_node().args[0], graph.outputs, strict=True)  # type: ignore[arg-type]
-    differs = {told.name: n in own for n, told in results}
+                shared.update(kept_in([k, v]))
+    differs = {told.name: n in own for n, told in zip(graph.results(), graph.outputs, strict=True)}
     alike = [
         (s.label, s.bytes_in(dtype), "token",
          ("all heads share it" if s.name in latents

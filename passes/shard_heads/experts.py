@@ -11,13 +11,13 @@ Where there are no more experts than ranks, or unequally many, hidden units are 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
 
 from torch import fx
 
-from attngraph.ir.graph import ProgramGraph, module_of, source_of
-from attngraph.ir.language import expr as E
+from attngraph.ir.graph import module_of, source_of
+from attngraph.ir.language import E
 from attngraph.ir.ops.others import EXPERT_ROWS
+from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
 from attngraph.meaning.placement.elements import element, grouped, independent_dims
 from attngraph.meaning.placement.regions import Product, Regions
@@ -26,8 +26,6 @@ from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.passes.build import Builder
 from attngraph.passes.shard_heads.parts import Parts
 from attngraph.report.ranks import DividedEntry
-
-Proved = Callable[[fx.Node, fx.Node, Iterable[fx.Node]], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +40,8 @@ class _Mixture:
 class Experts:
     """Divides the mixtures of one graph."""
 
-    def __init__(self, graph: ProgramGraph, regions: Regions, parts: Parts, prove: Proved) -> None:
-        self.graph, self.regions, self.parts, self.prove = graph, regions, parts, prove
+    def __init__(self, regions: Regions, parts: Parts, checks: RankChecks) -> None:
+        self.graph, self.regions, self.parts, self.checks = regions.graph, regions, parts, checks
         self.meaning, self.ranks = regions.meaning, regions.ranks
 
     def divide(self, decided: dict[fx.Node, Cut]) -> list[DividedEntry]:
@@ -56,7 +54,7 @@ class Experts:
             try:
                 made, cuts = self._made(mixture, decided)
                 end = self.regions.tail(mixture.product)[-1:] or [node]
-                if self.prove(end[0], made, [*self.parts.whole, *cuts]):
+                if self.checks.same_value(end[0], made, [*self.parts.whole, *cuts]).problem:
                     continue
             except Unplaced:
                 continue
@@ -81,11 +79,10 @@ class Experts:
         reached: dict[fx.Node, bool] = {}
         if not self._reaches(told.x, told.ends, reached):
             return None
-        order = {node: place for place, node in enumerate(self.graph.graph.nodes)}
-        inside = sorted((n for n, found in reached.items() if found), key=order.__getitem__)
+        inside = tuple(sorted(n for n, found in reached.items() if found))
         if any(user is not last and not reached.get(user) for node in inside for user in node.users):
             return None
-        return _Mixture(product, int(experts.value), tuple(inside))
+        return _Mixture(product, int(experts.value), inside)
 
     def _reaches(self, node: fx.Node, ends: fx.Node, known: dict[fx.Node, bool]) -> bool:
         """Whether a node's rows are computed, each from the same row, from a product of the same tokens."""
@@ -132,18 +129,16 @@ class Experts:
 
         for node in (*mixture.inside, last):
             told, builder = grouped(node), Builder(self.graph, node)
-            if told is None or not (node is last or self._has_weight(told.weight)):
+            if told is None or not (node is last or self.regions.parameter_of(told.weight) is not None):
                 twins[node] = builder.again(node, operand)
                 continue
-            use = Use(told.weight, {0: blocks})
-            chain, demanded, _ = self.regions.followed(Part(How.SAME, (use,)))
+            part = Part(How.SAME, (Use(told.weight, {0: blocks}),))
+            chain, demanded, _ = self.regions.followed(part)
             own = {n: c for n, c in demanded.items() if self.regions.is_parameter(n)}
             if any(decided.get(n, c) != c or cuts.get(n, c) != c for n, c in own.items()):
                 raise Unplaced("its parameters are divided otherwise elsewhere")
             cuts.update(own)
-            weight = self.parts.part(use, chain, demanded, own)
+            self.parts.build(((n, chain[n], demanded[n]) for n in reversed(chain)), own)
+            weight = self.parts.twins[told.weight]
             twins[node] = builder.call(EXPERT_ROWS, operand(told.x), weight, operand(told.ends), first)
         return self.parts.added(mixture.product, twins[last], self.regions.tail(mixture.product)), cuts
-
-    def _has_weight(self, weight: fx.Node) -> bool:
-        return self.regions.parameter_of(weight) is not None

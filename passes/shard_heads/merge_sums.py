@@ -9,10 +9,11 @@ factor must be smaller than what is sent, because ranks add up the factor's grad
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops.collectives import ALL_REDUCE
@@ -22,7 +23,7 @@ from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.placement.table import differing
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal
-from attngraph.passes.shard.entering import Entering
+from attngraph.passes.shard import Entering
 
 aten = torch.ops.aten
 
@@ -35,10 +36,10 @@ def merge_sums(graph: ProgramGraph, meaning: Meaning, entering: Entering) -> Non
         if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
             continue
         sides = [_summed(graph, meaning, own, value) for value in node.args]
-        groups = {side.reduction.args[1] for side in sides if side is not None}
-        if None in sides or len(groups) != 1 or node.args[0] is node.args[1]:
-            continue
         merged = [side for side in sides if side is not None]
+        groups = {side.reduction.args[1] for side in merged}
+        if len(merged) < 2 or len(groups) != 1 or node.args[0] is node.args[1]:
+            continue
         with Proposal(graph, node, checks) as proposal:
             found = _merged(proposal, entering, merged, groups.pop())
             one, other = found.meta["val"], node.meta["val"]
@@ -88,61 +89,40 @@ def _merged(builder: Builder, entering: Entering, sides: list[_Summed], group: A
 
 def _summed(graph: ProgramGraph, meaning: Meaning, own: set[fx.Node], value: object) -> _Summed | None:
     """What a value is, if it is such a sum over ranks and nothing else uses it; else None."""
-    steps: list[tuple[fx.Node, fx.Node]] = []
-    while isinstance(value, fx.Node) and len(value.users) == 1:
-        if value.target is ALL_REDUCE:
-            return _Summed(value, tuple(reversed(steps)))
-        before = _followed(graph, meaning, own, value)
-        if before is None:
-            return None
-        steps.append((value, before))
-        value = before
+    if not isinstance(value, fx.Node) or not meaning.is_tensor(value) or len(value.users) != 1:
+        return None
+    if value.target is ALL_REDUCE:
+        return _Summed(value)
+    for before in _followed(graph, meaning, own, value):
+        dtype = value.meta["val"].dtype
+        if torch.promote_types(before.meta["val"].dtype, dtype) != dtype:
+            continue  # it has not all numbers of the operand's
+        found = _summed(graph, meaning, own, before)
+        if found is not None:
+            return _Summed(found.reduction, (*found.steps, (value, before)))
     return None
 
 
 def _followed(
     graph: ProgramGraph, meaning: Meaning, own: set[fx.Node], value: fx.Node
-) -> fx.Node | None:  # fmt: skip
-    """The operand of which a value is the same sum over ranks; None if it is none."""
+) -> Iterator[fx.Node]:  # fmt: skip
+    """The operands of which a value may be the same sum over ranks."""
     tensors = [n for n in value.all_input_nodes if meaning.is_tensor(n)]
-    if value.op != "call_function" or not meaning.is_tensor(value) or not tensors:
-        return None
+    if value.op != "call_function":
+        return
     if meaning.category(value) is Category.MOVEMENT and len(tensors) == 1:
-        return tensors[0] if _is_exact(tensors[0], value) else None
+        yield tensors[0]
     if value.target not in (aten.add.Tensor, aten.mul.Tensor) or value.kwargs or len(value.args) != 2:
-        return None
+        return
     for before, other in (value.args, value.args[::-1]):
-        if not isinstance(before, fx.Node) or before is other or not _leads_to_sum(meaning, before):
+        if not isinstance(before, fx.Node) or before is other:
             continue
-        if not _is_exact(before, value):
-            continue
-        if value.target is aten.add.Tensor or not isinstance(other, fx.Node):
-            return before
-        if other not in own and (not graph.gradients or _size(graph, other) < _size(graph, before)):
-            return before
-    return None
-
-
-def _leads_to_sum(meaning: Meaning, node: fx.Node) -> bool:
-    """Whether a value, used once, is a reduction, moved, multiplied or added to, on one way of several."""
-    if len(node.users) != 1:
-        return False
-    while node.target is not ALL_REDUCE:
-        ways = [n for n in node.all_input_nodes if meaning.is_tensor(n) and len(n.users) == 1]
-        linear = node.target in (aten.add.Tensor, aten.mul.Tensor)
-        if node.op != "call_function" or not (linear or meaning.category(node) is Category.MOVEMENT):
-            return False
-        summed = [n for n in ways if n.target is ALL_REDUCE] or ways
-        if len(summed) != 1:
-            return any(_leads_to_sum(meaning, n) for n in summed)
-        (node,) = summed
-    return len(node.users) == 1
-
-
-def _is_exact(before: fx.Node, value: fx.Node) -> bool:
-    """Whether a value's dtype has all numbers of an operand's."""
-    one, other = before.meta["val"], value.meta["val"]
-    return isinstance(other, Tensor) and torch.promote_types(one.dtype, other.dtype) == other.dtype
+        if value.target is aten.mul.Tensor and isinstance(other, fx.Node):
+            # Of a factor, ranks add up the gradient.
+            costs = graph.gradients and _size(graph, other) >= _size(graph, before)
+            if other in own or costs:
+                continue
+        yield before
 
 
 def _size(graph: ProgramGraph, node: fx.Node) -> int:

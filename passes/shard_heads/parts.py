@@ -5,27 +5,32 @@ rank's parts of parameters, and for numbers that differ by rank. A value that ev
 through `sum_gradients`, where gradients flow.
 """
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph import ORIGIN, Input, ProgramGraph
+from attngraph.ir.graph import ORIGIN, Input, ProgramGraph, source_of
 from attngraph.ir.graph.ranks import Axis, Numbers, Shard
 from attngraph.ir.language import E, reindexed
 from attngraph.ir.ops import nodes
-from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE
-from attngraph.meaning import Meaning, is_part
-from attngraph.meaning.placement.demand import VIEWS, How, Part, Unplaced, Use, head_dims
+from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, SUM_GRADIENTS
+from attngraph.meaning import Meaning
+from attngraph.meaning.placement.demand import How, Part, Unplaced, Use, head_dims
 from attngraph.meaning.placement.elements import added_to
 from attngraph.meaning.placement.regions import Product, Region
 from attngraph.meaning.placement.table import Cut, Places, Table
-from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.shard.entering import Entering
+from attngraph.passes.build import Builder
+from attngraph.passes.shard import IMPOSSIBLE, RESIZED, Entering, on_parts, resized
 
 aten = torch.ops.aten
+HOLDS_RUNS = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 14)
+"""Whether this torch's DTensors can have several equal runs of a dimension, and be made whole again."""
+_WITHOUT_BIAS: dict[Any, Any] = {
+    aten.linear.default: aten.linear.default, aten.addmm.default: aten.mm.default,
+    aten.baddbmm.default: aten.bmm.default,
+}  # fmt: skip
 _H = E.var("h")
 
 
@@ -52,54 +57,29 @@ class Parts(Entering):
             Unplaced: it cannot be computed by parts after all.
         """
         self.begin()
-        parameters = {n: region.cuts[n] for n in region.parameters}
-        parts = [(node, part, region.cuts[node]) for node, part in region.parts.items()]
-        return self.product(region.product, region.part, parts, parameters, region.tail)
+        parts = ((node, part, region.cuts[node]) for node, part in region.parts.items())
+        self.build(parts, {n: region.cuts[n] for n in region.parameters})
+        return self.product(region.product, region.part, region.tail)
 
     def begin(self) -> None:
         """Forget the twins of the last region."""
         self.twins, self.cuts, self.whole = {}, {}, {}
 
-    def product(
-        self, product: Product, part: Part, parts: Sequence[tuple[fx.Node, Part, Cut]],
-        parameters: Mapping[fx.Node, Cut], tail: Sequence[fx.Node] = (),
-    ) -> fx.Node:  # fmt: skip
-        """A product of which ranks have parts of what it sums over, and what it is computed from. Ranks are
-        added up after `tail`, operations that follow it and are linear in it."""
-        self._twins(parts, parameters)
-        return self._summed(product, part, tail)
-
-    def rows(
-        self, node: fx.Node, part: Part, cut: Cut, parts: Sequence[tuple[fx.Node, Part, Cut]],
-        parameters: Mapping[fx.Node, Cut],
-    ) -> fx.Node:  # fmt: skip
-        """A node of whose result each rank has a part, and what it is computed from."""
-        self._twins(parts, parameters)
-        return self._twin(node, part, cut)
-
-    def _twins(
-        self, parts: Sequence[tuple[fx.Node, Part, Cut]], parameters: Mapping[fx.Node, Cut]
-    ) -> None:  # fmt: skip
+    def build(self, parts: Iterable[tuple[fx.Node, Part, Cut]], parameters: Mapping[fx.Node, Cut]) -> None:
+        """Twins of parameters, and of nodes, operands first."""
         for node, cut in parameters.items():
             self.twins[node], self.cuts[node] = self.shard(node, cut), cut
         for node, part, cut in parts:
-            self.twins[node], self.cuts[node] = self._twin(node, part, cut), cut
-
-    def part(
-        self, use: Use, parts: Mapping[fx.Node, Part], cuts: Mapping[fx.Node, Cut],
-        parameters: Mapping[fx.Node, Cut],
-    ) -> fx.Node:  # fmt: skip
-        """A rank's part of a value that is moved from a parameter."""
-        self._twins([(n, parts[n], cuts[n]) for n in reversed(list(parts))], parameters)
-        return self.twins[use.operand]
+            self.twins[node], self.cuts[node] = self.twin(node, part, cut), cut
 
     # --- one node ---
 
-    def _twin(self, node: fx.Node, part: Part, cut: Cut) -> fx.Node:
+    def twin(self, node: fx.Node, part: Part, cut: Cut) -> fx.Node:
+        """A node of whose result each rank has a part."""
         builder = Builder(self.graph, node)
         try:
             made = self._made(builder, node, part, cut)
-        except (NoSize, RuntimeError, TypeError, ValueError) as problem:
+        except IMPOSSIBLE as problem:
             raise Unplaced(f"{node.target} on a part of its operands: {problem}") from problem
         for key in ("attention", "tokens"):
             if key in node.meta:
@@ -107,12 +87,8 @@ class Parts(Entering):
         wanted, found = node.meta["val"], made.meta["val"]
         if isinstance(wanted, Tensor):
             sizes = [cut[d].count if d in cut else n for d, n in enumerate(wanted.shape)]
-            same = all(
-                a == b
-                for a, b in zip(sizes, found.shape, strict=True)
-                if isinstance(a, int) and isinstance(b, int)
-            )
-            if len(sizes) != len(found.shape) or not same or found.dtype != wanted.dtype:
+            pairs = [p for p in zip(sizes, found.shape, strict=True) if all(isinstance(n, int) for n in p)]
+            if any(a != b for a, b in pairs) or found.dtype != wanted.dtype:
                 raise Unplaced(f"{node.target} has another shape on a part of its operands")
         return made
 
@@ -120,19 +96,12 @@ class Parts(Entering):
         if part.how is How.HEADS:
             return self._heads(builder, node, part, cut[1])
         given = {use.operand: self._operand(builder, use) for use in part.uses}
-        target: Any = node.target
+        (first, *_) = given.values()
         if part.how is How.PICK:
-            return self._moved(builder, node, part.uses[0], given[part.uses[0].operand], cut)
-        (first,) = list(given.values())[:1]
-        if part.how is How.VIEW or str(target) in VIEWS:
-            return builder.call(aten.reshape.default, first, self._sizes(builder, node, cut))
-        if str(target) == "aten.expand.default":
-            return builder.call(aten.expand.default, first, self._sizes(builder, node, cut))
-        if is_part(node) and node.args[0] not in given:
-            whole: Any = node.args[0]
-            several = builder.again(whole, lambda n: given.get(n, n))
-            return builder.call(operator.getitem, several, node.args[1])
-        return builder.again(node, lambda n: given.get(n, n))
+            return self._moved(builder, node, part.uses[0], first, cut)
+        if str(node.target) in RESIZED:
+            return resized(builder, node, first, self._sizes(builder, node, cut))
+        return on_parts(builder, node, given)
 
     def _sizes(self, builder: Builder, node: fx.Node, cut: Cut) -> list[Any]:
         shape = self.meaning.shape(node)
@@ -140,16 +109,13 @@ class Parts(Entering):
 
     def _moved(self, builder: Builder, node: fx.Node, use: Use, x: fx.Node, cut: Cut) -> fx.Node:
         """Exactly what is needed of an operand, with its dimensions in the places of the result's."""
-        kept = [d for d, source in enumerate(use.sources) if source is not None]
-        for d in reversed(range(len(use.sources))):
-            if d not in kept:
-                x = builder.call(aten.select.int, x, d, 0)
-        places = [use.sources[d] for d in kept]
-        order = sorted(range(len(places)), key=lambda i: places[i] or 0)
+        for d, source in reversed(list(enumerate(use.sources))):
+            x = x if source is not None else builder.call(aten.select.int, x, d, 0)
+        places = [source for source in use.sources if source is not None]
+        order = sorted(range(len(places)), key=places.__getitem__)
         if order != list(range(len(order))):
             x = builder.call(aten.permute.default, x, order)
-        rank = len(self.meaning.shape(node))
-        added = [d for d in range(rank) if d not in places]
+        added = [d for d in range(len(self.meaning.shape(node))) if d not in places]
         for d in added:
             x = builder.call(aten.unsqueeze.default, x, d)
         return builder.call(aten.expand.default, x, self._sizes(builder, node, cut)) if added else x
@@ -175,12 +141,8 @@ class Parts(Entering):
 
     def _operand(self, builder: Builder, use: Use) -> fx.Node:
         """A rank's part of an operand: of its twin, or of the whole value."""
-        node = use.operand
-        if node in self.twins:
-            have: Cut = self.cuts[node]
-            x = self.twins[node]
-        else:
-            have, x = {}, self.enter(node)
+        node, have = use.operand, self.cuts.get(use.operand, {})
+        x = self.twins[node] if node in self.twins else self.enter(node)
         if not isinstance(node.meta["val"], Tensor):
             return x
         for dim in sorted({*have, *use.cut}):
@@ -206,17 +168,13 @@ class Parts(Entering):
 
     def _at(self, builder: Builder, x: fx.Node, dim: int, places: Tensor) -> fx.Node:
         """The entries of a dimension at places that are the same for every rank."""
-        steps = places.diff()
-        first, last = int(places[0]), int(places[-1])
-        if not len(steps):
-            return builder.call(aten.narrow.default, x, dim, first, 1)
-        if int(steps[0]) > 0 and bool((steps == steps[0]).all()):
-            if int(steps[0]) == 1:
-                return builder.call(aten.narrow.default, x, dim, first, len(places))
-            return builder.call(aten.slice.Tensor, x, dim, first, last + 1, int(steps[0]))
-        return builder.call(
-            aten.index_select.default, x, dim, self.number("places", places.repeat(self.axis.count, 1))
-        )
+        first, *steps = int(places[0]), *places.diff().tolist()
+        if set(steps) <= {1}:
+            return builder.call(aten.narrow.default, x, dim, first, len(places))
+        if len(set(steps)) == 1 and steps[0] > 0:
+            return builder.call(aten.slice.Tensor, x, dim, first, int(places[-1]) + 1, steps[0])
+        every = self.number("places", places.repeat(self.axis.count, 1))
+        return builder.call(aten.index_select.default, x, dim, every)
 
     # --- inputs ---
 
@@ -230,7 +188,8 @@ class Parts(Entering):
             label = f"{name}#{same}" if same else name
             value = parameter.meta["val"]
             sizes = [table.count if d == dim else n for d, n in enumerate(value.shape)]
-            self.shards[key] = self.input("shard", label, sizes, value.dtype, value.device)
+            part = self.graph.empty(sizes, value.dtype, value.device)
+            self.shards[key] = self.graph.add_input(Input("shard", label), part)
             self.shards[key].meta.update({k: v for k, v in parameter.meta.items() if k in ORIGIN})
             self.ranks.shards[label] = Shard(name, (dim,), (table.places,), self.axis.group)
         return self.shards[key]
@@ -241,34 +200,57 @@ class Parts(Entering):
         if key not in self.numbers:
             label = f"{name}{len(self.numbers)}"
             device = self.graph.placeholders()[-1].meta["val"].device
-            self.numbers[key] = self.input("places", label, list(places.shape[1:]), torch.int64, device)
+            own = self.graph.empty(places.shape[1:], torch.int64, device)
+            self.numbers[key] = self.graph.add_input(Input("places", label), own)
             self.ranks.places[label] = Numbers(places.to(device), self.axis.group)
         return self.numbers[key]
 
-    def input(
-        self, kind: str, name: str, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> fx.Node:
-        """A new input of the graph."""
-        return self.graph.add_input(Input(kind, name), self.graph.empty(sizes, dtype, device))
+    def settle(self, runs: bool) -> dict[str, str]:
+        """Let ranks take their part of what cannot be held divided in each call: what is no run of rows or
+        columns (or equally many equal runs, for packed projections), key/value heads that several ranks
+        share, and parameters with other uses. Returns why, by the parameter's name. `runs`: whether a part
+        may be several runs."""
+        kept: dict[str, str] = {}
+        for (parameter, dim, table), shard in list(self.shards.items()):
+            name = self.names[parameter].name
+            others = [u for u in parameter.users if u.target is not SUM_GRADIENTS or u.users]
+            uses = [s for (p, _, _), s in self.shards.items() if p is parameter and s.users]
+            if not shard.users:
+                continue
+            if table.copies > 1:
+                kept[name] = f"ranks share parts of it ({table.describe()})"
+            elif table.runs() is None:
+                kept[name] = f"a rank's part is no equal runs of it ({table.describe()})"
+            elif table.runs() != 1 and not runs:
+                kept[name] = 'a rank\'s part is several runs of it, and parameters="even" leaves it whole'
+            elif table.runs() != 1 and not HOLDS_RUNS:
+                kept[name] = "torch holds parts of packed projections from version 2.14 on"
+            elif others:
+                kept[name] = f"it is used whole at {source_of(others[0]) or 'another place'}"
+            elif len(uses) > 1:
+                kept[name] = "two places divide it differently"
+            else:
+                continue
+            whole, rows = self.enter(parameter), self.number("rows", table.places)
+            mine = Builder(self.graph, min(shard.users)).call(aten.index_select.default, whole, dim, rows)
+            shard.replace_all_uses_with(mine)
+        self.graph.clean()
+        return kept
 
     # --- where ranks come together ---
 
-    def _summed(self, product: Product, part: Part, tail: Sequence[fx.Node]) -> fx.Node:
-        """The product of all ranks' parts: each rank's product, added up, and the bias."""
+    def product(self, product: Product, part: Part, tail: Sequence[fx.Node] = ()) -> fx.Node:
+        """The product of all ranks' parts: each rank's product, added up, and the bias. Ranks are added up
+        after `tail`, operations that follow it and are linear in it."""
         builder = Builder(self.graph, product.node)
         target: Any = product.node.target
         given = {use.operand: self._operand(builder, use) for use in part.uses}
         if product.bias is None:
-            mine = builder.again(product.node, lambda n: given.get(n, n))
-        else:
-            plain = {
-                aten.linear.default: aten.linear.default, aten.addmm.default: aten.mm.default,
-                aten.baddbmm.default: aten.bmm.default,
-            }  # fmt: skip
-            if target not in plain or product.node.kwargs:
-                raise Unplaced(f"the bias of {target} cannot be added after the sum")
-            operands = [a for a in product.node.args if a is not product.bias]
-            mine = builder.call(plain[target], *(given[a] for a in operands))  # type: ignore[index]
+            return self.added(product, on_parts(builder, product.node, given), tail)
+        if target not in _WITHOUT_BIAS or product.node.kwargs:
+            raise Unplaced(f"the bias of {target} cannot be added after the sum")
+        operands: list[Any] = [a for a in product.node.args if a is not product.bias]
+        mine = builder.call(_WITHOUT_BIAS[target], *(given[a] for a in operands))
         return self.added(product, mine, tail)
 
     def added(self, product: Product, mine: fx.Node, tail: Sequence[fx.Node]) -> fx.Node:

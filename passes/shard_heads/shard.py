@@ -9,24 +9,23 @@ model computes, and knows no model, module or parameter by name.
 """
 
 import dataclasses
-from collections.abc import Iterable
 
 from torch import fx
 
 from attngraph.ir.graph import Axis, ProgramGraph, Ranks, module_of, source_of
+from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.elements import grouped
-from attngraph.meaning.placement.regions import Product, Region, Regions, rows_of
+from attngraph.meaning.placement.regions import Product, Region, Regions
 from attngraph.meaning.placement.table import Cut
 from attngraph.passes.build import Builder
-from attngraph.passes.shard.divide import Divide
+from attngraph.passes.shard import Divide
 from attngraph.passes.shard_heads.account import account
 from attngraph.passes.shard_heads.experts import Experts
 from attngraph.passes.shard_heads.merge_sums import merge_sums
 from attngraph.passes.shard_heads.parts import Parts
-from attngraph.passes.shard_heads.storage import settle
 from attngraph.passes.shard_heads.vocabulary import Vocabulary
 from attngraph.report.ranks import DividedEntry
 
@@ -62,25 +61,23 @@ class _Sharding:
 
     def run(self, runs: bool) -> list[str]:
         sizes = {
-            i.name: _elements(n) for n, i in self.parts.names.items() if i.kind == "parameter" and n.users
-        }
+            i.name: n.meta["val"].numel() * (1 if n.meta["val"].ndim > 1 else -1)
+            for n, i in self.parts.names.items() if i.kind == "parameter" and n.users
+        }  # fmt: skip
         for only_attention in (True, False):
             if not only_attention:
-                mixtures = Experts(self.graph, self.regions, self.parts, self._is_proved)
-                self.entries += mixtures.divide(self.decided)
+                self.entries += Experts(self.regions, self.parts, self.checks).divide(self.decided)
             for node in list(self.graph.graph.nodes):
                 if node.users and any(
                     self._divide(product, only_attention) for product in self.regions.products(node)
                 ):
                     self.graph.clean()
         self._gather()
-        vocabulary = Vocabulary(
-            self.graph, self.regions, self.parts, self._is_proved, self.checks.below
-        )  # fmt: skip
+        vocabulary = Vocabulary(self.regions, self.parts, self.checks)
         self.entries += vocabulary.divide(self.decided, self.reasons)
         self.graph.clean()
         merge_sums(self.graph, self.meaning, self.parts)
-        kept = settle(self.graph, self.parts, runs)
+        kept = self.parts.settle(runs)
         unused = [i for i in self.graph.inputs if i.kind in ("shard", "places", "parameter")]
         self.graph.drop_inputs(lambda node, given: given in unused and not node.users)
         reasons = {self.parts.names[n].name: reason for n, reason in self.reasons.items()} | kept
@@ -99,7 +96,8 @@ class _Sharding:
             if any(self.decided.get(n, region.cuts[n]) != region.cuts[n] for n in region.parameters):
                 raise Unplaced("its parameters are divided otherwise elsewhere")
             made = self.parts.region(region)
-            problem = self._is_proved(region.end, made, [*self.parts.whole, *region.parameters])
+            begins = (*self.parts.whole, *region.parameters)
+            problem = self.checks.same_value(region.end, made, begins).problem
             if problem:
                 raise Unplaced(problem)
         except Unplaced as reason:
@@ -109,7 +107,6 @@ class _Sharding:
         for stop, why in region.stops.items():
             if why:
                 self.reasons.update(dict.fromkeys(self.regions.weights_before(stop), why))
-        begins = (*self.parts.whole, *region.parameters)
         twins = self.parts.twins
         self.twins.update((n, (twins[n], region.cuts[n], begins)) for n in region.parts)
         self.decided.update((n, region.cuts[n]) for n in region.parameters)
@@ -117,10 +114,6 @@ class _Sharding:
         region.end.replace_all_uses_with(made)
         self.meaning.forget_elements()
         return True
-
-    def _is_proved(self, old: fx.Node, new: fx.Node, leaves: Iterable[fx.Node]) -> str:
-        """What is wrong with `new` as what all ranks compute for `old`; "" if it is proved equal."""
-        return self.checks.same_value(old, new, leaves).problem
 
     def _gather(self) -> None:
         """Gather what is computed by parts and needed whole elsewhere."""
@@ -136,7 +129,7 @@ class _Sharding:
                 whole = self.parts.gathered(builder, twin, *cuts[0]) if cuts else twin
             except Unplaced:
                 continue
-            if self._is_proved(node, whole, begins):
+            if self.checks.same_value(node, whole, begins).problem:
                 continue
             for user in outside:
                 user.replace_input_with(node, whole)
@@ -147,15 +140,10 @@ class _Sharding:
         self.graph.clean()
 
 
-def _elements(parameter: fx.Node) -> int:
-    """The number of elements of a matrix; of a vector, negative."""
-    value = parameter.meta["val"]
-    return int(value.numel()) if value.ndim > 1 else -int(value.numel())
-
-
 def _entry(region: Region) -> DividedEntry:
-    what = "heads" if region.attentions else "hidden units"
-    node = region.attentions[0] if region.attentions else region.product.node
+    what, node, units = "hidden units", region.product.node, region.product.extent
+    if region.attentions:
+        what, node = "heads", region.attentions[0]
+        units = int(AttentionOp.of(node).q.meta["val"].shape[1])
     entry = node.meta.get("attention")
-    name = entry.name if entry is not None else module_of(node)
-    return DividedEntry(what, name, source_of(node), rows_of(region))
+    return DividedEntry(what, module_of(node) if entry is None else entry.name, source_of(node), units)

@@ -9,15 +9,16 @@ instead. Tables with fewer rows than a row has values are left whole, and so are
 at least twice as tall as they are wide.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from attngraph.ir.graph import ProgramGraph, module_of, source_of
-from attngraph.ir.language import expr as E
+from attngraph.ir.graph import module_of, source_of
+from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import reached
+from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
 from attngraph.meaning.placement.regions import Product, Regions
 from attngraph.meaning.placement.table import Cut, Table
@@ -30,16 +31,14 @@ from attngraph.report.ranks import DividedEntry
 aten = torch.ops.aten
 _TALL = 2
 """How many times more rows than columns a projection to logits has that is no embedding as well."""
-Proved = Callable[[fx.Node, fx.Node, Iterable[fx.Node]], str]
+_OTHER_FORM = "its product reads it in another form"
 
 
 class Vocabulary:
     """Divides the tables of one graph."""
 
-    def __init__(
-        self, graph: ProgramGraph, regions: Regions, parts: Parts, prove: Proved, below: dict[fx.Node, int]
-    ) -> None:  # fmt: skip
-        self.graph, self.regions, self.parts, self.prove, self.below = graph, regions, parts, prove, below
+    def __init__(self, regions: Regions, parts: Parts, checks: RankChecks) -> None:
+        self.graph, self.regions, self.parts, self.checks = regions.graph, regions, parts, checks
         self.meaning, self.ranks = regions.meaning, regions.ranks
 
     def divide(self, decided: dict[fx.Node, Cut], reasons: dict[fx.Node, str]) -> list[DividedEntry]:
@@ -126,42 +125,40 @@ class Vocabulary:
             found = builder.call(node.target, *mapped, **kwargs)
             if padding < 0 or not self.graph.gradients:
                 return found
-            # The row that pads gets no gradient.
-            pads = builder.call(aten.eq.Scalar, numbers, padding)
-            pads = builder.call(aten.unsqueeze.default, pads, -1)
-            still = builder.call(aten.detach.default, found)
-            return builder.call(aten.where.self, pads, still, found)
+
+            def without_gradient(numbers: Any, found: Any) -> Any:  # of the row that pads
+                return torch.where(aten.eq.Scalar(numbers, padding).unsqueeze(-1), found.detach(), found)
+
+            return builder.trace(without_gradient, numbers, found)  # type: ignore[no-any-return]
+
+        def between(numbers: Any, limit: int) -> Any:
+            return aten.ge.Scalar(numbers, 0).logical_and(aten.lt.Scalar(numbers, limit))
+
+        def local(numbers: Any, first: Any) -> Any:
+            """The numbers in a rank's run of rows, and which are in another's."""
+            own = numbers - first
+            mine_too = between(own, cut[0].count)
+            others = between(numbers, rows).logical_and(mine_too.logical_not())
+            return aten.masked_fill.Scalar(own, others, 0), others
 
         if 0 not in cut:
             new = self.parts.gathered(builder, looked_up(numbers), len(node.meta["val"].shape) - 1, cut[1])
         else:
-            first = self.parts.number("first", cut[0].places[:, :1])
-            local = builder.call(aten.sub.Tensor, numbers, first)
-            mine_too = self._between(builder, local, cut[0].count)
-            known = self._between(builder, numbers, rows)
-            others = builder.call(
-                aten.logical_and.default, known, builder.call(aten.logical_not.default, mine_too)
-            )
-            found = looked_up(builder.call(aten.masked_fill.Scalar, local, others, 0))
-            hidden = builder.call(aten.unsqueeze.default, others, -1)
-            new = self.parts.summed(builder, builder.call(aten.masked_fill.Scalar, found, hidden, 0.0))
+            places, others = builder.trace(local, numbers, self.parts.number("first", cut[0].places[:, :1]))
+            new = self.parts.summed(builder, builder.trace(
+                lambda found, others: aten.masked_fill.Scalar(found, others.unsqueeze(-1), 0.0),
+                looked_up(places), others,
+            ))  # fmt: skip
         numbers.meta[ENTRIES] = min(rows, numbers.meta.get(ENTRIES, rows))
         return self._proved(node, new, [table, numbers], {numbers: rows})
-
-    def _between(self, builder: Builder, numbers: fx.Node, limit: int) -> fx.Node:
-        """Which numbers are in 0 .. limit - 1."""
-        low = builder.call(aten.ge.Scalar, numbers, 0)
-        return builder.call(aten.logical_and.default, low, builder.call(aten.lt.Scalar, numbers, limit))
 
     def _multiplied(self, product: Product, table: fx.Node, cut: Cut) -> fx.Node:
         node, dim = product.node, next(iter(cut))
         self.parts.begin()
         shards: dict[fx.Node, Cut] = {table: cut}
         if self._table_dim(product) == dim:  # what is summed over is divided
-            ways = (Use(product.source, {product.source_dim: cut[dim]}),
-                    Use(product.weight, {product.weight_dim: cut[dim]}))  # fmt: skip
-            parts = self._weight_parts(product, table, cut)
-            new = self.parts.product(product, Part(How.SAME, ways), parts, shards)
+            self.parts.build(self._weight_parts(product, table, cut), shards)
+            new = self.parts.product(product, product.part(cut[dim]))
         else:
             last = len(node.meta["val"].shape) - 1
             wanted = {last: cut[dim]}
@@ -169,46 +166,50 @@ class Vocabulary:
             for use in part.uses:
                 if self.regions.is_parameter(use.operand) and use.cut:
                     shards[use.operand] = use.cut
-            new = self.parts.rows(node, part, wanted, self._weight_parts(product, table, cut), shards)
-            new = self.parts.gathered(Builder(self.graph, node), new, last, cut[dim])
+            self.parts.build(self._weight_parts(product, table, cut), shards)
+            twin = self.parts.twin(node, part, wanted)
+            new = self.parts.gathered(Builder(self.graph, node), twin, last, cut[dim])
         return self._proved(node, new, [*self.parts.whole, *shards], {})
 
     def _table_dim(self, product: Product) -> int:
         """The dimension of the table that a product sums over."""
         node, dim = product.weight, product.weight_dim
         while node is not product.parameter:
-            _, at = self.meaning.places(node)
-            value = self.meaning.element(node, at)
-            if value.op != "read" or at[dim] not in value.args:
-                raise Unplaced("its product reads it in another form")
+            at, value = self._moved(node)
+            if at[dim] not in value.args:
+                raise Unplaced(_OTHER_FORM)
             node, dim = value.value, value.args.index(at[dim])
         return dim
+
+    def _moved(self, node: fx.Node) -> tuple[tuple[Expr, ...], Expr]:
+        """The place of any one element of a node, and the element that it is of another."""
+        _, at = self.meaning.places(node)
+        value = self.meaning.element(node, at)
+        if value.op != "read":
+            raise Unplaced(_OTHER_FORM)
+        return at, value
 
     def _weight_parts(self, product: Product, table: fx.Node, cut: Cut) -> list[tuple[fx.Node, Part, Cut]]:
         """The operations between the table and a product, which move its elements."""
         found: list[tuple[fx.Node, Part, Cut]] = []
-        node, wanted = product.weight, cut
-        chain = []
-        while node is not table:
-            chain.append(node)
-            (node,) = node.all_input_nodes
-        for node in reversed(chain):
-            _, at = self.meaning.places(node)
-            value = self.meaning.element(node, at)
-            if value.op != "read" or any(value.args[d] not in at for d in wanted):
-                raise Unplaced("its product reads it in another form")
-            mine = {at.index(value.args[d]): t for d, t in wanted.items()}
-            found.append((node, Part(How.SAME, (Use(value.value, wanted),)), mine))
-            wanted = mine
+        chain = [product.weight]
+        while chain[-1] is not table:
+            chain += chain[-1].all_input_nodes
+        for node in reversed(chain[:-1]):
+            at, value = self._moved(node)
+            if any(value.args[d] not in at for d in cut):
+                raise Unplaced(_OTHER_FORM)
+            part = Part(How.SAME, (Use(value.value, cut),))
+            cut = {at.index(value.args[d]): t for d, t in cut.items()}
+            found.append((node, part, cut))
         return found
 
     def _proved(
         self, old: fx.Node, new: fx.Node, leaves: list[fx.Node], below: dict[fx.Node, int]
     ) -> fx.Node:  # fmt: skip
-        self.below.clear()
-        self.below.update(below)
-        problem = self.prove(old, new, leaves)
-        self.below.clear()
+        self.checks.below = below
+        problem = self.checks.same_value(old, new, leaves).problem
+        self.checks.below = {}
         if problem:
             raise Unplaced(problem)
         return new

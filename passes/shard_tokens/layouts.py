@@ -5,16 +5,12 @@ ranks with unequal work (causal masks), each rank has two runs, one as far from 
 from the end, as far as the number of tokens allows.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import sympy
 
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language import Expr, ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.token_collectives import Layout
-from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning.check.region import numbers_at
 from attngraph.meaning.masks.tiles import pairs_of_ranks
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis
@@ -40,8 +36,11 @@ def choose_layout(graph: ProgramGraph, tokens: TokenAxis, ranks: int) -> Layout:
         Unplaced: the size is a number, or the tokens of the example cannot be divided equally.
     """
     size = tokens.space.tokens
-    symbol, total = _symbol(graph, size), graph.hints.get(str(size.value), 0)
-    if symbol is None or not total:
+    shapes = (getattr(node.meta.get("val"), "shape", ()) for node in graph.placeholders())
+    symbols = [n.node.expr for shape in shapes for n in shape if not isinstance(n, int)]
+    symbol = next((s for s in symbols if str(s) == size.value), None)
+    total = graph.hints.get(str(size.value), 0)
+    if size.op != "size" or symbol is None or not total:
         raise Unplaced(f"its {size!r} queries are no size of the model's inputs")
     if total % ranks:
         graph.conditions = (*graph.conditions, sympy.Ne(sympy.Mod(symbol, ranks), 0))
@@ -58,8 +57,17 @@ def choose_layout(graph: ProgramGraph, tokens: TokenAxis, ranks: int) -> Layout:
 
 
 def pairs(graph: ProgramGraph, tokens: TokenAxis, layout: Layout, total: int) -> list[float]:
-    """About how many pairs of a query and a key each rank computes, of all attentions among tokens."""
-    every = [pairs_of_ranks(*about, layout, total) for about in _attentions(graph, tokens)]
+    """About how many pairs of a query and a key each rank computes, of all attentions whose queries and keys
+    are these tokens."""
+    every = []
+    for node in graph.attentions():
+        view = nodes.AttentionOp.of(node)
+        keys = tokens.meaning.shape(view.keys[0])[2]
+        if keys is tokens.space.tokens and any(
+            isinstance(tokens.uses.get(n), AttentionUses) for n in (node, *node.users)
+        ):
+            sizes = numbers_at(view.sizes, graph.hints)
+            every.append(pairs_of_ranks(view.program, sizes, layout, total))
     return [sum(of) for of in zip(*every, strict=True)] or [1.0] * layout.ranks
 
 
@@ -67,30 +75,3 @@ def _unevenness(graph: ProgramGraph, tokens: TokenAxis, layout: Layout, total: i
     """How many times the mean of the pairs the busiest rank has."""
     found = pairs(graph, tokens, layout, total)
     return max(found) * len(found) / max(sum(found), 1.0)
-
-
-def _attentions(graph: ProgramGraph, tokens: TokenAxis) -> Iterator[tuple[ScoreProgram, tuple[int, ...]]]:
-    """The programs of attentions whose queries and keys are these tokens, and their sizes in the example."""
-    for node in graph.attentions():
-        uses = next(
-            (u for n in (node, *node.users) if isinstance(u := tokens.uses.get(n), AttentionUses)), None
-        )
-        view: Any = nodes.view(node)
-        keys = view.keys[0].meta["val"].shape[2]
-        if uses is not None and tokens.meaning.renamed(size_expression(keys)) is tokens.space.tokens:
-            yield view.program, sizes_of(graph, view.sizes)
-
-
-def sizes_of(graph: ProgramGraph, sizes: Any) -> tuple[int, ...]:
-    """What the sizes of a node's program are in the example."""
-    values = (getattr(s, "meta", {}).get("val", s) for s in sizes)
-    return tuple(int(evaluate_size(size_expression(v), graph.hints)) for v in values)
-
-
-def _symbol(graph: ProgramGraph, size: Expr) -> Any:
-    """The symbol of a size that is a dimension of an input."""
-    for node in graph.placeholders():
-        for extent in getattr(node.meta.get("val"), "shape", ()):
-            if size.op == "size" and not isinstance(extent, int) and str(extent.node.expr) == size.value:
-                return extent.node.expr
-    return None

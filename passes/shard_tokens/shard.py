@@ -12,25 +12,24 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
-from attngraph.ir.graph import Axis, ProgramGraph, Ranks, is_measured, is_size, source_of
+from attngraph.ir.graph import Axis, ProgramGraph, Ranks, is_size, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import reached
-from attngraph.meaning import Meaning, Unliftable, is_part, size_expression
+from attngraph.meaning import Meaning, is_part, size_expression
 from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.placement.demand import Unplaced
-from attngraph.meaning.placement.token_axis import QUERIES, TokenAxis, attention_of
-from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.shard.divide import Divide
+from attngraph.meaning.placement.elements import attention_of
+from attngraph.meaning.placement.token_axis import QUERIES, TokenAxis
+from attngraph.passes.build import Builder
+from attngraph.passes.shard import Divide
 from attngraph.passes.shard_tokens.account import account
-from attngraph.passes.shard_tokens.equal_sizes import equate_factors
 from attngraph.passes.shard_tokens.layouts import choose_layout, pairs
-from attngraph.passes.shard_tokens.losses import sum_losses
+from attngraph.passes.shard_tokens.prepare import equate_factors, measure_inputs, sum_losses
 from attngraph.passes.shard_tokens.twins import Twins
-from attngraph.report.ranks import ContextEntry, DividedTokens, WholeEntry
+from attngraph.report.ranks import DividedTokens, WholeEntry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class ShardTokens(Divide):
 
     def divide(self, graph: ProgramGraph, ranks: Ranks, axis: Axis) -> list[str]:
         equate_factors(graph)
-        _measure_inputs(graph)
+        measure_inputs(graph)
         sum_losses(graph)
         whole: list[WholeEntry] = []
         axes: list[DividedTokens] = []
@@ -52,27 +51,8 @@ class ShardTokens(Divide):
             except Unplaced as reason:
                 whole.append(WholeEntry(source_of(attention), str(reason)))
         ranks.context = account(graph, axis, axes, whole)
-        return [_note(ranks.context)]
-
-
-def _measure_inputs(graph: ProgramGraph) -> None:
-    """Let sizes be those of inputs: a value that is measured would be needed whole."""
-    for node in list(graph.graph.nodes):
-        operand = node.args[0] if node.target is torch.ops.aten.sym_size.int else None
-        if not isinstance(operand, fx.Node) or operand.op == "placeholder" or is_measured(node):
-            continue
-        try:
-            size = Builder(graph, node).size(size_expression(node.meta["val"]))
-        except (NoSize, Unliftable):
-            continue
-        if size is not node:
-            node.replace_all_uses_with(size)
-    graph.clean()
-
-
-def _note(entry: ContextEntry) -> str:
-    parts = ", ".join(f"{a.tokens} tokens of {a.attentions} attention(s)" for a in entry.axes)
-    return f"{parts or 'no tokens'} divided among {entry.count} ranks"
+        parts = ", ".join(f"{a.tokens} tokens of {a.attentions} attention(s)" for a in axes)
+        return [f"{parts or 'no tokens'} divided among {axis.count} ranks"]
 
 
 def _token_sizes(graph: ProgramGraph) -> Iterator[tuple[Expr, fx.Node]]:

@@ -17,13 +17,15 @@ from attngraph.ir.graph import Axis, ProgramGraph, is_size
 from attngraph.ir.language import E, Expr, ScoreProgram, reindexed
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.token_collectives import ALL_TOKENS, FETCH_KEYS, OWN_TOKENS, Layout
-from attngraph.meaning import evaluate_size, is_part, size_expression
+from attngraph.meaning import is_part, size_expression
+from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.masks.tiles import visible_keys
-from attngraph.meaning.placement.demand import VIEWS, Unplaced
-from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis, Uses, attention_of, dropout_of
+from attngraph.meaning.placement.demand import Unplaced
+from attngraph.meaning.placement.elements import attention_of
+from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis, Uses, dropout_of
 from attngraph.meaning.tokens.facts import Axes
-from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.shard.entering import Entering
+from attngraph.passes.build import Builder
+from attngraph.passes.shard import IMPOSSIBLE, RESIZED, Entering, on_parts, resized
 
 aten = torch.ops.aten
 
@@ -64,7 +66,7 @@ class Twins:
                 self.attentions[attention] = self._attention(Builder(self.graph, attention), attention, uses)
             made = self.attentions[attention]
             return builder.call(operator.getitem, made, node.args[1]) if is_part(node) else made
-        except (NoSize, RuntimeError, TypeError, ValueError) as problem:
+        except IMPOSSIBLE as problem:
             raise Unplaced(f"{node.target} on a rank's tokens: {problem}") from problem
 
     def whole(self, builder: Builder, node: fx.Node, twin: fx.Node) -> fx.Node:
@@ -87,18 +89,16 @@ class Twins:
         digits = axes[place]
         if len(digits) == 1:
             return builder.call(op, x, place, *self.told)
-        shape, at = self.meaning.shape(node), digits.index(self.space.token)
-        apart = [d.args[0] for d in digits]
-        unfolded = [*shape[:place], *apart, *shape[place + 1 :]]
-        token = {place + at}
-        begins, ends = (token, set()) if op is ALL_TOKENS else (set(), token)
+        shape, token = self.meaning.shape(node), place + digits.index(self.space.token)
+        unfolded = [*shape[:place], *(d.args[0] for d in digits), *shape[place + 1 :]]
+        begins, ends = (token, None) if op is ALL_TOKENS else (None, place)
         x = builder.call(aten.reshape.default, x, self._sizes(builder, unfolded, begins))
-        x = builder.call(op, x, place + at, *self.told)
-        return builder.call(aten.reshape.default, x, self._sizes(builder, shape, {place} if ends else set()))
+        x = builder.call(op, x, token, *self.told)
+        return builder.call(aten.reshape.default, x, self._sizes(builder, shape, ends))
 
-    def _sizes(self, builder: Builder, shape: Sequence[Expr], own: set[int]) -> list[Any]:
-        """Sizes as arguments; those of the dimensions in `own` for a rank's tokens."""
-        return [self._size(builder, e, d in own) for d, e in enumerate(shape)]
+    def _sizes(self, builder: Builder, shape: Sequence[Expr], own: int | None) -> list[Any]:
+        """Sizes as arguments; that of the dimension `own` for a rank's tokens."""
+        return [self._size(builder, e, d == own) for d, e in enumerate(shape)]
 
     def _size(self, builder: Builder, extent: Expr, own: bool) -> Any:
         return builder.size(extent, {self.space.tokens: self.own_tokens}) if own else builder.size(extent)
@@ -115,69 +115,48 @@ class Twins:
         }
         if (dropped := dropout_of(node)) is not None:
             return self._dropped(builder, node, dropped, *given.values())
-        if str(node.target) in VIEWS or str(node.target) == "aten.expand.default":
-            target = (
-                aten.expand.default if str(node.target) == "aten.expand.default" else aten.reshape.default
-            )
+        if str(node.target) in RESIZED:
             (x,) = given.values()
-            return builder.call(target, x, self._sizes(builder, shape, {place}))
+            return resized(builder, node, x, self._sizes(builder, shape, place))
         problem: Exception = Unplaced("")
         for own in (False,) if uses.counts else (True, False):
             try:
                 return self._called(builder, node, given, own, place)
-            except (Unplaced, NoSize, RuntimeError, TypeError, ValueError) as found:
+            except (Unplaced, *IMPOSSIBLE) as found:
                 problem = found
         raise Unplaced(str(problem))
 
     def _dropped(self, builder: Builder, node: fx.Node, dropped: fx.Node, x: fx.Node) -> fx.Node:
         """Dropout by the random numbers of one device: every rank draws those of all tokens."""
         value = node.meta["val"]
-        sizes = self._sizes(builder, self.meaning.shape(node), set())
+        sizes = self._sizes(builder, self.meaning.shape(node), None)
         ones = builder.call(aten.ones.default, sizes, dtype=value.dtype, device=value.device)
         scale = builder.call(dropped.target, ones, *dropped.args[1:], **dropped.kwargs)
         if dropped is not node:
             scale = builder.call(operator.getitem, scale, 0)
-        return builder.call(
-            aten.mul.Tensor, x, self._moved(builder, scale, node, self.tokens.axes[node], OWN_TOKENS)
-        )
+        own = self._moved(builder, scale, node, self.tokens.axes[node], OWN_TOKENS)
+        return builder.call(aten.mul.Tensor, x, own)
 
     def _called(
         self, builder: Builder, node: fx.Node, given: dict[fx.Node, fx.Node], own: bool, place: int
     ) -> fx.Node:  # fmt: skip
         """The node's operation on a rank's tokens; sizes are those of the rank, or of all tokens."""
 
-        def mapped(n: fx.Node) -> Any:
-            if n in given:
-                return given[n]
+        def other(n: fx.Node) -> Any:
             if is_size(n):
                 return self._size(builder, self.meaning.renamed(size_expression(n.meta["val"])), own)
-            return (
-                self._own(builder, n, self.tokens.axes[n])
-                if n in self.tokens.axes
-                else self.entering.enter(n)
-            )
+            axes = self.tokens.axes.get(n)
+            return self.entering.enter(n) if axes is None else self._own(builder, n, axes)
 
-        if is_part(node) and node.args[0] not in given:
-            several: Any = node.args[0]
-            made = builder.call(operator.getitem, builder.again(several, mapped), node.args[1])
-        else:
-            made = builder.again(node, mapped)
-        value = node.meta["val"]
-        if isinstance(value, Tensor):
-            self._check_shape(made, self.meaning.shape(node), place)
+        made = on_parts(builder, node, given, other)
+        if isinstance(node.meta["val"], Tensor):
+            hints, layout = self.graph.hints, self.layout
+            wanted, tokens = shape_at(node.meta["val"], hints), hints.get(str(self.space.tokens.value), 0)
+            own_tokens = tokens // layout.count * (layout.count // layout.ranks)
+            wanted[place] = wanted[place] // tokens * own_tokens
+            if shape_at(made.meta["val"], hints) != wanted:
+                raise Unplaced("it has another shape on a rank's tokens")
         return made
-
-    def _check_shape(self, made: fx.Node, shape: Sequence[Expr], place: int) -> None:
-        """Raise Unplaced unless a twin has a rank's tokens, and all of the other dimensions."""
-        hints = self.graph.hints
-        tokens = hints.get(str(self.space.tokens.value), 0)
-        at = dict(hints)
-        wanted = [_number(e, at) for e in shape]
-        whole, own = tokens, tokens // self.layout.count * (self.layout.count // self.layout.ranks)
-        wanted[place] = wanted[place] // whole * own
-        found = [_number(size_expression(n), at) for n in made.meta["val"].shape]
-        if found != wanted:
-            raise Unplaced("it has another shape on a rank's tokens")
 
     # --- attention ---
 
@@ -195,7 +174,11 @@ class Twins:
         ]
         program = reindexed(view.program, "q", E.read(len(reads), (E.var("q"),)), uses.own_reads)
         if program is not view.program:
-            reads.append(self._positions(view.q.meta["val"].device))
+            device, call = view.q.meta["val"].device, self.begin.call
+            if device not in self.positions:  # the numbers of a rank's tokens
+                every = call(aten.arange.default, self.begin.size(self.space.tokens), device=device)
+                self.positions[device] = call(OWN_TOKENS, every, 0, *self.told)
+            reads.append(self.positions[device])
         found = builder.attention(view.replace(**made, reads=tuple(reads), program=program))
         if "attention" in node.meta:
             found.meta["attention"] = node.meta["attention"]
@@ -209,15 +192,3 @@ class Twins:
         own = self._own(builder, key, self.tokens.axes[key])
         reads = [view.reads[n] for n in used]
         return builder.call(FETCH_KEYS, own, reads, list(view.sizes), str(program), *self.told)
-
-    def _positions(self, device: torch.device) -> fx.Node:
-        """The numbers of a rank's tokens, `[own tokens]`."""
-        if device not in self.positions:
-            call = self.begin.call
-            every = call(aten.arange.default, self.begin.size(self.space.tokens), device=device)
-            self.positions[device] = call(OWN_TOKENS, every, 0, *self.told)
-        return self.positions[device]
-
-
-def _number(extent: Expr, sizes: dict[str, int]) -> int:
-    return int(evaluate_size(extent, sizes))

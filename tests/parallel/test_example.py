@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngraph.passes.shard_heads.storage import HOLDS_RUNS
+from attngraph.passes.shard_heads.parts import HOLDS_RUNS
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ["--steps", "3", "--width", "32", "--tokens", "16"]

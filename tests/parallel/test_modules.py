@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.passes.shard_heads.storage import HOLDS_RUNS
+from attngraph.passes.shard_heads.parts import HOLDS_RUNS
 from attngraph.report.ranks import RanksEntry
 
 Compared = Callable[..., RanksEntry]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngraph.passes.shard_heads.storage import HOLDS_RUNS
+from attngraph.passes.shard_heads.parts import HOLDS_RUNS
 
 Ranks = Callable[..., list[str]]
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")

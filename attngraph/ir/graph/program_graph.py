@@ -139,6 +139,10 @@ class ProgramGraph:
         """What each placeholder stands for, in their order."""
         return dict(zip(self.placeholders(), self.inputs, strict=True))
 
+    def pages(self) -> dict[str, fx.Node]:
+        """The inputs that are pages of a decoder's stores, by the name of the store."""
+        return {given.name: node for node, given in self.given().items() if given.kind == "pages"}
+
     def results(self) -> list[Any]:
         """The nodes of the results, in their order."""
         return list(self.graph.output_node().args[0])  # type: ignore[arg-type]

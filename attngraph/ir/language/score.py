@@ -185,6 +185,15 @@ class ScoreProgram:
         """The program with each of its formulas changed."""
         return ScoreProgram(tuple(type(s)(*map(change, formulas(s))) for s in self.statements))
 
+    def renumbered(self) -> "tuple[ScoreProgram, tuple[int, ...]]":
+        """The program with the tensors that it reads numbered from 0, and which of them these are."""
+        used = {number: place for place, number in enumerate(self.reads)}
+
+        def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            return E.read(used[node.value], args, node.kind) if node.op == "read" else E.with_args(node, args)
+
+        return self.mapped(lambda formula: E.rebuild(formula, leaf)), tuple(used)
+
 
 def is_moderate(factor: float) -> bool:
     """Whether a product may be multiplied by this before it is added up as well as after, or the other way

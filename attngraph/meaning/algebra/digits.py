@@ -29,7 +29,7 @@ def split_digits(variables: Iterable[Expr], expressions: Iterable[Expr]) -> dict
     for variable in variables:
         if variable not in cuts:
             continue
-        bounds = _nested([*cuts[variable], variable.args[0]])
+        bounds = nested([*cuts[variable], variable.args[0]])
         if bounds is None:
             return None
         parts: list[Expr] = []
@@ -44,7 +44,8 @@ def split_digits(variables: Iterable[Expr], expressions: Iterable[Expr]) -> dict
     return digits
 
 
-def _nested(bounds: list[Expr]) -> list[Expr] | None:
+def nested(bounds: Iterable[Expr]) -> list[Expr] | None:
+    """Different numbers in an order in which each divides the next; None where there is none."""
     ordered: list[Expr] = []
     for bound in dict.fromkeys(bounds):
         place = 0
@@ -59,6 +60,17 @@ def _nested(bounds: list[Expr]) -> list[Expr] | None:
 def _divides(a: Expr, b: Expr) -> bool:
     divisor = ranges.polynomial(a)
     return len(divisor) == 1 and not ranges.split_multiples(ranges.polynomial(b), divisor)[1]
+
+
+def taken_apart(index: Expr, digits: Digits) -> dict[Expr, Expr]:
+    """What each digit of an index is, which counts all of them; slowest first."""
+    found: dict[Expr, Expr] = {}
+    below: Expr = E.ONE
+    for digit in reversed(digits):
+        value = M.floordiv(index, below)
+        found[digit] = value if digit is digits[0] else M.mod(value, digit.args[0])
+        below = M.mul(below, digit.args[0])
+    return found
 
 
 def recombined(digits: Digits) -> Expr:

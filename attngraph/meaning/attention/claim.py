@@ -17,7 +17,7 @@ from attngraph.ir import budgets
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import DOT, INDICES, ScoreProgram, Sink
 from attngraph.meaning.algebra import M
-from attngraph.meaning.algebra.digits import Digits, extent, recombined, split_digits
+from attngraph.meaning.algebra.digits import Digits, extent, recombined, split_digits, taken_apart
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention import layout, program, roles
 from attngraph.meaning.attention.dot import Chain
@@ -92,6 +92,15 @@ class Attention:
 
 
 NO_VIEW = "its queries, keys or values are no view of a tensor of the model"
+COPIED = (
+    "its keys and its values vary with different dimensions of the result, as where each pair of tokens has "
+    "a value of its own or where scores are mixed between heads: as an attention, both would be copied for "
+    "each query"
+)
+COPIED_PARTS = (
+    "its keys come in parts that vary with different dimensions of the result, as where a row and a column "
+    "of keys share one softmax: as one attention, each query would need a copy of its keys"
+)
 
 
 def write_claim(
@@ -182,18 +191,16 @@ class _Writer:
         beside = (
             roles.beside_keys(M.substitute(p.score, self.spelled), self.cut(*p.keys)) for p in self.parts
         )
+        # Where there is no product, only the last dimension of the result counts as the width of values: the
+        # batch stays one.
+        alone = [v for v, part in zip(self.v, self.parts, strict=True) if not part.products]
+        of_keys = self.free(alone) - frozenset(self.cut(self.output[-1]))
         return roles.assign(
             tuple(self.cut(o) for o in self.output), frozenset(self.cut(*self.summed)),
-            q=self.free(self.q), k=self.free(self.k) | self._of_keys(), v=self.free(self.v),
+            q=self.free(self.q), k=self.free(self.k) | of_keys, v=self.free(self.v),
             scores=self.free(x for part in self.parts for x in (part.score, part.weight)),
             beside_keys=frozenset().union(*beside),
         )  # fmt: skip
-
-    def _of_keys(self) -> frozenset[Expr]:
-        """Where there is no product, only the last dimension of the result counts as the width of values: the
-        batch stays one."""
-        alone = [v for v, part in zip(self.v, self.parts, strict=True) if not part.products]
-        return self.free(alone) - frozenset(self.cut(self.output[-1]))
 
     def write(self, node: fx.Node, assigned: Roles) -> Attention | Refusal:
         values = [
@@ -207,7 +214,7 @@ class _Writer:
         queries, keys, scales = zip(*sides, strict=True)
         copied = all(any(view.repeats for view in views) for views in (*keys, values))
         if self.products and not assigned.queries and copied:
-            return _copied(len(self.parts))
+            return Refusal(COPIED_PARTS if len(self.parts) > 1 else COPIED)
         widths = [M.add(*(extent(self.cut(*p.inner)) for p in part.products)) for part in self.parts]
         query, keys, width = _one_query(queries, keys, widths)
         starts = [E.ZERO, *itertools.accumulate((extent(self.cut(*p.keys)) for p in self.parts), M.add)]
@@ -216,24 +223,22 @@ class _Writer:
             self._names(assigned, self.cut(*part.keys), M.sub(key, start))
             for part, start in zip(self.parts, starts, strict=True)
         ]
-        scores = [
-            M.substitute(part.score, own | {DOT: _times(scale, DOT)})
-            for part, own, scale in zip(self.parts, names, scales, strict=True)
-        ]
+        sink = None if self.sink is None else M.substitute(self.sink, names[0])
+        for own, scale in zip(names, scales, strict=True):
+            own[DOT] = _times(scale, DOT)
+        scores = [M.substitute(part.score, own) for part, own in zip(self.parts, names, strict=True)]
         weights = [
-            M.substitute(_times(value.factor, part.weight), own | {DOT: _times(scale, DOT)})
-            for part, own, value, scale in zip(self.parts, names, values, scales, strict=True)
+            M.substitute(_times(value.factor, part.weight), own)
+            for part, own, value in zip(self.parts, names, values, strict=True)
         ]
         score, weight = _by_part(key, starts, scores), _by_part(key, starts, weights)
-        sink = None if self.sink is None else M.substitute(self.sink, names[0])
         refused = _refuse_as_program(score, weight, sink)
         if refused is not None:
             return refused
-        built = program.build(score, weight, sink)
         return Attention(
             node, tuple(p.node for p in self.products if p.node is not None),
             Operand((query,)), Operand(keys), Operand(tuple((_plain(v),) for v in values)),
-            built.program, built.reads, built.sizes, self._output(assigned),
+            *program.build(score, weight, sink), self._output(assigned),
             heads=extent(assigned.heads), kv_heads=extent(assigned.kv_heads),
             head_dim=width,
             value_dim=extent(assigned.values),
@@ -294,15 +299,9 @@ class _Writer:
 
     def _names(self, assigned: Roles, keys: Digits, key: Expr) -> dict[Expr, Expr]:
         """Each digit, and each variable that was cut, as a formula of the program's b, h, q and of a key."""
-        mapping: dict[Expr, Expr] = {}
-        rest = ("b", assigned.batch), ("h", assigned.heads), ("q", assigned.queries)
-        for whole, digits in (*((E.var(name, extent(own)), own) for name, own in rest), (key, keys)):
-            below: Expr = E.ONE
-            for place, digit in enumerate(reversed(digits)):
-                value = M.floordiv(whole, below)
-                leading = place == len(digits) - 1
-                mapping[digit] = value if leading else M.mod(value, digit.args[0])
-                below = M.mul(below, digit.args[0])
+        mapping = taken_apart(key, keys)
+        for name, digits in ("b", assigned.batch), ("h", assigned.heads), ("q", assigned.queries):
+            mapping |= taken_apart(E.var(name, extent(digits)), digits)
         return mapping | {v: M.substitute(spelled, mapping) for v, spelled in self.spelled.items()}
 
 
@@ -316,11 +315,9 @@ def _one_query(
     width = M.add(*own.values())
     padded = []
     for query, (first, *rest) in zip(queries, keys, strict=True):
-        before = starts[query]
-        wide = [dataclasses.replace(first, zeros=(before, E.ZERO)), *rest]
-        after = M.sub(width, M.add(before, own[query]))
-        wide[-1] = dataclasses.replace(wide[-1], zeros=(wide[-1].zeros[0], after))
-        padded.append(tuple(wide))
+        after = M.sub(width, M.add(starts[query], own[query]))
+        *wide, last = dataclasses.replace(first, zeros=(starts[query], E.ZERO)), *rest
+        padded.append((*wide, dataclasses.replace(last, zeros=(last.zeros[0], after))))
     return tuple(view for query in own for view in query), tuple(padded), width
 
 
@@ -329,27 +326,26 @@ def _by_part(key: Expr, starts: Sequence[Expr], formulas: Sequence[Expr]) -> Exp
     masked = [f for f in formulas if f.op == "where" and E.NEG_INF in f.args[1:]]
     if masked and starts[1:]:
         kept, inside = zip(*map(_without_mask, formulas), strict=True)
-        shown = kept[-1]
-        for start, predicate in zip(reversed(starts[1:]), reversed(kept[:-1]), strict=True):
-            shown = M.where(M.lt(key, start), predicate, shown)
-        return M.where(shown, _by_part(key, starts, inside), E.NEG_INF)
+        return M.where(_selected(key, starts, kept), _by_part(key, starts, inside), E.NEG_INF)
     terms = [E.parts(f, "add") for f in formulas]
     common = [t for t in terms[0] if all(t in others for others in terms)]
     own = [M.add(*(t for t in found if t not in common)) for found in terms]
-    found = own[-1]
-    for start, formula in zip(reversed(starts[1:]), reversed(own[:-1]), strict=True):
-        if formula is not found:
-            found = M.where(M.lt(key, start), formula, found)
-    return M.add(*common, found)
+    return M.add(*common, _selected(key, starts, own))
+
+
+def _selected(key: Expr, starts: Sequence[Expr], formulas: Sequence[Expr]) -> Expr:
+    found = formulas[-1]
+    for start, formula in zip(reversed(starts[1:]), reversed(formulas[:-1]), strict=True):
+        found = M.where(M.lt(key, start), formula, found)
+    return found
 
 
 def _without_mask(formula: Expr) -> tuple[Expr, Expr]:
     """What a mask keeps, and the score there."""
-    if formula.op == "where" and formula.args[2] is E.NEG_INF:
-        return formula.args[0], formula.args[1]
-    if formula.op == "where" and formula.args[1] is E.NEG_INF:
-        return M.not_(formula.args[0]), formula.args[2]
-    return E.TRUE, formula
+    if formula.op != "where" or E.NEG_INF not in formula.args[1:]:
+        return E.TRUE, formula
+    condition, yes, no = formula.args
+    return (condition, yes) if no is E.NEG_INF else (M.not_(condition), no)
 
 
 def _refuse_as_program(score: Expr, weight: Expr, sink: Expr | None) -> Refusal | None:
@@ -361,12 +357,9 @@ def _refuse_as_program(score: Expr, weight: Expr, sink: Expr | None) -> Refusal 
         if any(v.value not in INDICES for v in x.free) or any(n.op in E.BINDERS for n in E.walk(x)):
             return Refusal("the scores vary with something other than batch, head, query and key")
     # An early estimate, as writing out shared parts takes long: four nodes make at least one word.
-    too_long = any(x.words > 4 * budgets.STATEMENT_WORDS for x in (score, *beside))
-    return (
-        Refusal(f"its scores are a formula of more than {budgets.STATEMENT_WORDS} words")
-        if too_long
-        else None
-    )
+    if any(x.words > 4 * budgets.STATEMENT_WORDS for x in (score, *beside)):
+        return Refusal(f"its scores are a formula of more than {budgets.STATEMENT_WORDS} words")
+    return None
 
 
 def _in_order(keys: tuple[Expr, ...], read: Expr) -> tuple[Expr, ...]:
@@ -377,19 +370,6 @@ def _in_order(keys: tuple[Expr, ...], read: Expr) -> tuple[Expr, ...]:
 
 def _times(factor: float, node: Expr) -> Expr:
     return node if factor == 1 else M.mul(E.const(factor), node)
-
-
-def _copied(parts: int) -> Refusal:
-    if parts > 1:
-        return Refusal(
-            "its keys come in parts that vary with different dimensions of the result, as where a row and a "
-            "column of keys share one softmax: as one attention, each query would need a copy of its keys"
-        )
-    return Refusal(
-        "its keys and its values vary with different dimensions of the result, as where each pair of tokens "
-        "has a value of its own or where scores are mixed between heads: as an attention, both would be "
-        "copied for each query"
-    )
 
 
 def _plain(view: View) -> View:

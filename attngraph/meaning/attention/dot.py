@@ -14,18 +14,20 @@ import torch
 from torch import fx
 
 from attngraph.ir import budgets
-from attngraph.ir.graph import computed_from, source_of
+from attngraph.ir.graph import computed_from, op_name, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language.score import DOT, is_moderate
 from attngraph.ir.ops import kernels
 from attngraph.meaning.algebra import M
+from attngraph.meaning.algebra.sums import open_sums
 from attngraph.meaning.element import Meaning, has_data, is_exact
 from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable, tried
 
 _COSTLY = (
-    ["exp"], ["exp2"], ["log"], ["log2"], ["pow"], ["sin"], ["cos"], ["tanh"], ["sigmoid"], ["sqrt"],
-    ["rsqrt"], ["erf"], ["div"], ["reciprocal"],
+    "exp", "exp2", "log", "log2", "pow", "sin", "cos", "tanh", "sigmoid", "sqrt", "rsqrt", "erf", "div",
+    "reciprocal",
 )  # fmt: skip
+_ROUNDING = ("floor", "ceil", "trunc", "round")
 
 
 Chain = tuple[tuple[Expr, float], ...]
@@ -71,27 +73,25 @@ def look_into(
         coarser = own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps
         if coarser and (dtype == torch.float64 or not meaning.contracts(tensor)):
             return _formula_is(meaning, read, lambda formula: is_exact(formula, own))
-        if not meaning.contracts(tensor) and not _formula_is(meaning, read, lambda f: not _is_long(f)):
+        if not meaning.contracts(tensor) and not _formula_is(meaning, read, _is_short):
             return False
-        is_scaling = str(tensor.target).startswith("aten.div.") and not isinstance(tensor.args[1], fx.Node)
-        if str(tensor.target).split(".")[1:2] not in _COSTLY or is_scaling:
+        is_scaling = _name(tensor) == "div" and not isinstance(tensor.args[1], fx.Node)
+        if _name(tensor) not in _COSTLY or is_scaling:
             return True
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
         if pairs or meaning.index_expression(tensor, read.args) is not None:
             return True
-        return _formula_is(meaning, read, _is_one_of_two_numbers)
+        # A selection between two numbers is cheap to compute: the logarithm of a mask, say.
+        return _formula_is(
+            meaning, read, lambda f: f.op == "where" and all(branch.op == "const" for branch in f.args[1:])
+        )
 
     scaled = False
     found = meaning.lift(node, through, into_sums=False)
-    scaled = any(map(_moves_a_product, E.walk(found)))
+    products = (M.coefficient(n) for n in E.walk(found) if n.op == "mul")
+    several = (f for f, rest in products if rest.op == "mul" and sum(map(has_data, rest.args)) > 1)
+    scaled = any(f != 0 and math.isfinite(f) and not is_moderate(f) for f in several)
     return meaning.lift(node, through, into_sums=False) if scaled else found
-
-
-def _moves_a_product(node: Expr) -> bool:
-    """Whether it is a product of several values by a factor that is not moderate."""
-    factor, rest = M.coefficient(node) if node.op == "mul" else (1.0, node)
-    several = rest.op == "mul" and sum(has_data(a) for a in rest.args) > 1
-    return several and factor != 0 and math.isfinite(factor) and not is_moderate(factor)
 
 
 def _is_scaled_data(meaning: Meaning, read: Expr) -> bool:
@@ -109,21 +109,15 @@ def _formula_is(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> b
         return False
 
 
-def _is_one_of_two_numbers(node: Expr) -> bool:
-    """Whether it is a selection between two numbers, cheap to compute: the logarithm of a mask, say."""
-    return node.op == "where" and all(branch.op == "const" for branch in node.args[1:])
-
-
 def _rounds(node: fx.Node) -> torch.dtype | None:
     """The dtype of the operand that a node rounds to whole numbers; None for nodes that do not round."""
-    name = str(node.target).split(".")[1:2]
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
         return None
     dtype: torch.dtype = source.meta["val"].dtype
     own: torch.dtype = node.meta["val"].dtype
     converts = dtype.is_floating_point and not own.is_floating_point and own != torch.bool
-    return dtype if (converts and node.op == "call_function") or name in _ROUNDING else None
+    return dtype if (converts and node.op == "call_function") or _name(node) in _ROUNDING else None
 
 
 def _is_whole(node: Expr) -> bool:
@@ -133,13 +127,10 @@ def _is_whole(node: Expr) -> bool:
     return node.op == "const" and node.kind == "int"
 
 
-_ROUNDING = (["floor"], ["ceil"], ["trunc"], ["round"])
-
-
-def _is_long(node: Expr) -> bool:
-    """Whether a formula is too long to be read by a person, or to be a statement of a program."""
-    many = sum(1 for _ in itertools.islice(E.walk(node), budgets.MASK_NODES + 1)) > budgets.MASK_NODES
-    return many or node.words > budgets.STATEMENT_WORDS // 3
+def _is_short(node: Expr) -> bool:
+    """Whether a formula can be read by a person, and be a statement of a program."""
+    nodes = list(itertools.islice(E.walk(node), budgets.MASK_NODES + 1))
+    return len(nodes) <= budgets.MASK_NODES and node.words <= budgets.STATEMENT_WORDS // 3
 
 
 def one_name(score: Expr) -> Expr:
@@ -171,19 +162,14 @@ def find_dot(
     for node in outermost_first(score):
         if node.free.isdisjoint(keys):
             continue
-        if node.op == "sum":
-            dot = _as_dot(meaning, node, keys)
-            if dot is not None:
-                found.append((dot, {node: DOT}))
-        elif node.op == "read" and isinstance(node.value, fx.Node):
-            opened = _open(meaning, node)
-            for part in outermost_first(opened) if opened is not None else ():
-                dot = _as_dot(meaning, part, keys) if part.op == "sum" else None
-                if dot is not None and opened is not None:
-                    inside = M.substitute(opened, {part: DOT})
-                    dot = dataclasses.replace(dot, node=node.value)
-                    found.append((dot, {node: inside}))
-                    break
+        opened = _open(meaning, node)
+        for part in () if opened is None else [node] if opened is node else outermost_first(opened):
+            dot = _as_dot(meaning, part, keys) if part.op == "sum" else None
+            if dot is not None and opened is not None:
+                of = None if opened is node else node.value
+                inside = M.substitute(opened, {part: DOT})
+                found.append((dataclasses.replace(dot, node=of), {node: inside}))
+                break
     # A contraction inside another sum is a part of that sum's terms.
     found = [f for f in found if f[0].q[0][0].free | f[0].k[0][0].free <= score.free | set(f[0].inner)]
     varied = [f for f in found if f[0].q[0][0].free - of_value - set(f[0].inner)]
@@ -215,9 +201,9 @@ def why_no_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...], dtype: tor
 def _tensor_of_scores(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> str | None:
     """The reason for scores that are elements of one tensor that the model has, not products."""
     pairs = [n for n in E.reads(score) if not n.free.isdisjoint(keys) and n.free - set(keys)]
-    if len(pairs) != 1 or not isinstance(pairs[0].value, fx.Node):
+    node = pairs[0].value if len(pairs) == 1 else None
+    if not isinstance(node, fx.Node):
         return None
-    node = pairs[0].value
     if _is_distance(node):
         return (
             f"its scores are distances ({source_of(node)}), which are computed for each pair without a "
@@ -230,16 +216,17 @@ def _tensor_of_scores(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> 
 
 def _is_distance(node: fx.Node) -> bool:
     """Whether a node is a norm, or a sum of squares, of differences."""
-    name, source = str(node.target).split(".")[1:2], node
-    if name == ["cdist"] or name == ["_cdist_forward"]:
-        return True
-    if name not in (["sum"], ["linalg_vector_norm"]):
-        return False
+    if _name(node) not in ("sum", "linalg_vector_norm"):
+        return _name(node) in ("cdist", "_cdist_forward")
+    before = [node]
     for _ in range(3):
-        source = source.all_input_nodes[0] if source.all_input_nodes else source
-        if str(source.target).startswith("aten.sub."):
-            return True
-    return False
+        before += before[-1].all_input_nodes[:1]
+    return any(_name(n) == "sub" for n in before[1:])
+
+
+def _name(node: fx.Node) -> str:
+    """The name of the operation that computes a node."""
+    return op_name(node) if node.op == "call_function" else ""
 
 
 def dot_of_width_one(
@@ -256,15 +243,11 @@ def dot_of_width_one(
         k = [f for f in product.args if is_side(f) and not f.free.isdisjoint(keys)]
         if len(q) == 1 and len(k) == 1:
             rest = (f for f in product.args if f not in (q[0], k[0]))
-            return _sides_alone(q[0], k[0]), {product: M.mul(DOT, *rest)}
+            return Dot((), ((q[0], 1.0),), ((k[0], 1.0),)), {product: M.mul(DOT, *rest)}
     sides = [n for n in E.walk(score) if is_side(n)]
     query = next((n for n in sides if n.free.isdisjoint(keys) and n.free - of_value), None)
     key = next((n for n in sides if not n.free.isdisjoint(keys) and not n.free - of_value - set(keys)), None)
-    return None if query is None or key is None else (_sides_alone(query, key), {})
-
-
-def _sides_alone(q: Expr, k: Expr) -> Dot:
-    return Dot((), ((q, 1.0),), ((k, 1.0),))
+    return None if query is None or key is None else (Dot((), ((query, 1.0),), ((key, 1.0),)), {})
 
 
 def other_dots(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> list[tuple[Dot, Expr]]:
@@ -275,17 +258,13 @@ def other_dots(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> list[tu
         terms = [M.coefficient(t) for t in total.args]
         own = [times for times, rest in terms if rest is DOT]
         for term, (times, rest) in zip(total.args, terms, strict=True):
-            if len(own) != 1 or rest is DOT or rest.op not in ("sum", "read") or rest.free.isdisjoint(keys):
+            if len(own) != 1 or rest is DOT or rest.free.isdisjoint(keys):
                 continue
-            opened = _open(meaning, rest) if rest.op == "read" and isinstance(rest.value, fx.Node) else rest
-            more, inside = M.coefficient(opened) if opened is not None else (1.0, rest)
-            dot = _as_dot(meaning, inside, keys) if inside.op == "sum" else None
-            if dot is None:
-                continue
-            node = rest.value if rest.op == "read" else None
-            without = M.add(*(t for t in total.args if t is not term))
-            left = M.substitute(score, {total: without})
-            found.append((dataclasses.replace(dot, node=node, factor=times * more / own[0]), left))
+            dot = open_product(meaning, rest, keys)
+            if dot is not None:
+                without = M.add(*(t for t in total.args if t is not term))
+                left = M.substitute(score, {total: without})
+                found.append((dataclasses.replace(dot, factor=times * dot.factor / own[0]), left))
     return found
 
 
@@ -301,69 +280,52 @@ def outermost_first(node: Expr) -> list[Expr]:
     return list(order)
 
 
-def open_product(meaning: Meaning, read: Expr, keys: tuple[Expr, ...]) -> Dot | None:
-    """An element of a contraction as a number times a sum of products of a side of the queries and one of
-    the keys; None where it is not just that."""
-    opened = _open(meaning, read)
-    factor, whole = M.coefficient(opened) if opened is not None else (1.0, read)
+def open_product(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> Dot | None:
+    """A sum, or an element of a contraction, as a number times a sum of products of a side of the queries and
+    one of the keys; None where it is not just that."""
+    opened = _open(meaning, node)
+    factor, whole = M.coefficient(opened) if opened is not None else (1.0, node)
     found = _as_dot(meaning, whole, keys) if whole.op == "sum" else None
-    return None if found is None else dataclasses.replace(found, node=read.value, factor=factor)
+    of = None if opened is node else node.value
+    return None if found is None else dataclasses.replace(found, node=of, factor=factor)
 
 
 def _open(meaning: Meaning, node: Expr) -> Expr | None:
-    category = meaning.category(node.value)
-    if category not in (Category.CONTRACTION, Category.REDUCTION):
+    """A sum as it is, an element of a contraction as its formula; None for others."""
+    if node.op == "sum":
+        return node
+    sums = (Category.CONTRACTION, Category.REDUCTION)
+    if node.op != "read" or not isinstance(node.value, fx.Node) or meaning.category(node.value) not in sums:
         return None
     return tried(meaning.element, node.value, node.args)
 
 
 def _as_dot(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> Dot | None:
     """`node` as a sum of products of one side that depends on the keys and one that does not."""
-    inner: list[Expr] = []
-    body = node
-    while body.op == "sum":
-        inner.append(body.args[0])
-        body = body.args[1]
+    inner, body = open_sums(node)
     if body.op == "read" and isinstance(body.value, fx.Node):
-        if meaning.category(body.value) is not Category.POINTWISE:
-            return None
-        element = tried(meaning.element, body.value, body.args)
-        if element is None:
-            return None
-        body = element
+        is_product = meaning.category(body.value) is Category.POINTWISE
+        body = (tried(meaning.element, body.value, body.args) if is_product else None) or body
     if body.op != "mul" or len(body.args) != 2 or any(f.op != "read" for f in body.args):
         return None
-    sides = sorted(body.args, key=lambda f: not f.free.isdisjoint(keys))
-    q, k = sides
-    if not q.free.isdisjoint(keys) or k.free.isdisjoint(keys):
+    q, k = sorted(body.args, key=lambda f: not f.free.isdisjoint(keys))
+    if not q.free.isdisjoint(keys) or k.free.isdisjoint(keys) or not q.free & k.free >= {*inner}:
         return None
-    if any(i not in q.free or i not in k.free for i in inner):
-        return None
-    return Dot(tuple(inner), chain(meaning, q), chain(meaning, k))
+    return Dot(inner, chain(meaning, q), chain(meaning, k))
 
 
 def chain(meaning: Meaning, node: Expr) -> Chain:
     """The chain of a read: followed through views and multiplications by numbers."""
     found: list[tuple[Expr, float]] = [(node, 1.0)]
-    factor = 1.0
-    while True:
-        current = found[-1][0]
-        tensor = current.value
-        if not isinstance(tensor, fx.Node) or meaning.category(tensor) not in (
-            Category.MOVEMENT,
-            Category.POINTWISE,
-        ):
-            return tuple(found)
-        element = tried(meaning.element, tensor, current.args)
-        if element is None:
-            return tuple(found)
-        times, below = M.coefficient(element)
-        same_dtype = (
-            below.op == "read"
-            and isinstance(below.value, fx.Node)
-            and below.value.meta["val"].dtype == tensor.meta["val"].dtype
-        )
-        if not same_dtype or any(has_data(i) for i in below.args) or not is_moderate(factor * times):
-            return tuple(found)
-        factor *= times
-        found.append((below, factor))
+    passed = (Category.MOVEMENT, Category.POINTWISE)
+    while isinstance(found[-1][0].value, fx.Node) and meaning.category(found[-1][0].value) in passed:
+        current, factor = found[-1]
+        element = tried(meaning.element, current.value, current.args)
+        times, below = (1.0, E.ONE) if element is None else M.coefficient(element)
+        if below.op != "read" or not isinstance(below.value, fx.Node):
+            break
+        same_dtype = below.value.meta["val"].dtype == current.value.meta["val"].dtype
+        if not same_dtype or any(map(has_data, below.args)) or not is_moderate(factor * times):
+            break
+        found.append((below, factor * times))
+    return tuple(found)

@@ -7,6 +7,7 @@ buffer holds is repeated for that very buffer only.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,29 +24,20 @@ from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import Recogniser
 from attngraph.meaning.element import Meaning
 
+_PARTS = (Attention, Operand, View, ViewOp, Seed)
 _MOST_NODES = 2_000
 """A longer way from the operands to the result is not remembered."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """How one node is computed. `operands`: by number in the order they were met; none in the claim's own."""
-
-    about: Any
-    operands: tuple[int, ...]
+Step = tuple[Any, tuple[int, ...]]
+"""How one node is computed, and its operands by number, in the order they were met: none of a claim's own."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
     claims: tuple[Attention, ...]
-    steps: tuple[_Step, ...]
+    steps: tuple[Step, ...]
     numbers: dict[fx.Node, int]
-
-    def of(self, place: Sequence[fx.Node]) -> tuple[Attention, ...]:
-        """The claims with the nodes of another place, by their numbers."""
-        own = {node: place[number] for node, number in self.numbers.items()}
-        found: tuple[Attention, ...] = _mapped(self.claims, lambda leaf: own.get(leaf, leaf))
-        return found
 
 
 class OnceRecogniser(Recogniser):
@@ -63,55 +55,48 @@ class OnceRecogniser(Recogniser):
             place = self._placed(node, known.steps)
             if place is not None:
                 self.note_found(node)
-                return known.of(place)
+                own = {n: place[number] for n, number in known.numbers.items()}
+                again: tuple[Attention, ...] = _mapped(known.claims, own)
+                return again
         found = super().examine(node)
         if isinstance(found, tuple) and node not in self._of_values:
             self._remember(node, found)
         return found
 
     def _remember(self, node: fx.Node, claims: tuple[Attention, ...]) -> None:
-        stop = {n for claim in claims for n in _operands(claim)}
-        numbers: dict[fx.Node, int] = {node: 0}
-        order, steps = [node], []
-        for each in order:
-            below = [] if each in stop and each is not node else _computed_from(each)
-            for operand in below:
-                if operand not in numbers:
-                    numbers[operand] = len(order)
-                    order.append(operand)
-            steps.append(_Step(self._told(each), tuple(numbers[n] for n in below)))
-            if len(order) > _MOST_NODES:
-                return
-        leaves: list[Any] = []
-
-        def noted(leaf: Any) -> Any:
-            leaves.append(leaf)
-            return leaf
-
-        _mapped(claims, noted)
+        stop = {n for claim in claims for o in (claim.q, claim.k, claim.v) for n in o.bases}
+        stop.update(read for claim in claims for read in claim.reads if isinstance(read, fx.Node))
+        walk = self._walk(node, lambda place, each: place > 0 and each in stop)
+        order, steps = zip(*itertools.islice(walk, _MOST_NODES + 1), strict=True)
+        if len(order) > _MOST_NODES:
+            return
+        numbers = {each: place for place, each in enumerate(order)}
+        leaves = list(_leaves(claims))
         formulas = (n for leaf in leaves if isinstance(leaf, E.Expr) for n in E.walk(leaf))
         named = {leaf for leaf in leaves if isinstance(leaf, fx.Node)}
         if named <= numbers.keys() and not any(isinstance(n.value, fx.Node) for n in formulas):
-            known = _Known(claims, tuple(steps), {n: numbers[n] for n in named})
+            known = _Known(claims, steps, {n: numbers[n] for n in named})
             self._known.setdefault(node.target, []).append(known)
 
-    def _placed(self, node: fx.Node, steps: Sequence[_Step]) -> list[fx.Node] | None:
+    def _placed(self, node: fx.Node, steps: Sequence[Step]) -> list[fx.Node] | None:
         """The nodes that are computed in these steps, by their numbers; None where something differs."""
+        found = []
+        walk = self._walk(node, lambda place, _: not steps[place][1])
+        for wanted, (each, step) in zip(steps, walk, strict=False):
+            if step != wanted:
+                return None
+            found.append(each)
+        return found
+
+    def _walk(self, node: fx.Node, ends: Callable[[int, fx.Node], bool]) -> Iterator[tuple[fx.Node, Step]]:
+        """The nodes from which a node is computed, by their numbers, each with its step. `ends`: whether to
+        go no further from a node of some number."""
         numbers, order = {node: 0}, [node]
-        for place, step in enumerate(steps):
-            each = order[place]
-            if self._told(each) != step.about:
-                return None
-            operands = _computed_from(each) if step.operands else []
-            if len(operands) != len(step.operands):
-                return None
-            for operand, number in zip(operands, step.operands, strict=True):
-                if operand not in numbers:
-                    numbers[operand] = len(order)
-                    order.append(operand)
-                if numbers[operand] != number:
-                    return None
-        return order
+        for place, each in enumerate(order):  # which grows
+            below = [] if ends(place, each) else [n for n in each.all_input_nodes if not is_size(n)]
+            order += [n for n in dict.fromkeys(below) if n not in numbers]
+            numbers.update((n, number) for number, n in enumerate(order[len(numbers) :], len(numbers)))
+            yield each, (self._told(each), tuple(numbers[n] for n in below))
 
     @kept
     def _told(self, node: fx.Node) -> Any:
@@ -122,23 +107,19 @@ class OnceRecogniser(Recogniser):
         return node.op, called, described(node.meta.get("val")), known
 
 
-def _computed_from(node: fx.Node) -> list[fx.Node]:
-    """Its operands that are no sizes."""
-    return [n for n in node.all_input_nodes if not is_size(n)]
+def _leaves(value: Any) -> Iterator[Any]:
+    """Each node, formula and number in a claim, or in a part of one."""
+    if isinstance(value, (tuple, *_PARTS)):
+        for part in value if isinstance(value, tuple) else vars(value).values():
+            yield from _leaves(part)
+    else:
+        yield value
 
 
-def _operands(claim: Attention) -> Iterator[fx.Node]:
-    """The tensors of the graph that a claim computes its result from."""
-    for operand in (claim.q, claim.k, claim.v):
-        yield from operand.bases
-    yield from (read for read in claim.reads if isinstance(read, fx.Node))
-
-
-def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A claim, or a part of one, with `leaf` of each node, formula and number in it."""
+def _mapped(value: Any, own: dict[fx.Node, fx.Node]) -> Any:
+    """The same with other nodes in it."""
     if isinstance(value, tuple):
-        return tuple(_mapped(part, leaf) for part in value)
-    if not isinstance(value, (Attention, Operand, View, ViewOp, Seed)):
-        return leaf(value)
-    parts = {f.name: _mapped(getattr(value, f.name), leaf) for f in dataclasses.fields(value)}
-    return dataclasses.replace(value, **parts)
+        return tuple(_mapped(part, own) for part in value)
+    if not isinstance(value, _PARTS):
+        return own.get(value, value) if isinstance(value, fx.Node) else value
+    return dataclasses.replace(value, **{name: _mapped(part, own) for name, part in vars(value).items()})

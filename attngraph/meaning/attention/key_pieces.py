@@ -8,9 +8,10 @@ become one piece. What one formula does not cover stays a piece of its own.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -18,7 +19,8 @@ from attngraph.ir.graph import op_name, source_of
 from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.fractions import Sum, Term, Value
-from attngraph.meaning.attention.normaliser import Refusal, open_sums
+from attngraph.meaning.algebra.sums import open_sums
+from attngraph.meaning.attention.normaliser import Refusal
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, is_part, tried
 
@@ -63,6 +65,10 @@ class Piece:
     score: Expr
     weighted: Expr
 
+    def at(self, names: Mapping[Expr, Expr]) -> tuple[Expr, Expr]:
+        """Both formulas with other variables."""
+        return M.substitute(self.score, names), M.substitute(self.weighted, names)
+
 
 # --- pairs of terms ---
 
@@ -88,16 +94,14 @@ def separate(value: Value, fresh: Callable[[Expr], Expr]) -> Separated | Refusal
         divided = len(value) == 1 and powers
         return Refusal((NOT_ALIKE if divided or len(value) > 1 else NOT_DIVIDED).format(count))
     below = value[0].sums[next(iter(powers))]
-    opened = [_open(term, number) for term, number in value[0].terms.items()]
-    if any(x is None for x in opened):
+    above = _opened_terms(value[0].terms)
+    if len(above) < len(value[0].terms):
         return Refusal(NOT_ALIKE.format(count))
-    above = [x for x in opened if x is not None]
     shift = _shift(above, below)
     if shift is None:
         problem = _mismatch(above, below, count)
-        whole = [_open(term, number) for term, number in below.items()]
-        divisor = [_piece(x, x.exponent, x.number, fresh) for x in whole if x is not None]
-        pieces = [_piece(x, x.exponent, x.number, fresh) for x in above]
+        pieces, divisor = ([_piece(x, x.exponent, x.number, fresh) for x in terms]
+                           for terms in (above, _opened_terms(below)))  # fmt: skip
         alike = len(divisor) == len(below) and all(p.weighted is WEIGHT for p in divisor)
         return Separated(pieces, [], divisor, problem) if alike else problem
     used = {(M.sub(x.exponent, shift), x.weights) for x in above}
@@ -124,8 +128,7 @@ def separate(value: Value, fresh: Callable[[Expr], Expr]) -> Separated | Refusal
 def _piece(x: "_Term", exponent: Expr, number: float, fresh: Callable[[Expr], Expr]) -> Piece:
     names = {key: fresh(key.args[0]) for key in x.keys}
     weighted = M.mul(WEIGHT, x.rest) if number == 1 else M.mul(E.const(number), WEIGHT, x.rest)
-    score = M.add(x.moving, exponent)
-    return Piece(tuple(names.values()), M.substitute(score, names), M.substitute(weighted, names))
+    return Piece(tuple(names.values()), *Piece(x.keys, M.add(x.moving, exponent), weighted).at(names))
 
 
 def is_maximum(node: fx.Node) -> bool:
@@ -146,15 +149,19 @@ class _Term:
     weights: Expr
 
 
+def _opened_terms(terms: Mapping[Term, float]) -> list[_Term]:
+    """Those of the terms that have such a form."""
+    return [x for term, number in terms.items() if (x := _open(term, number)) is not None]
+
+
 def _open(term: Term, number: float) -> _Term | None:
     exponent, rest = term
     outer = list(E.parts(rest, "mul"))
-    place = next(
-        (i for i, f in enumerate(outer) if f.op == "sum" and any(n.op == "exp" for n in E.walk(f))), None
-    )
-    if place is None:
+    sums = [f for f in outer if f.op == "sum" and any(n.op == "exp" for n in E.walk(f))]
+    if not sums:
         return _Term(number, exponent, (), E.ZERO, rest, E.ONE)
-    keys, body = open_sums(outer.pop(place))
+    outer.remove(sums[0])
+    keys, body = open_sums(sums[0])
     weights = [f for f in E.parts(body, "mul") if f.op == "exp"]
     others = M.mul(*outer, *(f for f in E.parts(body, "mul") if f.op != "exp"))
     if len(weights) != 1 or any(n.op == "exp" and not n.free.isdisjoint(keys) for n in E.walk(others)):
@@ -201,7 +208,8 @@ def join(
     placed = _placed(meaning, opened)
     if placed is None:
         return list(pieces) if all(p.keys for p in pieces) else Refusal(ONE_BY_ONE)
-    if _overlap(placed):
+    known = sorted((p.start.value, p.length.value) for p in placed if p.start.op == p.length.op == "const")
+    if any(start + length > other for (start, length), (other, _) in itertools.pairwise(known)):
         return Refusal(OVERLAP.format(len(pieces)))
     waiting, found = list(placed), []
     for template in _templates(placed):
@@ -223,12 +231,15 @@ def cover(
     scores."""
     if len(whole) != 1 or len(whole[0].keys) != 1:
         return False
-    (piece,), end = (_opened(meaning, p, look) for p in whole), E.ZERO
+    piece, end = _opened(meaning, whole[0], look), E.ZERO
+
+    def follows(part: Piece) -> bool:
+        score, _ = piece.at({piece.keys[0]: M.add(end, *part.keys)})
+        return M.canonical_binders(score) is part.score
+
     waiting = [_opened(meaning, p, look) for p in parts]
     while waiting:
-        scores = (M.substitute(piece.score, {piece.keys[0]: M.add(end, *p.keys)}) for p in waiting)
-        found = (p for p, score in zip(waiting, scores, strict=True) if M.canonical_binders(score) is p.score)
-        part = next(found, None)
+        part = next(filter(follows, waiting), None)
         if part is None:
             return False
         waiting.remove(part)
@@ -240,7 +251,8 @@ def _opened(meaning: Meaning, piece: Piece, look: Callable[[Piece, Expr], Expr])
     """The piece in terms of tensors that are no slices: its products written out over their operands."""
 
     def moves(read: Expr) -> bool:
-        return meaning.category(read.value) is Category.MOVEMENT
+        is_product = str(read.value.target) == "aten.mul.Tensor"
+        return is_product or meaning.category(read.value) is Category.MOVEMENT
 
     def write_out(read: Expr) -> Expr:
         if meaning.category(read.value) not in (Category.CONTRACTION, Category.REDUCTION):
@@ -248,12 +260,12 @@ def _opened(meaning: Meaning, piece: Piece, look: Callable[[Piece, Expr], Expr])
         whole = tried(meaning.element, read.value, read.args)
         if whole is None or not any(n.op == "sum" for n in E.walk(whole)):
             return read
-        return meaning.lift(whole, lambda r: moves(r) or str(r.value.target) == "aten.mul.Tensor")
+        return meaning.lift(whole, moves)
 
     score = look(piece, piece.score)
     reads = {n: write_out(n) for n in E.reads(score) if isinstance(n.value, fx.Node)}
-    score = M.canonical_binders(meaning.lift(M.substitute(score, reads), moves))
-    return Piece(piece.keys, score, meaning.lift(piece.weighted, moves))
+    score = M.canonical_binders(meaning.moved_from(M.substitute(score, reads)))
+    return Piece(piece.keys, score, meaning.moved_from(piece.weighted))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,11 +284,8 @@ class _Placed:
 
 def _placed(meaning: Meaning, pieces: Sequence[Piece]) -> list[_Placed] | None:
     """The place of every piece; None where the values are not slices of one tensor along one axis."""
-    values = [_value(p) for p in pieces]
-    if any(v is None for v in values) or any(len(p.keys) > 1 for p in pieces):
-        return None
-    reads = [v for v in values if v is not None]
-    if len({r.value for r in reads}) > 1:
+    reads = [v for v in map(_value, pieces) if v is not None]
+    if len(reads) < len(pieces) or any(len(p.keys) > 1 for p in pieces) or len({r.value for r in reads}) > 1:
         return None
     varied = {d for r in reads for d, i in enumerate(r.args) if i is not reads[0].args[d]}
     varied |= {
@@ -285,27 +294,18 @@ def _placed(meaning: Meaning, pieces: Sequence[Piece]) -> list[_Placed] | None:
     if len(varied) != 1:
         return None
     (axis,) = varied
-    found = []
+    extent, found = meaning.shape(reads[0].value)[axis], []
     for piece, read in zip(pieces, reads, strict=True):
         start = M.sub(read.args[axis], M.add(*piece.keys))
-        if start.free:
-            return None
         length = piece.keys[0].args[0] if piece.keys else E.ONE
-        found.append(_Placed(piece, start, length, meaning.shape(read.value)[axis]))
-    return found
-
-
-def _overlap(placed: Sequence[_Placed]) -> bool:
-    """Whether a key is known to be in two pieces."""
-    known = [p for p in placed if p.start.op == p.length.op == "const"]
-    known.sort(key=lambda p: (p.start.value, p.length.value))
-    return any(a.start.value + a.length.value > b.start.value for a, b in itertools.pairwise(known))
+        found.append(_Placed(piece, start, length, extent))
+    return None if any(p.start.free for p in found) else found
 
 
 def _value(piece: Piece) -> Expr | None:
     """The tensor's element that a piece weighs."""
     reads = [f for f in E.parts(piece.weighted, "mul") if f.op == "read"]
-    own = [r for r in reads if not r.free.isdisjoint(piece.keys)] if piece.keys else reads
+    own = [r for r in reads if not piece.keys or not r.free.isdisjoint(piece.keys)]
     main = [r for r in own if r.free - piece.score.free] or own
     return main[-1] if main else None
 
@@ -319,8 +319,8 @@ class _Template:
     weighted: Expr
 
     def at(self, where: Expr) -> tuple[Expr, Expr]:
-        at = {self.place: where}
-        return M.canonical_binders(M.substitute(self.score, at)), M.substitute(self.weighted, at)
+        score, weighted = Piece((), self.score, self.weighted).at({self.place: where})
+        return M.canonical_binders(score), weighted
 
     def covers(self, placed: _Placed) -> bool:
         return self.at(placed.at) == (placed.piece.score, placed.piece.weighted)
@@ -335,21 +335,19 @@ def _templates(placed: Sequence[_Placed]) -> Iterator[_Template]:
     place = E.var("place", placed[0].extent)
     seen: set[tuple[Expr, Expr]] = set()
     for p in (p for p in placed if p.piece.keys):
-        at = {p.piece.keys[0]: M.sub(place, p.start)}
-        found = _Template(place, M.substitute(p.piece.score, at), M.substitute(p.piece.weighted, at))
-        if (found.score, found.weighted) not in seen:
-            seen.add((found.score, found.weighted))
-            yield found
+        forms = p.piece.at({p.piece.keys[0]: M.sub(place, p.start)})
+        if forms not in seen:
+            seen.add(forms)
+            yield _Template(place, *forms)
     single = [p for p in placed if not p.piece.keys and p.start.op == "const"]
     single.sort(key=lambda p: p.start.value)
     middle = len(single) // 2
     for a, b in [single[middle - 1 : middle + 1], single[-2:], single[:2]] if len(single) > 1 else []:
-        forms = [
-            _generalised(_with_bounds(x), _with_bounds(y), a.start.value, b.start.value, place)
-            for x, y in zip(_forms(a), _forms(b), strict=True)
-        ]
-        if None not in forms:
-            yield _Template(place, *(form for form in forms if form is not None))
+        generalised = functools.partial(_generalised, at_a=a.start.value, at_b=b.start.value, place=place)
+        score = generalised(_with_bounds(a.piece.score), _with_bounds(b.piece.score))
+        weighted = generalised(_with_bounds(a.piece.weighted), _with_bounds(b.piece.weighted))
+        if score is not None and weighted is not None:
+            yield _Template(place, score, weighted)
 
 
 def _runs(placed: Sequence[_Placed]) -> list[tuple[Expr, Expr]]:
@@ -365,10 +363,6 @@ def _runs(placed: Sequence[_Placed]) -> list[tuple[Expr, Expr]]:
             end = M.add(end, by_start[end].length)
         runs.append((first.start, M.sub(end, first.start)))
     return runs
-
-
-def _forms(placed: _Placed) -> tuple[Expr, Expr]:
-    return placed.piece.score, placed.piece.weighted
 
 
 def _with_bounds(node: Expr) -> Expr:

@@ -14,8 +14,8 @@ checks it in float64.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -23,10 +23,11 @@ from attngraph.ir.graph import op_name, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import M, ranges, recombined, split_digits
+from attngraph.meaning.algebra.sums import sum_of_products
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.claim import View
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable
+from attngraph.meaning.rule import Category, Unliftable, UnliftableBecause
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +41,14 @@ class Stretch:
     start: int
     width: int
     source: View
-    of: object
+    of: tuple[Any, ...]
     up: View | None = None
     bias: View | None = None
+
+    @property
+    def bases(self) -> list[fx.Node]:
+        """The tensors that it is computed from."""
+        return [view.base for view in (self.source, self.up, self.bias) if view is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,65 +61,61 @@ class Latent:
     width: int
 
     @property
+    def bases(self) -> list[fx.Node]:
+        """The tensors that both are computed from."""
+        return [base for stretch in (*self.keys, self.values) for base in stretch.bases]
+
+    @property
     def projected(self) -> Stretch | None:
         """The stretch of the keys that is projected up, if there is one."""
         return next((s for s in self.keys if s.up is not None), None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Obstacle:
-    """Why keys or values are not claimed to be projections of a latent. `is_near`: there is a latent, but
+class NoLatent(UnliftableBecause):
+    """Why keys or values are not claimed to be projections of a latent. `tell`: there is a latent, but
     something prevents the claim."""
 
-    reason: str
-    is_near: bool = False
-
-
-class _Stop(Exception):
-    def __init__(self, reason: str, is_near: bool = False) -> None:
+    def __init__(self, reason: str, tell: bool = False) -> None:
         super().__init__(reason)
-        self.obstacle = Obstacle(reason, is_near)
+        self.tell = tell
 
 
-class Latents:
-    """Finds latents for the attentions of one graph."""
+def find_latent(meaning: Meaning, k: fx.Node, v: fx.Node) -> Latent:
+    """What keys `[B, G, S, D]` and values `[B, G, S, V]` are made from.
 
-    def __init__(self, meaning: Meaning) -> None:
-        self.meaning = meaning
-
-    def examine(self, k: fx.Node, v: fx.Node) -> Latent | Obstacle:
-        """What keys `[B, G, S, D]` and values `[B, G, S, V]` are made from."""
-        try:
-            found = _Side(self.meaning, v, "values").stretches()
-            keys = _Side(self.meaning, k, "keys", {s.source.base for s in found}).stretches()
-        except _Stop as stop:
-            return stop.obstacle
-        except Unliftable as problem:
-            return Obstacle(str(problem))
-        if len(found) != 1:
-            return Obstacle("its values are made from several tensors")
-        (values,) = found
-        if sum(s.up is not None for s in keys) > 1:
-            return Obstacle("its keys are projected up from more than one latent", is_near=True)
-        sources = {s.of: _width(s) for s in (*keys, values)}
-        return Latent(tuple(keys), values, sum(sources.values()))
-
-    def projection(self, node: fx.Node, what: str) -> Stretch | Obstacle:
-        """What a tensor `[B, H, S, n]` is projected from, if it is one projection for each head."""
-        try:
-            found = _Side(self.meaning, node, what).stretches()
-        except _Stop as stop:
-            return stop.obstacle
-        except Unliftable as problem:
-            return Obstacle(str(problem))
-        if len(found) != 1 or found[0].up is None:
-            return Obstacle(f"its {what} are no projection of one tensor")
-        return found[0]
+    Raises:
+        NoLatent: from no latent.
+    """
+    found = _stretches(meaning, v, "values")
+    keys = _stretches(meaning, k, "keys", {s.source.base for s in found})
+    if len(found) != 1:
+        raise NoLatent("its values are made from several tensors")
+    if sum(s.up is not None for s in keys) > 1:
+        raise NoLatent("its keys are projected up from more than one latent", tell=True)
+    # From how many numbers per token each source is computed.
+    widths: dict[Any, int] = {s.of: s.width if s.up is None else s.of[-1] for s in (*keys, *found)}
+    return Latent(tuple(keys), found[0], sum(widths.values()))
 
 
-def _width(stretch: Stretch) -> int:
-    """From how many numbers per token a stretch is computed."""
-    return stretch.width if stretch.up is None else int(stretch.of[-1])  # type: ignore[index]
+def find_projection(meaning: Meaning, node: fx.Node, what: str) -> Stretch:
+    """What a tensor `[B, H, S, n]` is projected from, if it is one projection for each head.
+
+    Raises:
+        NoLatent: it is not.
+    """
+    found = _stretches(meaning, node, what)
+    if len(found) != 1 or found[0].up is None:
+        raise NoLatent(f"its {what} are no projection of one tensor")
+    return found[0]
+
+
+def _stretches(
+    meaning: Meaning, node: fx.Node, what: str, wanted: Iterable[fx.Node] | None = None
+) -> list[Stretch]:
+    try:
+        return _Side(meaning, node, what, wanted).stretches()
+    except Unliftable as problem:
+        raise NoLatent(str(problem), getattr(problem, "tell", False)) from problem
 
 
 class _Side:
@@ -128,7 +130,7 @@ class _Side:
         self.batch, self.head, self.token = (E.var(n, s) for n, s in zip("bht", shape[:3], strict=True))
         self.heads = shape[1]
         if shape[3].op != "const":
-            raise _Stop(f"the width of its {what} is not a number")
+            raise NoLatent(f"the width of its {what} is not a number")
         self.width = int(shape[3].value)
 
     def stretches(self) -> list[Stretch]:
@@ -138,19 +140,19 @@ class _Side:
 
     def _cut(self, read: Expr, place: Expr, start: int) -> list[Stretch]:
         """The stretches that `read` covers as `place` varies: views of the deepest tensors possible."""
-        problem: _Stop | None = None
+        problem: NoLatent | None = None
         if self.meaning.category(read.value) is Category.MOVEMENT and self._leads_on(read):
             try:
                 found: list[Stretch] = []
                 for piece, inner, offset in pieces(self.meaning.element(read.value, read.args), place):
                     found += self._cut(piece, inner, start + offset)
                 return found
-            except Unliftable:
-                pass
-            except _Stop as stop:
-                problem = stop
+            except Unliftable as stop:
+                problem = stop if isinstance(stop, NoLatent) else None
         if self.head not in read.free:
-            return [self._direct(read, place, start)]
+            view = self._view(read, ((self.batch,), (), (self.token,), (place,)))
+            width = int(place.args[0].value)
+            return [Stretch(start, width, view, (read.value, self._key(read, place), width))]
         if problem is not None:
             raise problem
         return [self._projected(read, place, start)]
@@ -166,47 +168,33 @@ class _Side:
         found = next((n for n in reached([read.value], moved) if n in self.wanted), None)
         return found is not None and found is not read.value
 
-    def _direct(self, read: Expr, place: Expr, start: int) -> Stretch:
-        view = self._view(read, ((self.batch,), (), (self.token,), (place,)))
-        width = int(place.args[0].value)
-        return Stretch(start, width, view, (read.value, self._key(read, place), width))
-
     def _projected(self, read: Expr, place: Expr, start: int) -> Stretch:
-        """A contraction of a shared tensor and weights of each head; _Stop if it is none."""
+        """A contraction of a shared tensor and weights of each head."""
         node: fx.Node = read.value
         if self.meaning.category(node) is not Category.CONTRACTION:
             raise self._in_the_way(node)
-        total, bias = self._terms(self.meaning.element(node, read.args), node)
-        factor, total = M.coefficient(total)
-        inner, body = total.args[0], total.args[1]
-        if body.op != "mul" or len(body.args) != 2 or any(f.op != "read" for f in body.args):
-            raise self._no_image(node)
-        of_token = {self.batch, self.token}
-        sources = [f for f in body.args if f.free & of_token]
-        if len(sources) != 1 or self.head in sources[0].free or place in sources[0].free:
-            raise self._no_image(node)
-        source, weight = sources[0], next(f for f in body.args if f is not sources[0])
-        if weight.free & of_token or inner not in weight.free or inner not in source.free:
-            raise self._no_image(node)
+        no_image = NoLatent(
+            f"{op_name(node)} at {source_of(node)} is no projection of a tensor that all heads share"
+        )
+        found, of_token = sum_of_products(self.meaning.element(node, read.args)), {self.batch, self.token}
+        if found is None or len(found.summed) != 1:
+            raise no_image
+        (inner,), bias = found.summed, found.added
+        source, weight = sorted(found.factors, key=lambda f: not f.free & of_token)
+        if not source.free & of_token or weight.free & of_token or source.free & {self.head, place}:
+            raise no_image
+        if inner not in weight.free & source.free:
+            raise no_image
+        if bias is not None and (bias.op != "read" or bias.free & of_token):
+            raise no_image
         if inner.args[0].op != "const":
-            raise _Stop(f"the width of the latent of its {self.what} is not a number")
+            raise NoLatent(f"the width of the latent of its {self.what} is not a number")
         up = self._view(weight, ((self.head,), (place,), (inner,)))
         added = None if bias is None else self._view(bias, ((), (self.head,), (), (place,)))
-        latent = self._deepest(source, inner)
-        of = (latent[0].value, self._key(latent[0], inner), int(inner.args[0].value))
-        return Stretch(
-            start, int(place.args[0].value), latent[1], of, dataclasses.replace(up, factor=factor), added
-        )
-
-    def _terms(self, element: Expr, node: fx.Node) -> tuple[Expr, Expr | None]:
-        """The sum and the bias of a projection."""
-        terms = E.parts(element, "add")
-        sums = [t for t in terms if M.coefficient(t)[1].op == "sum"]
-        rest = [t for t in terms if t not in sums]
-        plain = all(t.op == "read" and not t.free & {self.batch, self.token} for t in rest)
-        if len(sums) != 1 or len(rest) > 1 or not plain:
-            raise self._no_image(node)
-        return sums[0], rest[0] if rest else None
+        latent, view = self._deepest(source, inner)
+        of = (latent.value, self._key(latent, inner), int(inner.args[0].value))
+        up = dataclasses.replace(up, factor=found.factor)
+        return Stretch(start, int(place.args[0].value), view, of, up, added)
 
     def _deepest(self, read: Expr, inner: Expr) -> tuple[Expr, View]:
         """The tensor that a latent is a view of: the same for keys and values if they share the latent."""
@@ -218,7 +206,7 @@ class _Side:
                 if below.op != "read":
                     break
                 found = below, self._view(below, roles)
-            except (Unliftable, _Stop):
+            except Unliftable:
                 break
             read = below
         return found
@@ -232,38 +220,28 @@ class _Side:
         try:
             return View(read.value, layout.solve(self.meaning.shape(read.value), index, cut))
         except layout.NoView as problem:
-            raise _Stop(f"what its {self.what} are made from is no view of a tensor") from problem
+            raise NoLatent(f"what its {self.what} are made from is no view of a tensor") from problem
 
     def _key(self, read: Expr, place: Expr) -> tuple[Expr, ...]:
         """A key that is equal for equal elements, whatever the name of the variable along the width."""
         return tuple(M.substitute(i, {place: E.var("n", place.args[0])}) for i in read.args)
 
-    def _in_the_way(self, node: fx.Node) -> _Stop:
+    def _in_the_way(self, node: fx.Node) -> NoLatent:
         """The reason to stop: what is done to keys after the projection."""
         where = f"{op_name(node)} at {source_of(node) or 'an unknown line'}"
         if not self.meaning.contracts(node):
-            return _Stop(f"its {self.what} differ by head and come from {where}")
-        lifted = self.meaning.elementwise(self.meaning.read(node, tuple(
-            E.var(f"e{n}", s) for n, s in enumerate(self.meaning.shape(node)))))  # fmt: skip
+            return NoLatent(f"its {self.what} differ by head and come from {where}")
+        lifted = self.meaning.elementwise(self.meaning.read(node, self.meaning.places(node)[0]))
         turned = any(n.op in ("sin", "cos") for n in E.walk(lifted))
         by = ", by an angle that follows the token's place (rotary positions)" if turned else ""
         contractions = [n for n in E.reads(lifted) if self.meaning.category(n.value) is Category.CONTRACTION]
         if len(contractions) > 1 and not turned and "add" in str(node.target):
             by = " (a sum of several products, as of a weight and its adapter)"
         whole = self.width * float(self.heads.value) if self.heads.op == "const" else 0.0
-        near = any(self._rank(n) < whole for n in contractions)
-        return _Stop(f"its {self.what} are changed after they are projected up, by {where}{by}", near)
-
-    def _rank(self, read: Expr) -> float:
-        """How wide the tensor is that is projected; infinite where that is not known."""
-        sums = [n for n in E.walk(self.meaning.element(read.value, read.args)) if n.op == "sum"]
-        extents = [n.args[0].args[0] for n in sums]
-        return min((float(e.value) for e in extents if e.op == "const"), default=math.inf)
-
-    def _no_image(self, node: fx.Node) -> _Stop:
-        return _Stop(
-            f"{op_name(node)} at {source_of(node)} is no projection of a tensor that all heads share"
-        )
+        elements = (self.meaning.element(n.value, n.args) for n in contractions)
+        widths = (n.args[0].args[0] for element in elements for n in E.walk(element) if n.op == "sum")
+        near = any(n.op == "const" and n.value < whole for n in widths)  # of what is projected
+        return NoLatent(f"its {self.what} are changed after they are projected up, by {where}{by}", near)
 
 
 def pieces(element: Expr, place: Expr) -> list[tuple[Expr, Expr, int]]:

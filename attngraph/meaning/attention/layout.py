@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import M, ranges
+from attngraph.meaning.algebra.digits import nested
 
 Roles = tuple[tuple[Expr, ...], ...]
 
@@ -55,14 +56,9 @@ def solve(shape: tuple[Expr, ...], index: tuple[Expr, ...], roles: Roles) -> tup
     order = [present.index(v) for v in wanted if v in present]
     if order != list(range(len(order))):
         steps.append(ViewOp("permute", tuple(order)))
-    have = [v for v in wanted if v in present]
-    for role in roles:
-        for v in role:
-            if v not in have:
-                place_of = sum(1 for w in wanted[: wanted.index(v)] if w in have)
-                steps.append(ViewOp("unsqueeze", (place_of,)))
-                have.insert(place_of, v)
-    if any(v not in present for v in wanted):
+    missing = [place for place, v in enumerate(wanted) if v not in present]
+    steps += [ViewOp("unsqueeze", (place,)) for place in missing]
+    if missing:
         steps.append(ViewOp("expand", (), tuple(v.args[0] for v in wanted)))
     if any(len(role) > 1 for role in roles):
         steps.append(ViewOp("reshape", (), tuple(M.mul(*(v.args[0] for v in role)) for role in roles)))
@@ -101,17 +97,17 @@ def _merge_digits(wanted: Roles, index: tuple[Expr, ...]) -> tuple[Roles, tuple[
     """Join neighbouring digits of a role that the index only ever uses together."""
     merged: list[tuple[Expr, ...]] = []
     for role in wanted:
-        kept = list(role)
-        place = 0
-        while place + 1 < len(kept):
-            slow, fast = kept[place], kept[place + 1]
-            both = E.var(f"{slow.value}&{fast.value}", M.mul(slow.args[0], fast.args[0]))
-            tried = tuple(_replace_pair(i, slow, fast, both) for i in index)
-            if any(t is None for t in tried):
-                place += 1
+        kept: list[Expr] = []
+        for fast in role:
+            kept.append(fast)
+            if len(kept) < 2:
                 continue
-            index = tuple(t for t in tried if t is not None)
-            kept[place : place + 2] = [both]
+            slow = kept[-2]
+            both = E.var(f"{slow.value}&{fast.value}", M.mul(slow.args[0], fast.args[0]))
+            tried = [_replace_pair(i, slow, fast, both) for i in index]
+            if None not in tried:
+                index = tuple(t for t in tried if t is not None)
+                kept[-2:] = [both]
         merged.append(tuple(kept))
     return tuple(merged), index
 
@@ -142,16 +138,16 @@ def _split_dimension(extent: Expr, place: Expr, present: list[Expr], steps: list
             raise NoView
     if start.op == "const" and start.value < 0:
         raise NoView
-    ordered = _by_stride(strides)
-    dim = len(present)
+    by_stride = {stride: variable for variable, stride in strides.items()}
+    ordered = nested(by_stride)
+    if ordered is None or len(ordered) != len(strides):
+        raise NoView
     whole = True
-    for place_in_order, variable in enumerate(ordered):
-        stride = strides[variable]
-        if stride is E.ONE:
-            if place_in_order != len(ordered) - 1:
-                raise NoView
+    for stride in reversed(ordered):
+        variable, dim = by_stride[stride], len(present)
+        present.append(variable)
+        if stride is E.ONE:  # the last
             _slice(steps, dim, extent, start, variable, whole)
-            present.append(variable)
             return
         outer = M.floordiv(extent, stride)
         if M.mul(outer, stride) is not extent:
@@ -159,11 +155,9 @@ def _split_dimension(extent: Expr, place: Expr, present: list[Expr], steps: list
         steps.append(ViewOp("unflatten", (dim,), (outer, stride)))
         _slice(steps, dim, outer, M.floordiv(start, stride), variable, whole and len(ordered) == 1)
         extent, start, whole = stride, M.mod(start, stride), False
-        present.append(variable)
-        dim += 1
     if not whole and not _fits(M.add(start, E.ONE), extent):
         raise NoView
-    steps.append(ViewOp("select", (dim,), (start,)))
+    steps.append(ViewOp("select", (len(present),), (start,)))
 
 
 def _fits(end: Expr, extent: Expr) -> bool:
@@ -176,30 +170,11 @@ def _slice(steps: list[ViewOp], dim: int, extent: Expr, start: Expr, variable: E
     length = variable.args[0]
     if start is E.ZERO and length is extent:
         return
-    if not whole and not _fits(M.add(start, length), extent):
+    end = M.add(start, length)
+    if not whole and not _fits(end, extent):
         raise NoView
-    if ranges.is_positive(
-        ranges.subtract(ranges.polynomial(M.add(start, length)), ranges.polynomial(extent))
-    ):
+    if ranges.is_positive(ranges.subtract(ranges.polynomial(end), ranges.polynomial(extent))):
         raise NoView  # a part of the tensor that only some of the indices belong to
-    if "mod" in {n.op for n in E.walk(start)}:
+    if any(n.op == "mod" for n in E.walk(start)):
         raise NoView
     steps.append(ViewOp("narrow", (dim,), (start, length)))
-
-
-def _by_stride(strides: dict[Expr, Expr]) -> list[Expr]:
-    """Variables from the largest stride to the smallest; each stride divides the one before."""
-    ordered = list(strides)
-    for place in range(len(ordered)):
-        for other in range(place + 1, len(ordered)):
-            if _is_multiple(strides[ordered[other]], strides[ordered[place]]):
-                ordered[place], ordered[other] = ordered[other], ordered[place]
-    for slow, fast in itertools.pairwise(ordered):
-        if not _is_multiple(strides[slow], strides[fast]):
-            raise NoView
-    return ordered
-
-
-def _is_multiple(a: Expr, b: Expr) -> bool:
-    divisor = ranges.polynomial(b)
-    return len(divisor) == 1 and not ranges.split_multiples(ranges.polynomial(a), divisor)[1]

@@ -7,7 +7,7 @@ Without an exponential in between, the sum over keys can be taken first, at a co
 
 import itertools
 import operator
-from collections.abc import Iterator, Set
+from collections.abc import Set
 
 from torch import fx
 
@@ -15,9 +15,10 @@ from attngraph.ir import budgets
 from attngraph.ir.language import DOT, WEIGHT, E, Expr
 from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import M
+from attngraph.meaning.algebra.sums import open_sums
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.claim import Attention, write_claim
-from attngraph.meaning.attention.normaliser import Refusal, open_sums
+from attngraph.meaning.attention.normaliser import Refusal
 from attngraph.meaning.attention.recogniser import Recogniser
 from attngraph.meaning.attention.weighted_sums import KeyPart, WeightedSum
 from attngraph.meaning.element import Meaning
@@ -32,34 +33,25 @@ def is_root(meaning: Meaning, node: fx.Node) -> bool:
         return False
     if meaning.category(node) is not Category.CONTRACTION and str(node.target) not in SUMS:
         return False
-    return (
-        0 < len(list(itertools.islice(_between(meaning, node), budgets.SCORE_OPS + 1))) <= budgets.SCORE_OPS
-    )
-
-
-def _between(meaning: Meaning, node: fx.Node) -> Iterator[fx.Node]:
-    """The contractions from which operands of a node are computed, and the operations on the way."""
 
     def before(at: fx.Node) -> list[fx.Node]:
         is_product = at is not node and meaning.category(at) is Category.CONTRACTION
         return [] if is_product else [n for n in at.all_input_nodes if meaning.contracts(n)]
 
-    return reached(before(node), before)
+    # The contractions from which operands of the node are computed, and the operations on the way.
+    between = itertools.islice(reached(before(node), before), budgets.SCORE_OPS + 1)
+    return 0 < len(list(between)) <= budgets.SCORE_OPS
 
 
 def has_softmax(meaning: Meaning, node: fx.Node) -> bool:
     """Whether exponentials lie between the sum and the contractions of its operands: then it is told of as a
     softmax."""
-    seen, waiting = set[fx.Node](), list(node.all_input_nodes)
-    while waiting:
-        at = waiting.pop()
-        if at in seen or meaning.category(at) in (Category.CONTRACTION, None):
-            continue
-        if any(word in str(at.target) for word in ("softmax", "exp.", "exp2.")):
-            return True
-        seen.add(at)
-        waiting += at.all_input_nodes
-    return False
+
+    def between(at: fx.Node) -> list[fx.Node]:
+        return [n for n in at.all_input_nodes if meaning.category(n) not in (Category.CONTRACTION, None)]
+
+    names = (str(at.target) for at in reached(between(node), between))
+    return any(word in name for name in names for word in ("softmax", "exp.", "exp2."))
 
 
 _SO = "so the sum over the keys cannot be taken first"
@@ -85,7 +77,13 @@ def examine(
         own = meaning.element(node, at)
         if any(_is_layer(n, weights) for n in E.walk(own)):
             return None
-        lifted = meaning.lift(own, lambda r: _is_scores(recogniser, r.value), most=budgets.FORMULA_WORDS)
+
+        def through(read: Expr) -> bool:
+            category = meaning.category(read.value)
+            moves = category in (Category.MOVEMENT, Category.POINTWISE) and meaning.contracts(read.value)
+            return moves or recogniser.is_index(read.value)
+
+        lifted = meaning.lift(own, through, most=budgets.FORMULA_WORDS)
     except Unliftable:
         return None
     factors = E.parts(lifted, "mul")
@@ -143,23 +141,13 @@ def is_product(meaning: Meaning, scores: Expr) -> bool:
     return scores.op == "read" and meaning.category(scores.value) is Category.CONTRACTION
 
 
-def _is_scores(recogniser: Recogniser, node: fx.Node) -> bool:
-    """Whether to look through a node: it changes scores elementwise, or depends on positions alone."""
-    meaning = recogniser.meaning
-    changed = meaning.contracts(node) and meaning.category(node) in (Category.MOVEMENT, Category.POINTWISE)
-    return changed or recogniser.is_index(node)
-
-
 def _unmasked(body: Expr) -> tuple[Expr, Expr | None]:
     """A sum's body without the selection that leaves some keys out, and what it keeps."""
     factors = E.parts(body, "mul")
-    for factor in factors:
-        if factor.op != "where":
-            continue
+    for factor in (f for f in factors if f.op == "where"):
         condition, yes, no = factor.args
-        rest = [f for f in factors if f is not factor]
-        if E.is_const(no, 0):
-            return M.mul(yes, *rest), condition
         if E.is_const(yes, 0):
-            return M.mul(no, *rest), M.not_(condition)
+            condition, yes, no = M.not_(condition), no, yes
+        if E.is_const(no, 0):
+            return M.mul(yes, *(f for f in factors if f is not factor)), condition
     return body, None

@@ -18,6 +18,7 @@ from typing import Literal
 from attngraph.ir import budgets
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import Digits, M, recombined, split_digits
+from attngraph.meaning.algebra.sums import open_sums
 from attngraph.meaning.rule import Unliftable, UnliftableBecause
 
 
@@ -58,8 +59,7 @@ def pieces_of(terms: Sequence[Expr], look: Look, few: int) -> list[Expr]:
     """The terms of a normaliser, taken apart where its scores were concatenated; pieces of at most `few`
     elements element by element."""
     parts: list[Expr] = []
-    for term in terms:
-        variables, inner = open_sums(look(term))
+    for variables, inner in (open_sums(look(term)) for term in terms):
         split = [inner]
         for variable in reversed(variables):
             split = [piece for body in split for piece in M.pieces(variable, body, few)]
@@ -69,34 +69,22 @@ def pieces_of(terms: Sequence[Expr], look: Look, few: int) -> list[Expr]:
 
 def _match_terms(score: Expr, terms: Sequence[Expr], keys: tuple[Expr, ...]) -> Matched | Refusal | None:
     for place, term in enumerate(terms):
-        variables, inner = open_sums(term)
-        if inner.op != "exp" or not variables:
-            continue
-        found = _match_sum(score, variables, inner.args[0], keys)
-        if found is None or isinstance(found, Refusal):
-            if found is not None:
-                return found
-            continue
-        moving, fixed = found
-        extra = [t for t in (*terms[:place], *terms[place + 1 :]) if not E.is_const(t, 0)]
-        return moving, M.sub(logarithm(extra), fixed) if extra else None
+        found = _match_sum(score, term, keys)
+        if isinstance(found, Refusal):
+            return found
+        if found is not None:
+            moving, fixed = found
+            extra = [t for t in (*terms[:place], *terms[place + 1 :]) if not E.is_const(t, 0)]
+            return moving, M.sub(logarithm(extra), fixed) if extra else None
     return None
 
 
-def open_sums(node: Expr) -> tuple[tuple[Expr, ...], Expr]:
-    """Nested sums as (variables, body)."""
-    variables: list[Expr] = []
-    while node.op == "sum":
-        variables.append(node.args[0])
-        node = node.args[1]
-    return tuple(variables), node
-
-
-def _match_sum(
-    score: Expr, places: tuple[Expr, ...], other: Expr, keys: tuple[Expr, ...]
-) -> tuple[Expr, Expr] | Refusal | None:
-    """The score and the shift, if `other` over `places`, maybe digits of keys, is `score` over `keys`."""
-    shifted = split_by(score, keys)
+def _match_sum(score: Expr, term: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr] | Refusal | None:
+    """The score and the shift, if a term sums the score's exponentials over the keys, or their digits."""
+    places, inner = open_sums(term)
+    if inner.op != "exp" or not places:
+        return None
+    (other,), shifted = inner.args, split_by(score, keys)
     found = _same_terms(score, keys, places, other)
     if found is None:
         cuts = split_digits(keys, [score]), split_digits(places, [other])
@@ -133,13 +121,12 @@ def _put(node: Expr) -> Expr:
     """Masks that add minus infinity, rewritten to replace the score by it: the weights are the same."""
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
-        if current.op == "add":
-            for place, term in enumerate(args):
-                if term.op == "where" and E.NEG_INF in term.args[1:]:
-                    rest = (*args[:place], *args[place + 1 :])
-                    branches = (x if x is E.NEG_INF else M.add(x, *rest) for x in term.args[1:])
-                    return M.where(term.args[0], *branches)
-        return M.construct(current, args)
+        masks = [a for a in args if a.op == "where" and E.NEG_INF in a.args[1:]]
+        if current.op != "add" or not masks:
+            return M.construct(current, args)
+        condition, *branches = masks[0].args
+        rest = [a for a in args if a is not masks[0]]
+        return M.where(condition, *(x if x is E.NEG_INF else M.add(x, *rest) for x in branches))
 
     return E.rebuild(node, replace)
 
@@ -176,10 +163,7 @@ def split_by(node: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr]:
 
 def is_normaliser(piece: Expr, score: Expr, keys: tuple[Expr, ...], look: Look) -> bool:
     """Whether a term of a normaliser is the sum of the exponentials of these scores."""
-    variables, inner = open_sums(piece)
-    if inner.op != "exp" or not variables:
-        return False
-    return isinstance(_match_sum(look(score), variables, inner.args[0], keys), tuple)
+    return isinstance(_match_sum(look(score), piece, keys), tuple)
 
 
 def why_not_normalised(body: Expr, keys: tuple[Expr, ...]) -> Refusal:
@@ -204,7 +188,12 @@ def why_not_normalised(body: Expr, keys: tuple[Expr, ...]) -> Refusal:
             "its softmax runs over other places than the keys that its weights are summed over here, as "
             "where a row and a column of keys share one softmax: sum the values of all its places at once"
         )
-    if _multiplies_exponentials(body):
+
+    def has_exponential(factor: Expr) -> bool:
+        return any(n.op == "exp" for n in E.outside(factor, "recip"))
+
+    products = (n for n in E.outside(body, "recip") if n.op == "mul")
+    if any(sum(map(has_exponential, product.args)) > 1 for product in products):
         return Refusal(
             "it multiplies exponentials of two tensors and sums the products, as linear attention with "
             "exponential features does: no softmax of scores weighs its values"
@@ -214,25 +203,26 @@ def why_not_normalised(body: Expr, keys: tuple[Expr, ...]) -> Refusal:
     )
 
 
+def _weights_and_divisors(body: Expr, keys: tuple[Expr, ...]) -> tuple[set[Expr], list[Expr]]:
+    """The exponentials that vary over the keys, and the sums that something is divided by."""
+    nodes = list(E.walk(body))
+    weights = {n for n in nodes if n.op == "exp" and not n.free.isdisjoint(keys)}
+    return weights, [n.args[0] for n in nodes if n.op == "recip" and n.args[0].op == "sum"]
+
+
 def _is_over_two_dimensions(body: Expr, keys: tuple[Expr, ...]) -> bool:
     """Whether an exponential is divided by the sum of such over the keys and another dimension of its own."""
-    weights = [n for n in E.walk(body) if n.op == "exp" and not n.free.isdisjoint(keys)]
-    divisors = [n.args[0] for n in E.walk(body) if n.op == "recip" and n.args[0].op == "sum"]
-    return any(
-        len(open_sums(divisor)[0]) > len(keys) and weight.free - set(keys) > divisor.free
-        for divisor in divisors
-        for weight in weights
-    )
+    weights, divisors = _weights_and_divisors(body, keys)
+    several = [d for d in divisors if len(open_sums(d)[0]) > len(keys)]
+    return any(weight.free - set(keys) > divisor.free for divisor in several for weight in weights)
 
 
 def _is_over_another_dimension(body: Expr, keys: tuple[Expr, ...]) -> bool:
     """Whether an exponential is divided by the sum over a dimension of the result, not over the keys."""
-    weights = {n for n in E.walk(body) if n.op == "exp" and not n.free.isdisjoint(keys)}
-    for divisor in (n.args[0] for n in E.walk(body) if n.op == "recip" and n.args[0].op == "sum"):
+    weights, divisors = _weights_and_divisors(body, keys)
+    for divisor in (d for d in divisors if not d.free.isdisjoint(keys)):
         variables, inner = open_sums(divisor)
-        if len(variables) != 1 or divisor.free.isdisjoint(keys):
-            continue
-        for weight in weights:
+        for weight in weights if len(variables) == 1 else ():
             places = weight.free - divisor.free - set(keys)
             if any(M.substitute(inner, {variables[0]: place}) is weight for place in places):
                 return True
@@ -241,28 +231,14 @@ def _is_over_another_dimension(body: Expr, keys: tuple[Expr, ...]) -> bool:
 
 def _is_over_other_places(body: Expr, keys: tuple[Expr, ...]) -> bool:
     """Whether an exponential is divided by the sum of the same exponentials over another range of places."""
-    weights = {n for n in E.walk(body) if n.op == "exp" and not n.free.isdisjoint(keys)}
-    places = {
-        a for w in weights for r in E.walk(w) if r.op == "read" for a in r.args if not a.free.isdisjoint(keys)
-    }
-    for divisor in (n.args[0] for n in E.walk(body) if n.op == "recip" and n.args[0].op == "sum"):
-        variables, inner = open_sums(divisor)
-        if len(variables) != 1 or not divisor.free.isdisjoint(keys):
-            continue
-        others = (p for p in places if p.op != "var" or p.args[0] is not variables[0].args[0])
-        if any(M.substitute(inner, {variables[0]: place}) in weights for place in others):
+    weights, divisors = _weights_and_divisors(body, keys)
+    places = {a for w in weights for r in E.reads(w) for a in r.args if not a.free.isdisjoint(keys)}
+    for divisor in (d for d in divisors if d.free.isdisjoint(keys)):
+        (variable, *more), inner = open_sums(divisor)
+        others = (p for p in places if p.op != "var" or p.args[0] is not variable.args[0])
+        if not more and any(M.substitute(inner, {variable: place}) in weights for place in others):
             return True
     return False
-
-
-def _multiplies_exponentials(body: Expr) -> bool:
-    """Whether a product has several factors with exponentials in them, besides what it is divided by."""
-
-    def has_exponential(factor: Expr) -> bool:
-        return any(n.op == "exp" for n in E.outside(factor, "recip"))
-
-    products = (n for n in E.outside(body, "recip") if n.op == "mul")
-    return any(sum(map(has_exponential, n.args)) > 1 for n in products)
 
 
 def _is_over_pairs(body: Expr, keys: tuple[Expr, ...]) -> bool:

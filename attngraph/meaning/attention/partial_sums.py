@@ -17,7 +17,6 @@ import contextlib
 import enum
 import itertools
 import math
-from collections.abc import Sequence
 
 from torch import fx
 
@@ -30,7 +29,7 @@ from attngraph.meaning.algebra import fractions as F
 from attngraph.meaning.algebra.fractions import Fraction, NotASum, Term, Value, add, reciprocal
 from attngraph.meaning.attention.normaliser import split_by
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable, is_part
+from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable, is_part
 
 
 class Kind(enum.Enum):
@@ -64,16 +63,12 @@ class PartialSums:
         """The kind of a node; its operands must have been asked about before, in the graph's order."""
         if node not in self._kinds:
             self._is_known(node)  # asked of all nodes in order, so that a long loop is no deep recursion
-            self._first[node] = self._find_first(node)
+            if node.op == "call_function" and not is_random(node.target, node.args):
+                # The first node that computes the same: code may take a block's maximum wherever it needs it.
+                call = fx.map_arg((node.args, node.kwargs), lambda n: self._first.get(n, n))
+                self._first[node] = self._calls.setdefault(f"{node.target} {call}", node)
             self._kinds[node] = self._find_kind(node) if node.op == "call_function" else None
         return self._kinds[node]
-
-    def _find_first(self, node: fx.Node) -> fx.Node:
-        """The first node that computes the same: code may take a block's maximum wherever it needs it."""
-        if node.op != "call_function" or is_random(node.target, node.args):
-            return node
-        call = fx.map_arg((node.args, node.kwargs), lambda n: self._first.get(n, n))
-        return self._calls.setdefault(f"{node.target} {call}", node)
 
     def _told_once(self, formula: Expr) -> Expr:
         """A formula in which each tensor that is read is the first of those that are computed alike."""
@@ -97,6 +92,7 @@ class PartialSums:
 
     def _find_kind(self, node: fx.Node) -> Kind | None:
         operands = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
+        is_by_data = any(self.kind(n) is None and not self._is_known(n) for n in operands)
         kinds = [self.kind(n) for n in node.all_input_nodes]
         name = str(node.target).split(".")[1] if str(node.target).startswith("aten.") else ""
         present = set(kinds) - {None}
@@ -124,9 +120,17 @@ class PartialSums:
                 return Kind.PRODUCT if present == {Kind.PRODUCT} else Kind.VALUES
             return next(iter(present)) if len(present) == 1 else None
         if name in _ADDS:
-            return self._kind_of_sum(operands, present)
+            if present & set(_VALUED):
+                return Kind.VALUES if Kind.LOGARITHM not in present and not is_by_data else None
+            return next(iter(present)) if len(present) == 1 else None
         if name in ("mul", "div", "reciprocal", "true_divide"):
-            return self._kind_of_product(name, operands, kinds)
+            found = [k for k in kinds if k is not None]
+            if Kind.LOGARITHM in present:
+                is_multiple = found == [Kind.LOGARITHM] and not is_by_data and name == "mul"
+                return Kind.LOGARITHM if is_multiple else None
+            if present & set(_VALUED):
+                return Kind.VALUES if sum(k in _VALUED for k in found) == 1 else None
+            return Kind.PRODUCT if is_by_data else Kind.WEIGHTS
         return None
 
     def _kind_of_exponential(self, node: fx.Node, name: str, present: set[Kind | None]) -> Kind | None:
@@ -137,32 +141,11 @@ class PartialSums:
         free = present <= {Kind.LOGARITHM}
         return Kind.WEIGHTS if free and not self._is_known(node) else None
 
-    def _kind_of_sum(self, operands: Sequence[fx.Node], present: set[Kind | None]) -> Kind | None:
-        others = [n for n in operands if self.kind(n) is None and not self._is_known(n)]
-        if present & set(_VALUED):
-            return Kind.VALUES if Kind.LOGARITHM not in present and not others else None
-        return next(iter(present)) if len(present) == 1 else None
-
-    def _kind_of_product(
-        self, name: str, operands: Sequence[fx.Node], kinds: Sequence[Kind | None]
-    ) -> Kind | None:
-        present = [k for k in kinds if k is not None]
-        others = [n for n in operands if self.kind(n) is None and not self._is_known(n)]
-        valued = [k for k in present if k in _VALUED]
-        if Kind.LOGARITHM in present:
-            return Kind.LOGARITHM if present == [Kind.LOGARITHM] and not others and name == "mul" else None
-        if valued:
-            return Kind.VALUES if len(valued) == 1 else None
-        return Kind.PRODUCT if others else Kind.WEIGHTS
-
     @kept
     def _is_known(self, node: fx.Node) -> bool:
         """Whether a node is computed from numbers and positions alone."""
-        category = self.meaning.category(node)
-        return category is Category.INDEX or (
-            category in (Category.MOVEMENT, Category.POINTWISE)
-            and all(self._is_known(n) for n in node.all_input_nodes if self.meaning.is_tensor(n))
-        )
+        category, operands = self.meaning.category(node), filter(self.meaning.is_tensor, node.all_input_nodes)
+        return category is Category.INDEX or (category in ELEMENTWISE and all(map(self._is_known, operands)))
 
     def begins(self, node: fx.Node) -> bool:
         """Whether exponentials are first taken at a node."""

@@ -2,6 +2,7 @@
 canonical forms turned back into what a person would write."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,16 +30,11 @@ class Seed:
 Source = fx.Node | Seed
 
 
-@dataclasses.dataclass(frozen=True)
-class Built:
-    program: ScoreProgram
-    reads: tuple[Source, ...]
-    sizes: tuple[Expr, ...]
-
-
-def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
-    """The program of a score (a formula of `dot`), a weight (a formula of `p`) and a sink. All variables
-    are the program's own `b h q k` (extents are allowed and dropped)."""
+def build(
+    score: Expr, weight: Expr, sink: Expr | None
+) -> tuple[ScoreProgram, tuple[Source, ...], tuple[Expr, ...]]:
+    """The program of a score (a formula of `dot`), a weight (a formula of `p`) and a sink, what it reads, and
+    its sizes. All variables are the program's own `b h q k` (extents are allowed and dropped)."""
     statements: list[Statement] = []
     score, weight = with_finite_dots(score), with_finite_dots(weight)
     masks, narrowed = _peel_masks(score)
@@ -56,7 +52,7 @@ def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
         statements.append(Sink(writer.write(sink)))
     if weight is not S.WEIGHT:
         statements.append(Weight(writer.write(weight)))
-    return Built(ScoreProgram(tuple(statements)), tuple(writer.reads), tuple(writer.sizes))
+    return ScoreProgram(tuple(statements)), tuple(writer.reads), tuple(writer.sizes)
 
 
 def rewritten(formula: Expr, program: ScoreProgram) -> Expr:
@@ -84,14 +80,12 @@ def _peel_masks(score: Expr) -> tuple[list[tuple[str, Expr, Expr]], bool]:
     was simplified by assuming the masks' predicates."""
     found: list[tuple[str, Expr, Expr]] = []
     narrowed = False
-    while True:
-        masked = _as_mask(score)
-        if masked is None:
-            break
+    while (masked := _as_mask(score)) is not None:
         predicate, whole, fill = masked
         # A number added to a masked score may leave it visible; a number in place of the score hides it.
         stays = fill is not LOWERED and any(n is S.SCORE for n in E.walk(fill))
-        score = whole if stays else _assuming(predicate, whole)
+        holds = () if stays else (predicate, *E.parts(predicate, "and"))
+        score = M.substitute(whole, dict.fromkeys(holds, E.TRUE) | {M.not_(p): E.FALSE for p in holds})
         narrowed |= score is not whole
         if fill in (E.NEG_INF, LOWERED) and found and found[-1][0] == "keep" and found[-1][2] is fill:
             predicate = M.and_(found.pop()[1], predicate)
@@ -100,29 +94,15 @@ def _peel_masks(score: Expr) -> tuple[list[tuple[str, Expr, Expr]], bool]:
     return found, narrowed
 
 
-def _assuming(predicate: Expr, score: Expr) -> Expr:
-    """The score simplified for where the predicate holds."""
-    parts = E.parts(predicate, "and")
-    known = dict.fromkeys((predicate, *parts), E.TRUE)
-    known |= {M.not_(part): E.FALSE for part in (predicate, *parts)}
-    return M.substitute(score, known)
-
-
 def _as_mask(score: Expr) -> tuple[Expr, Expr, Expr] | None:
     """(predicate, score where it holds, what stands where it does not)."""
     if score.op == "where":
         condition, yes, no = score.args
-        if _is_fill(no) and not _is_fill(yes):
-            return condition, yes, no
-        if _is_fill(yes) and not _is_fill(no):
-            return M.not_(condition), no, yes
-        difference = M.sub(no, yes)
-        if _is_fill(difference) and difference.op == "const":
-            return condition, yes, M.add(S.SCORE, difference)
-        difference = M.neg(difference)
-        if _is_fill(difference) and difference.op == "const":
-            return M.not_(condition), no, M.add(S.SCORE, difference)
-        return None
+        ways = ((condition, yes, no), (M.not_(condition), no, yes))
+        masks = [way for way in ways if _is_fill(way[2]) and not _is_fill(way[1])]
+        added = [(keep, value, M.sub(other, value)) for keep, value, other in ways]
+        masks += [(keep, value, M.add(S.SCORE, fill)) for keep, value, fill in added if _is_fill(fill)]
+        return next(iter(masks), None)
     if score.op == "max":
         return _at_least(*score.args)
     if score.op != "add":
@@ -238,16 +218,13 @@ class _Writer:
             return operation("div", E.ONE, self.write(node.args[0]))
         if node.op == "le":
             return self._at_most(node)
-        if node.op == "not" and node.args[0].op == "eq":
-            return operation("ne", *(self.write(a) for a in self._ordered(node.args[0].args)))
-        if node.op == "eq":
-            return operation("eq", *(self.write(a) for a in self._ordered(node.args)))
+        is_unequal = node.op == "not" and node.args[0].op == "eq"
+        if node.op == "eq" or is_unequal:
+            sides = node.args[0].args if is_unequal else node.args
+            return operation("ne" if is_unequal else "eq", *map(self.write, self._ordered(sides)))
         if node.op in ("and", "or"):
-            parts = self._guarded(self._ordered(node.args))
-            whole = parts[0]
-            for part in parts[1:]:
-                whole = operation(node.op, whole, part)
-            return whole
+            join = functools.partial(operation, node.op)
+            return functools.reduce(join, self._guarded(self._ordered(node.args)))
         if node.op == "where":
             return operation("where", *self._guarded(node.args))
         return operation(node.op, *(self.write(a) for a in node.args))
@@ -292,17 +269,15 @@ class _Writer:
 
     def _sum(self, node: Expr) -> Expr:
         # What is far larger than scores comes last: what is added to it loses digits.
-        terms = sorted(node.args, key=lambda t: (_is_of_large(t), _term_key(t)))
-        whole: Expr | None = None
+        first, *terms = sorted(node.args, key=lambda t: (_is_of_large(t), _term_key(t)))
+        whole = self.write(first)
         for term in terms:
-            factor, rest = (term.value, None) if term.op == "const" else M.coefficient(term)
-            negative = not isinstance(factor, str) and factor < 0
-            if whole is not None and negative:
-                size = E.const(-factor) if rest is None else M.scale(-factor, rest)
+            factor, rest = (term.value, E.ONE) if term.op == "const" else M.coefficient(term)
+            if not isinstance(factor, str) and factor < 0:
+                size = E.const(-factor) if rest is E.ONE else M.scale(-factor, rest)
                 whole = operation("sub", whole, self.write(size))
             else:
-                whole = self.write(term) if whole is None else operation("add", whole, self.write(term))
-        assert whole is not None
+                whole = operation("add", whole, self.write(term))
         return whole
 
     def _product(self, node: Expr) -> Expr:
@@ -314,9 +289,7 @@ class _Writer:
             parts[0] = operation("neg", parts[0])
         elif factor != 1 or not parts:
             parts.insert(0, E.const(factor))
-        whole = parts[0]
-        for part in parts[1:]:
-            whole = operation("mul", whole, part)
+        whole = functools.reduce(functools.partial(operation, "mul"), parts)
         for divisor in over:
             whole = operation("div", whole, self.write(divisor))
         return whole

@@ -7,7 +7,6 @@ checks the claim in float64 before anything is replaced (`meaning/check/check.py
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 
@@ -15,25 +14,19 @@ import torch
 from torch import fx
 
 from attngraph.ir import budgets
+from attngraph.ir.graph import op_name
 from attngraph.ir.kept import kept
 from attngraph.ir.language import DOT, E, Expr
 from attngraph.ir.walk import filled
 from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
+from attngraph.meaning.attention import score_sets
 from attngraph.meaning.attention.claim import SECOND_SUM, Attention, write_claim
 from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
 from attngraph.meaning.attention.normaliser import Refusal, logarithm, split_by, stands_between
 from attngraph.meaning.attention.partial_sums import PartialSums
-from attngraph.meaning.attention.score_sets import (
-    PositionWeights,
-    adds_up,
-    as_exponentials,
-    has_no_product,
-    is_sum,
-    join_equal_products,
-    split_by_product,
-)
+from attngraph.meaning.attention.score_sets import PositionWeights, is_sum
 from attngraph.meaning.attention.weighted_sums import (
     KeyPart,
     Unnormalised,
@@ -50,6 +43,7 @@ _EXPONENTIALS = SOFTMAX_LIKE | {
     f"aten.{n}" for n in (*LOG_SOFTMAX, "exp.default", "exp2.default", "logsumexp.default", "pow.Scalar")
 }
 _ROOTS = ("aten.mul.", "aten.div.", "aten.true_divide.", "aten.einsum.")
+NEEDED_ANYWAY = "its scores are also used at other places than their own, so they are needed anyway"
 
 
 class Recogniser:
@@ -74,7 +68,12 @@ class Recogniser:
 
         def near(at: fx.Node) -> frozenset[fx.Node]:
             end = self._end(at)
-            return self._of_inputs(at) if end is None else end
+            if end is not None:
+                return end
+            if not self._too_long.isdisjoint(at.all_input_nodes):
+                self._too_long.add(at)
+                return frozenset()
+            return frozenset().union(*(self._near[n] for n in at.all_input_nodes))
 
         return filled(self._near, node, inputs, near)
 
@@ -91,15 +90,9 @@ class Recogniser:
             return frozenset()
         if category is Category.CONTRACTION and node not in self.unnormalised:
             return frozenset()
-        if category is Category.REDUCTION and not adds_up(node):
+        if category is Category.REDUCTION and not score_sets.adds_up(node):
             return frozenset()
         return None
-
-    def _of_inputs(self, node: fx.Node) -> frozenset[fx.Node]:
-        if not self._too_long.isdisjoint(node.all_input_nodes):
-            self._too_long.add(node)
-            return frozenset()
-        return frozenset().union(*(self._near[n] for n in node.all_input_nodes))
 
     @kept
     def is_index(self, node: fx.Node) -> bool:
@@ -117,12 +110,13 @@ class Recogniser:
             found = self._examine(node, adds_parts, frozenset())
             for of_values in self._may_be_values(node) if isinstance(found, Refusal) else ():
                 again = self._examine(node, adds_parts, of_values)
-                if isinstance(again, tuple) and not of_values.isdisjoint(self._read_by(again)):
-                    continue  # they belong to the weights after all
+                if isinstance(again, tuple):
+                    reads = (read for claim in again for read in claim.reads if isinstance(read, fx.Node))
+                    if not of_values.isdisjoint(frozenset().union(*map(self.near, reads))):
+                        continue  # they belong to the weights after all
+                    self._of_values[node] = of_values
                 if isinstance(again, (tuple, Unnormalised)):
                     found = again
-                    if isinstance(again, tuple):
-                        self._of_values[node] = of_values
                     break
         except TooLong as problem:
             softmaxes = [n for n in self.exponentials(node) if str(n.target) in SOFTMAX_LIKE]
@@ -163,7 +157,12 @@ class Recogniser:
             separated = separate(sums.of(node, at), self.meaning.fresh)
             if separated is None or isinstance(separated, Refusal):
                 return separated
-            look = functools.partial(self._look_into_piece, node)
+
+            def look(piece: Piece, formula: Expr) -> Expr:
+                of_value = piece.weighted.free - piece.score.free
+                keys = piece.keys or tuple(formula.free - of_value)
+                return dots.look_into(self.meaning, formula, keys, of_value, node.meta["val"].dtype)
+
             joined = join(self.meaning, separated.pieces, look)
             if separated.problem is not None and not (
                 isinstance(joined, list) and cover(self.meaning, joined, separated.divisor, look)
@@ -185,11 +184,6 @@ class Recogniser:
             return Refusal(str(problem))
         return claim if isinstance(claim, Refusal) else (claim,)
 
-    def _look_into_piece(self, node: fx.Node, piece: Piece, formula: Expr) -> Expr:
-        of_value = piece.weighted.free - piece.score.free
-        keys = piece.keys or tuple(formula.free - of_value)
-        return dots.look_into(self.meaning, formula, keys, of_value, node.meta["val"].dtype)
-
     def _may_be_values(self, node: fx.Node) -> list[frozenset[fx.Node]]:
         """Exponentials that may belong to what is weighed (`p @ v.exp()`) and not to the weights: those that
         reach only one of the operands where results of exponentials are first multiplied with each other."""
@@ -203,11 +197,6 @@ class Recogniser:
         own = [side.difference(*(other for other in sides if other is not side)) for side in sides]
         return [side for side in reversed(own) if side]
 
-    def _read_by(self, claims: tuple[Attention, ...]) -> frozenset[fx.Node]:
-        """The exponentials that masks and weights of claims are computed from."""
-        reads = (read for claim in claims for read in claim.reads if isinstance(read, fx.Node))
-        return frozenset().union(*map(self.near, reads))
-
     @property
     def in_values(self) -> frozenset[fx.Node]:
         """The exponentials that turned out to belong to what attentions weigh."""
@@ -215,15 +204,13 @@ class Recogniser:
 
     def exponentials(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that are weights in the sum of `node`, or in its parts."""
-        return self._exponentials(node) - self._of_values.get(node, frozenset())
-
-    def _exponentials(self, node: fx.Node) -> frozenset[fx.Node]:
         if str(node.target) in SOFTMAX_LIKE:
-            return frozenset((node,))
+            return frozenset((node,)) - self._of_values.get(node, frozenset())
         places = [node]
         if is_sum(node) or self.is_product(node):
             places += frozenset().union(*map(self._parts_below, node.all_input_nodes))
-        return frozenset().union(*(self.near(n) for place in places for n in place.all_input_nodes))
+        found = frozenset().union(*(self.near(n) for place in places for n in place.all_input_nodes))
+        return found - self._of_values.get(node, frozenset())
 
     def _parts_below(self, node: fx.Node) -> frozenset[fx.Node]:
         """Sums weighted by exponentials, none an attention by itself, that this node moves or adds up."""
@@ -242,13 +229,8 @@ class Recogniser:
             return False
         if str(node.target) == "aten.scaled_dot_product_attention.default":
             return True
-        category = self.meaning.category(node)
-        may_be = (
-            category is Category.CONTRACTION
-            or self.is_product(node)
-            or str(node.target).startswith("aten.sum.")
-        )
-        return may_be and any(self.near(n) for n in node.all_input_nodes)
+        adds_up = self.meaning.category(node) is Category.CONTRACTION or op_name(node) == "sum"
+        return (adds_up or self.is_product(node)) and any(map(self.near, node.all_input_nodes))
 
     def _examine(
         self, node: fx.Node, adds_parts: bool, of_values: frozenset[fx.Node]
@@ -266,7 +248,7 @@ class Recogniser:
             return bool(weights or below) or (averages and self.positions.follow(read.value))
 
         lifted = meaning.lift(meaning.element(node, at), through, most=budgets.FORMULA_WORDS)
-        lifted = as_exponentials(lifted) if averages else lifted
+        lifted = score_sets.as_exponentials(lifted) if averages else lifted
         sums = weighted_sums(lifted, meaning.elementwise)
         if not isinstance(sums, tuple):
             return sums
@@ -308,16 +290,16 @@ class Recogniser:
         self, found: WeightedSum, dtype: torch.dtype, apart: bool = False
     ) -> WeightedSum | Refusal:
         """The sum with its parts' dots, or why there is none. `apart`: chosen products become parts."""
-        opened = [self._opened(part, dtype) for part in found.parts]
+        opened = []  # with scores and weights in terms of contractions, each of which has one name
+        for part in found.parts:
+            score, weight = (self._look_into(part, x, dtype) for x in (part.score, part.weight))
+            looked = dataclasses.replace(part, score=dots.one_name(score), weight=weight)
+            opened.append(score_sets.join_equal_products(self.meaning, looked))
         # A term that is the same for all keys (a subtracted maximum) changes no weight, except beside a sink.
         split = [split_by(part.score, part.keys) for part in opened]
         shift = split[0][1]
-        kept = [
-            self._sources(x)
-            for p, (moving, _) in zip(found.parts, split, strict=True)
-            for x in (moving, p.value)
-        ]
-        has_gradient = self.gradients and not self._sources(shift) <= frozenset().union(*kept)
+        kept = self._sources(*(moving for moving, _ in split), *(part.value for part in found.parts))
+        has_gradient = self.gradients and not self._sources(shift) <= kept
         sink = found.sink
         if has_gradient or any(fixed is not shift for _, fixed in split):
             # The gradient of a shift is zero, but it may be asked for.
@@ -327,41 +309,29 @@ class Recogniser:
         parts: list[KeyPart] = []
         for part, (score, _) in zip(opened, split, strict=True):
             whole = dataclasses.replace(part, score=score)
-            for piece in split_by_product(self.meaning, whole) if apart else [whole]:
+            for piece in score_sets.split_by_product(self.meaning, whole) if apart else [whole]:
                 with_product = self._with_product(piece, dtype)
                 if isinstance(with_product, Refusal):
                     return with_product
                 parts.append(with_product)
         return WeightedSum(tuple(parts), sink and self._look_into(parts[0], sink, dtype))
 
-    def _opened(self, part: KeyPart, dtype: torch.dtype) -> KeyPart:
-        """The part with scores and weights in terms of contractions, each of which has one name."""
-        score, weight = (self._look_into(part, x, dtype) for x in (part.score, part.weight))
-        return join_equal_products(
-            self.meaning, dataclasses.replace(part, score=dots.one_name(score), weight=weight)
-        )
-
     def _with_product(self, part: KeyPart, dtype: torch.dtype) -> KeyPart | Refusal:
         meaning, of_value = self.meaning, part.value.free
         found = dots.find_dot(meaning, part.score, part.keys, of_value) or dots.dot_of_width_one(
             part.score, part.keys, of_value, part.value.value.meta["val"].dtype
         )
-        if found is None and has_no_product(part):
-            return part
         if found is None:
-            return Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))
+            is_plain = score_sets.has_no_product(part)
+            return part if is_plain else Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))
         dot, spelled = found
         # A term that the contraction itself adds (baddbmm's bias) has not been looked into yet.
         score, weight = (
             self._look_into(part, M.substitute(x, spelled), dtype) for x in (part.score, part.weight)
         )
         if _reads(dot.node, score, weight):
-            totals = [n for x in (score, weight) for n in E.walk(x) if n.op in ("sum", "amax", "amin")]
-            return Refusal(
-                SECOND_SUM
-                if _reads(dot.node, *totals)
-                else "its scores are also used at other places than their own, so they are needed anyway"
-            )
+            totals = [n for x in (score, weight) for n in E.walk(x) if n.op in E.BINDERS]
+            return Refusal(SECOND_SUM if _reads(dot.node, *totals) else NEEDED_ANYWAY)
         return dataclasses.replace(part, score=score, weight=weight, products=(dot,))
 
     def _look_into(self, part: KeyPart, formula: Expr, dtype: torch.dtype) -> Expr:
@@ -378,10 +348,9 @@ class Recogniser:
             if other.k[0][0].free <= of_keys | set(other.inner)
         ]
 
-    def _sources(self, node: Expr) -> frozenset[fx.Node]:
-        """The floating inputs of the graph that an expression is computed from."""
-        reads = [n.value for n in E.reads(node)]
-        return frozenset().union(*map(self._sources_of, reads))
+    def _sources(self, *formulas: Expr) -> frozenset[fx.Node]:
+        """The floating inputs of the graph that these are computed from."""
+        return frozenset().union(*(self._sources_of(n.value) for x in formulas for n in E.reads(x)))
 
     @kept
     def _sources_of(self, node: fx.Node) -> frozenset[fx.Node]:
@@ -392,4 +361,4 @@ class Recogniser:
 
 def _reads(node: fx.Node | None, *formulas: Expr) -> bool:
     """Whether an element of a value is read in one of these formulas."""
-    return any(n.op == "read" and n.value is node for x in formulas for n in E.walk(x))
+    return any(n.value is node for x in formulas for n in E.reads(x))

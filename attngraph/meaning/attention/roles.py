@@ -48,9 +48,8 @@ def _axes_of(
     lifted = tried(meaning.elementwise, operand, most=_MOST_WORDS)
     if lifted is None:
         return frozenset()
-    along: frozenset[Expr] = frozenset()
-    weighted: frozenset[Expr] = frozenset()
-    for read in _reads(lifted):
+    along, weighted = set[Expr](), set[Expr]()
+    for read in E.reads(lifted):
         products = list(_products(meaning, read))
         if not products and not read.free & tokens:
             weighted |= read.free  # a bias, or a factor of each head
@@ -58,9 +57,10 @@ def _axes_of(
             if not source.free & tokens:
                 weighted |= source.free
                 continue
-            places = _places(meaning, source)
-            along |= frozenset().union(*(p.free for p in places if inner not in p.free))
-            weighted |= frozenset().union(*(p.free for p in places if inner in p.free))
+            # The indices of what is projected, in the tensor that it is a view of.
+            moved = tried(meaning.moved_from, source) or source
+            for place in (place for read in E.reads(moved) for place in read.args):
+                (weighted if inner in place.free else along).update(place.free)
     return wanted & along - weighted
 
 
@@ -71,18 +71,7 @@ def _products(meaning: Meaning, read: Expr) -> Iterator[tuple[Expr, Expr]]:
     with contextlib.suppress(Unliftable):
         for node in E.walk(meaning.element(read.value, read.args)):
             if node.op == "sum":
-                yield from ((factor, node.args[0]) for factor in _reads(node.args[1]))
-
-
-def _places(meaning: Meaning, source: Expr) -> list[Expr]:
-    """The indices of what is projected, in the tensor that it is a view of."""
-    with contextlib.suppress(Unliftable):
-        source = meaning.lift(source, lambda read: meaning.category(read.value) is Category.MOVEMENT)
-    return [place for read in _reads(source) for place in read.args]
-
-
-def _reads(formula: Expr) -> list[Expr]:
-    return [node for node in E.walk(formula) if node.op == "read"]
+                yield from ((factor, node.args[0]) for factor in E.reads(node.args[1]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ Used only for softmaxes that were not fused; never decides what is fused.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -47,8 +48,11 @@ class Choice:
 def find_choice(meaning: Meaning, softmax: fx.Node) -> Choice | None:
     """The choice that is made after a softmax or before it; None where all of its weights are used."""
 
-    def next_users(node: fx.Node) -> Iterable[fx.Node]:
-        return [user for user in node.users if _passes(meaning, user)]
+    def chooses(node: fx.Node) -> bool:
+        return _is_one_of(_CHOICES, node)
+
+    def is_choice_part(node: fx.Node) -> bool:  # the values that a selecting op returns, not the indices
+        return is_part(node) and bool(node.args[1] == 0) and chooses(node.all_input_nodes[0])
 
     def next_sources(node: fx.Node) -> Iterable[fx.Node]:
         return node.all_input_nodes[:1] if _passes(meaning, node) else ()
@@ -56,11 +60,12 @@ def find_choice(meaning: Meaning, softmax: fx.Node) -> Choice | None:
     def uses_all(node: fx.Node) -> bool:
         return any(not _passes(meaning, user) and not _is_one_of(_EXTREMES, user) for user in node.users)
 
-    after = _nearest([softmax], next_users, lambda n: any(map(_chooses, n.users)))
+    next_users = functools.partial(_next_users, meaning)
+    after = _nearest([softmax], next_users, lambda n: any(map(chooses, n.users)))
     if after is not None and _nearest([softmax], next_users, uses_all) is None:
-        use = next(u for u in after.users if _chooses(u))
+        use = next(filter(chooses, after.users))
         return Choice("weights", source_of(use), softmax.all_input_nodes[0])
-    before = _nearest(softmax.all_input_nodes[:1], next_sources, _is_choice_part)
+    before = _nearest(softmax.all_input_nodes[:1], next_sources, is_choice_part)
     if before is not None:
         return Choice("scores", source_of(before), before.all_input_nodes[0].all_input_nodes[0])
     return None
@@ -69,15 +74,9 @@ def find_choice(meaning: Meaning, softmax: fx.Node) -> Choice | None:
 def describe_edges(meaning: Meaning, exponential: fx.Node) -> str | None:
     """The reason for exponentials that an index adds up for each node of a graph, and that are divided by
     those sums; None for others."""
-
-    def next_users(node: fx.Node) -> Iterable[fx.Node]:
-        return [user for user in node.users if _passes(meaning, user)]
-
-    def adds(node: fx.Node) -> list[fx.Node]:
-        return [user for user in node.users if _is_one_of(_ADDING, user)]
-
-    summed = _nearest([exponential], next_users, lambda n: bool(adds(n)))
-    for total in [] if summed is None else adds(summed):
+    next_users = functools.partial(_next_users, meaning)
+    summed = _nearest([exponential], next_users, lambda n: any(_is_one_of(_ADDING, u) for u in n.users))
+    for total in [] if summed is None else [u for u in summed.users if _is_one_of(_ADDING, u)]:
         if _nearest([total], next_users, lambda n: str(n.target).startswith("aten.div.")) is not None:
             return (
                 f"its exponentials are added up where an index says ({source_of(total)}), as in a softmax "
@@ -95,13 +94,8 @@ def _passes(meaning: Meaning, node: fx.Node) -> bool:
     return node.op == "call_function" and meaning.category(node) in (Category.MOVEMENT, Category.POINTWISE)
 
 
-def _chooses(node: fx.Node) -> bool:
-    return _is_one_of(_CHOICES, node)
-
-
-def _is_choice_part(node: fx.Node) -> bool:
-    """Whether a node is the values that a selecting op such as top-k returns, not the indices."""
-    return is_part(node) and bool(node.args[1] == 0) and _chooses(node.all_input_nodes[0])
+def _next_users(meaning: Meaning, node: fx.Node) -> Iterable[fx.Node]:
+    return [user for user in node.users if _passes(meaning, user)]
 
 
 def _nearest(

@@ -34,11 +34,9 @@ def join_equal_products(meaning: Meaning, part: KeyPart) -> KeyPart:
     """The part with one name for all products that sum the same elements, up to a number."""
     keys = part.keys
     reads = list(dict.fromkeys(p for x in (part.score, part.weight) for p in _products(meaning, x, keys)))
-    if len(reads) < 2:
-        return part
     first: dict[Expr, tuple[Expr, float]] = {}
     named: dict[Expr, Expr] = {}
-    for read in reads:
+    for read in reads if len(reads) > 1 else ():
         opened = dots.open_product(meaning, read, keys)
         if opened is None:
             continue
@@ -103,13 +101,10 @@ def has_no_product(part: KeyPart) -> bool:
     queries = score.free - value
     if not queries or score.free.isdisjoint(keys):
         return False
-    for read in E.reads(score):
-        over_pairs = not read.free.isdisjoint(keys) and not read.free.isdisjoint(queries)
-        is_table = isinstance(read.value, fx.Node) and read.value.op == "placeholder"
-        shared = value - keys - read.free  # the width of values, and what the table is the same for
-        if over_pairs and not (is_table and len(shared) > 1):
-            return False
-    return not any(n.op in E.BINDERS for n in E.walk(score))
+    over_pairs = (r for r in E.reads(score) if r.free & keys and r.free & queries)
+    # The width of values is shared, and what a table is the same for.
+    are_tables = all(r.value.op == "placeholder" and len(value - keys - r.free) > 1 for r in over_pairs)
+    return are_tables and not any(n.op in E.BINDERS for n in E.walk(score))
 
 
 class PositionWeights:
@@ -145,7 +140,7 @@ def as_exponentials(node: Expr) -> Expr:
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
         if current.op != "where" or current.kind == "bool":
             return M.construct(current, args)
-        (one, of_one), (other, of_other) = (_multiple(a) for a in args[1:])
+        (one, of_one), (other, of_other) = map(_multiple, args[1:])
         rest = of_other if one == 0 else of_one
         same = of_one is of_other or 0 in (one, other)
         if not same or not all(0 <= n < math.inf for n in (one, other)) or one == other:
@@ -166,17 +161,13 @@ def _logarithm(number: float) -> Expr:
     return E.NEG_INF if number == 0 else E.ZERO if number == 1 else E.const(math.log(number))
 
 
-def _is_mean_of_stack(node: fx.Node) -> bool:
-    """Whether a node is the mean of a few tensors that were stacked."""
-    stack = node.args[0]
-    is_mean = str(node.target).startswith("aten.mean.") and isinstance(stack, fx.Node)
-    return is_mean and str(stack.target).startswith(("aten.stack.", "aten.cat."))  # type: ignore[union-attr]
-
-
 def adds_up(node: fx.Node) -> bool:
-    """Whether a reduction is a sum, for weights that are never negative."""
-    is_norm = str(node.target).startswith("aten.linalg_vector_norm.") and node.args[1:2] == (1,)
-    return "sum" in str(node.target) or _is_mean_of_stack(node) or is_norm
+    """Whether a reduction is a sum, for weights that are never negative: or the mean of a few tensors that
+    were stacked."""
+    name, operand = str(node.target), str(getattr(node.args[0], "target", ""))
+    is_norm = name.startswith("aten.linalg_vector_norm.") and node.args[1:2] == (1,)
+    is_mean = name.startswith("aten.mean.") and operand.startswith(("aten.stack.", "aten.cat."))
+    return "sum" in name or is_mean or is_norm
 
 
 def is_sum(node: fx.Node) -> bool:

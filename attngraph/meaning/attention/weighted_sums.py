@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from attngraph.ir import budgets
 from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.meaning.algebra import M
+from attngraph.meaning.algebra.sums import open_sums
 from attngraph.meaning.attention.dot import Dot
 from attngraph.meaning.attention.normaliser import (
     Look,
     Refusal,
     is_normaliser,
     match_normaliser,
-    open_sums,
     pieces_of,
     split_by,
     why_not_normalised,
@@ -66,7 +66,12 @@ def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusa
     where no sum is weighted by an exponential."""
     if meaning.op == "add":
         whole = _sum_over_parts(meaning.args, look)
-        return _why_no_term(meaning.args, look) if whole is None else (whole,)
+        if whole is not None:
+            return (whole,)
+        # Why the only one of the terms that is a sum weighted by exponentials is no attention.
+        terms = [term for term in meaning.args if _open_sum(term) is not None]
+        refused = weighted_sums(terms[0], look) if len(terms) == 1 else None
+        return refused if isinstance(refused, Refusal) else None
     opened = _open_sum(meaning)
     if opened is None:
         return None
@@ -85,30 +90,17 @@ def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusa
     return tuple(found)
 
 
-def _why_no_term(terms: Sequence[Expr], look: Look) -> Refusal | None:
-    """Why the only one of the terms that is a sum weighted by exponentials is no attention."""
-    opened = [term for term in terms if _open_sum(term) is not None]
-    found = weighted_sums(opened[0], look) if len(opened) == 1 else None
-    return found if isinstance(found, Refusal) else None
-
-
 def _sum_over_parts(terms: Sequence[Expr], look: Look) -> WeightedSum | None:
     """Terms that are parts of one softmax, in the order of its keys; None where they do not share one
     softmax, or do not cover it: the weights of a part by itself do not add up to one."""
-    taken = [_numerator(term) for term in terms]
-    found = [t for t in taken if t is not None]
-    if len(found) != len(taken) or len({M.canonical_binders(t.inverse) for t in found}) != 1:
+    found = [t for t in map(_numerator, terms) if t is not None]
+    if len(found) != len(terms) or len({M.canonical_binders(t.inverse) for t in found}) != 1:
         return None
-    whole = found[0].inverse.args[0]
     ordered: list[KeyPart] = []
-    for piece in pieces_of(E.parts(whole, "add"), look, 0):
+    for piece in pieces_of(E.parts(found[0].inverse.args[0], "add"), look, 0):
         matching = [t for t in found if is_normaliser(piece, t.score, t.keys, look)]
-        part = (
-            key_part(matching[0].weighted, matching[0].keys, matching[0].score)
-            if len(matching) == 1
-            else None
-        )
-        if not isinstance(part, KeyPart) or any(part.keys == other.keys for other in ordered):
+        part = key_part(matching[0].weighted, matching[0].keys, matching[0].score) if matching else None
+        if len(matching) != 1 or not isinstance(part, KeyPart) or part.keys in [p.keys for p in ordered]:
             return None
         ordered.append(part)
     return WeightedSum(tuple(ordered)) if len(ordered) == len(found) else None
@@ -218,9 +210,8 @@ def _open_sum(meaning: Expr) -> tuple[tuple[Expr, ...], Expr] | None:
         if factor.op != "sum":
             continue
         keys, body = open_sums(factor)
-        if any(n.op == "exp" and not n.free.isdisjoint(keys) for n in E.walk(body)):
-            rest = outer[:place] + outer[place + 1 :]
-            return keys, M.mul(*rest, body)
+        if _exponentials(body, keys):
+            return keys, M.mul(*outer[:place], *outer[place + 1 :], body)
     return None
 
 
@@ -228,18 +219,14 @@ def _normalise(
     body: Expr, keys: tuple[Expr, ...], look: Look
 ) -> tuple[Expr, Expr, Expr | None] | Refusal | None:
     """Replace exp(x) * recip(normaliser of x) by p: the new body, x, and the sink."""
-    for product in E.walk(body):
-        if product.op != "mul":
-            continue
+    for product in (n for n in E.walk(body) if n.op == "mul"):
         weights = [f for f in product.args if f.op == "exp" and not f.free.isdisjoint(keys)]
         inverses = [f for f in product.args if f.op == "recip"]
-        for weight in weights:
-            for inverse in inverses:
-                matched = _matched(weight.args[0], inverse.args[0], keys, look)
-                if isinstance(matched, Refusal):
-                    return matched
-                if matched is None:
-                    continue
+        for weight, inverse in itertools.product(weights, inverses):
+            matched = _matched(weight.args[0], inverse.args[0], keys, look)
+            if isinstance(matched, Refusal):
+                return matched
+            if matched is not None:
                 score, sink, factor = matched
                 return _replace(body, weight, inverse, factor), score, sink
     return None
@@ -255,26 +242,20 @@ def _matched(
     if not isinstance(matched, Refusal):
         return None if matched is None else (*matched, E.ONE)
     _, fixed = split_by(exponent, keys)
-    shifts = {t for each in E.parts(normaliser, "add") for t in E.parts(_exponent_of_sum(each), "add")}
+    summed = (open_sums(each)[1] for each in E.parts(normaliser, "add"))
+    shifts = {t for inner in summed if inner.op == "exp" for t in E.parts(inner.args[0], "add")}
     factors = [t for t in E.parts(fixed, "add") if t not in shifts]
     rest = M.sub(exponent, M.add(*factors))
     found = match_normaliser(rest, normaliser, keys, look) if factors else matched
     return (*found, M.exp(M.add(*factors))) if isinstance(found, tuple) else matched
 
 
-def _exponent_of_sum(node: Expr) -> Expr:
-    """The exponent, if it is a sum of exponentials."""
-    _, inner = open_sums(node)
-    return inner.args[0] if inner.op == "exp" else E.ZERO
-
-
 def _replace(body: Expr, weight: Expr, inverse: Expr, factor: Expr = E.ONE) -> Expr:
     """The body with p times a factor wherever the weight and the inverse stand together."""
-    found: dict[Expr, Expr] = {}
-    for product in E.walk(body):
-        if product.op == "mul" and weight in product.args and inverse in product.args:
-            found[product] = M.mul(WEIGHT, factor, *(f for f in product.args if f not in (weight, inverse)))
-    return M.substitute(body, found)
+    products = [n for n in E.walk(body) if n.op == "mul" and {weight, inverse} <= set(n.args)]
+    rest = ([f for f in product.args if f not in (weight, inverse)] for product in products)
+    whole = (M.mul(WEIGHT, factor, *factors) for factors in rest)
+    return M.substitute(body, dict(zip(products, whole, strict=True)))
 
 
 def _in_exponents(node: Expr) -> Expr:
@@ -329,13 +310,11 @@ def _numerator(meaning: Expr) -> _Numerator | None:
     if opened is None:
         return None
     keys, body = opened
-    for product in E.walk(body):
-        if product.op == "mul":
-            weights = [f for f in product.args if f.op == "exp" and not f.free.isdisjoint(keys)]
-            inverses = [f for f in product.args if f.op == "recip" and f.free.isdisjoint(keys)]
-            if len(weights) == len(inverses) == 1:
-                weighted = _replace(body, weights[0], inverses[0])
-                if any(n.op == "exp" and not n.free.isdisjoint(keys) for n in E.walk(weighted)):
-                    return None
-                return _Numerator(keys, weights[0].args[0], weighted, inverses[0])
+    for product in (n for n in E.walk(body) if n.op == "mul"):
+        weights = [f for f in product.args if f.op == "exp" and not f.free.isdisjoint(keys)]
+        inverses = [f for f in product.args if f.op == "recip" and f.free.isdisjoint(keys)]
+        if len(weights) == len(inverses) == 1:
+            weighted = _replace(body, weights[0], inverses[0])
+            found = _Numerator(keys, weights[0].args[0], weighted, inverses[0])
+            return None if _exponentials(weighted, keys) else found
     return None

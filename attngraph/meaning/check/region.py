@@ -1,5 +1,6 @@
 """The part of a graph between some values and what they are computed from."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import is_size, makes_a_size, measured_sizes
+from attngraph.ir.language import Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import operands_first
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
@@ -80,3 +82,15 @@ def scores_of(node: fx.Node, sizes: Mapping[str, int]) -> int:
 def shape_at(value: Tensor, sizes: Mapping[str, int]) -> list[int]:
     """The shape of a traced tensor where its symbolic sizes are these numbers."""
     return [evaluate_size(size_expression(s), sizes) for s in value.shape]
+
+
+def numbers_at(extents: Iterable[Any], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Formulas of sizes, numbers, or nodes of these there."""
+    values = (e.meta["val"] if isinstance(e, fx.Node) else e for e in extents)
+    found = (v if isinstance(v, Expr) else size_expression(v) for v in values)
+    return tuple(evaluate_size(extent, sizes) for extent in found)
+
+
+def bytes_at(value: Tensor, sizes: Mapping[str, int]) -> int:
+    """The bytes of a traced tensor there."""
+    return math.prod(shape_at(value, sizes)) * value.dtype.itemsize

@@ -6,6 +6,7 @@ every q and d. Where it does not, it looks for a pair of positions that the mask
 
 import dataclasses
 import functools
+import itertools
 
 from attngraph.ir import budgets
 from attngraph.ir.language import E, Expr
@@ -23,9 +24,6 @@ _LOOP = (
     "as a Python loop over tokens writes them, and what later tokens see cannot be read from these (what to "
     "do: build the mask by comparing torch.arange(T)[:, None] with torch.arange(T))"
 )
-
-
-_NOT_HIDDEN = "it could not be shown to hide all later tokens ({})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +53,11 @@ def examine(program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str
         counted: the program's sizes whose value depends on how many tokens there are.
     """
     nodes = [n for e in program.expressions for n in E.walk(e)]
-    named = sorted({str(n.value) for n in nodes if n.op == "size"} & counted)
-    if named:
-        return Causality(
-            program, None, f"its scores depend on how many tokens there are ({', '.join(named)})"
-        )
+    if named := sorted({str(n.value) for n in nodes if n.op == "size"} & counted):
+        why = f"its scores depend on how many tokens there are ({', '.join(named)})"
+        return Causality(program, problem=why)
     if any(n.op == "random" for n in nodes):
-        return Causality(program, None, "it drops weights at random; call model.eval() first")
+        return Causality(program, problem="it drops weights at random; call model.eval() first")
     if not keys_are_tokens:
         return Causality(program)
     statements = [
@@ -95,20 +91,22 @@ def _not_hidden(program: ScoreProgram, predicate: Expr) -> Causality:
     uses_places = {Q, K} & set(nodes)
     statements = program.keeps or (program.statements if uses_places else ())
     shown = "; ".join(map(format_statement, statements)) or "no mask"
-    for q in range(budgets.TOKEN_PAIRS):
-        for k in range(q + 1, budgets.TOKEN_PAIRS + 1):
-            if not _is_false(predicate, {Q: E.const(q), K: E.const(k)}):
-                return Causality(program, None, _NOT_HIDDEN.format(shown), (q, k), shown)
-    return Causality(program, None, _NOT_HIDDEN.format(shown), None, shown)
+    witness = next(
+        (pair for pair in itertools.combinations(range(budgets.TOKEN_PAIRS + 1), 2)
+         if not _is_false(predicate, dict(zip((Q, K), map(E.const, pair), strict=True)))),
+        None,
+    )  # fmt: skip
+    why = f"it could not be shown to hide all later tokens ({shown})"
+    return Causality(program, None, why, witness, shown)
 
 
 def _window(predicate: Expr) -> int | None:
     """The most tokens that the predicate keeps at or before a query, counted back from it."""
     if predicate.op in ("and", "or"):
-        parts = [_window(a) for a in predicate.args]
+        parts = [p for p in map(_window, predicate.args) if p is not None]
         if predicate.op == "or":
-            return None if None in parts else max(p for p in parts if p is not None)
-        return min((p for p in parts if p is not None), default=None)
+            return max(parts) if len(parts) == len(predicate.args) else None
+        return min(parts, default=None)
     limit = masks.distance_limit(predicate)
     if limit is None or limit[0] != "behind" or limit[1].op != "const":
         return None

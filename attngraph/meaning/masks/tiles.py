@@ -136,33 +136,20 @@ def visible_keys(program: ScoreProgram) -> tuple[ScoreProgram, tuple[int, ...]]:
     A finite fill hides a key only where the query sees another one. So such masks count where every query is
     shown to see itself.
     """
-    q, k = E.var("q"), E.var("k")
     found = seen(program.statements, low_fill)
-    if M.substitute(M.canonical(found), {k: q}) is not E.TRUE:
+    if not sees_itself(found):
         found = seen(program.statements)
-    if found is E.TRUE or not _is_bounded_in_heads(found):
-        return ScoreProgram(()), ()
-    used = tuple(sorted({int(n.value) for n in E.reads(found)}))
-    return ScoreProgram((Keep(_renumbered(found, used)),)), used
-
-
-def _renumbered(predicate: Expr, used: tuple[int, ...]) -> Expr:
-    """The predicate with the tensors that it reads numbered from 0."""
-
-    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        return (
-            E.read(used.index(node.value), args, node.kind) if node.op == "read" else E.with_args(node, args)
-        )
-
-    return E.rebuild(predicate, leaf)
-
-
-def _is_bounded_in_heads(predicate: Expr) -> bool:
-    """Whether batch and head only choose entries of tensors, whose extents then tell how many there are."""
+    # Batch and head may only choose entries of tensors, whose extents then tell how many there are.
     numbers = {E.var("b"), E.var("h")}
-    inside = {n for r in E.walk(predicate) if r.op == "read" for n in r.args if n in numbers}
-    others = reached([predicate], lambda n: [a for a in n.args if n.op != "read" or a not in inside])
-    return numbers.isdisjoint(others)
+    others = reached([found], lambda n: [a for a in n.args if n.op != "read" or a not in numbers])
+    if found is E.TRUE or not numbers.isdisjoint(others):
+        return ScoreProgram(()), ()
+    return ScoreProgram((Keep(found),)).renumbered()
+
+
+def sees_itself(predicate: Expr) -> bool:
+    """Whether a predicate is shown to keep the key at the query's own place."""
+    return M.substitute(M.canonical(predicate), {E.var("k"): E.var("q")}) is E.TRUE
 
 
 def needed_by_ranks(

@@ -110,17 +110,15 @@ def warn_of_blind_rows(program: ScoreProgram, shape: tuple[int, int, int, int], 
         return ""
     named = {n.value for keep in program.keeps for n in E.walk(keep.predicate) if n.op == "var"}
     b, h, q, k = (n if name in named or name == "k" else 1 for name, n in zip("bhqk", shape, strict=True))
-    rows = [range(q)]
-    if b * h * q * k > budgets.PAIRS_LOOKED_AT:
-        rows = [range(1), range(q - 1, q)]
-    if b * h * len(rows[0]) * k > budgets.PAIRS_LOOKED_AT:
+    rows = [(0, q)] if b * h * q * k <= budgets.PAIRS_LOOKED_AT else [(0, 1), (q - 1, q)]
+    if b * h * rows[0][1] * k > budgets.PAIRS_LOOKED_AT:
         return ""
     blind: list[int] = []
-    for some in rows:
-        tile = Tile((0, b), (0, h), (some.start, some.stop), (0, k))
+    for first, stop in rows:
+        tile = Tile((0, b), (0, h), (first, stop), (0, k))
         env = Environment(tile, (), sizes, torch.float32, torch.device("cpu"))
         seen = (visible(program, env) & KEPT > 0).any(-1).all(0).all(0)
-        blind += [some[place] for place in (~seen).nonzero().flatten().tolist()]
+        blind += ((~seen).nonzero().flatten() + first).tolist()
     if not blind:
         return ""
     if q == 1 < shape[2]:

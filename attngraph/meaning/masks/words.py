@@ -1,6 +1,6 @@
 """A mask in words: `causal & window(4096) & r1[b, k]`."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -23,17 +23,12 @@ def describe(program: ScoreProgram, hiding: Collection[int] = (), given: Collect
     asked = {n for k in program.keeps for n in E.walk(k.predicate)}
     read = dict.fromkeys(n for e in program.expressions for n in E.reads(e))
     words += [f"{format_expr(n)} > -inf" for n in read if n.value in hiding and n not in asked]
-    added = dict.fromkeys(n for t in _added(program) for n in E.reads(t) if _K in n.args)
+    scores = (M.canonical(s.value) for s in program.statements if isinstance(s, Score))
+    terms = [term for value in scores if value.op == "add" for term in value.args]
+    terms = [t for t in terms if all(n.op not in ("dot", "s") for n in E.walk(t))]
+    added = dict.fromkeys(n for t in terms for n in E.reads(t) if _K in n.args)
     words += [f"whatever {format_expr(n)} adds" for n in added if n.value in given and n not in asked]
     return " & ".join(words) or "none"
-
-
-def _added(program: ScoreProgram) -> Iterator[Expr]:
-    """The terms that are added to scores."""
-    for value in (M.canonical(s.value) for s in program.statements if isinstance(s, Score)):
-        for term in value.args if value.op == "add" else ():
-            if all(n.op not in ("dot", "s") for n in E.walk(term)):
-                yield term
 
 
 def hiding(reads: Sequence[object], values: Mapping[fx.Node, Tensor]) -> frozenset[int]:
@@ -62,12 +57,10 @@ def _is_given(node: fx.Node, kinds: Mapping[fx.Node, str]) -> bool:
 
 
 def _describe_keep(keep: Keep) -> str:
-    words = _conjunction(_conjuncts(keep.predicate))
+    words, fill = _conjunction(_conjuncts(keep.predicate)), keep.fill
     if keep.is_hard or keep.lowers:
         return words
-    fill = keep.fill
-    shown = format_number(fill.value) if fill.op == "const" else format_expr(fill)
-    return f"{words} (else {named(shown)})"
+    return f"{words} (else {named(format_number(fill.value) if fill.op == 'const' else format_expr(fill))})"
 
 
 LARGEST = {DTYPES[dtype].name: format_number(DTYPES[dtype].largest) for dtype in FLOATS}
@@ -97,30 +90,24 @@ def _conjuncts(node: Expr) -> list[Expr]:
 
 def _conjunction(parts: list[Expr]) -> str:
     words: list[str] = []
-    below: Expr | None = None
-    above: Expr | None = None
+    limits: dict[str, Expr] = {}
     for part in parts:
-        limit = distance_limit(part)
-        if limit is None:
+        side, limit = distance_limit(part) or ("", E.ZERO)
+        if not side:
             words.append(_other(part))
-        elif limit[0] == "behind" and below is None:
-            below = limit[1]
-        elif limit[0] == "ahead" and above is None:
-            above = limit[1]
-        else:
+        elif side in limits:
             words.append(format_expr(part))
-    return " & ".join([*_distance_words(below, above), *words])
+        else:
+            limits[side] = limit
+    return " & ".join([*_distance_words(limits.get("behind"), limits.get("ahead")), *words])
 
 
 def _distance_words(behind: Expr | None, ahead: Expr | None) -> list[str]:
     """Words for -behind <= k - q <= ahead."""
-    if behind is None and ahead is None:
-        return []
-    if behind is None:
-        assert ahead is not None
-        return ["causal" if E.is_const(ahead, 0) else f"k - q <= {_shown(ahead)}"]
     if ahead is None:
-        return [f"q - k <= {_shown(behind)}"]
+        return [] if behind is None else [f"q - k <= {_shown(behind)}"]
+    if behind is None:
+        return ["causal" if E.is_const(ahead, 0) else f"k - q <= {_shown(ahead)}"]
     if E.is_const(ahead, 0):
         return ["causal", f"window({format_expr(M.add(behind, E.ONE))})"]
     if ahead is behind:
@@ -153,12 +140,9 @@ def distance_limit(node: Expr) -> tuple[str, Expr] | None:
     slack = M.sub(right, left) if node.op in ("le", "lt") else M.sub(left, right)
     if node.op in ("lt", "gt"):
         slack = M.sub(slack, E.ONE)
-    q, k = E.var("q"), E.var("k")
-    ahead = M.sub(slack, M.sub(q, k))
-    behind = M.sub(slack, M.sub(k, q))
-    if not ahead.free:
-        return "ahead", ahead
-    return ("behind", behind) if not behind.free else None
+    distance = M.sub(_K, E.var("q"))
+    limits = (("ahead", M.add(slack, distance)), ("behind", M.sub(slack, distance)))
+    return next(((side, limit) for side, limit in limits if not limit.free), None)
 
 
 def _other(node: Expr) -> str:
@@ -168,15 +152,11 @@ def _other(node: Expr) -> str:
         names = [_vector(a) for a in node.args]
         if None not in names and names[0] == names[1] and node.args[0] is not node.args[1]:
             return f"documents({names[0]})"
-    inner, dropped = node, False
-    if node.op == "not":
-        inner, dropped = node.args[0], True
-    elif node.op in ("eq", "ne") and E.is_const(node.args[1], 0):
-        inner, dropped = node.args[0], node.op == "eq"
+    is_asked = node.op == "not" or (node.op in ("eq", "ne") and E.is_const(node.args[1], 0))
+    inner = node.args[0] if is_asked else node
     name = _vector(inner)
-    over_keys = any(a.op == "var" and a.value == "k" for a in inner.args)
-    if name is not None and over_keys:
-        return f"padding({'not ' if dropped else ''}{name})"
+    if name is not None and _K in inner.args:
+        return f"padding({'not ' if node.op in ('not', 'eq') else ''}{name})"
     return format_expr(node, 3)
 
 

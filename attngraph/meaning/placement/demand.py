@@ -11,20 +11,20 @@ import enum
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.language import E, Expr
+from attngraph.ir.language import E, Expr, operation_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.ir.walk import reached
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.elements import element, independent_dims
 from attngraph.meaning.placement.table import Cut, Table
-from attngraph.meaning.rule import Category, Indices, Unliftable
+from attngraph.meaning.rule import Category, Indices, Unliftable, tried
 
 LARGEST = 1 << 22
 """Index pairs of one view that are enumerated."""
@@ -44,8 +44,7 @@ class Unplaced(Exception):
 class How(enum.Enum):
     """How a rank computes its part of a node."""
 
-    SAME = "the operation on its part of the operands"
-    VIEW = "a view of exactly what it needs"
+    SAME = "the operation on its part of the operands; a view with sizes of its own"
     PICK = "exactly what it needs, moved"
     HEADS = "attention of its heads"
 
@@ -95,8 +94,12 @@ class Demand:
                 return known
             raise Unplaced(f"attngraph has no rule for the elements of {node.target}") from problem
         variables = {at[dim]: table for dim, table in cut.items()}
-        reads = list(_reads(value))
-        self._require_local(value, variables)
+        # Those that decide where others are read included.
+        reads = [n for n in E.reads(value) if isinstance(n.value, fx.Node)]
+        inside = {"read": slice(0), **dict.fromkeys(E.BINDERS, slice(1, None))}
+        for part in reached([value], lambda n: n.args[inside.get(n.op, slice(None))]):
+            if part in variables and not variables[part].is_whole:
+                raise Unplaced("the operation depends on the place of an element itself")
         if self.meaning.category(node) is Category.MOVEMENT and len(reads) == 1 and value.op == "read":
             return self._moved(node, value, at, cut)
         uses: dict[fx.Node, Use] = {}
@@ -109,13 +112,6 @@ class Demand:
             if uses.setdefault(read.value, use).cut != found:
                 raise Unplaced(f"{node.target} reads its operand at two places")
         return Part(How.SAME, tuple(uses.values()))
-
-    def _require_local(self, value: Expr, variables: Mapping[Expr, Table]) -> None:
-        """Check that an element depends on its index only through what it reads."""
-        inside = {"read": slice(0), **dict.fromkeys(E.BINDERS, slice(1, None))}
-        for node in reached([value], lambda n: n.args[inside.get(n.op, slice(None))]):
-            if node in variables and not variables[node].is_whole:
-                raise Unplaced("the operation depends on the place of an element itself")
 
     def _independent(self, node: fx.Node, cut: Cut) -> Part | None:
         """An operation of which only the leading dimensions are known to be independent of each other."""
@@ -143,12 +139,9 @@ class Demand:
         for node in attention.projections if latent else attention.keys:
             dim = 0 if latent else 1
             uses.append(Use(node, {dim: self.kv_heads(heads, total, self._number(node, dim))}))
-        return Part(How.HEADS, (*uses, *self._of_reads(attention, heads)))
-
-    def _of_reads(self, attention: nodes.AttentionOp, heads: Table) -> Iterator[Use]:
         for number, tensor in enumerate(attention.reads):
-            dims = head_dims(attention, number)
-            yield Use(tensor, {} if dims is None else dict.fromkeys(dims, heads))
+            uses.append(Use(tensor, dict.fromkeys(head_dims(attention, number) or (), heads)))
+        return Part(How.HEADS, tuple(uses))
 
     def _number(self, node: fx.Node, dim: int) -> int:
         extent = self.meaning.shape(node)[dim]
@@ -175,19 +168,15 @@ class Demand:
     def _moved(self, node: fx.Node, value: Expr, at: Indices, cut: Cut) -> Part:
         """An operation that only moves elements. Of two views in a row the second may undo the first, which
         joins heads with a size that varies: then it is a view of what the first is a view of."""
-        is_view, looked_through = str(node.target) in VIEWS, False
         while True:
             try:
-                part = self._moved_once(node, value, at, cut)
-                return Part(How.VIEW, part.uses) if looked_through else part
+                return self._moved_once(node, value, at, cut)
             except _Symbolic as problem:
-                if not is_view or str(value.value.target) not in VIEWS:
+                views = {str(node.target), str(value.value.target)} <= VIEWS
+                below = tried(self.meaning.element, value.value, value.args) if views else None
+                if below is None:
                     raise Unplaced("heads are joined with a size that varies") from problem
-                looked_through = True
-                try:
-                    value = self.meaning.element(value.value, value.args)
-                except Unliftable as stop:
-                    raise Unplaced("heads are joined with a size that varies") from stop
+                value = below
 
     def _moved_once(self, node: fx.Node, value: Expr, at: Indices, cut: Cut) -> Part:
         source, shape = value.value, self.meaning.shape(value.value)
@@ -212,7 +201,7 @@ class Demand:
                 del found[d]
             return Part(How.SAME, (Use(source, found),))
         if str(node.target) in VIEWS:
-            return Part(How.VIEW, (Use(source, found),))
+            return Part(How.SAME, (Use(source, found),))
         owners = [[v for v in at if _mentions(i, (v,))] for i in value.args]
         flat = [v for of in owners for v in of]
         if kept or any(len(of) > 1 for of in owners) or len(set(flat)) != len(flat):
@@ -236,14 +225,13 @@ class Demand:
                 raise Unplaced("a view of too many elements")
             grid = dict(zip(used, torch.meshgrid(*lists, indexing="ij") if lists else (), strict=True))
             read = [_value(indices[d], grid).broadcast_to(lengths).flatten() for d in dims]
-            sets = [torch.unique(r) for r in read]
+            rows.append([torch.unique(r) for r in read])
             distinct = torch.unique(torch.stack(read), dim=1).shape[1]
-            if len(dims) > 1 and distinct != math.prod(map(len, sets)):
+            if len(dims) > 1 and distinct != math.prod(map(len, rows[-1])):
                 raise Unplaced("a rank's heads are no block of a dimension")
-            rows.append(sets)
         found = {}
-        for number, d in enumerate(dims):
-            table = Table.of((row[number] for row in rows), int(shape[d].value))
+        for d, of_ranks in zip(dims, zip(*rows, strict=True), strict=True):
+            table = Table.of(of_ranks, int(shape[d].value))
             if table is None:
                 raise Unplaced("ranks would have unequally many heads")
             found[d] = table
@@ -267,11 +255,6 @@ def head_dims(attention: nodes.AttentionOp, number: int) -> list[int] | None:
     return list(found.pop()) if len(found) == 1 else None
 
 
-def _reads(value: Expr) -> Iterator[Expr]:
-    """The elements of nodes that an expression reads, those that decide where others are read included."""
-    return (n for n in E.reads(value) if isinstance(n.value, fx.Node))
-
-
 def _mentions(index: Expr, variables: Mapping[Expr, Any] | tuple[Expr, ...]) -> bool:
     return any(n in variables for n in E.walk(index) if n.op == "var")
 
@@ -293,23 +276,10 @@ def _groups(dims: list[int], indices: Indices) -> list[list[int]]:
     return [sorted(members) for _, members in found]
 
 
-def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    return lambda *args: functools.reduce(function, args)
-
-
-_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "add": _folded(torch.add), "mul": _folded(torch.mul), "sub": torch.sub, "neg": torch.neg,
-    "floordiv": torch.floor_divide, "mod": torch.remainder, "where": torch.where,
-    "min": _folded(torch.minimum), "max": _folded(torch.maximum),
-    "le": torch.le, "lt": torch.lt, "eq": torch.eq, "ne": torch.ne,
-    "and": _folded(torch.logical_and), "or": _folded(torch.logical_or), "not": torch.logical_not,
-}  # fmt: skip
-
-
 def _computable(index: Expr) -> bool:
     """Whether an index follows from variables of known extent alone."""
     return all(
-        n.op in _FUNCTIONS or n.op == "const" or (n.op == "var" and n.args and n.args[0].op == "const")
+        operation_of(n.op) or n.op == "const" or (n.op == "var" and n.args and n.args[0].op == "const")
         for n in E.outside(index, "var")
     )
 
@@ -319,4 +289,6 @@ def _value(index: Expr, grid: Mapping[Expr, Tensor]) -> Tensor:
         return torch.tensor(index.value)
     if index.op == "var":
         return grid[index]
-    return _FUNCTIONS[index.op](*(_value(a, grid) for a in index.args))
+    operation, args = operation_of(index.op), [_value(a, grid) for a in index.args]
+    assert operation is not None
+    return functools.reduce(operation.torch, args) if operation.arity == 2 else operation.torch(*args)

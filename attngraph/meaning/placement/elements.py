@@ -12,7 +12,6 @@ range is as wide: each rank then rounds its part, as it does wherever a product 
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import M
-from attngraph.meaning.check.region import shape_at
+from attngraph.meaning.check.region import bytes_at
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Indices, Unliftable, is_part, tried
 
@@ -65,7 +64,11 @@ def element(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
     """
     told = grouped(node)
     if told is not None:
-        return _grouped(meaning, told, at)
+        # Which expert a token goes to follows from where the experts' tokens end, and is not looked into.
+        inner = meaning.fresh(meaning.shape(told.x)[1])
+        expert = E.make("raw", (at[0], meaning.read(told.ends, (E.ZERO,))), "group", "int")
+        weight = E.read(told.weight, (expert, inner, at[1]), "float")
+        return M.total(inner, M.mul(meaning.read(told.x, (at[0], inner)), weight))
     if str(node.target) == "aten.cross_entropy_loss.default":
         return _loss(meaning, node, at)
     try:
@@ -79,12 +82,9 @@ def element(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
     return E.make("raw", tuple(meaning.read_broadcast(n, at) for n in tensors), "pointwise")
 
 
-def _grouped(meaning: Meaning, told: Grouped, at: Indices) -> Expr:
-    """Which expert a token goes to follows from where the experts' tokens end, and is not looked into."""
-    inner = meaning.fresh(meaning.shape(told.x)[1])
-    expert = E.make("raw", (at[0], meaning.read(told.ends, (E.ZERO,))), "group", "int")
-    factors = meaning.read(told.x, (at[0], inner)), E.read(told.weight, (expert, inner, at[1]), "float")
-    return M.total(inner, M.mul(*factors))
+def any_element(meaning: Meaning, node: fx.Node) -> Expr | None:
+    """Any one element of a node, in terms of elements of its operands; None where nothing is known of it."""
+    return tried(lambda: element(meaning, node, meaning.places(node)[1]))
 
 
 def _loss(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
@@ -117,6 +117,12 @@ def independent_dims(node: fx.Node) -> int | None:
     return None
 
 
+def attention_of(node: fx.Node) -> fx.Node | None:
+    """The attention of which a node is the result, or one of the results; None for another node."""
+    source: Any = node.args[0] if is_part(node) else node
+    return source if nodes.view(source) is not None else None
+
+
 def is_linear(value: Expr, node: fx.Node) -> bool:
     """Whether an element is a sum of elements of a node, each times what does not depend on the node."""
     if value.op == "read" and value.value is node:
@@ -146,14 +152,17 @@ class Tails:
         """The operations after a node up to where ranks are added up; none if that is the node itself. Where
         bytes are equally few, what only moves or scales elements is passed too: another sum may be added
         there."""
-        chain, best, fewest, moved = list[fx.Node](), 0, self._bytes(node), True
+        chain, best, fewest, moved = list[fx.Node](), 0, bytes_at(node.meta["val"], self.graph.hints), True
         while len(node.users) == 1:
             (user,) = node.users
             if not self._keeps_sums(user, node):
                 break
             chain.append(user)
-            moved &= self.meaning.category(user) is Category.MOVEMENT or _is_scaled(user)
-            node, size = user, self._bytes(user)
+            by_number = any(isinstance(a, (int, float)) for a in user.args)
+            is_scaled = user.target is aten.mul.Tensor and by_number
+            moved &= self.meaning.category(user) is Category.MOVEMENT or is_scaled
+            value = user.meta["val"]
+            node, size = user, bytes_at(value, self.graph.hints) if isinstance(value, Tensor) else fewest + 1
             if size < fewest or (size == fewest and moved):
                 best, fewest, moved = len(chain), size, True
         return chain[:best]
@@ -163,8 +172,10 @@ class Tails:
         if user.op != "call_function":
             return False
         view = nodes.view(user)
-        if view is not None:
-            return _is_linear_in_values(view, user, node)
+        if view is not None:  # if it is the values and nothing else, and the output alone is used
+            others = (view.k, view.q, *view.reads) if isinstance(view, nodes.Attention) else (node,)
+            only_out = all(is_part(result) and result.args[1] == 0 for result in user.users)
+            return node not in others and only_out
         if is_part(user) and nodes.view(node) is not None:
             return bool(user.args[1] == 0)
         if not self._keeps_range(user, node):
@@ -172,7 +183,8 @@ class Tails:
         added = added_to(user, node)
         if added is not None and self.of_weights(added):
             return True
-        return bool(tried(lambda: is_linear(element(self.meaning, user, self.meaning.places(user)[1]), node)))
+        value = any_element(self.meaning, user)
+        return value is not None and is_linear(value, node)
 
     def _keeps_range(self, user: fx.Node, node: fx.Node) -> bool:
         """Whether finite parts stay finite in the result's dtype."""
@@ -181,14 +193,7 @@ class Tails:
             return False
         if not (one.dtype.is_floating_point and other.dtype.is_floating_point):
             return one.dtype == other.dtype
-        widest, found = torch.finfo(one.dtype).max, torch.finfo(other.dtype).max
-        return found >= 0.99 * widest
-
-    def _bytes(self, node: fx.Node) -> float:
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor):
-            return math.inf
-        return math.prod(shape_at(value, self.graph.hints)) * value.dtype.itemsize
+        return torch.finfo(other.dtype).max >= 0.99 * torch.finfo(one.dtype).max
 
 
 def added_to(node: fx.Node, total: fx.Node) -> fx.Node | None:
@@ -200,20 +205,3 @@ def added_to(node: fx.Node, total: fx.Node) -> fx.Node | None:
         return None
     found: fx.Node = others[0]
     return found
-
-
-def _is_scaled(node: fx.Node) -> bool:
-    """Whether a node is a value times a number."""
-    return node.target is aten.mul.Tensor and any(isinstance(a, (int, float)) for a in node.args)
-
-
-def _is_linear_in_values(view: nodes.AttentionOp, user: fx.Node, node: fx.Node) -> bool:
-    """Whether `node` is an attention's values and nothing else of it, and its output alone is used."""
-    return (
-        isinstance(view, nodes.Attention)
-        and view.v is node
-        and view.k is not node
-        and view.q is not node
-        and node not in view.reads
-        and all(is_part(result) and result.args[1] == 0 for result in user.users)
-    )

@@ -16,14 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import fx
 
 from attngraph.ir.graph import Input, ProgramGraph, computed_from, source_of
-from attngraph.ir.language import E, Expr
-from attngraph.ir.ops import nodes
 from attngraph.ir.walk import reached
+from attngraph.meaning.algebra.sums import sum_of_products
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Demand, How, Part, Unplaced, Use
-from attngraph.meaning.placement.elements import Tails, category, element
+from attngraph.meaning.placement.elements import Tails, any_element, attention_of, category
 from attngraph.meaning.placement.table import Cut, Table, is_cut, united
-from attngraph.meaning.rule import ELEMENTWISE, Category, tried
+from attngraph.meaning.rule import ELEMENTWISE, Category
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +38,11 @@ class Product:
     weight_dim: int
     parameter: fx.Node
     bias: fx.Node | None
+
+    def part(self, table: Table) -> Part:
+        """How ranks compute it that have these indices of what is summed over."""
+        source = Use(self.source, {self.source_dim: table})
+        return Part(How.SAME, (source, Use(self.weight, {self.weight_dim: table})))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,71 +82,47 @@ class Regions:
     def __init__(self, graph: ProgramGraph, meaning: Meaning, ranks: int) -> None:
         self.graph, self.meaning, self.ranks = graph, meaning, ranks
         self.demand = Demand(meaning, ranks)
-        self.tails = Tails(graph, meaning, lambda node: self.chosen_from(node) is not None)
+        self.tails = Tails(graph, meaning, lambda node: self.parameter_of(node, chosen=True) is not None)
         self.given: dict[fx.Node, Input] = graph.given()
 
     def is_parameter(self, node: fx.Node) -> bool:
         return node in self.given and self.given[node].kind == "parameter"
 
-    def parameter_of(self, node: fx.Node) -> fx.Node | None:
-        """The parameter whose elements a value has, moved; None if it has others."""
+    def parameter_of(self, node: fx.Node, chosen: bool = False) -> fx.Node | None:
+        """The parameter whose elements a value has, moved, or (`chosen`) chosen by integers, as by `W[ids]`;
+        None if it has others."""
         while not self.is_parameter(node):
             operands = node.all_input_nodes
-            if self.meaning.category(node) is not Category.MOVEMENT or len(operands) != 1:
+            if chosen and not (node.op == "call_function" and self.meaning.is_tensor(node)):
                 return None
-            (node,) = operands
-        return node
-
-    def chosen_from(self, node: fx.Node) -> fx.Node | None:
-        """The parameter whose elements a value has, moved, or chosen by integers (`W[ids]`); None if it has
-        others."""
-        while not self.is_parameter(node):
-            source = self._chosen(node)
-            if source is None:
+            if self.meaning.category(node) is Category.MOVEMENT and len(operands) == 1:
+                (node,) = operands
+                continue
+            value = any_element(self.meaning, node) if chosen else None
+            if value is None or value.op != "read" or not isinstance(value.value, fx.Node):
                 return None
-            node = source
+            node = value.value
         return node
-
-    def _chosen(self, node: fx.Node) -> fx.Node | None:
-        """The one operand whose elements a value has."""
-        operands = node.all_input_nodes
-        if node.op != "call_function" or not self.meaning.is_tensor(node):
-            return None
-        if self.meaning.category(node) is Category.MOVEMENT and len(operands) == 1:
-            return operands[0]
-        value = tried(lambda: element(self.meaning, node, self.meaning.places(node)[1]))
-        return (
-            value.value
-            if value is not None and value.op == "read" and isinstance(value.value, fx.Node)
-            else None
-        )
 
     def matrices_of(self, node: fx.Node) -> fx.Node | None:
         """The parameter whose elements a weight has: moved, or matrices of it that integers choose, such as
         those of each token's expert. (Rows that integers choose are values of tokens, no weight.)"""
-        strict = self.parameter_of(node)
-        found = self.chosen_from(node) if strict is None else None
-        if found is None or len(self.meaning.shape(found)) < 3:
-            return strict
-        return found
+        found = self.parameter_of(node)
+        if found is not None:
+            return found
+        chosen = self.parameter_of(node, chosen=True)
+        return chosen if chosen is not None and len(self.meaning.shape(chosen)) > 2 else None
 
     def products(self, node: fx.Node) -> Iterator[Product]:
         """The ways to see a node as a sum over a dimension that it shares with a weight."""
         if node.op != "call_function" or category(self.meaning, node) is not Category.CONTRACTION:
             return
-        value = tried(lambda: element(self.meaning, node, self.meaning.places(node)[1]))
-        if value is None:
+        value = any_element(self.meaning, node)
+        found = None if value is None else sum_of_products(value)
+        if found is None or found.factor != 1 or (found.added is not None and found.added.op != "read"):
             return
-        sums = [t for t in E.parts(value, "add") if t.op == "sum"]
-        others = [t for t in (value.args if value.op == "add" else ()) if t.op != "sum"]
-        if len(sums) != 1 or len(others) > 1 or any(t.op != "read" for t in others):
-            return
-        bias = others[0].value if others else None
-        variables, body = _unbound(sums[0])
-        reads = [f for f in (body.args if body.op == "mul" else ()) if f.op == "read"]
-        if len(reads) != 2 or len(body.args) != 2:
-            return
-        for variable in variables:
+        bias, reads = None if found.added is None else found.added.value, found.factors
+        for variable in found.summed:
             places = [[d for d, i in enumerate(r.args) if i is variable] for r in reads]
             if variable.args[0].op != "const" or any(len(p) != 1 for p in places):
                 continue
@@ -163,24 +143,16 @@ class Regions:
         if product.extent % self.ranks:
             raise Unplaced(f"{product.extent} units cannot be divided among {self.ranks} ranks")
         blocks = Table.blocks(product.extent, self.ranks)
-        part = Part(
-            How.SAME,
-            (Use(product.source, {product.source_dim: blocks}),
-             Use(product.weight, {product.weight_dim: blocks})),
-        )  # fmt: skip
-        parts, cuts, stops = self.followed(part)
-        region = self._kept(product, part, parts, cuts, stops)
-        if product.parameter not in region.cuts or not any(map(self._is_divided_product, region.parts)):
-            because = next((f": {r}" for r in stops.values() if r), "")
+        region = self._kept(product, product.part(blocks))
+        products = (n for n in region.parts if category(self.meaning, n) is Category.CONTRACTION)
+        operands = (n for product in products for n in product.all_input_nodes if self.meaning.is_tensor(n))
+        divides_one = any(self.matrices_of(n) is not None for n in operands)
+        if product.parameter not in region.cuts or not divides_one:
+            because = next((f": {r}" for r in region.stops.values() if r), "")
             raise Unplaced(f"its input is needed whole{because}")
         if not region.attentions:
             self._require_own(region)
         return region
-
-    def _is_divided_product(self, node: fx.Node) -> bool:
-        return category(self.meaning, node) is Category.CONTRACTION and any(
-            self.matrices_of(n) is not None for n in node.all_input_nodes if self.meaning.is_tensor(n)
-        )
 
     def _require_own(self, region: Region) -> None:
         """Raise Unplaced where hidden units are needed, or computed from values, beside the two products."""
@@ -189,15 +161,11 @@ class Regions:
             if any(user not in inside and not inside.issuperset(user.users) for user in node.users):
                 raise Unplaced("its input is needed whole elsewhere")
             for use in (*part.uses, *region.part.uses):
-                if use.operand not in region.cuts and is_cut(use.cut) and self._is_computed(use.operand):
+                if use.operand in region.cuts or not is_cut(use.cut):
+                    continue
+                kinds = {self.given[n].kind for n in computed_from([use.operand]) if n in self.given}
+                if not kinds.isdisjoint(("parameter", "argument")):  # not from places and constants alone
                     raise Unplaced("its input is needed whole elsewhere")
-
-    def _is_computed(self, node: fx.Node) -> bool:
-        """Whether a value follows from a product or a table of the model, not from places and constants."""
-        return any(self.given_kind(n) in ("parameter", "argument") for n in computed_from([node]))
-
-    def given_kind(self, node: fx.Node) -> str:
-        return self.given[node].kind if node in self.given else ""
 
     def followed(self, part: Part) -> tuple[dict[fx.Node, Part], dict[fx.Node, Cut], dict[fx.Node, str]]:
         """What is demanded of the values before a product, how it is computed, and where that ends and
@@ -224,7 +192,7 @@ class Regions:
             cuts[node] = cut
             if node.op != "call_function":
                 continue
-            moves = self.meaning.category(node) in ELEMENTWISE or _is_head_result(node)
+            moves = self.meaning.category(node) in ELEMENTWISE or attention_of(node) is not None
             if not (is_cut(cut) or moves):
                 stops[node] = "every rank needs all of it" if cut else ""
                 continue
@@ -238,11 +206,9 @@ class Regions:
             ask(parts[node].uses)
         return parts, cuts, stops
 
-    def _kept(
-        self, product: Product, part: Part, parts: Mapping[fx.Node, Part], cuts: Mapping[fx.Node, Cut],
-        stops: Mapping[fx.Node, str],
-    ) -> Region:  # fmt: skip
-        """The region without what every rank has whole."""
+    def _kept(self, product: Product, part: Part) -> Region:
+        """The region that ends with such a part, without what every rank has whole."""
+        parts, cuts, stops = self.followed(part)
         inside: dict[fx.Node, Cut] = {
             n: {d: t for d, t in c.items() if not t.is_same}
             for n, c in cuts.items()
@@ -257,45 +223,16 @@ class Regions:
 
     def tail(self, product: Product) -> list[fx.Node]:
         """What follows a product before ranks are added up. Its bias comes first, if it is one of weights."""
-        if product.bias is not None and self.chosen_from(product.bias) is None:
-            return []
-        return self.tails.of(product.node)
+        is_other = product.bias is not None and self.parameter_of(product.bias, chosen=True) is None
+        return [] if is_other else self.tails.of(product.node)
 
     def weights_before(self, node: fx.Node) -> Iterator[fx.Node]:
         """The matrices of the last products that a value is computed from."""
 
         def matrices(node: fx.Node) -> list[fx.Node]:
             operands = node.all_input_nodes if node.op == "call_function" else ()
-            return [p for n in operands if (p := self._matrix(n)) is not None]
+            parameters = (self.parameter_of(n) for n in operands if self.meaning.is_tensor(n))
+            return [p for p in parameters if p is not None and len(self.meaning.shape(p)) > 1]
 
         for before in reached([node], lambda n: () if matrices(n) else n.all_input_nodes):
             yield from matrices(before)
-
-    def _matrix(self, node: fx.Node) -> fx.Node | None:
-        parameter = self.parameter_of(node) if self.meaning.is_tensor(node) else None
-        return parameter if parameter is not None and len(self.meaning.shape(parameter)) > 1 else None
-
-
-def _unbound(value: Expr) -> tuple[list[Expr], Expr]:
-    variables = []
-    while value.op == "sum":
-        variables.append(value.args[0])
-        value = value.args[1]
-    return variables, value
-
-
-def _is_head_result(node: fx.Node) -> bool:
-    """Whether the node is an attention, or one of its results."""
-    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else node
-    return nodes.view(node) is not None or (
-        getattr(node.target, "__name__", "") == "getitem" and nodes.view(source) is not None
-    )
-
-
-def rows_of(region: Region) -> int:
-    """The units that a region divides: heads of attention, or hidden units."""
-    for node in region.attentions:
-        value = nodes.view(node)
-        if value is not None:
-            return int(value.q.meta["val"].shape[1])
-    return region.product.extent

@@ -147,25 +147,22 @@ def differing(graph: ProgramGraph) -> set[fx.Node]:
     prompt = graph.stages.get(Rate.PROMPT)
     before: set[str] = set()
     if prompt is not None:
-        own, results = differing(prompt), prompt.graph.output_node().args[0]
-        before = {o.name for o, n in zip(prompt.outputs, results, strict=True) if n in own}  # type: ignore[arg-type]
-    kept: set[str] = set()
+        own = differing(prompt)
+        before = {o.name for o, n in zip(prompt.outputs, prompt.results(), strict=True) if n in own}
+    kept = {o.name: n for o, n in zip(graph.outputs, graph.results(), strict=True)
+            if o.kind in ("pages", "carried")}  # fmt: skip
     while True:
-        found = _following(graph, before | kept)
-        results = graph.graph.output_node().args[0]
-        more = {
-            o.name for o, n in zip(graph.outputs, results, strict=True)  # type: ignore[arg-type]
-            if o.kind in ("pages", "carried") and n in found
-        }  # fmt: skip
-        if more <= kept:
+        found = _following(graph, before)
+        more = {name for name, node in kept.items() if node in found}
+        if more <= before:
             return found
-        kept |= more
+        before |= more
 
 
 def _following(graph: ProgramGraph, names: set[str]) -> set[fx.Node]:
     """The values that follow from a rank's own inputs, or from the inputs of these names."""
     found = {
-        n for n, i in zip(graph.placeholders(), graph.inputs, strict=True)
+        n for n, i in graph.given().items()
         if i.kind in OF_A_RANK or (i.kind not in ("parameter", "buffer", "constant", "argument")
                                    and i.name in names)
     }  # fmt: skip

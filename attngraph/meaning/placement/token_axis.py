@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Input, ProgramGraph, is_size
+from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import COLLECTIVES
@@ -27,7 +27,7 @@ from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced
-from attngraph.meaning.placement.elements import category, element, independent_dims
+from attngraph.meaning.placement.elements import attention_of, category, element, independent_dims
 from attngraph.meaning.rule import Category, Indices, Unliftable, is_part, tried
 from attngraph.meaning.tokens.facts import Axes, Space, outside_reads
 
@@ -76,16 +76,12 @@ class TokenAxis:
         self._computed: set[fx.Node] = set()
         given = graph.given()
         for node in graph.graph.nodes:
-            if node.op == "placeholder":
-                self._note_input(node, given[node])
-            elif node.op == "call_function" and not is_size(node):
+            if node.op == "call_function" and not is_size(node):
                 self._note(node)
-
-    def _note_input(self, node: fx.Node, given: Input) -> None:
-        if given.kind == "argument":
-            self._called.add(node)
-        if given.kind in ("parameter", "shard", "weights"):
-            self._learned.add(node)
+            elif node.op == "placeholder" and given[node].kind == "argument":
+                self._called.add(node)
+            elif node.op == "placeholder" and given[node].kind in ("parameter", "shard", "weights"):
+                self._learned.add(node)
 
     def _note(self, node: fx.Node) -> None:
         operands = [n for n in node.all_input_nodes if not is_size(n)]
@@ -96,8 +92,8 @@ class TokenAxis:
         work = node in self._called and (makes or node in self._learned)
         if work or any(n in self._computed for n in operands):
             self._computed.add(node)
-        elif not self._has_pairs(node):
-            return
+        elif sum(map(self.space.counts_tokens, tried(self.meaning.shape, node) or ())) < 2:
+            return  # no entry for every pair of tokens, of which a rank would compute its rows alone
         if not self.meaning.is_tensor(node):
             return  # an operation of several results is judged by each of them
         try:
@@ -114,10 +110,6 @@ class TokenAxis:
         """Whether a value is a product, such as one with weights."""
         return category(self.meaning, node) is Category.CONTRACTION
 
-    def _has_pairs(self, node: fx.Node) -> bool:
-        """Whether a value has an entry for every pair of tokens: a rank then computes its rows alone."""
-        return sum(map(self.space.counts_tokens, tried(self.meaning.shape, node) or ())) > 1
-
     def _shape(self, node: fx.Node) -> Indices:
         try:
             return self.meaning.shape(node)
@@ -130,10 +122,14 @@ class TokenAxis:
             raise Unplaced("queries of another sequence see it")
         dropped = dropout_of(node)
         source: Any = None if dropped is None else dropped.args[0]
-        if source in self.axes and self._is_dense(source):
-            self.axes[node] = self.axes[source]
-            self.uses[node] = Uses({source: self.axes[source]})
-            return
+        if source in self.axes:
+            # Random numbers are drawn in the order in which elements lie in memory.
+            value, hints = source.meta["val"], self.graph.hints
+            strides = [evaluate_size(size_expression(s), hints) for s in value.stride()]
+            if torch.empty_strided(shape_at(value, hints), strides, device="meta").is_contiguous():
+                self.axes[node] = self.axes[source]
+                self.uses[node] = Uses({source: self.axes[source]})
+                return
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise Unplaced("it draws random numbers, which are those of one device")
         attention = attention_of(node)
@@ -142,12 +138,10 @@ class TokenAxis:
             self.uses[node] = found = self._attention(view)
             self.axes[node] = found.q[: len(self._shape(node))]
             return
-        shape, problem = self._shape(node), "its result is one for all tokens"
-        for axes in self.space.candidates(shape):
-            if self.space.place(axes, self.space.token) is None:
-                continue
+        problem = "its result is one for all tokens"
+        for axes in self._divided(node):
             try:
-                self.uses[node] = self._token_wise(node, axes, shape)
+                self.uses[node] = self._token_wise(node, axes)
             except Unplaced as reason:
                 problem = str(reason)
                 continue
@@ -155,16 +149,15 @@ class TokenAxis:
             return
         raise Unplaced(problem)
 
-    def _is_dense(self, node: fx.Node) -> bool:
-        """Whether a value's elements lie in their order: random numbers are drawn in that of memory."""
-        value, hints = node.meta["val"], self.graph.hints
-        strides = [evaluate_size(size_expression(s), hints) for s in value.stride()]
-        return bool(torch.empty_strided(shape_at(value, hints), strides, device="meta").is_contiguous())
+    def _divided(self, node: fx.Node) -> Iterator[Axes]:
+        """What the dimensions of a value may stand for, if it has tokens."""
+        candidates = self.space.candidates(self._shape(node))
+        return (axes for axes in candidates if self.space.place(axes, self.space.token) is not None)
 
     # --- token by token ---
 
-    def _token_wise(self, node: fx.Node, axes: Axes, shape: Indices) -> Uses:
-        at = self.space.indices(axes, shape)
+    def _token_wise(self, node: fx.Node, axes: Axes) -> Uses:
+        at = self.space.indices(axes, self._shape(node))
         try:
             value = element(self.meaning, node, at)
         except Unliftable as problem:
@@ -186,9 +179,8 @@ class TokenAxis:
             raise Unplaced("it mixes tokens")
         if not any(map(self.space.moves, indices)):
             return None
-        for axes in self.space.candidates(self._shape(operand)):
-            has = self.space.place(axes, self.space.token) is not None
-            if has and self.space.follows(axes, indices):
+        for axes in self._divided(operand):
+            if self.space.follows(axes, indices):
                 return axes
         raise Unplaced("it reads a table at the token's place")
 
@@ -231,12 +223,6 @@ class TokenAxis:
             others = (i for r in reads for d, i in enumerate(r.args) if d != place)
             if all(r.args[place] is query for r in reads) and not any(query in i.free for i in others):
                 yield number, self.axes[tensor]
-
-
-def attention_of(node: fx.Node) -> fx.Node | None:
-    """The attention of which a node is the result, or one of the results; None for another node."""
-    source: Any = node.args[0] if is_part(node) else node
-    return source if nodes.view(source) is not None else None
 
 
 def dropout_of(node: fx.Node) -> fx.Node | None:

@@ -17,6 +17,7 @@ from torch import fx
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import Digits, M, is_example, ranges, recombined
+from attngraph.meaning.algebra.digits import taken_apart
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import Causality
 
@@ -99,15 +100,8 @@ class Space:
         """The same for one dimension."""
         if len(digits) <= 1:
             return index is digits[0] if digits and digits[0] in self.both else not self.moves(index)
-        below: Expr = E.ONE
-        for number, digit in enumerate(reversed(digits)):
-            part = M.floordiv(index, below)
-            if number < len(digits) - 1:
-                part = M.mod(part, digit.args[0])
-            if part is not digit if digit in self.both else self.moves(part):
-                return False
-            below = M.mul(below, digit.args[0])
-        return True
+        apart = taken_apart(index, digits).items()
+        return all(part is digit if digit in self.both else not self.moves(part) for digit, part in apart)
 
     def moves(self, index: Expr) -> bool:
         """Whether an index changes with the row or the token, other than through data that it reads."""

@@ -1,1 +1,0 @@
-"""What passes that divide a graph among ranks have in common."""
