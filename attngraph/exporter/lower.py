@@ -98,7 +98,7 @@ class Lowering:
 
     def _standard(
         self, form: Standard, operands: Operands, joined: Operands, env: Environment, places: Places
-    ) -> tuple[Result, str]:  # fmt: skip
+    ) -> tuple[Result, str]:
         q, dtype = operands.q, operands.q.dtype
         if form.queries is not None:
             q = q * masks.factor_of(form.queries, env).to(dtype)
@@ -154,7 +154,7 @@ def _sdpa(q: Tensor, joined: Operands, mask: Tensor | None, causal: bool, scale:
 
 def _operation(
     q: Tensor, operands: Operands, mask: Tensor | None, causal: bool, form: Standard
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """The Attention operation of ONNX; torch only records it."""
     past_key, past_value = operands.past or (None, None)
     out, key, value, _ = torch.onnx.ops.attention(

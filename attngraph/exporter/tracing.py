@@ -65,7 +65,7 @@ def varies(size: Any) -> bool:
 
 def became_numbers(
     program: ExportedProgram, names: Sequence[str], dynamic: Sequence[Sequence[int]]
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Remarks on dimensions that were to vary and do not."""
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     inputs = [nodes[str(given)] for given in program.graph_signature.user_inputs if str(given) in nodes]

@@ -77,9 +77,7 @@ def write(graph: ProgramGraph, live: Mapping[str, str]) -> tuple[str, dict[str, 
     return text, beside, names
 
 
-def read(
-    text: str, beside: Mapping[str, Any], live: Mapping[str, Tensor]
-) -> tuple[ProgramGraph, Names]:  # fmt: skip
+def read(text: str, beside: Mapping[str, Any], live: Mapping[str, Tensor]) -> tuple[ProgramGraph, Names]:
     """The graph that `write` wrote, and the names of its sizes by those in the file. `live`: the user's own
     tensors among its constants."""
     places = {
@@ -140,7 +138,7 @@ def _beside(part: ProgramGraph, names: Mapping[str, str]) -> dict[str, Any]:
 
 def _sizes(
     part: ProgramGraph, places: Mapping[fx.Node, int], names: Mapping[str, str]
-) -> dict[str, tuple[int, int]]:  # fmt: skip
+) -> dict[str, tuple[int, int]]:
     """Where each size is taken from.
 
     Raises:

@@ -40,9 +40,7 @@ class _Sizes(ShapeEnv):
         return SLoc(framework_loc or "a graph that was read", None), ""
 
 
-def symbols_of(
-    sizes: Mapping[str, int], measured: int = 0
-) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:  # fmt: skip
+def symbols_of(sizes: Mapping[str, int], measured: int = 0) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
     """A mode in which these sizes are symbols, and the symbols, by name; besides u0, u1, ..., so many sizes
     without an example."""
     env = _Sizes()
@@ -268,9 +266,7 @@ def _whole_name(kind: str, text: str) -> str:
     return name if kind in plain else f"model.{name}"
 
 
-def _target(
-    op: str, args: list[Any], kwargs: dict[str, Any], libraries: Collection[str], runs: bool
-) -> Any:  # fmt: skip
+def _target(op: str, args: list[Any], kwargs: dict[str, Any], libraries: Collection[str], runs: bool) -> Any:
     """The op of a call: `add`, `add.Scalar`, `library.op`, `library.op.overload`."""
     packet, more = packet_of(op, libraries, runs)
     overloads = packet.overloads()

@@ -245,7 +245,7 @@ def move_to_stage(graph: ProgramGraph, rate: Rate, values: Mapping[str, fx.Node]
 
 def part_of(
     graph: ProgramGraph, values: Mapping[str, fx.Node], given: Mapping[fx.Node, Input] = MappingProxyType({})
-) -> ProgramGraph:  # fmt: skip
+) -> ProgramGraph:
     """A separate graph that computes these values of a graph, with only the inputs that they need. `given`:
     values that are inputs of it too."""
     needed = computed_from(values.values(), given)

@@ -59,7 +59,7 @@ class _Head:
 class _Reader:
     def __init__(
         self, text: str, file: str, places: Mapping[str, Places] | None, libraries: Collection[str]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.file, self.places, self.libraries = file, places, libraries
         self.lines = text.splitlines()
         self.number = 0

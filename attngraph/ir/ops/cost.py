@@ -117,9 +117,7 @@ def keeping_pays(sizes: LatentSizes, device: str, itemsize: int) -> bool:
     line = roofline(device)
     latent = line.seconds(sizes.pair_absorbed, sizes.width * itemsize)
     whole = line.seconds(sizes.pair_expanded, sizes.expanded_width * itemsize)
-    return GAIN * latent < whole or (
-        sizes.width * SAVING <= sizes.expanded_width and latent < SLOWER * whole
-    )  # fmt: skip
+    return GAIN * latent < whole or (sizes.width * SAVING <= sizes.expanded_width and latent < SLOWER * whole)
 
 
 MANY = 1 << 16

@@ -60,9 +60,7 @@ def loop(
     if count == rows and not any(begins) and all(n == 1 for n in lengths):
         value, *news = step.step(rows, tokens, shared, carried)
         given = [*tokens, *carried]
-        return [
-            _own(value, [*given, *news]), *(_as(a, c, given) for a, c in zip(news, carried, strict=True))
-        ]  # fmt: skip
+        return [_own(value, [*given, *news]), *(_as(a, c, given) for a, c in zip(news, carried, strict=True))]
     after = [value.clone() for value in carried]
     places = [int(n) for n in starts.tolist()][:-1]
     beginning = [(row, places[row]) for row in range(rows) if begins[row] and lengths[row]]
@@ -124,9 +122,7 @@ EXACT = ("max", "min")
 
 
 @declare(fake=lambda a: (torch.empty_like(a.x), torch.empty_like(a.state)), derivatives=INSTEAD)
-def running_fold(
-    x: Tensor, state: Tensor, starts: Tensor, first: Tensor, how: str
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def running_fold(x: Tensor, state: Tensor, starts: Tensor, first: Tensor, how: str) -> tuple[Tensor, Tensor]:
     of_two, of_all = FOLDS[how]
     lengths, seen, _ = counts(Rows(first, starts, first, first))
     if x.shape[0] == len(lengths) and all(n == 1 for n in lengths):

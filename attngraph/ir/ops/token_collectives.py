@@ -145,9 +145,7 @@ class _Plan:
         )
 
 
-def _plan(
-    program: str, reads: Sequence[Tensor], sizes: tuple[int, ...], layout: Layout, total: int
-) -> _Plan:  # fmt: skip
+def _plan(program: str, reads: Sequence[Tensor], sizes: tuple[int, ...], layout: Layout, total: int) -> _Plan:
     """The plan of a fetch. One that tensors decide is shared within a run of a graph (`transforms.py`)."""
     if not reads:
         return _kept_plan(program, sizes, layout, total)
