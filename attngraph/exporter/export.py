@@ -25,10 +25,9 @@ from attngraph.capture.structure import flatten
 from attngraph.errors import ExportError
 from attngraph.exporter import formats
 from attngraph.exporter.check import check_decoder, check_whole
-from attngraph.exporter.formats import Format, Run
+from attngraph.exporter.formats import PT2, Format, Run
 from attngraph.exporter.lower import OPERATION, PLAIN, SDPA, Lowering
 from attngraph.exporter.onnx import Onnx
-from attngraph.exporter.pt2 import PT2
 from attngraph.exporter.report import ExportReport, empty_cache
 from attngraph.exporter.step import StepModule
 from attngraph.exporter.tracing import became_numbers, traced, varies

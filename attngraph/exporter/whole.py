@@ -129,26 +129,20 @@ def _results(captured: Captured) -> tuple[list[int], list[str]]:
     places = [value for kind, value in structure.leaves if kind == "tensor"]
     if not places:
         raise ExportError("the model returns no tensor.")
-    marks = [(value,) if kind == "tensor" else None for kind, value in structure.leaves]
     try:
-        result = unflatten([_Mark(m[0]) if m else None for m in marks], structure.tree)
+        result = unflatten([kind == "tensor" for kind, _ in structure.leaves], structure.tree)
     except Exception:
         result = None
     if isinstance(result, Mapping):
         names = [
             name if len(own) == 1 else f"{name}.{number}"
             for name, value in result.items()
-            for own in [[leaf for leaf in flatten(value)[0] if isinstance(leaf, _Mark)]]
+            for own in [[leaf for leaf in flatten(value)[0] if leaf is True]]
             for number, _ in enumerate(own)
         ]
         if len(names) == len(places):
             return places, names
     return places, ["output"] if len(places) == 1 else [f"output.{n}" for n in range(len(places))]
-
-
-class _Mark:
-    def __init__(self, place: int) -> None:
-        self.place = place
 
 
 class Weights(nn.Module):

@@ -39,13 +39,15 @@ def plain(value: Any) -> Any:
 
 
 def made(kind: Any, data: Any, name: str = "it") -> Any:
-    """The value of this type that `plain` wrote.
+    """The value of this type that `plain` wrote, of a record or of its fields as a tuple.
 
     Raises:
         ValueError: it is another one; says which part of it, by `name`.
     """
     if dataclasses.is_dataclass(kind):
         fields = _types_of(typing.cast(Any, kind))
+        if isinstance(data, (list, tuple)) and len(data) == len(fields):
+            data = dict(zip(fields, data, strict=True))
         if not isinstance(data, dict) or not fields.keys() >= data.keys():
             unknown = sorted(map(str, set(data) - fields.keys())) if isinstance(data, dict) else data
             raise ValueError(f"{name} is no {kind.__name__}: {unknown!r:.80}")  # type: ignore[union-attr]

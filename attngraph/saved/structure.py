@@ -136,14 +136,10 @@ def _class(name: str) -> type:
         found = None if found is None else vars(found).get(part)
     if not isinstance(found, type):
         raise SavedError(f"the class {path} of its results is not loaded; import {module} first")
+    root = found.__module__.partition(".")[0]
+    named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
+    of_python = root in ({"torch", *sys.stdlib_module_names} - {"__main__"}) and not named_tuple
     known = found in pytree.SUPPORTED_NODES or issubclass(found, enum.Enum)
-    if not known and (hasattr(found, "__del__") or _is_closed(found)):
+    if not known and (hasattr(found, "__del__") or of_python):
         raise SavedError(f"results of the class {path} cannot be made from their parts")
     return found
-
-
-def _is_closed(kind: type) -> bool:
-    """Whether a class is one of Python's or torch's own."""
-    root = kind.__module__.partition(".")[0]
-    named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    return (root == "torch" or root in sys.stdlib_module_names) and root != "__main__" and not named_tuple

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attngraph
-from attngraph.exporter.lower import PLAIN, SDPA, Lowering, Operands
-from attngraph.exporter.masks import Places
+from attngraph.exporter.lower import PLAIN, SDPA, Lowering, Operands, Places
 from attngraph.exporter.standard import NotStandard, standard_form
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram

@@ -15,7 +15,7 @@ from attngraph.ir.graph.program_graph import (
     is_size,
     may_alias,
     op_name,
-)
+)  # fmt: skip  # isort: skip
 from attngraph.ir.graph.ranks import Axis, Ranks
 from attngraph.ir.graph.reader import read_graph
 from attngraph.ir.graph.source import ORIGIN, module_of, short_path, source_of

@@ -82,7 +82,7 @@ class Formulas:
         Raises:
             ValueError: it is not a formula, or it names a size that the file's header does not declare.
         """
-        return _read(parsed(text), _OF_NODES, self._symbol, lambda number: number, _pairwise(_applied))
+        return _read(parsed(text), _OF_NODES, self._symbol, lambda number: number, self._call)
 
     def node(self, text: str) -> Any:
         """A number, or the node of the graph that computes the formula.
@@ -91,9 +91,7 @@ class Formulas:
             ValueError: as `value`, or no input has one of the named sizes.
         """
         if text not in self._nodes:
-            self._nodes[text] = _read(
-                parsed(text), _OF_NODES, self._query, lambda number: number, _pairwise(self._call)
-            )
+            self._nodes[text] = _read(parsed(text), _OF_NODES, self._query, lambda number: number, self._call)
         return self._nodes[text]
 
     def _symbol(self, name: str) -> torch.SymInt:
@@ -114,26 +112,14 @@ class Formulas:
         return found
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A number, or a node; of more than two arguments of two after the other."""
+        if len(args) > 2:
+            return functools.reduce(functools.partial(self._call, function), args)
         if not any(isinstance(a, fx.Node) for a in args):
             return function(*args)
         node = self.graph.call_function(function, args)
         node.meta["val"] = infer(function, args, {}, self.mode)
         return node
-
-
-def _applied(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-def _pairwise(call: Callable[..., Any]) -> Callable[..., Any]:
-    """For functions of two arguments at most: of more, of two after the other."""
-
-    def called(function: Callable[..., Any], *args: Any) -> Any:
-        if len(args) < 3:
-            return call(function, *args)
-        return functools.reduce(functools.partial(call, function), args)
-
-    return called
 
 
 def _read(
@@ -234,7 +220,7 @@ def size_of(text: int | float | bool | str, names: Mapping[str, str]) -> Any:
     if not isinstance(text, str):
         return text
     symbol = functools.partial(sympy.Symbol, integer=True)
-    return _read(parsed(text), _OF_SYMPY, lambda name: symbol(names.get(name, name)), _number, _applied)
+    return _read(parsed(text), _OF_SYMPY, lambda name: symbol(names.get(name, name)), _number, operator.call)
 
 
 def _number(known: bool | int | float) -> Any:

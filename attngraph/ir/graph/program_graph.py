@@ -14,9 +14,9 @@ import dataclasses
 import enum
 import itertools
 import operator
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import networkx as nx
 import torch
@@ -29,8 +29,6 @@ from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.walk import operands_first, reached
-
-_Value = TypeVar("_Value", bound=Hashable)
 
 
 class Level(enum.IntEnum):
@@ -220,7 +218,7 @@ class ProgramGraph:
 
     def clean(self) -> None:
         """Remove unused nodes and inputs, and recompile the module."""
-        self.graph.eliminate_dead_code(is_impure_node=_is_kept)
+        self.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or is_assertion(n))
         self.module.recompile()
 
 
@@ -340,10 +338,6 @@ _KEPT = ("aten._assert_scalar.", "aten._assert_async.", "aten._functional_assert
 def is_assertion(node: fx.Node) -> bool:
     """Whether the node raises an error for certain values, and does nothing else."""
     return str(node.target).startswith(_KEPT)
-
-
-def _is_kept(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output") or is_assertion(node)
 
 
 def dependence(graph: fx.Graph) -> nx.DiGraph:

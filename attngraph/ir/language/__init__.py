@@ -21,7 +21,7 @@ from attngraph.ir.language.score import (
     Statement,
     Weight,
     reindexed,
-)  # isort: skip
+)  # fmt: skip  # isort: skip
 
 __all__ = [
     "DOT", "FUNCTIONS", "OPERATORS", "SCORE", "WEIGHT", "E", "Environment", "Expr", "Keep", "Operation",

@@ -153,7 +153,7 @@ def attend(
     out = None
     for weight, product, (_, v, env, _) in zip(weights, products, parts, strict=True):
         p = evaluate.weights(program, weight / total, env, product) if has_weights else weight
-        part = _weigh(p, v)
+        part = grouped(p, v)
         out = part if out is None else out + part
     assert out is not None
     if not has_weights:
@@ -162,22 +162,28 @@ def attend(
 
 
 def dot(q: Tensor, k: Tensor) -> Tensor:
-    """`[B, Hq, S, D]` times `[B, Hkv, Sk, D]` as `[B, Hq, S, Sk]`; the queries of a group are stacked, so
-    keys are not repeated."""
-    b, hq, s, d = q.shape
-    hkv = k.shape[1]
-    if hq == hkv:
-        return q @ k.mT
-    stacked = q.reshape(b, hkv, (hq // hkv) * s, d)
-    return (stacked @ k.mT).view(b, hq, s, k.shape[2])
+    """`[B, Hq, S, D]` times `[B, Hkv, Sk, D]` as `[B, Hq, S, Sk]`."""
+    return grouped(q, k.mT)
 
 
-def _weigh(p: Tensor, v: Tensor) -> Tensor:
-    b, hq, s, sk = p.shape
-    hkv = v.shape[1]
+def grouped(x: Tensor, y: Tensor) -> Tensor:
+    """`[B, Hq, S, M]` times `[B, Hkv, M, N]`; the rows of a group are stacked, so that y is not repeated."""
+    b, hq, s, m = x.shape
+    hkv = y.shape[1]
     if hq == hkv:
-        return p @ v
-    return (p.reshape(b, hkv, (hq // hkv) * s, sk) @ v).view(b, hq, s, v.shape[3])
+        return x @ y
+    return (x.reshape(b, hkv, (hq // hkv) * s, m) @ y).view(b, hq, s, y.shape[3])
+
+
+def normalised(program: ScoreProgram, scores: Tensor, dot: Tensor, env: Environment) -> Tensor:
+    """The weights of scores that span all keys; a sink counts as one more key."""
+    sink = evaluate.sink(program, env)
+    if sink is None:
+        weights = scores.softmax(-1)
+    else:
+        one_more = sink.expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, one_more], -1).softmax(-1)[..., : scores.shape[3]]
+    return evaluate.weights(program, weights, env, dot)
 
 
 def environment(tile: Tile, reads: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> Environment:

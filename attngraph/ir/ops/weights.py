@@ -9,7 +9,6 @@ nothing.
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from attngraph.ir.language import ScoreProgram, Tile, evaluate
@@ -60,16 +59,7 @@ def _block(
     if 0 in tile.shape:
         return q.new_empty(tile.shape, dtype=env.dtype)
     dot = kernels.dot(q.to(env.dtype), k.to(env.dtype))
-    scores = evaluate.scores(program, dot, env)
-    top = scores.amax(-1, keepdim=True)
-    sink = evaluate.sink(program, env)
-    if sink is not None:
-        top = torch.maximum(top, sink)
-    weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True)
-    if sink is not None:
-        total = total + (sink - top).exp()
-    return evaluate.weights(program, weights / total, env, dot)
+    return kernels.normalised(program, evaluate.scores(program, dot, env), dot, env)
 
 
 def _places(selection: Places, extent: int, what: str) -> list[int]:
