@@ -163,11 +163,9 @@ def _run(
         level = graph.level
         try:
             outcome, record, head, text = _run_one(step, graph, head, text, number == 0)
-        except AttnGraphError as problem:
-            if isinstance(problem, VerificationError):
-                raise _failed(step, problem, head, text, graph, dump) from problem
-            raise
         except Exception as problem:
+            if isinstance(problem, AttnGraphError) and not isinstance(problem, VerificationError):
+                raise
             raise _failed(step, problem, head, text, graph, dump) from problem
         result.records.append(record)
         result.missed += outcome.missed

@@ -20,11 +20,8 @@ def check_whole(
     run: Run, captured: Captured, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
     named: Sequence[str],
 ) -> str:  # fmt: skip
-    """What is to be said of the comparison for the example call, for a smaller one, and for sizes of one.
-
-    Raises:
-        ExportError: the answers differ.
-    """
+    """What is to be said of the comparison for the example call, for a smaller one, and for sizes of one;
+    ExportError where the answers differ."""
 
     def runs(*a: Any, **k: Any) -> list[Tensor]:
         return list(run(tensors_of((a, {n: k[n] for n in named}))))
@@ -76,10 +73,7 @@ def check_decoder(
     run: Run, step: Step, model: Callable[..., Any], ids: Tensor, inputs: Mapping[str, Any], padding: bool
 ) -> str:
     """What is to be said of the comparison: prompts first, then single tokens; all rows, then one row alone.
-
-    Raises:
-        ExportError: the answers differ.
-    """
+    ExportError where the answers differ."""
 
     def logits(ids: Tensor, skipped: Sequence[int]) -> Tensor:
         total = ids.shape[1]

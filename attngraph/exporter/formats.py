@@ -45,11 +45,8 @@ class Format:
         raise NotImplementedError
 
     def reader(self, path: Path, outputs: Sequence[str]) -> Run:
-        """Runs a file: from its inputs in order to its outputs.
-
-        Raises:
-            ExportError: what runs it is not installed, or does not load the file.
-        """
+        """Runs a file: from its inputs in order to its outputs; ExportError where what runs it is not
+        installed, or does not load the file."""
         raise NotImplementedError
 
     def guarded(self, tensor: Tensor, holds: Tensor, words: str) -> Tensor:
@@ -92,10 +89,7 @@ class PT2(Format):
 
 def write(program: ExportedProgram, path: Path, format: Format, names: Names, check: Check | None) -> str:
     """Write the program; returns what the check says. Nothing new is at `path` unless the check passes.
-
-    Raises:
-        ExportError: the file cannot be written, or the check fails.
-    """
+    ExportError where the file cannot be written, or the check fails."""
     try:
         require_place(path)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".attngraph-") as folder:
@@ -110,11 +104,7 @@ def write(program: ExportedProgram, path: Path, format: Format, names: Names, ch
 
 
 def require_place(path: Path) -> None:
-    """Raise unless a file can be written at the path; its folder is made.
-
-    Raises:
-        ExportError: says why not.
-    """
+    """Raise an ExportError that says why unless a file can be written at the path; its folder is made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():

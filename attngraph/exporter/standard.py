@@ -67,11 +67,7 @@ class Standard:
 
 
 def standard_form(program: ScoreProgram, dtype: torch.dtype) -> Standard:
-    """The program in the terms above.
-
-    Raises:
-        NotStandard: it has none.
-    """
+    """The program in the terms above; NotStandard where it has none."""
     reader = _Reader(_stand_ins(program, dtype))
     for statement in program.statements:
         reader.read(statement)
@@ -179,11 +175,8 @@ class _Reader:
 
 
 def _stand_ins(program: ScoreProgram, dtype: torch.dtype) -> dict[float, float]:
-    """What stands for each finite number that replaces scores: the lowest gets the lowest.
-
-    Raises:
-        NotStandard: a fill is no number that hides, or the dtype has no room.
-    """
+    """What stands for each finite number that replaces scores: the lowest gets the lowest; NotStandard where
+    a fill is no number that hides, or the dtype has no room."""
     fills = {float(k.fill.value) for k in program.keeps if k.fill.op == "const" and k.fill is not E.NAN}
     finite = sorted(f for f in fills if f != float("-inf"))
     if any(f > -HIDES for f in finite):
@@ -195,11 +188,7 @@ def _stand_ins(program: ScoreProgram, dtype: torch.dtype) -> dict[float, float]:
 
 
 def _linear(value: Expr, unit: Expr) -> tuple[Expr, Expr | None]:
-    """`value` as slope * unit + rest.
-
-    Raises:
-        NotStandard: it is not of this form.
-    """
+    """`value` as slope * unit + rest; NotStandard where it is not of this form."""
     if value is unit:
         return E.const(1.0), None
     if not _mentions(value, unit):

@@ -61,8 +61,8 @@ class StepModule(nn.Module):
         kept = past[0].shape[plan.stores[0].token_dim] if past else 0
         sizes = self._step.sizes
         longest = kept + new if lengths is None else lengths
-        holds = self.limits.hold({sizes.length: longest, sizes.rows: batch}, tokens.device)
-        tokens = self.limits.checked(tokens, holds, self._lowering.format)
+        known = {sizes.length: longest, sizes.rows: batch}
+        tokens = self.limits.checked(tokens, known, self._lowering.format)
         slots = Slots(tokens, lengths, batch, new, kept)
         stores = {about.name: value for about, value in zip(plan.stores, past, strict=True)}
         given: list[Any] = []

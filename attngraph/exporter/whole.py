@@ -87,7 +87,12 @@ class Whole(nn.Module):
         self._graph, self._lowering, self._kwargs = captured.graph, lowering, list(kwargs)
         self.weights = Weights(captured.graph, owner)
         self.inputs = list(names)
-        self._places = _places_of_sizes(captured)
+        self._places = {
+            str(extent): (number, dim)
+            for number, shape in enumerate(captured.shapes)
+            for dim, extent in enumerate(shape)
+            if getattr(extent, "is_Symbol", False)
+        }
         known = {size: f"{names[n]}.shape[{dim}]" for size, (n, dim) in self._places.items()}
         self.limits = Limits(captured.graph.conditions, known, captured.sides)
         self._order, self.outputs = _results(captured)
@@ -95,7 +100,9 @@ class Whole(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         named = {name: kwargs[name] for name in self._kwargs}
         tensors = [leaf for leaf in flatten((args, named))[0] if isinstance(leaf, Tensor)]
-        tensors = self._checked(tensors)
+        if self.limits.conditions:
+            sizes = {name: tensors[n].shape[dim] for name, (n, dim) in self._places.items()}
+            tensors[0] = self.limits.checked(tensors[0], sizes, self._lowering.format)
         given = [self.weights[i] if i in self.weights else tensors[int(i.name)] for i in self._graph.inputs]
         self._lowering.begin()
         made = Rewritten(self._graph, self._lowering).run(*given)
@@ -103,24 +110,6 @@ class Whole(nn.Module):
         values = [v for v, kind in zip(made, kinds, strict=True) if kind in RESULTS]
         results = tuple(values[place] for place in self._order)
         return results[0] if len(results) == 1 else results
-
-    def _checked(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors of a call, if its sizes are among those that the program is for."""
-        if not self.limits.conditions:
-            return tensors
-        sizes = {name: tensors[n].shape[dim] for name, (n, dim) in self._places.items()}
-        holds = self.limits.hold(sizes, tensors[0].device)
-        return [self.limits.checked(tensors[0], holds, self._lowering.format), *tensors[1:]]
-
-
-def _places_of_sizes(captured: Captured) -> dict[str, tuple[int, int]]:
-    """Which dimension of which tensor has a symbolic size by itself."""
-    return {
-        str(extent): (number, dim)
-        for number, shape in enumerate(captured.shapes)
-        for dim, extent in enumerate(shape)
-        if getattr(extent, "is_Symbol", False)
-    }
 
 
 def _results(captured: Captured) -> tuple[list[int], list[str]]:

@@ -163,11 +163,8 @@ def as_artifact(files: Mapping[str, bytes]) -> bytes:
 
 
 def from_artifact(content: bytes) -> dict[str, bytes]:
-    """The files of an artifact.
-
-    Raises:
-        SavedError: its bytes have changed, or what it says of its files is not true of them.
-    """
+    """The files of an artifact; SavedError where its bytes have changed, or what it says of its files is not
+    true of them."""
     digest, _, body = content.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise SavedError("an artifact has changed since it was made.")

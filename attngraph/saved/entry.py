@@ -175,11 +175,8 @@ class Known:
 
 @of_files
 def unfit_contents(files: Files, known: Known) -> str:
-    """The first buffer that does not hold what the graph relies on; "" if all do.
-
-    Raises:
-        SavedError: the files do not go together.
-    """
+    """The first buffer that does not hold what the graph relies on; "" if all do. SavedError where the files
+    do not go together."""
     graph_file, guards = json.loads(files["graph.json"]), json.loads(files["guards.json"])
     for label, digest in guards["contents"].items():
         kind, _, name = label.partition(" ")
@@ -203,11 +200,8 @@ def _own(owner: nn.Module, kind: str, name: str) -> Tensor | None:
 
 @of_files
 def executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Executable:
-    """The executable that `files_of` wrote; its guards have been compared.
-
-    Raises:
-        SavedError: the files do not go together, or the model has not what the graph takes.
-    """
+    """The executable that `files_of` wrote; its guards have been compared. SavedError where the files do not
+    go together, or the model has not what the graph takes."""
     beside = json.loads(files["graph.json"])
     graph, names, report = _graph(files, beside, known)
     attributes = tuple(
@@ -229,11 +223,7 @@ def executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], Ru
 
 def _owner(thing: Any, name: str) -> Any:
     """An object whose attribute a graph sets, if the attribute is its own: not what its class defines, nor
-    what every module has, nor a module or a parameter of it.
-
-    Raises:
-        ValueError: it is not.
-    """
+    what every module has, nor a module or a parameter of it; ValueError where it is not."""
     held = {*vars(nn.Module())}
     if isinstance(thing, nn.Module):
         held |= {*thing._modules, *thing._parameters}
@@ -244,11 +234,8 @@ def _owner(thing: Any, name: str) -> Any:
 
 @of_files
 def step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Step:
-    """The decoder's step that `files_of` wrote; its guards have been compared.
-
-    Raises:
-        SavedError: as `executable_from`.
-    """
+    """The decoder's step that `files_of` wrote; its guards have been compared. SavedError as in
+    `executable_from`."""
     beside = json.loads(files["graph.json"])
     graph, names, report = _graph(files, beside, known)
     _require_state(graph)
@@ -316,10 +303,6 @@ class Guards:
 
 @of_files
 def describe(files: Files) -> Mapping[str, Any]:
-    """The guards among the files.
-
-    Raises:
-        SavedError: there are none.
-    """
+    """The guards among the files; SavedError where there are none."""
     found: Guards = made(Guards, json.loads(files["guards.json"]), "guards")
     return vars(found)

@@ -124,12 +124,8 @@ def _beside(part: ProgramGraph, names: Mapping[str, str]) -> dict[str, Any]:
 def _sizes(
     part: ProgramGraph, places: Mapping[fx.Node, int], names: Mapping[str, str]
 ) -> dict[str, tuple[int, int]]:
-    """Where each size is taken from.
-
-    Raises:
-        SavedError: a decoder's graph takes a size from several places, which have it for different reasons:
-            its tokens are those of several sequences, one after another.
-    """
+    """Where each size is taken from; SavedError where a decoder's graph takes a size from several places,
+    which have it for different reasons: its tokens are those of several sequences, one after another."""
     found: dict[str, dict[str, tuple[int, int]]] = {}
     kinds = {node: given.kind for node, given in part.given().items()}
     of_step = part.state is not None or not set(kinds.values()).isdisjoint(("rows", "pages", "carried"))
@@ -170,11 +166,8 @@ def _assumed(part: ProgramGraph) -> list[Input]:
 
 def _assume(part: ProgramGraph, assumed: Sequence[Input]) -> None:
     """Let a part rely on the contents of these inputs, which it gets if it has them not."""
-    nodes = part.placeholders()
     for given in (g for g in assumed if g not in part.inputs):
-        with part.graph.inserting_after(nodes[-1] if nodes else None):
-            nodes.append(part.graph.placeholder(f"assumed_{len(nodes)}"))
-        part.inputs = (*part.inputs, given)
+        part.add_input(given, None)
     part.assumed = {node.name for node, given in part.given().items() if given in assumed}
     part.module.recompile()
 

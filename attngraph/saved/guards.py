@@ -36,7 +36,7 @@ class Names:
     def scope(self, describe: Callable[[Scope], Content]) -> Scope:
         ran = ran_of(self.functions, describe)
         ran.environment.update(self.environment)
-        return ran.scope(asked=frozenset((place, what) for place, what in self.asked), layouts=self.layouts)
+        return ran.scope(asked=frozenset(self.asked), layouts=self.layouts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def describe_answers(tensors: Sequence[Tensor], ran: Names) -> dict[str, str]:
     """What is true of a call's tensors of what the code asked."""
     if not ran.asked and not ran.layouts:
         return {}
-    found = answers(tensors, frozenset((place, what) for place, what in ran.asked), ran.layouts)
+    found = answers(tensors, frozenset(ran.asked), ran.layouts)
     return {"what is asked of arguments": str(found)}
 
 

@@ -23,11 +23,8 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def write_structure(structure: Structure, names: Mapping[str, str]) -> dict[str, Any]:
-    """The structure as a JSON value. `names`: of sizes in the file by those in the structure.
-
-    Raises:
-        SavedError: something in it has no form in a file.
-    """
+    """The structure as a JSON value. `names`: of sizes in the file by those in the structure. SavedError
+    where something in it has no form in a file."""
     leaves = [
         [kind, size_text(value, names) if kind == "size" else _value(value)]
         for kind, value in structure.leaves
@@ -125,11 +122,7 @@ def _class_name(kind: type) -> str:
 
 
 def _class(name: str) -> type:
-    """A loaded class that is made of its parts alone.
-
-    Raises:
-        SavedError: there is none.
-    """
+    """A loaded class that is made of its parts alone; SavedError where there is none."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

@@ -77,19 +77,13 @@ class Formulas:
         self._places[name] = node, axis
 
     def value(self, text: str) -> Any:
-        """The formula's value: a number or a symbolic size.
-
-        Raises:
-            ValueError: it is not a formula, or it names a size that the file's header does not declare.
-        """
+        """The formula's value: a number or a symbolic size; ValueError where it is not a formula, or it names
+        a size that the file's header does not declare."""
         return _read(parsed(text), _OF_NODES, self._symbol, lambda number: number, self._call)
 
     def node(self, text: str) -> Any:
-        """A number, or the node of the graph that computes the formula.
-
-        Raises:
-            ValueError: as `value`, or no input has one of the named sizes.
-        """
+        """A number, or the node of the graph that computes the formula; ValueError as in `value`, and where
+        no input has one of the named sizes."""
         if text not in self._nodes:
             self._nodes[text] = _read(parsed(text), _OF_NODES, self._query, lambda number: number, self._call)
         return self._nodes[text]
@@ -164,11 +158,8 @@ def _check_power(base: Any, exponent: Any = 1) -> None:
 
 
 def parsed(text: str) -> ast.expr:
-    """The tree of a formula.
-
-    Raises:
-        ValueError: it is none, or is longer or deeper than the formulas of any model.
-    """
+    """The tree of a formula; ValueError where it is none, or is longer or deeper than the formulas of any
+    model."""
     deep = max(itertools.accumulate((letter in "([") - (letter in ")]") for letter in text), default=0)
     if len(text) > MOST_LETTERS or deep > MOST_DEEP:
         raise ValueError(f"a formula of {len(text)} letters, {deep} deep, is too long")
@@ -190,11 +181,7 @@ def _powers(tree: ast.AST) -> int:
 
 def size_text(formula: Any, names: Mapping[str, str]) -> int | float | bool | str:
     """A formula of sizes, or a relation of them, as it is written in a file. `names`: of sizes in the file by
-    those in the formula.
-
-    Raises:
-        SavedError: it cannot be read back.
-    """
+    those in the formula. SavedError where it cannot be read back."""
     if isinstance(formula, (bool, int, float)):
         return formula
     if isinstance(formula, (torch.SymInt, torch.SymBool, torch.SymFloat)):
@@ -212,11 +199,7 @@ def size_text(formula: Any, names: Mapping[str, str]) -> int | float | bool | st
 
 def size_of(text: int | float | bool | str, names: Mapping[str, str]) -> Any:
     """The number, or the formula over symbols, that `size_text` wrote. `names`: of sizes in the formula by
-    those in the file.
-
-    Raises:
-        ValueError: it is no formula.
-    """
+    those in the file. ValueError where it is no formula."""
     if not isinstance(text, str):
         return text
     symbol = functools.partial(sympy.Symbol, integer=True)

@@ -77,11 +77,8 @@ def read_name(text: str, sigil: str) -> str:
 
 
 def split(text: str, mark: str = ",") -> list[str]:
-    """The parts of a list, split at each `mark` that is outside brackets and quotes.
-
-    Raises:
-        ValueError: a bracket or a quote is left open.
-    """
+    """The parts of a list, split at each `mark` that is outside brackets and quotes; ValueError where a
+    bracket or a quote is left open."""
     parts, depth, quote, start = [], 0, "", 0
     place = 0
     while place < len(text):
@@ -106,11 +103,8 @@ def split(text: str, mark: str = ",") -> list[str]:
 
 
 def read_value(text: str) -> Any:
-    """The value of an argument: a plain value, a list, a `Name`, or, for any other text, a `Formula`.
-
-    Raises:
-        ValueError: a bracket or a quote is left open.
-    """
+    """The value of an argument: a plain value, a list, a `Name`, or, for any other text, a `Formula`;
+    ValueError where a bracket or a quote is left open."""
     if text in _WORDS:
         return _WORDS[text]
     if text.startswith(("%", "$")):
@@ -136,11 +130,8 @@ def read_value(text: str) -> Any:
 
 
 def read_type(text: str) -> TensorType | list[TensorType] | None:
-    """The type that `text` spells: a list of types for several results, None for a number.
-
-    Raises:
-        ValueError: it is not a type.
-    """
+    """The type that `text` spells: a list of types for several results, None for a number; ValueError where
+    it is not a type."""
     if text == "size":
         return None
     if text.startswith("(") and text.endswith(")"):
@@ -167,11 +158,8 @@ MOST_BYTES = 1 << 30
 
 
 def decode(found: Any) -> Tensor:
-    """The tensor that `encode` encoded.
-
-    Raises:
-        ValueError: it is none, or holds more or less than its shape says.
-    """
+    """The tensor that `encode` encoded; ValueError where it is none, or holds more or less than its shape
+    says."""
     try:
         dtype, shape, packed = read_value(found["dtype"]), found["shape"], base64.b64decode(found["data"])
     except (TypeError, KeyError) as problem:

@@ -144,11 +144,7 @@ class ProgramGraph:
     def add_input(self, given: Input, value: Any, name: str = "") -> fx.Node:
         """A placeholder more, the last, of this fake value."""
         placeholders = self.placeholders()
-        if placeholders:
-            place = self.graph.inserting_after(placeholders[-1])
-        else:
-            place = self.graph.inserting_before(next(iter(self.graph.nodes)))
-        with place:
+        with self.graph.inserting_after(placeholders[-1] if placeholders else None):
             node: fx.Node = self.graph.placeholder(name or f"{given.kind}_{len(placeholders)}")
         node.meta["val"] = value
         self.inputs = (*self.inputs, given)
@@ -181,7 +177,6 @@ class ProgramGraph:
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             copies[node] = made.node_copy(node, copies.__getitem__)
-            copies[node].meta = dict(node.meta)
         return dataclasses.replace(
             self, module=as_module(made), assumed=set(self.assumed), stages=dict(self.stages)
         )

@@ -45,11 +45,8 @@ class Step(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def parse(text: str, wide: bool = False) -> Step:
-    """A program from its text. `wide`: floating dtypes that are written stand for float64.
-
-    Raises:
-        ValueError: a line is malformed.
-    """
+    """A program from its text. `wide`: floating dtypes that are written stand for float64. ValueError where a
+    line is malformed."""
     parts: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line and not line.startswith(" "):
@@ -142,11 +139,7 @@ def _operator(function: ast.expr) -> Any:
 
 
 def written(value: Any, names: Mapping[Any, str]) -> str:
-    """An argument of an operation as text.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """An argument of an operation as text; ValueError where it has none."""
     if isinstance(value, fx.Node):
         return names[value]
     if isinstance(value, (list, tuple)):

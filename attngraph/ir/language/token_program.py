@@ -251,11 +251,8 @@ _RESULT = re.compile(r"r(\d+)\[([^\]]*)\](?:\s+(\w+))?")
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> TokenProgram:
-    """The token program that `text` spells; `parse(program.text) == program`.
-
-    Raises:
-        TokenProgramError: with the line and what is wrong with it.
-    """
+    """The token program that `text` spells; `parse(program.text) == program`. A TokenProgramError has the
+    line and what is wrong with it."""
     given: list[Given] = []
     definitions: list[Definition] = []
     results: list[Result] = []

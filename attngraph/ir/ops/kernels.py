@@ -10,6 +10,7 @@ scores: together they are the parts weighted by their shares of the sum of all e
 a latent's cache, and the ranks' parts of a divided one.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -91,11 +92,7 @@ def candidates(device: str, family: str = "") -> list[Kernel]:
 
 def choose(program: ScoreProgram, operands: Operands, family: str = "") -> Kernel:
     """The first kernel that supports the program; `family` ("cpu", "triton", ...) restricts the choice to
-    kernels whose name starts with it.
-
-    Raises:
-        BackendError: none of the family supports it; the message lists each one's reason.
-    """
+    kernels whose name starts with it. BackendError, with each one's reason, where none supports it."""
     reasons = []
     for kernel in candidates(operands[0].device.type, family):
         reason = kernel.refuse(program, operands)
@@ -139,26 +136,21 @@ def attend(
         evaluate.scores(program, product, env, skip)
         for product, (_, _, env, skip) in zip(products, parts, strict=True)
     ]
-    top = torch.stack([b.amax(-1, keepdim=True) for b in blocks]).amax(0)
-    sink = evaluate.sink(program, parts[0][2])
+    weights, lse = normalised(blocks, evaluate.sink(program, parts[0][2]))
+    outs = [
+        grouped(evaluate.weights(program, weight, env, product), v)
+        for weight, product, (_, v, env, _) in zip(weights, products, parts, strict=False)
+    ]
+    return functools.reduce(torch.add, outs), lse
+
+
+def normalised(blocks: Sequence[Tensor], sink: Tensor | None) -> tuple[Sequence[Tensor], Tensor]:
+    """The softmax over blocks of scores, of which a sink is one more, and the log-sum-exps."""
     if sink is not None:
-        top = torch.maximum(top, sink)
-    # Subtracting the maximum affects only rounding, so it needs no gradient.
-    top = top.detach()
-    weights = [(b - top).exp() for b in blocks]
-    total = sum((w.sum(-1, keepdim=True) for w in weights), torch.zeros_like(top))
-    if sink is not None:
-        total = total + (sink - top).exp()
-    has_weights = program.changes_weights
-    out = None
-    for weight, product, (_, v, env, _) in zip(weights, products, parts, strict=True):
-        p = evaluate.weights(program, weight / total, env, product) if has_weights else weight
-        part = grouped(p, v)
-        out = part if out is None else out + part
-    assert out is not None
-    if not has_weights:
-        out = out / total
-    return out, (top + total.log()).squeeze(-1)
+        blocks = [*blocks, sink.expand(*blocks[0].shape[:3], 1)]
+    scores = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), -1)
+    weights, lse = scores.softmax(-1), scores.logsumexp(-1)
+    return [weights] if len(blocks) == 1 else weights.split([b.shape[3] for b in blocks], -1), lse
 
 
 def dot(q: Tensor, k: Tensor) -> Tensor:
@@ -173,17 +165,6 @@ def grouped(x: Tensor, y: Tensor) -> Tensor:
     if hq == hkv:
         return x @ y
     return (x.reshape(b, hkv, (hq // hkv) * s, m) @ y).view(b, hq, s, y.shape[3])
-
-
-def normalised(program: ScoreProgram, scores: Tensor, dot: Tensor, env: Environment) -> Tensor:
-    """The weights of scores that span all keys; a sink counts as one more key."""
-    sink = evaluate.sink(program, env)
-    if sink is None:
-        weights = scores.softmax(-1)
-    else:
-        one_more = sink.expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, one_more], -1).softmax(-1)[..., : scores.shape[3]]
-    return evaluate.weights(program, weights, env, dot)
 
 
 def environment(tile: Tile, reads: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> Environment:
@@ -204,11 +185,7 @@ class Reference(Kernel):
         q, k, v = operands
         dtype = accumulation_dtype(q.dtype)
         b, hq, sq, _ = q.shape
-        sk = k.shape[2]
-        tile = Tile((0, b), (0, hq), (0, sq), (0, sk))
-        env = environment(tile, reads, sizes, q)
-        if sk == 0:
-            return _nothing_to_see(q, v, evaluate.sink(program, env))
+        env = environment(Tile((0, b), (0, hq), (0, sq), (0, k.shape[2])), reads, sizes, q)
         out, lse = attend(program, q.to(dtype), [(k.to(dtype), v.to(dtype), env, frozenset())])
         return out.to(v.dtype), lse
 
@@ -234,15 +211,6 @@ def gradients(
         results, given = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(results, wanted, given, allow_unused=True, materialize_grads=True))
     return [next(found) if t.requires_grad else None for t in inputs]
-
-
-def _nothing_to_see(q: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The result for no keys at all: an empty weighted sum, zeros as PyTorch's matmul gives."""
-    # Empty sums: zeros that depend on the inputs, so that their gradients are zeros rather than missing.
-    nothing = q[..., :0].sum() + v.sum()
-    out = v.new_zeros((*q.shape[:3], v.shape[3])) + nothing
-    lse = q.new_full(q.shape[:3], float("-inf"), dtype=accumulation_dtype(q.dtype))
-    return out, lse if sink is None else lse.unsqueeze(-1).maximum(sink).squeeze(-1)
 
 
 register(Reference())

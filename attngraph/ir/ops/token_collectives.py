@@ -24,8 +24,7 @@ from torch import Tensor
 
 from attngraph.ir.kept import kept
 from attngraph.ir.ops.collectives import COLLECTIVES, Simulated, collective, for_each, rank_in
-from attngraph.ir.ops.declare import Sizes, declare, differentiated
-from attngraph.ir.ops.transforms import has_tangent, is_recorded, shared
+from attngraph.ir.ops.declare import Sizes, declare, differentiated, has_tangent, is_recorded, shared
 
 TOKENS = 2
 """The dimension of keys that counts tokens."""
@@ -134,7 +133,7 @@ class _Plan:
 
 
 def _plan(program: str, reads: Sequence[Tensor], sizes: Sequence[int], layout: Layout, total: int) -> _Plan:
-    """The plan of a fetch. One that tensors decide is shared within a run of a graph (`transforms.py`)."""
+    """The plan of a fetch. One that tensors decide is shared within a run of a graph (`declare.py`)."""
     about = program, tuple(map(int, sizes)), layout, total
     if not reads:
         return _kept_plan(*about)

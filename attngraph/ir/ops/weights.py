@@ -59,7 +59,8 @@ def _block(
     if 0 in tile.shape:
         return q.new_empty(tile.shape, dtype=env.dtype)
     dot = kernels.dot(q.to(env.dtype), k.to(env.dtype))
-    return kernels.normalised(program, evaluate.scores(program, dot, env), dot, env)
+    (weights, *_), _ = kernels.normalised([evaluate.scores(program, dot, env)], evaluate.sink(program, env))
+    return evaluate.weights(program, weights, env, dot)
 
 
 def _places(selection: Places, extent: int, what: str) -> list[int]:
