@@ -31,14 +31,9 @@ from typing import Any
 
 from attngraph.errors import SavedError
 from attngraph.ir import cache_folder
-from attngraph.saved.folder import (
-    MANIFEST,
-    MOST_FILES,
-    as_bytes,
-    read_file,
-    read_manifest,
-    size_of_folder,
-    write_folder,
+
+from attngraph.saved.folder import (  # isort: skip
+    MANIFEST, MOST_FILES, as_bytes, read_file, read_manifest, size_of_folder, write_folder,
 )  # fmt: skip
 
 try:

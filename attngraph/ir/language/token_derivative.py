@@ -15,18 +15,11 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.derivative import ZERO, UnsupportedError, added, derivative, multiplied
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.token_program import (
-    TOKEN,
-    Definition,
-    Extent,
-    Given,
-    Result,
-    TokenProgram,
-    extent,
-    index,
-    parse,
-)
 from attngraph.ir.walk import reached
+
+from attngraph.ir.language.token_program import (  # isort: skip
+    TOKEN, Definition, Extent, Given, Result, TokenProgram, extent, index, parse,
+)  # fmt: skip
 
 GIVEN, RESULT, GRADIENT = "given", "result", "gradient"
 """What the backward program is given: what the program is, its results, and their gradients."""

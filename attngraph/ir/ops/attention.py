@@ -25,18 +25,12 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from attngraph.ir.language import E, Environment, ScoreProgram, Tile, evaluate, format_expr, parse
 from attngraph.ir.ops import kernels
-from attngraph.ir.ops.declare import (
-    Sizes,
-    are_batched,
-    autograd_inside,
-    declare,
-    has_tangent,
-    is_recorded,
-    is_transformed,
-    run_kernel,
-)  # fmt: skip  # isort: skip
 from attngraph.ir.ops.kernels import KERNELS, Kernel
 from attngraph.ir.ops.shardings import tell_dtensor
+
+from attngraph.ir.ops.declare import (  # isort: skip
+    Sizes, are_batched, autograd_inside, declare, has_tangent, is_recorded, is_transformed, run_kernel,
+)  # fmt: skip
 
 _NOTHING = contextlib.nullcontext()
 

@@ -18,17 +18,12 @@ from attngraph.ir.language import E, Expr, operation_of
 from attngraph.ir.language.token_derivative import GIVEN, GRADIENT, RESULT, backward
 from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram, extent, parse
 from attngraph.ir.ops import memory
-from attngraph.ir.ops.declare import (
-    INSTEAD,
-    are_batched,
-    declare,
-    has_tangent,
-    is_recorded,
-    is_transformed,
-    require_no_derivative,
-    run_kernel,
-)  # fmt: skip  # isort: skip
 from attngraph.ir.ops.quantised import dequantised
+
+from attngraph.ir.ops.declare import (  # isort: skip
+    INSTEAD, are_batched, declare, has_tangent, is_recorded, is_transformed, require_no_derivative,
+    run_kernel,
+)  # fmt: skip
 
 
 class Runner(Protocol):
