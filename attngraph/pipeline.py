@@ -81,18 +81,9 @@ class Disabled:
     """A pass that is skipped. The graph gets the level that the pass would yield and is verified at it."""
 
     step: Pass
-
-    @property
-    def name(self) -> str:
-        return self.step.name
-
-    @property
-    def requires(self) -> Level:
-        return self.step.requires
-
-    @property
-    def yields(self) -> Level:
-        return self.step.yields
+    name = property(lambda self: self.step.name)
+    requires = property(lambda self: self.step.requires)
+    yields = property(lambda self: self.step.yields)
 
     def run(self, graph: ProgramGraph) -> Outcome:
         return Outcome(["disabled"])

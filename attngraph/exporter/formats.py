@@ -32,9 +32,10 @@ class Names:
 
 
 class Format:
-    """A format. `has_attention`: whether it has an operation of its own for attention."""
+    """A format; this one is torch.export's own, which `torch.export.load` reads. `has_attention`: whether it
+    has an operation of its own for attention."""
 
-    name = ""
+    name = "pt2"
     has_attention = False
 
     def require(self) -> None:
@@ -42,31 +43,12 @@ class Format:
 
     def save(self, program: ExportedProgram, path: Path, names: Names) -> None:
         """Write a program."""
-        raise NotImplementedError
-
-    def reader(self, path: Path, outputs: Sequence[str]) -> Run:
-        """Runs a file: from its inputs in order to its outputs; ExportError where what runs it is not
-        installed, or does not load the file."""
-        raise NotImplementedError
-
-    def guarded(self, tensor: Tensor, holds: Tensor, words: str) -> Tensor:
-        """The tensor, in a program that fails where `holds` is not true, as `words` say."""
-        raise NotImplementedError
-
-
-NO_FILE = Format()
-
-
-class PT2(Format):
-    """A program that `torch.export.load` reads."""
-
-    name = "pt2"
-
-    def save(self, program: ExportedProgram, path: Path, names: Names) -> None:
         with quiet():
             torch.export.save(program, path)
 
     def reader(self, path: Path, outputs: Sequence[str]) -> Run:
+        """Runs a file: from its inputs in order to its outputs; ExportError where what runs it is not
+        installed, or does not load the file."""
         with quiet():
             program = torch.export.load(path)
         module, spec = program.module(), program.call_spec.in_spec
@@ -83,8 +65,12 @@ class PT2(Format):
         return run
 
     def guarded(self, tensor: Tensor, holds: Tensor, words: str) -> Tensor:
+        """The tensor, in a program that fails where `holds` is not true, as `words` say."""
         torch._assert_async(holds, f"this file is for sizes with {words}")
         return tensor
+
+
+PT2 = Format()
 
 
 def write(program: ExportedProgram, path: Path, format: Format, names: Names, check: Check | None) -> str:

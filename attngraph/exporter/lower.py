@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attngraph.exporter.formats import NO_FILE, Format
+from attngraph.exporter.formats import PT2, Format
 from attngraph.exporter.report import ExportedAttention
 from attngraph.exporter.standard import LOWEST, NotStandard, Standard, standard_form
 from attngraph.exporter.tracing import varies
@@ -83,7 +83,7 @@ class Result:
 class Lowering:
     """How attentions are written. `way`: OPERATION, SDPA or PLAIN, where it can say the program."""
 
-    def __init__(self, way: str, format: Format = NO_FILE) -> None:
+    def __init__(self, way: str, format: Format = PT2) -> None:
         self.way, self.format = way, format
         self.found: list[ExportedAttention] = []
         self.by_expert = False

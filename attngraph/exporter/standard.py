@@ -119,7 +119,9 @@ class _Reader:
         if self.softcap and unit is not S.SCORE:
             if number is None or number <= 0:
                 raise NotStandard("the factor of a tanh of the scores is no positive number")
-            self._set_cap(number)
+            scale = _number(self.factor)
+            assert scale is not None
+            self.softcap, self.factor = number, E.const(float(scale * number))
         elif self.softcap and not _is_one(slope):
             raise NotStandard("scores are multiplied after a tanh")
         else:
@@ -141,11 +143,6 @@ class _Reader:
             raise NotStandard("a tanh of the scores is of more than a multiple of the product")
         self.factor, self.softcap = E.const(float(scale)), 1.0
         return value
-
-    def _set_cap(self, cap: float) -> None:
-        scale = _number(self.factor)
-        assert scale is not None
-        self.softcap, self.factor = cap, E.const(float(scale * cap))
 
     def _keep(self, keep: Keep) -> None:
         if _mentions(keep.predicate, S.DOT) or _mentions(keep.predicate, S.SCORE):

@@ -23,6 +23,7 @@ from attngraph.ir.graph.program_graph import RESULTS, Input, ProgramGraph, Rate,
 from attngraph.ir.ops import nodes
 from attngraph.meaning.placement.elements import grouped
 from attngraph.runtime.inputs import own_tensor
+from attngraph.runtime.verify import tensors_of
 from attngraph.saved.weights import put
 
 REMARK = "products of tokens with the weights of their expert: every expert multiplies all tokens"
@@ -99,7 +100,7 @@ class Whole(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         named = {name: kwargs[name] for name in self._kwargs}
-        tensors = [leaf for leaf in flatten((args, named))[0] if isinstance(leaf, Tensor)]
+        tensors = tensors_of((args, named))
         if self.limits.conditions:
             sizes = {name: tensors[n].shape[dim] for name, (n, dim) in self._places.items()}
             tensors[0] = self.limits.checked(tensors[0], sizes, self._lowering.format)
@@ -178,12 +179,8 @@ def _free(name: str) -> str:
 
 
 def by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`x[t] @ weight[expert of t]`; zero for tokens behind those of the last expert.
-
-    Args:
-        x: `[tokens, D]`, sorted by expert. weight: `[experts, D, H]`. ends: `[experts]`, where each expert's
-            tokens end.
-    """
+    """`x[t] @ weight[expert of t]`; zero for tokens behind those of the last expert. `x` is `[tokens, D]`,
+    sorted by expert, `weight` `[experts, D, H]`, and `ends` `[experts]`: where each expert's tokens end."""
     place = torch.arange(x.shape[0], device=x.device)
     expert = (place[:, None] >= ends).sum(-1, keepdim=True)
     found = torch.zeros(x.shape[0], weight.shape[2], dtype=x.dtype, device=x.device)

@@ -141,15 +141,9 @@ def is_pure(overload: Any) -> bool:
 
 def packet_of(name: str, libraries: Collection[str] = (), runs: bool = False) -> tuple[Any, list[str]]:
     """The operation that a text names as `add`, `add.Scalar`, `library.op` or `library.op.overload`, and what
-    of the name is left: its overload, if it has one.
-
-    Args:
-        libraries: whose operations may be named, besides PyTorch's and attngraph's.
-        runs: the graph is to be run as it was read.
-
-    Raises:
-        ValueError: it is not on the list.
-    """
+    of the name is left: its overload, if it has one. `libraries`: whose operations may be named, besides
+    PyTorch's and attngraph's. `runs`: the graph is to be run as it was read. ValueError where it is not on
+    the list."""
     first, *more = name.split(".")
     if first == "aten" and more:
         first, *more = more

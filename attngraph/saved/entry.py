@@ -51,16 +51,9 @@ T = TypeVar("T")
 def files_of(
     found: Executable | Step, traced: Traced, content: Content, owner: nn.Module, code: bool
 ) -> dict[str, bytes]:
-    """The files of a graph.
-
-    Args:
-        content: the model's state, for the paths of its objects.
-        owner: the module in which names of weights are looked up.
-        code: keep the text of the user's code in the report. A folder that is given away has none.
-
-    Raises:
-        SavedError: it has no form in files; says why.
-    """
+    """The files of a graph. `content`: the model's state, for the paths of its objects. `owner`: the module
+    in which names of weights are looked up. `code`: keep the text of the user's code in the report; a folder
+    that is given away has none. A SavedError says why it has no form in files."""
     graph = found.captured.graph if isinstance(found, Executable) else found.graph
     if isinstance(found, Executable) and found.captured.changes:
         raise SavedError("its forward changes objects among its arguments")

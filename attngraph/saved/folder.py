@@ -35,15 +35,9 @@ def as_bytes(data: Any) -> bytes:
 
 
 def write_folder(path: Path, about: Mapping[str, Any], files: Mapping[str, bytes], replace: bool) -> None:
-    """Write a folder of files and its manifest, at once.
-
-    Args:
-        about: what the manifest says besides digests.
-        replace: whether what is at `path`, another such folder, gives way.
-
-    Raises:
-        SavedError: it cannot be written, or something else is there.
-    """
+    """Write a folder of files and its manifest, at once. `about`: what the manifest says besides digests.
+    `replace`: whether what is at `path`, another such folder, gives way. SavedError where it cannot be
+    written, or something else is there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not (path / MANIFEST).is_file():

@@ -30,15 +30,9 @@ trace, its shape say, may change with that library."""
 
 
 def write(graph: ProgramGraph, live: Mapping[str, str]) -> tuple[str, dict[str, Any], Names]:
-    """A lowered graph as text, what is not in the text, and the names of its sizes in both.
-
-    Args:
-        live: constants that are tensors of the user's own, by their path from the model; their contents are
-            not written.
-
-    Raises:
-        SavedError: the graph cannot be read back as the same.
-    """
+    """A lowered graph as text, what is not in the text, and the names of its sizes in both. `live`: constants
+    that are tensors of the user's own, by their path from the model; their contents are not written.
+    SavedError where the graph cannot be read back as the same."""
     nodes = [node for part in parts_of(graph).values() for node in part.graph.nodes]
     calls = [n.target for n in nodes if n.op == "call_function"]
     spaces = (getattr(c, "namespace", None) or str(getattr(c, "__module__", "")).split(".")[0] for c in calls)

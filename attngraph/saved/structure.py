@@ -36,11 +36,8 @@ def write_structure(structure: Structure, names: Mapping[str, str]) -> dict[str,
 
 
 def read_structure(found: Mapping[str, Any], names: Mapping[str, str]) -> Structure:
-    """The structure that `write_structure` wrote.
-
-    Raises:
-        SavedError: a class of the results is not loaded. ValueError, KeyError, TypeError: it is no structure.
-    """
+    """The structure that `write_structure` wrote. SavedError where a class of the results is not loaded;
+    ValueError, KeyError or TypeError where it is no structure."""
     leaves = tuple(
         (kind, size_of(value, names) if kind == "size" else _made(value)) for kind, value in found["leaves"]
     )

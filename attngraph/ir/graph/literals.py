@@ -36,6 +36,8 @@ _TORCH = {
     )
 }  # fmt: skip
 _PLAIN = re.compile(r"[\w.\-]+")
+_PIECE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
+"""A text in quotes, or one letter."""
 _DEVICE = re.compile(r"(cpu|cuda|meta|mps|xpu|hpu)(:\d+)?")
 
 
@@ -79,24 +81,16 @@ def read_name(text: str, sigil: str) -> str:
 def split(text: str, mark: str = ",") -> list[str]:
     """The parts of a list, split at each `mark` that is outside brackets and quotes; ValueError where a
     bracket or a quote is left open."""
-    parts, depth, quote, start = [], 0, "", 0
-    place = 0
-    while place < len(text):
-        letter = text[place]
-        if quote:
-            place += letter == "\\"
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter in "([{":
-            depth += 1
-        elif letter in ")]}":
-            depth -= 1
-        elif letter == mark and depth == 0:
-            parts.append(text[start:place].strip())
-            start = place + 1
-        place += 1
-    if depth or quote:
+    parts, depth, start = [], 0, 0
+    for piece in _PIECE.finditer(text):
+        letter = piece[0]
+        if letter in ("'", '"'):
+            raise ValueError(f"a bracket or a quote is not closed in {text!r}")
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == mark and depth == 0:
+            parts.append(text[start : piece.start()].strip())
+            start = piece.end()
+    if depth:
         raise ValueError(f"a bracket or a quote is not closed in {text!r}")
     last = text[start:].strip()
     return [*parts, last] if last else parts

@@ -144,7 +144,8 @@ class ProgramGraph:
     def add_input(self, given: Input, value: Any, name: str = "") -> fx.Node:
         """A placeholder more, the last, of this fake value."""
         placeholders = self.placeholders()
-        with self.graph.inserting_after(placeholders[-1] if placeholders else None):
+        after, before = self.graph.inserting_after, self.graph.inserting_before
+        with after(placeholders[-1]) if placeholders else before(next(iter(self.graph.nodes))):
             node: fx.Node = self.graph.placeholder(name or f"{given.kind}_{len(placeholders)}")
         node.meta["val"] = value
         self.inputs = (*self.inputs, given)

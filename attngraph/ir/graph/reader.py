@@ -34,17 +34,10 @@ def read_graph(
     text: str, file: str = "the text", places: Mapping[str, Places] | None = None,
     libraries: Collection[str] = (),
 ) -> ProgramGraph:  # fmt: skip
-    """The graph that a dump's file holds.
-
-    Args:
-        file: the name of the file in error messages.
-        places: given for a text whose types are taken as written: for each part (`graph`, or the name of a
-            stage) where its sizes are taken from.
-        libraries: whose operations the text may name, besides PyTorch's and attngraph's.
-
-    Raises:
-        TextError: the file has another format version, is truncated, or has a malformed line; names the line.
-    """
+    """The graph that a dump's file holds. `file`: its name in error messages. `places`, given for a text
+    whose types are taken as written: for each part (`graph`, or the name of a stage) where its sizes are
+    taken from. `libraries`: whose operations the text may name, besides PyTorch's and attngraph's. A
+    TextError names the line that is malformed or missing."""
     return _Reader(text, file, places, libraries).graph()
 
 

@@ -105,7 +105,11 @@ class _Part:
             case ast.Subscript(value=value, slice=ast.Constant(value=int(place))):
                 return self.graph.call_function(operator.getitem, (self._value(value), place))
             case ast.Attribute(value=ast.Name(id="torch"), attr=name):
-                return self._plain(getattr(torch, name, None))
+                value = getattr(torch, name, None)
+                if not isinstance(value, _KINDS):
+                    raise ValueError(f"{value} cannot stand in a step program")
+                wider = self.wide and isinstance(value, torch.dtype) and value.is_floating_point
+                return torch.float64 if wider else value
             case ast.Call(func=function, args=args, keywords=named):
                 given = {str(k.arg): self._value(k.value) for k in named}
                 return self.graph.call_function(_operator(function), tuple(map(self._value, args)), given)
@@ -120,12 +124,6 @@ class _Part:
                 raise ValueError(f"{name} is not defined above")
             self.names[name] = self.graph.call_function(operator.getitem, (self.given[kind], int(number)))
         return self.names[name]
-
-    def _plain(self, value: Any) -> Any:
-        if not isinstance(value, _KINDS):
-            raise ValueError(f"{value} cannot stand in a step program")
-        wider = self.wide and isinstance(value, torch.dtype) and value.is_floating_point
-        return torch.float64 if wider else value
 
 
 def _operator(function: ast.expr) -> Any:

@@ -69,12 +69,9 @@ _DEVICES: dict[str, frozenset[str]] = {}
 
 
 def register(kernel: Kernel, devices: frozenset[str] = frozenset()) -> None:
-    """Add a kernel, before the reference and after those registered earlier.
-
-    Args:
-        devices: the device types ("cuda", ...) that the kernel is made for. There it is preferred to kernels
-            made for no particular device; elsewhere it is used only if requested by name.
-    """
+    """Add a kernel, before the reference and after those registered earlier. `devices`: the device types
+    ("cuda", ...) that it is made for. There it is preferred to kernels made for no particular device;
+    elsewhere it is used only if requested by name."""
     last = KERNELS.pop("reference", None)
     KERNELS[kernel.name] = kernel
     _DEVICES[kernel.name] = devices
@@ -121,16 +118,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def attend(
     program: ScoreProgram, q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Environment, frozenset[int]]]
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a block of queries to several blocks of keys, with all scores in memory at once.
-
-    Args:
-        q: `[B, Hq, S, D]` in the accumulation dtype.
-        parts: for each block of keys: k `[B, Hkv, Sk, D]`, v `[B, Hkv, Sk, Dv]`, the environment of
-            its tile, and the statements that have no effect there.
-
-    Returns:
-        The output `[B, Hq, S, Dv]` and the log-sum-exp `[B, Hq, S]`.
-    """
+    """Attention of a block of queries, `[B, Hq, S, D]` in the accumulation dtype, to several blocks of keys,
+    with all scores in memory at once: the output `[B, Hq, S, Dv]` and the log-sum-exp `[B, Hq, S]`. A part
+    has k `[B, Hkv, Sk, D]`, v `[B, Hkv, Sk, Dv]`, the environment of its tile, and the statements that have
+    no effect there."""
     products = [dot(q, k) for k, *_ in parts]
     blocks = [
         evaluate.scores(program, product, env, skip)
@@ -229,14 +220,11 @@ def cleared(out: Tensor, lse: Tensor, operands: Sequence[Tensor]) -> Part:
     """A kernel's results as a part: where its log-sum-exp is NaN because no key is seen, it is minus
     infinity."""
     hidden = lse.isnan()
-    if not bool(hidden.any()) or all(map(_is_a_number, operands)):
+    floating = (t for t in operands if t.is_floating_point())
+    # Neither a NaN nor +inf makes a score NaN. (Masks contain -inf.)
+    if not bool(hidden.any()) or all(bool((t < math.inf).all()) for t in floating):
         return Part(out, lse.masked_fill(hidden, -math.inf))
     return Part(out, lse, False)
-
-
-def _is_a_number(tensor: Tensor) -> bool:
-    """Whether no element can make a score NaN: no NaN and no +inf (masks contain -inf)."""
-    return not tensor.is_floating_point() or bool((tensor < math.inf).all())
 
 
 def tell_shares(parts: Sequence[Part]) -> bool:

@@ -24,18 +24,10 @@ def attention_weights(
     program: ScoreProgram, q: Tensor, k: Tensor, reads: Sequence[Tensor], sizes: Sequence[int],
     rows: Places = None, queries: Places = None,
 ) -> Tensor:  # fmt: skip
-    """The weights of an attention with operands as for `attngraph::attention`.
-
-    Args:
-        rows: which entries of the batch; queries: which queries. Both keep their dimension, also for an int.
-
-    Returns:
-        `[rows, Hq, queries, Skv]` in the operands' dtype. A query that sees no key has NaN, as in PyTorch's
-        softmax.
-
-    Raises:
-        IndexError: a row or a query that there is not.
-    """
+    """The weights of an attention with operands as for `attngraph::attention`, `[rows, Hq, queries, Skv]` in
+    the operands' dtype. `rows`: which entries of the batch; `queries`: which queries. Both keep their
+    dimension, also for an int; IndexError where there is none of a number. A query that sees no key has NaN,
+    as in PyTorch's softmax."""
     batch, heads, tokens, _ = q.shape
     keys = k.shape[2]
     chosen = _places(rows, batch, "row"), _places(queries, tokens, "query")
