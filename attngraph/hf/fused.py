@@ -54,37 +54,27 @@ def attention(
     else:
         is_causal = False
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    changes = Changes(scale, softcap, position_bias, attention_mask, is_causal, sinks, dropout)
+    changes = scale, softcap, position_bias, attention_mask, is_causal, sinks, dropout
     if torch.compiler.is_exporting():
-        return _spelled_out(query, key, value, changes).transpose(1, 2).contiguous(), None
-    program, reads, sizes = _program(query, key, changes)
+        return _spelled_out(query, key, value, *changes).transpose(1, 2).contiguous(), None
+    program, reads, sizes = _program(query, key, *changes)
     with torch.autocast(device, enabled=False):  # kernels choose the dtypes that they compute in
         out = op.attention(query, key, value, program, *reads, sizes=sizes)
     return out.transpose(1, 2).contiguous(), None
 
 
-class Changes(NamedTuple):
-    """What a call does to the scores and the weights, in this order: see `attention`."""
-
-    scale: float
-    softcap: float | None
-    bias: Tensor | None
-    mask: Tensor | None
-    is_causal: bool
-    sinks: Tensor | None
-    dropout: float
-
-
-def _program(query: Tensor, key: Tensor, changes: Changes) -> tuple[str, list[Tensor], list[int]]:
+def _program(
+    query: Tensor, key: Tensor, scale: float, softcap: float | None, bias: Tensor | None, mask: Tensor | None,
+    is_causal: bool, sinks: Tensor | None, dropout: float,
+) -> tuple[str, list[Tensor], list[int]]:  # fmt: skip
     """The score program of a call, and the tensors and sizes that it reads."""
     reads: list[Tensor] = []
     sizes: list[int] = []
-    lines = [f"s = {changes.scale!r} * dot"]
-    if changes.softcap is not None:
-        lines.append(f"s = {float(changes.softcap)!r} * tanh(s / {float(changes.softcap)!r})")
-    if changes.bias is not None:
-        lines.append(f"s = s + {_read(reads, changes.bias, key)}")
-    mask = changes.mask
+    lines = [f"s = {scale!r} * dot"]
+    if softcap is not None:
+        lines.append(f"s = {float(softcap)!r} * tanh(s / {float(softcap)!r})")
+    if bias is not None:
+        lines.append(f"s = s + {_read(reads, bias, key)}")
     if mask is not None and mask.dtype == torch.bool:
         # Eager uses a finite fill, so a padding row that sees no key gives finite results and gradients. If
         # there is no such row, minus infinity gives the same results, and its gradients are cheaper.
@@ -98,40 +88,42 @@ def _program(query: Tensor, key: Tensor, changes: Changes) -> tuple[str, list[Te
             sizes = [formula.offset] if formula.offset else []
     elif mask is not None:
         lines.append(f"s = s + {_read(reads, mask.to(query.dtype), key)}")
-    elif changes.is_causal:
+    elif is_causal:
         lines.append("keep k <= q")
-    if changes.sinks is not None:
-        lines.append(f"sink {_read(reads, changes.sinks, key)}")
-    if changes.dropout > 0:
+    if sinks is not None:
+        lines.append(f"sink {_read(reads, sinks, key)}")
+    if dropout > 0:
         reads.append(torch.ops.attngraph.seed().to(query.device))
-        kept = 1.0 - changes.dropout
+        kept = 1.0 - dropout
         lines.append(f"p = where(random(r{len(reads) - 1}[], b, h, q, k) < {kept!r}, p / {kept!r}, 0.0)")
     return "\n".join(lines), reads, sizes
 
 
-def _spelled_out(query: Tensor, key: Tensor, value: Tensor, changes: Changes) -> Tensor:
+def _spelled_out(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, bias: Tensor | None,
+    mask: Tensor | None, is_causal: bool, sinks: Tensor | None, dropout: float,
+) -> Tensor:  # fmt: skip
     """The same in plain PyTorch, for torch.export: an exported program then contains no attngraph op, and
     `attngraph.compile` sees how masks are computed and fuses it like eager attention."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = query @ key.mT * changes.scale
-    if changes.softcap is not None:
-        scores = (scores / changes.softcap).tanh() * changes.softcap
-    if changes.bias is not None:
-        scores = scores + changes.bias[..., : key.shape[2]]
-    mask = changes.mask
-    if changes.is_causal:
+    scores = query @ key.mT * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if bias is not None:
+        scores = scores + bias[..., : key.shape[2]]
+    if is_causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
     if mask is not None and mask.dtype == torch.bool:
         scores = torch.where(mask[..., : key.shape[2]], scores, scores - torch.finfo(query.dtype).max)
     elif mask is not None:
         scores = scores + mask[..., : key.shape[2]]
-    if changes.sinks is not None:
-        scores = torch.cat([scores, changes.sinks.expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, query.dtype)).to(query.dtype)
-    if changes.sinks is not None:
+    if sinks is not None:
         weights = weights[..., :-1]
-    return nn.functional.dropout(weights, changes.dropout) @ value
+    return nn.functional.dropout(weights, dropout) @ value
 
 
 def _read(reads: list[Tensor], tensor: Tensor, key: Tensor) -> str:

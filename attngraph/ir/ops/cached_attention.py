@@ -28,7 +28,7 @@ from attngraph.ir.language import E, ScoreProgram, Statement, operation, parse
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.attention import check_operands
 from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
-from attngraph.ir.ops.kernels import Part, can_be_joined, cleared, joined, tell_shares
+from attngraph.ir.ops.kernels import Part, cleared, joined, tell_shares
 from attngraph.ir.ops.quantised import widened
 from attngraph.ir.versions import version_of
 
@@ -318,7 +318,9 @@ def row_by_row(
     for row in (row for row, length in enumerate(lengths) if length):
         oldest = max(0, held[row] - rows.table.shape[1] * pages[0].shape[2])
         total = held[row] + (0 if fixed else lengths[row])
-        step = block if block and can_be_joined(program) else max(1, total)
+        # A sink would be counted once per block, and `p = ...` applies to weights over all keys.
+        joins = program.sink is None and not program.changes_weights
+        step = block if block and joins else max(1, total)
         parts = [attend(row, start, min(start + step, total)) for start in range(oldest, total, step)]
         if len(parts) > 1 and all(part.is_clear for part in parts) and tell_shares(parts):
             part = joined(parts)

@@ -242,9 +242,3 @@ def joined(parts: Sequence[Part]) -> Part:
     weights = torch.softmax(lse, 0).to(outs.dtype)
     out = torch.where((lse > -math.inf)[..., None], outs, 0.0).mul(weights[..., None]).sum(0)
     return Part(out, lse.logsumexp(0))
-
-
-def can_be_joined(program: ScoreProgram) -> bool:
-    """Whether attention to blocks of keys can be merged afterwards: a sink would be counted once per block,
-    and changes to the weights apply to weights normalised over all keys."""
-    return program.sink is None and not program.changes_weights
