@@ -71,13 +71,9 @@ class Operands:
         return dataclasses.replace(self, k=k, v=v, past=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The result, and earlier and new keys and values where the operation gives them; None: all of these are
-    in the operands."""
-
-    out: Tensor
-    present: tuple[Tensor, Tensor] | None = None
+Result = tuple[Tensor, tuple[Tensor, Tensor] | None]
+"""The result, and earlier and new keys and values where the operation gives them; None: all of these are in
+the operands."""
 
 
 class Lowering:
@@ -116,7 +112,7 @@ class Lowering:
         env = environment(joined.q, joined.k, joined.reads, joined.sizes, places)
         if form is None:
             self.found.append(ExportedAttention(name, how, reason, str(program)))
-            return Result(_by_definition(program, joined, env, places))
+            return _by_definition(program, joined, env, places), None
         result, words = self._standard(form, operands, joined, env, places)
         self.found.append(ExportedAttention(name, how, words, str(program)))
         return result
@@ -148,7 +144,7 @@ class Lowering:
             out = out * factor_of(form.results, env).to(dtype)
         if form.blind_is_zero and form.adds and mask is not None and form.sink is None:
             out = out.masked_fill((mask == -torch.inf).all(-1, keepdim=True), 0.0)
-        return Result(out, present), words
+        return (out, present), words
 
     def _mask(self, form: Standard, env: Environment, dtype: torch.dtype, places: Places) -> Tensor | None:
         """The mask; layers with equal masks share one."""

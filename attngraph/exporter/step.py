@@ -166,12 +166,11 @@ class _Run(Rewritten):
         if all(name in self.present for name in names):
             k, v = (self.present[str(name)] for name in names)
             operands = Operands(q, k, v, found.reads, found.sizes)
-        made = self.lowering.attention(self.title(), found.program, operands, self.slots.places)
-        if made.present is not None:
-            for name, value in zip(names, made.present, strict=True):
-                if name is not None:
-                    self.present[name] = value
-        return self.slots.packed(made.out)
+        out, present = self.lowering.attention(self.title(), found.program, operands, self.slots.places)
+        for name, value in zip(names, present or (), strict=False):
+            if name is not None:
+                self.present[name] = value
+        return self.slots.packed(out)
 
     def _name_of(self, pages: fx.Node, new: fx.Node) -> str | None:
         """The store whose pages and new tokens these are, unchanged."""

@@ -68,7 +68,7 @@ class Rewritten(fx.Interpreter):
         if not isinstance(found, nodes.Attention):
             raise ExportError(f"{type(found).__name__} has no counterpart in torch or ONNX.")
         operands = Operands(found.q, found.k, found.v, found.reads, found.sizes)
-        return self.lowering.attention(self.title(), found.program, operands).out, None
+        return self.lowering.attention(self.title(), found.program, operands)[0], None
 
 
 class Whole(nn.Module):

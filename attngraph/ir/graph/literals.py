@@ -41,16 +41,12 @@ _PIECE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
 _DEVICE = re.compile(r"(cpu|cuda|meta|mps|xpu|hpu)(:\d+)?")
 
 
-class Formula(NamedTuple):
+class Formula(str):
     """The unparsed text of a size formula."""
 
-    text: str
 
-
-class Name(NamedTuple):
+class Name(str):
     """The written name of a graph value: `%3`, `%3.1`, `$h.0.weight`."""
-
-    text: str
 
 
 class TensorType(NamedTuple):
