@@ -81,18 +81,9 @@ class Disabled:
     """A pass that is skipped. The graph gets the level that the pass would yield and is verified at it."""
 
     step: Pass
-
-    @property
-    def name(self) -> str:
-        return self.step.name
-
-    @property
-    def requires(self) -> Level:
-        return self.step.requires
-
-    @property
-    def yields(self) -> Level:
-        return self.step.yields
+    name = property(lambda self: self.step.name)
+    requires = property(lambda self: self.step.requires)
+    yields = property(lambda self: self.step.yields)
 
     def run(self, graph: ProgramGraph) -> Outcome:
         return Outcome(["disabled"])
@@ -163,11 +154,9 @@ def _run(
         level = graph.level
         try:
             outcome, record, head, text = _run_one(step, graph, head, text, number == 0)
-        except AttnGraphError as problem:
-            if isinstance(problem, VerificationError):
-                raise _failed(step, problem, head, text, graph, dump) from problem
-            raise
         except Exception as problem:
+            if isinstance(problem, AttnGraphError) and not isinstance(problem, VerificationError):
+                raise
             raise _failed(step, problem, head, text, graph, dump) from problem
         result.records.append(record)
         result.missed += outcome.missed

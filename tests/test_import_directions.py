@@ -33,7 +33,7 @@ FLOORS = (
 """Rooms from the ground up: a file may import from its own room and from lower floors, nothing else."""
 FLOORS_INSIDE = {
     "ir": (
-        {"budgets", "choices", "versions", "cache_folder", "garbage", "records", "operations", "dtypes",
+        {"budgets", "choices", "versions", "cache_folder", "records", "operations", "dtypes",
          "walk", "kept"},
         {"language"}, {"ops"}, {"graph"},
     ),

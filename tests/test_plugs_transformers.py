@@ -221,7 +221,7 @@ def test_masks_that_are_no_such_formulas_are_read_as_they_are() -> None:
 
 
 def test_a_mask_that_was_changed_has_no_formula_any_more() -> None:
-    from attngraph.hf.masks import formula_of, make_mask
+    from attngraph.hf.fused import formula_of, make_mask
 
     padding = prompts("right")["attention_mask"].bool()
     with torch.inference_mode():

@@ -29,14 +29,14 @@ from attngraph.capture.structure import flatten
 from attngraph.codegen.cpu import toolchain
 from attngraph.errors import SavedError
 from attngraph.ir import cache_folder
-from attngraph.ir.garbage import without_collections
+from attngraph.ir.modes import without_collections
 from attngraph.ir.records import made, plain
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.examples import Example
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.step import Step
-from attngraph.saved import artifact, guards
-from attngraph.saved.disk import Disk
+from attngraph.saved import guards
+from attngraph.saved.disk import Disk, register
 from attngraph.saved.entry import (
     Files,
     Known,
@@ -288,7 +288,7 @@ def _folder_of_graphs() -> Path | None:
     return None if disk is None else disk.root
 
 
-artifact.register(_folder_of_graphs)
+register(_folder_of_graphs)
 
 
 def executable_for(

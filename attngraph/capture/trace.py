@@ -43,9 +43,9 @@ from attngraph.capture.state.walk import Walk
 from attngraph.capture.structure import classes_in, flatten
 from attngraph.capture.subgraphs import function_refusal
 from attngraph.errors import CaptureError
-from attngraph.ir.garbage import without_collections
 from attngraph.ir.graph import Output, ProgramGraph, short_path
 from attngraph.ir.graph.verify import accept
+from attngraph.ir.modes import without_collections
 
 _CHATTY = (
     "torch._export.non_strict_utils",

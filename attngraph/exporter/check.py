@@ -20,11 +20,8 @@ def check_whole(
     run: Run, captured: Captured, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
     named: Sequence[str],
 ) -> str:  # fmt: skip
-    """What is to be said of the comparison for the example call, for a smaller one, and for sizes of one.
-
-    Raises:
-        ExportError: the answers differ.
-    """
+    """What is to be said of the comparison for the example call, for a smaller one, and for sizes of one;
+    ExportError where the answers differ."""
 
     def runs(*a: Any, **k: Any) -> list[Tensor]:
         return list(run(tensors_of((a, {n: k[n] for n in named}))))
@@ -76,12 +73,25 @@ def check_decoder(
     run: Run, step: Step, model: Callable[..., Any], ids: Tensor, inputs: Mapping[str, Any], padding: bool
 ) -> str:
     """What is to be said of the comparison: prompts first, then single tokens; all rows, then one row alone.
+    ExportError where the answers differ."""
 
-    Raises:
-        ExportError: the answers differ.
-    """
-    whole = _Whole(model, step.name, dict(inputs), padding)
-    agreement = compare(_Steps(run, step, padding), whole, (ids,))
+    def logits(ids: Tensor, skipped: Sequence[int]) -> Tensor:
+        total = ids.shape[1]
+        counts = [n for n in (total - 2, 1, 1) if n > 0] if total > 2 else [1] * total
+        past, found, at = empty_cache(step.plan.stores, ids.shape[0]), list[Tensor](), 0
+        for count in counts:
+            real = torch.tensor([at + count - skip for skip in skipped], dtype=torch.int64)
+            made, *past = run([ids[:, at : at + count], *([real] if padding else []), *past])
+            found.append(made)
+            at += count
+        return torch.cat(found, 1)
+
+    def stepped(ids: Tensor) -> list[Tensor]:
+        skipped = _padded(ids, padding)
+        rows = zip(logits(ids, skipped), skipped, strict=True)
+        return [*(row[skip:] for row, skip in rows), logits(ids[:1], [0])[0]]
+
+    agreement = compare(stepped, _Whole(model, step.name, dict(inputs), padding), (ids,))
     if not agreement.holds:
         raise ExportError(f"the exported decoder is {agreement}. The file was not kept.")
     return f"prompts and then single tokens, {agreement}"
@@ -96,38 +106,13 @@ class _Whole(nn.Module):
         self.name, self.given, self.padding = name, inputs, padding
 
     def forward(self, ids: Tensor) -> list[Tensor]:
-        skipped = _padded(ids, self.padding)
-        return [self._logits(row[None, skip:])[0] for row, skip in zip(ids, skipped, strict=True)] + [
-            self._logits(ids[:1])[0]
-        ]
+        rows = [row[None, skip:] for row, skip in zip(ids, _padded(ids, self.padding), strict=True)]
+        return [self._logits(tokens)[0] for tokens in (*rows, ids[:1])]
 
     def _logits(self, ids: Tensor) -> Tensor:
         return logits_of_tokens(
             lambda end: self.model(**{self.name: ids[:, :end], **self.given}), ids.shape[1]
         )
-
-
-class _Steps:
-    """The same from the file, call by call."""
-
-    def __init__(self, run: Run, step: Step, padding: bool) -> None:
-        self.run, self.step, self.padding = run, step, padding
-
-    def __call__(self, ids: Tensor) -> list[Tensor]:
-        rows, skipped = self._logits(ids, _padded(ids, self.padding)), _padded(ids, self.padding)
-        return [row[skip:] for row, skip in zip(rows, skipped, strict=True)] + [self._logits(ids[:1], [0])[0]]
-
-    def _logits(self, ids: Tensor, skipped: Sequence[int]) -> Tensor:
-        total = ids.shape[1]
-        counts = [n for n in (total - 2, 1, 1) if n > 0] if total > 2 else [1] * total
-        past, found, at = empty_cache(self.step.plan.stores, ids.shape[0]), list[Tensor](), 0
-        for count in counts:
-            real = torch.tensor([at + count - skip for skip in skipped], dtype=torch.int64)
-            lengths = [real] if self.padding else []
-            logits, *past = self.run([ids[:, at : at + count], *lengths, *past])
-            found.append(logits)
-            at += count
-        return torch.cat(found, 1)
 
 
 def _padded(ids: Tensor, padding: bool) -> list[int]:

@@ -25,10 +25,9 @@ from attngraph.capture.structure import flatten
 from attngraph.errors import ExportError
 from attngraph.exporter import formats
 from attngraph.exporter.check import check_decoder, check_whole
-from attngraph.exporter.formats import Format, Run
+from attngraph.exporter.formats import PT2, Format, Run
 from attngraph.exporter.lower import OPERATION, PLAIN, SDPA, Lowering
 from attngraph.exporter.onnx import Onnx
-from attngraph.exporter.pt2 import PT2
 from attngraph.exporter.report import ExportReport, empty_cache
 from attngraph.exporter.step import StepModule
 from attngraph.exporter.tracing import became_numbers, traced, varies
@@ -42,8 +41,9 @@ from attngraph.passes.tabulate_scores import TabulateScores
 from attngraph.passes.tidy import Tidy
 from attngraph.report.entries import Missed
 from attngraph.runtime.decoder import Decoder
+from attngraph.runtime.verify import tensors_of
 
-FORMATS: dict[str, Format] = dict(zip(choices.FORMATS, (PT2(), Onnx()), strict=True))
+FORMATS: dict[str, Format] = dict(zip(choices.FORMATS, (PT2, Onnx()), strict=True))
 EXAMPLE = (2, 3, 4)
 """Rows, new tokens and cached tokens of the call that a decoder is traced with: torch.export takes sizes that
 are equal for one size, and sizes of 1 for fixed."""
@@ -148,7 +148,7 @@ def _whole(
     model = compiled._model
     with torch.no_grad():
         found = compile_graph(model, args, kwargs, plain_options(compiled._options), sides=True)
-    named = {name: value for name, value in kwargs.items() if _tensors(value)}
+    named = {name: value for name, value in kwargs.items() if tensors_of(value)}
     captured = found.captured
     if captured.changes:
         raise ExportError("forward() changes objects among its arguments, which a file cannot.")
@@ -198,10 +198,6 @@ def _decoder(
     return file.write(module, (example, {}), dynamic, step.report.missed, checked, stores)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
-
-
 def _names(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """The names of a call's tensors, in order: those of the model's arguments."""
     signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
@@ -210,6 +206,6 @@ def _names(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     plain += [f"input_{n}" for n in range(len(plain), len(args))]
     found: list[str] = []
     for name, value in (*zip(plain, args, strict=False), *kwargs.items()):
-        own = _tensors(value)
+        own = tensors_of(value)
         found += [name] if len(own) == 1 else [f"{name}.{n}" for n in range(len(own))]
     return found

@@ -1,4 +1,4 @@
-"""What a format of files is, and writing a program in one of them: whole and checked, or not at all."""
+"""What a format of files is, torch.export's own, and writing a program: whole and checked, or not at all."""
 
 import contextlib
 import dataclasses
@@ -9,9 +9,12 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from attngraph.errors import ExportError
 
@@ -29,9 +32,10 @@ class Names:
 
 
 class Format:
-    """A format. `has_attention`: whether it has an operation of its own for attention."""
+    """A format; this one is torch.export's own, which `torch.export.load` reads. `has_attention`: whether it
+    has an operation of its own for attention."""
 
-    name = ""
+    name = "pt2"
     has_attention = False
 
     def require(self) -> None:
@@ -39,30 +43,39 @@ class Format:
 
     def save(self, program: ExportedProgram, path: Path, names: Names) -> None:
         """Write a program."""
-        raise NotImplementedError
+        with quiet():
+            torch.export.save(program, path)
 
     def reader(self, path: Path, outputs: Sequence[str]) -> Run:
-        """Runs a file: from its inputs in order to its outputs.
+        """Runs a file: from its inputs in order to its outputs; ExportError where what runs it is not
+        installed, or does not load the file."""
+        with quiet():
+            program = torch.export.load(path)
+        module, spec = program.module(), program.call_spec.in_spec
+        example = pytree.tree_leaves(program.example_inputs, is_leaf=lambda x: x is None)
 
-        Raises:
-            ExportError: what runs it is not installed, or does not load the file.
-        """
-        raise NotImplementedError
+        def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            given = iter(tensors)
+            leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in example]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            with torch.no_grad():
+                result: Any = module(*args, **kwargs)
+            return [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+
+        return run
 
     def guarded(self, tensor: Tensor, holds: Tensor, words: str) -> Tensor:
         """The tensor, in a program that fails where `holds` is not true, as `words` say."""
-        raise NotImplementedError
+        torch._assert_async(holds, f"this file is for sizes with {words}")
+        return tensor
 
 
-NO_FILE = Format()
+PT2 = Format()
 
 
 def write(program: ExportedProgram, path: Path, format: Format, names: Names, check: Check | None) -> str:
     """Write the program; returns what the check says. Nothing new is at `path` unless the check passes.
-
-    Raises:
-        ExportError: the file cannot be written, or the check fails.
-    """
+    ExportError where the file cannot be written, or the check fails."""
     try:
         require_place(path)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".attngraph-") as folder:
@@ -77,11 +90,7 @@ def write(program: ExportedProgram, path: Path, format: Format, names: Names, ch
 
 
 def require_place(path: Path) -> None:
-    """Raise unless a file can be written at the path; its folder is made.
-
-    Raises:
-        ExportError: says why not.
-    """
+    """Raise an ExportError that says why unless a file can be written at the path; its folder is made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():

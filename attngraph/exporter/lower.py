@@ -3,6 +3,10 @@
 `Lowering.attention` computes what `attngraph::attention` means and notes how it is written. What the usual
 operations cannot say is computed by the program's definition in plain operations, where all scores are in
 memory at once.
+
+Masks are tensors, made from a program's statements. The positions of queries and keys may be any tensors: in
+a decoder's step the first query stands behind the cache, and padded rows begin later. Nothing here looks at
+values, so a trace can follow all of it.
 """
 
 import dataclasses
@@ -13,16 +17,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attngraph.exporter import masks
-from attngraph.exporter.formats import NO_FILE, Format
-from attngraph.exporter.masks import Places
+from attngraph.exporter.formats import PT2, Format
 from attngraph.exporter.report import ExportedAttention
-from attngraph.exporter.standard import NotStandard, Standard, standard_form
+from attngraph.exporter.standard import LOWEST, NotStandard, Standard, standard_form
 from attngraph.exporter.tracing import varies
-from attngraph.ir.language import Environment, ScoreProgram, evaluate
+from attngraph.ir.language import Environment, Expr, Keep, ScoreProgram, Statement, Tile, evaluate
 from attngraph.ir.ops import kernels
+from attngraph.ir.ops.kernels import accumulation_dtype
 
 OPERATION, SDPA, PLAIN = "Attention operation", "scaled_dot_product_attention", "plain operations"
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the queries and keys of a call stand.
+
+    Attributes:
+        q, k: their positions, broadcastable to `[B, 1, Sq, Skv]`; None: they count from zero.
+        real: which keys hold a token, None: all. A query that is padding sees its own key alone.
+        own: which key is the query's own; given with `real`.
+    """
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    real: Tensor | None = None
+    own: Tensor | None = None
+
+    @property
+    def are_counted(self) -> bool:
+        return self.q is None
+
+
 ANYWHERE = Places()
 """Queries and keys that count from zero."""
 
@@ -46,19 +71,15 @@ class Operands:
         return dataclasses.replace(self, k=k, v=v, past=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The result, and earlier and new keys and values where the operation gives them; None: all of these are
-    in the operands."""
-
-    out: Tensor
-    present: tuple[Tensor, Tensor] | None = None
+Result = tuple[Tensor, tuple[Tensor, Tensor] | None]
+"""The result, and earlier and new keys and values where the operation gives them; None: all of these are in
+the operands."""
 
 
 class Lowering:
     """How attentions are written. `way`: OPERATION, SDPA or PLAIN, where it can say the program."""
 
-    def __init__(self, way: str, format: Format = NO_FILE) -> None:
+    def __init__(self, way: str, format: Format = PT2) -> None:
         self.way, self.format = way, format
         self.found: list[ExportedAttention] = []
         self.by_expert = False
@@ -88,20 +109,20 @@ class Lowering:
                     form = dataclasses.replace(form, sees_itself=False)  # there is no key for every query
             except NotStandard as problem:
                 how, reason, form = PLAIN, str(problem), None
-        env = masks.environment(joined.q, joined.k, joined.reads, joined.sizes, places)
+        env = environment(joined.q, joined.k, joined.reads, joined.sizes, places)
         if form is None:
             self.found.append(ExportedAttention(name, how, reason, str(program)))
-            return Result(_by_definition(program, joined, env, places))
+            return _by_definition(program, joined, env, places), None
         result, words = self._standard(form, operands, joined, env, places)
         self.found.append(ExportedAttention(name, how, words, str(program)))
         return result
 
     def _standard(
         self, form: Standard, operands: Operands, joined: Operands, env: Environment, places: Places
-    ) -> tuple[Result, str]:  # fmt: skip
+    ) -> tuple[Result, str]:
         q, dtype = operands.q, operands.q.dtype
         if form.queries is not None:
-            q = q * masks.factor_of(form.queries, env).to(dtype)
+            q = q * factor_of(form.queries, env).to(dtype)
         by_itself = form.causal and places.real is None and form.sink is None
         if self.way == SDPA:
             by_itself &= places.are_counted
@@ -111,7 +132,7 @@ class Lowering:
             k, v = (F.pad(t, (0, 0, 0, 1)) for t in (joined.k, joined.v))
             joined = dataclasses.replace(joined, k=k, v=v)
             operands = dataclasses.replace(joined, q=q)
-            mask, words = masks.with_sink(mask, form.sink, env, dtype), "with a mask; a sink is one more key"
+            mask, words = with_sink(mask, form.sink, env, dtype), "with a mask; a sink is one more key"
         if self.way == SDPA:
             out, present = _sdpa(q, joined, mask, by_itself, form.scale), None
         else:
@@ -120,10 +141,10 @@ class Lowering:
                 words = "with a mask"
             out, present = _operation(q, operands, mask, by_itself, form)
         if form.results is not None:
-            out = out * masks.factor_of(form.results, env).to(dtype)
+            out = out * factor_of(form.results, env).to(dtype)
         if form.blind_is_zero and form.adds and mask is not None and form.sink is None:
             out = out.masked_fill((mask == -torch.inf).all(-1, keepdim=True), 0.0)
-        return Result(out, present), words
+        return (out, present), words
 
     def _mask(self, form: Standard, env: Environment, dtype: torch.dtype, places: Places) -> Tensor | None:
         """The mask; layers with equal masks share one."""
@@ -135,7 +156,7 @@ class Lowering:
         )  # fmt: skip
         if key not in self._masks:
             # The tensors are kept as well, so that none of them gets the number of another.
-            self._masks[key] = ((tuple(env.reads), own), masks.mask_of(form, env, dtype, places))
+            self._masks[key] = ((tuple(env.reads), own), mask_of(form, env, dtype, places))
         return self._masks[key][1]
 
 
@@ -154,7 +175,7 @@ def _sdpa(q: Tensor, joined: Operands, mask: Tensor | None, causal: bool, scale:
 
 def _operation(
     q: Tensor, operands: Operands, mask: Tensor | None, causal: bool, form: Standard
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """The Attention operation of ONNX; torch only records it."""
     past_key, past_value = operands.past or (None, None)
     out, key, value, _ = torch.onnx.ops.attention(
@@ -171,13 +192,91 @@ def _by_definition(program: ScoreProgram, joined: Operands, env: Environment, pl
     scores = evaluate.scores(program, dot, env)
     if places.real is not None and places.own is not None:
         scores = scores.masked_fill(~places.real, -torch.inf).masked_fill(places.own, 0.0)
-    sink = evaluate.sink(program, env)
-    if sink is None:
-        weights = scores.softmax(-1)
+    (weights, *_), _ = kernels.normalised([scores], evaluate.sink(program, env))
+    return kernels.grouped(evaluate.weights(program, weights, env, dot), v).to(joined.v.dtype)
+
+
+# --- masks ---
+
+
+def environment(
+    q: Tensor, k: Tensor, reads: Sequence[Tensor], sizes: Sequence[Any], places: Places
+) -> Environment:
+    """The names of a program for these operands; sizes become tensors, since a trace has them as symbols."""
+    batch, heads, queries, _ = q.shape
+    tile = Tile((0, batch), (0, heads), (0, queries), (0, k.shape[2]))
+    numbers: list[Any] = [
+        n if isinstance(n, int) else torch.scalar_tensor(n, dtype=torch.int64, device=q.device) for n in sizes
+    ]
+    given = {} if places.q is None or places.k is None else {"q": places.q, "k": places.k}
+    return Environment(tile, reads, numbers, accumulation_dtype(q.dtype), q.device, given)
+
+
+def mask_of(form: Standard, env: Environment, dtype: torch.dtype, places: Places) -> Tensor | None:
+    """The mask, `[B or 1, H or 1, Sq, Skv]`: true where a key is seen, or what is added to scores; None where
+    all keys are seen. Where it adds, a row without keys is NaN, unless it is to be zero."""
+    if not form.mask and places.real is None:
+        return None
+    if not form.adds:
+        seen = _seen(form.mask, env, places)
+        if form.blind_is_zero or form.sees_itself:
+            return _full(seen, env)
+        found = torch.zeros((), dtype=dtype, device=env.device).where(seen, -torch.inf)
     else:
-        one_more = sink.expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, one_more], -1).softmax(-1)[..., : k.shape[2]]
-    weights = evaluate.weights(program, weights, env, dot)
-    batch, heads, queries, keys = weights.shape
-    grouped = weights.reshape(batch, k.shape[1], (heads // k.shape[1]) * queries, keys)
-    return (grouped @ v).reshape(batch, heads, queries, v.shape[3]).to(joined.v.dtype)
+        found = _added(form.mask, env, places).to(dtype)
+        if form.sees_itself:
+            return _full(found, env)
+        lowest = torch.full((), -LOWEST, dtype=dtype, device=env.device)
+        found = torch.where((found < -LOWEST) & (found > -torch.inf), lowest, found)
+    found = _full(found, env)
+    if form.blind_is_zero:
+        return found
+    return found.masked_fill((found == -torch.inf).all(-1, keepdim=True), torch.nan)
+
+
+def _seen(mask: Sequence[Statement], env: Environment, places: Places) -> Tensor:
+    seen: Tensor | None = None
+    for statement in mask:
+        assert isinstance(statement, Keep)
+        kept = evaluate.as_bool(evaluate.evaluate(statement.predicate, env, {}), env)
+        seen = kept if seen is None else seen & kept
+    if places.real is not None:
+        assert places.own is not None
+        seen = places.real if seen is None else seen & places.real
+        seen = seen | places.own
+    assert seen is not None
+    return seen
+
+
+def _added(mask: Sequence[Statement], env: Environment, places: Places) -> Tensor:
+    """What is added to scores: the statements applied to scores of zero."""
+    zero = torch.zeros((1, 1, 1, 1), dtype=env.dtype, device=env.device)
+    added = evaluate.applied(mask, zero, env)
+    if places.real is not None:
+        assert places.own is not None
+        added = added.masked_fill(~places.real, -torch.inf).masked_fill(places.own, 0.0)
+    return added
+
+
+def _full(mask: Tensor, env: Environment) -> Tensor:
+    """The mask with all its queries and keys; runtimes need not broadcast these."""
+    mask = mask[(None,) * (4 - mask.ndim)]
+    _, _, queries, keys = env.tile.shape
+    return mask.expand(mask.shape[0], mask.shape[1], queries, keys)
+
+
+def with_sink(mask: Tensor | None, sink: Expr, env: Environment, dtype: torch.dtype) -> Tensor:
+    """The mask with one more key, whose score is the sink."""
+    batch, heads, queries, keys = env.tile.shape
+    score = factor_of(sink, env).to(dtype)
+    if mask is None:
+        mask = torch.zeros((1, 1, queries, keys), dtype=dtype, device=env.device)
+    elif mask.dtype == torch.bool:
+        mask = torch.zeros((), dtype=dtype, device=env.device).where(mask, -torch.inf)
+    score = score.expand(batch, heads, queries, 1)
+    return torch.cat([mask.expand(batch, heads, queries, keys), score], -1)
+
+
+def factor_of(value: Expr, env: Environment) -> Tensor:
+    """A factor of queries or results, broadcastable to `[B, H, Sq, 1]`."""
+    return evaluate.tensor(evaluate.evaluate(value, env, {}), env)

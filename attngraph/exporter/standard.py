@@ -17,6 +17,7 @@ import torch
 
 from attngraph.ir.language import E, evaluate, operation
 from attngraph.ir.language import score as S
+from attngraph.ir.language.derivative import ONE, ZERO, added
 from attngraph.ir.language.expr import Expr, format_number
 from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Statement, Weight
 from attngraph.meaning.masks.fold import HIDES, added_to_score
@@ -67,11 +68,7 @@ class Standard:
 
 
 def standard_form(program: ScoreProgram, dtype: torch.dtype) -> Standard:
-    """The program in the terms above.
-
-    Raises:
-        NotStandard: it has none.
-    """
+    """The program in the terms above; NotStandard where it has none."""
     reader = _Reader(_stand_ins(program, dtype))
     for statement in program.statements:
         reader.read(statement)
@@ -92,7 +89,7 @@ class _Reader:
 
     def __init__(self, fills: dict[float, float]) -> None:
         self.stand_ins = fills
-        self.factor: Expr = E.const(1.0)
+        self.factor: Expr = ONE
         self.softcap = 0.0
         self.mask: list[Statement] = []
         self.fills = self.blind_is_zero = False
@@ -123,7 +120,9 @@ class _Reader:
         if self.softcap and unit is not S.SCORE:
             if number is None or number <= 0:
                 raise NotStandard("the factor of a tanh of the scores is no positive number")
-            self._set_cap(number)
+            scale = _number(self.factor)
+            assert scale is not None
+            self.softcap, self.factor = number, E.const(float(scale * number))
         elif self.softcap and not _is_one(slope):
             raise NotStandard("scores are multiplied after a tanh")
         else:
@@ -132,7 +131,7 @@ class _Reader:
                 if number is None or number <= 0:
                     raise NotStandard("scores are multiplied after a mask")
                 self.mask.append(Score(operation("mul", S.SCORE, slope)))
-        if rest is not None:
+        if rest is not ZERO:
             self.mask.append(Score(operation("add", S.SCORE, rest)))
 
     def _cap(self, value: Expr, unit: Expr, caps: Sequence[Expr]) -> Expr:
@@ -141,15 +140,10 @@ class _Reader:
             raise NotStandard("a tanh of the scores is applied after a mask or another tanh")
         inner, rest = _linear(caps[0].args[0], unit)
         scale = _number(operation("mul", self.factor, inner))
-        if rest is not None or scale is None:
+        if rest is not ZERO or scale is None:
             raise NotStandard("a tanh of the scores is of more than a multiple of the product")
         self.factor, self.softcap = E.const(float(scale)), 1.0
         return value
-
-    def _set_cap(self, cap: float) -> None:
-        scale = _number(self.factor)
-        assert scale is not None
-        self.softcap, self.factor = cap, E.const(float(scale * cap))
 
     def _keep(self, keep: Keep) -> None:
         if _mentions(keep.predicate, S.DOT) or _mentions(keep.predicate, S.SCORE):
@@ -173,17 +167,14 @@ class _Reader:
             self.blind_is_zero = True
             return
         slope, rest = _linear(value, S.WEIGHT)
-        if rest is not None or _mentions(slope, S.index("k")) or _mentions(slope, S.DOT):
+        if rest is not ZERO or _mentions(slope, S.index("k")) or _mentions(slope, S.DOT):
             raise NotStandard("weights are changed after the softmax")
         self.results = slope if self.results is None else operation("mul", self.results, slope)
 
 
 def _stand_ins(program: ScoreProgram, dtype: torch.dtype) -> dict[float, float]:
-    """What stands for each finite number that replaces scores: the lowest gets the lowest.
-
-    Raises:
-        NotStandard: a fill is no number that hides, or the dtype has no room.
-    """
+    """What stands for each finite number that replaces scores: the lowest gets the lowest; NotStandard where
+    a fill is no number that hides, or the dtype has no room."""
     fills = {float(k.fill.value) for k in program.keeps if k.fill.op == "const" and k.fill is not E.NAN}
     finite = sorted(f for f in fills if f != float("-inf"))
     if any(f > -HIDES for f in finite):
@@ -194,39 +185,34 @@ def _stand_ins(program: ScoreProgram, dtype: torch.dtype) -> dict[float, float]:
     return {fill: -LOWEST / _STEP**place for place, fill in enumerate(finite)}
 
 
-def _linear(value: Expr, unit: Expr) -> tuple[Expr, Expr | None]:
-    """`value` as slope * unit + rest.
-
-    Raises:
-        NotStandard: it is not of this form.
-    """
+def _linear(value: Expr, unit: Expr) -> tuple[Expr, Expr]:
+    """`value` as slope * unit + rest; NotStandard where it is not of this form."""
     if value is unit:
-        return E.const(1.0), None
+        return ONE, ZERO
     if not _mentions(value, unit):
-        return E.const(0.0), value
+        return ZERO, value
     args = value.args
     if value.op == "neg":
         slope, rest = _linear(args[0], unit)
-        return operation("neg", slope), None if rest is None else operation("neg", rest)
+        return _negated(slope), _negated(rest)
     if value.op in ("add", "sub") and len(args) == 2:
         (a, x), (b, y) = (_linear(arg, unit) for arg in args)
-        slope = a if not _mentions(args[1], unit) else operation(value.op, a, b)
-        if not _mentions(args[0], unit):
-            slope = b if value.op == "add" else operation("neg", b)
-        if y is None:
-            return slope, x
-        if x is None:
-            return slope, y if value.op == "add" else operation("neg", y)
-        return slope, operation(value.op, x, y)
+        if value.op == "sub":
+            b, y = _negated(b), _negated(y)
+        return added(a, b), added(x, y)
     if value.op in ("mul", "div") and len(args) == 2:
         inner, other = args if _mentions(args[0], unit) else (args[1], args[0])
         if not _mentions(other, unit) and (value.op == "mul" or inner is args[0]):
             slope, rest = _linear(inner, unit)
-            slope = operation(value.op, slope, other)
-            return slope, None if rest is None else operation(value.op, rest, other)
+            rest = rest if rest is ZERO else operation(value.op, rest, other)
+            return operation(value.op, slope, other), rest
     if unit is S.WEIGHT:
         raise NotStandard("weights are changed after the softmax")
     raise NotStandard("scores are no multiple of the product of query and key plus a bias")
+
+
+def _negated(value: Expr) -> Expr:
+    return value if value is ZERO else operation("neg", value)
 
 
 def _mentions(value: Expr, part: Expr) -> bool:

@@ -12,6 +12,7 @@ is computed for each token by itself. So this module only reshapes what attentio
 values behind those of the cache.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from attngraph.errors import ExportError
-from attngraph.exporter.lower import Lowering, Operands
-from attngraph.exporter.masks import Places
+from attngraph.exporter.lower import Lowering, Operands, Places
 from attngraph.exporter.tracing import Limits
 from attngraph.exporter.whole import Rewritten, Weights
 from attngraph.ir.graph.program_graph import Rate
@@ -61,8 +61,8 @@ class StepModule(nn.Module):
         kept = past[0].shape[plan.stores[0].token_dim] if past else 0
         sizes = self._step.sizes
         longest = kept + new if lengths is None else lengths
-        holds = self.limits.hold({sizes.length: longest, sizes.rows: batch}, tokens.device)
-        tokens = self.limits.checked(tokens, holds, self._lowering.format)
+        known = {sizes.length: longest, sizes.rows: batch}
+        tokens = self.limits.checked(tokens, known, self._lowering.format)
         slots = Slots(tokens, lengths, batch, new, kept)
         stores = {about.name: value for about, value in zip(plan.stores, past, strict=True)}
         given: list[Any] = []
@@ -95,7 +95,6 @@ class Slots:
         self.batch, self.new, self.kept = batch, new, kept
         self._like = tokens
         self.padding = None if lengths is None else (kept + new - lengths).reshape(batch, 1)
-        self._places: Places | None = None
 
     def _count(self, start: Any, end: Any) -> Tensor:
         return torch.arange(start, end, device=self._like.device)
@@ -112,19 +111,15 @@ class Slots:
         rows = self._count(0, self.batch).reshape(self.batch, 1)
         return rows.expand(self.batch, self.new).reshape(self.batch * self.new)
 
+    @functools.cached_property
     def places(self) -> Places:
         """The positions of queries and keys; one object for all layers."""
-        if self._places is None:
-            q = self._count(self.kept, self.kept + self.new).reshape(1, 1, self.new, 1)
-            k = self._count(0, self.kept + self.new).reshape(1, 1, 1, self.kept + self.new)
-            if self.padding is None:
-                self._places = Places(q, k)
-            else:
-                pad = self.padding.reshape(self.batch, 1, 1, 1)
-                self._places = Places(
-                    (q - pad).clamp(min=0), (k - pad).clamp(min=0), k >= pad, (k == q) & (q < pad)
-                )
-        return self._places
+        q = self._count(self.kept, self.kept + self.new).reshape(1, 1, self.new, 1)
+        k = self._count(0, self.kept + self.new).reshape(1, 1, 1, self.kept + self.new)
+        if self.padding is None:
+            return Places(q, k)
+        pad = self.padding.reshape(self.batch, 1, 1, 1)
+        return Places((q - pad).clamp(min=0), (k - pad).clamp(min=0), k >= pad, (k == q) & (q < pad))
 
     def of_rows(self, packed: Tensor) -> Tensor:
         """`[1, H, B * S, D]` as `[B, H, S, D]`."""
@@ -144,18 +139,15 @@ class _Run(Rewritten):
     def __init__(self, step: Step, lowering: Lowering, slots: Slots) -> None:
         super().__init__(step.graph, lowering)
         self.slots, self.present = slots, dict[str, Tensor]()
-        results: Any = step.graph.graph.output_node().args[0]
+        given = step.graph.given().items()
+        outputs = list(zip(step.graph.results(), step.graph.outputs, strict=True))
         self._stores = {
             node: (about.name, result)
-            for node, about in step.graph.given().items()
-            for result, output in zip(results, step.graph.outputs, strict=True)
+            for node, about in given
+            for result, output in outputs
             if about.kind == output.kind == "pages" and about.name == output.name
         }
-        self._picked = {
-            node
-            for node, about in step.graph.given().items()
-            if about.kind == "rows" and about.name == "picked"
-        }
+        self._picked = {node for node, about in given if (about.kind, about.name) == ("rows", "picked")}
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(node in self._picked for node in self.node.all_input_nodes):
@@ -167,22 +159,18 @@ class _Run(Rewritten):
     def attention(self, found: nodes.AttentionOp) -> Any:
         if not isinstance(found, nodes.CachedAttention):
             raise ExportError(f"{type(found).__name__} has no counterpart in torch or ONNX.")
-        new = [self.slots.of_rows(t) for t in (found.k, found.v)]
+        q, k, v = map(self.slots.of_rows, (found.q, found.k, found.v))
         view = nodes.CachedAttention.of(self.node)
         names = [self._name_of(*pair) for pair in ((view.k_pages, view.k), (view.v_pages, view.v))]
-        operands = Operands(
-            self.slots.of_rows(found.q), new[0], new[1], found.reads, found.sizes,
-            (found.k_pages, found.v_pages),
-        )  # fmt: skip
+        operands = Operands(q, k, v, found.reads, found.sizes, (found.k_pages, found.v_pages))
         if all(name in self.present for name in names):
             k, v = (self.present[str(name)] for name in names)
-            operands = Operands(operands.q, k, v, found.reads, found.sizes)
-        made = self.lowering.attention(self.title(), found.program, operands, self.slots.places())
-        if made.present is not None:
-            for name, value in zip(names, made.present, strict=True):
-                if name is not None:
-                    self.present[name] = value
-        return self.slots.packed(made.out)
+            operands = Operands(q, k, v, found.reads, found.sizes)
+        out, present = self.lowering.attention(self.title(), found.program, operands, self.slots.places)
+        for name, value in zip(names, present or (), strict=False):
+            if name is not None:
+                self.present[name] = value
+        return self.slots.packed(out)
 
     def _name_of(self, pages: fx.Node, new: fx.Node) -> str | None:
         """The store whose pages and new tokens these are, unchanged."""

@@ -30,11 +30,8 @@ _SIZES = "torch.fx.experimental.symbolic_shapes"
 def traced(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Sequence[Sequence[int]]
 ) -> ExportedProgram:
-    """The program of a call. `dynamic`: for each tensor in order, which dimensions are symbolic.
-
-    Raises:
-        ExportError: torch.export cannot trace it.
-    """
+    """The program of a call. `dynamic`: for each tensor in order, which dimensions are symbolic. ExportError
+    where torch.export cannot trace it."""
     counted = iter(dynamic)
 
     def dims(leaf: Any) -> Any:
@@ -65,7 +62,7 @@ def varies(size: Any) -> bool:
 
 def became_numbers(
     program: ExportedProgram, names: Sequence[str], dynamic: Sequence[Sequence[int]]
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Remarks on dimensions that were to vary and do not."""
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     inputs = [nodes[str(given)] for given in program.graph_signature.user_inputs if str(given) in nodes]
@@ -91,22 +88,18 @@ class Limits:
         """The conditions as users may read them: `x.shape[1] <= 64`."""
         return [in_words(c, self._names) for c in self.conditions]
 
-    def hold(self, sizes: Mapping[str, Any], device: torch.device) -> Tensor | None:
-        """Whether all hold, as a tensor that a trace follows; None where there are none. A size that is a
+    def checked(self, tensor: Tensor, sizes: Mapping[str, Any], format: Format) -> Tensor:
+        """The tensor, in a program that fails where the conditions do not hold of these sizes. One that is a
         tensor is one of each row."""
-        found: Tensor | None = None
+        if not self.conditions:
+            return tensor
+        device = tensor.device
         known = {
             n: s if isinstance(s, Tensor) else torch.scalar_tensor(s, dtype=torch.int64, device=device)
             for n, s in sizes.items()
         }
-        for condition in self.conditions:
-            one = _holds(condition, known).all()
-            found = one if found is None else found & one
-        return found
-
-    def checked(self, tensor: Tensor, holds: Tensor | None, format: Format) -> Tensor:
-        """The tensor, unless the conditions do not hold."""
-        return tensor if holds is None else format.guarded(tensor, holds, " and ".join(self.words()))
+        holds = functools.reduce(torch.bitwise_and, (_holds(c, known).all() for c in self.conditions))
+        return format.guarded(tensor, holds, " and ".join(self.words()))
 
 
 def _holds(condition: Any, sizes: Mapping[str, Tensor]) -> Tensor:

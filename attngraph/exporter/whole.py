@@ -23,6 +23,7 @@ from attngraph.ir.graph.program_graph import RESULTS, Input, ProgramGraph, Rate,
 from attngraph.ir.ops import nodes
 from attngraph.meaning.placement.elements import grouped
 from attngraph.runtime.inputs import own_tensor
+from attngraph.runtime.verify import tensors_of
 from attngraph.saved.weights import put
 
 REMARK = "products of tokens with the weights of their expert: every expert multiplies all tokens"
@@ -67,7 +68,7 @@ class Rewritten(fx.Interpreter):
         if not isinstance(found, nodes.Attention):
             raise ExportError(f"{type(found).__name__} has no counterpart in torch or ONNX.")
         operands = Operands(found.q, found.k, found.v, found.reads, found.sizes)
-        return self.lowering.attention(self.title(), found.program, operands).out, None
+        return self.lowering.attention(self.title(), found.program, operands)[0], None
 
 
 class Whole(nn.Module):
@@ -87,15 +88,22 @@ class Whole(nn.Module):
         self._graph, self._lowering, self._kwargs = captured.graph, lowering, list(kwargs)
         self.weights = Weights(captured.graph, owner)
         self.inputs = list(names)
-        self._places = _places_of_sizes(captured)
+        self._places = {
+            str(extent): (number, dim)
+            for number, shape in enumerate(captured.shapes)
+            for dim, extent in enumerate(shape)
+            if getattr(extent, "is_Symbol", False)
+        }
         known = {size: f"{names[n]}.shape[{dim}]" for size, (n, dim) in self._places.items()}
         self.limits = Limits(captured.graph.conditions, known, captured.sides)
         self._order, self.outputs = _results(captured)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         named = {name: kwargs[name] for name in self._kwargs}
-        tensors = [leaf for leaf in flatten((args, named))[0] if isinstance(leaf, Tensor)]
-        tensors = self._checked(tensors)
+        tensors = tensors_of((args, named))
+        if self.limits.conditions:
+            sizes = {name: tensors[n].shape[dim] for name, (n, dim) in self._places.items()}
+            tensors[0] = self.limits.checked(tensors[0], sizes, self._lowering.format)
         given = [self.weights[i] if i in self.weights else tensors[int(i.name)] for i in self._graph.inputs]
         self._lowering.begin()
         made = Rewritten(self._graph, self._lowering).run(*given)
@@ -104,24 +112,6 @@ class Whole(nn.Module):
         results = tuple(values[place] for place in self._order)
         return results[0] if len(results) == 1 else results
 
-    def _checked(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors of a call, if its sizes are among those that the program is for."""
-        if not self.limits.conditions:
-            return tensors
-        sizes = {name: tensors[n].shape[dim] for name, (n, dim) in self._places.items()}
-        holds = self.limits.hold(sizes, tensors[0].device)
-        return [self.limits.checked(tensors[0], holds, self._lowering.format), *tensors[1:]]
-
-
-def _places_of_sizes(captured: Captured) -> dict[str, tuple[int, int]]:
-    """Which dimension of which tensor has a symbolic size by itself."""
-    return {
-        str(extent): (number, dim)
-        for number, shape in enumerate(captured.shapes)
-        for dim, extent in enumerate(shape)
-        if getattr(extent, "is_Symbol", False)
-    }
-
 
 def _results(captured: Captured) -> tuple[list[int], list[str]]:
     """Which of the graph's values are the model's results, in order, and their names."""
@@ -129,26 +119,20 @@ def _results(captured: Captured) -> tuple[list[int], list[str]]:
     places = [value for kind, value in structure.leaves if kind == "tensor"]
     if not places:
         raise ExportError("the model returns no tensor.")
-    marks = [(value,) if kind == "tensor" else None for kind, value in structure.leaves]
     try:
-        result = unflatten([_Mark(m[0]) if m else None for m in marks], structure.tree)
+        result = unflatten([kind == "tensor" for kind, _ in structure.leaves], structure.tree)
     except Exception:
         result = None
     if isinstance(result, Mapping):
         names = [
             name if len(own) == 1 else f"{name}.{number}"
             for name, value in result.items()
-            for own in [[leaf for leaf in flatten(value)[0] if isinstance(leaf, _Mark)]]
+            for own in [[leaf for leaf in flatten(value)[0] if leaf is True]]
             for number, _ in enumerate(own)
         ]
         if len(names) == len(places):
             return places, names
     return places, ["output"] if len(places) == 1 else [f"output.{n}" for n in range(len(places))]
-
-
-class _Mark:
-    def __init__(self, place: int) -> None:
-        self.place = place
 
 
 class Weights(nn.Module):
@@ -195,12 +179,8 @@ def _free(name: str) -> str:
 
 
 def by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`x[t] @ weight[expert of t]`; zero for tokens behind those of the last expert.
-
-    Args:
-        x: `[tokens, D]`, sorted by expert. weight: `[experts, D, H]`. ends: `[experts]`, where each expert's
-            tokens end.
-    """
+    """`x[t] @ weight[expert of t]`; zero for tokens behind those of the last expert. `x` is `[tokens, D]`,
+    sorted by expert, `weight` `[experts, D, H]`, and `ends` `[experts]`: where each expert's tokens end."""
     place = torch.arange(x.shape[0], device=x.device)
     expert = (place[:, None] >= ends).sum(-1, keepdim=True)
     found = torch.zeros(x.shape[0], weight.shape[2], dtype=x.dtype, device=x.device)

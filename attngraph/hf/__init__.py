@@ -6,8 +6,8 @@
     decoder = attngraph.compile(model, cache=True)
     attngraph.hf.generation_model(decoder).generate(ids, max_new_tokens=64)
 
-This is the only part of attngraph that imports transformers (5.0 or newer). `fused.py` is the attention,
-`masks.py` describes masks for it, `generation.py` wraps a decoder as a transformers model, `stepwise.py`
+This is the only part of attngraph that imports transformers (5.0 or newer). `fused.py` is the attention, and
+describes masks for it, `generation.py` wraps a decoder as a transformers model, `stepwise.py`
 takes the steps of transformers' own cache.
 """
 
@@ -22,9 +22,8 @@ if int(transformers.__version__.partition(".")[0]) < 5:
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
 import attngraph.codegen  # noqa: E402, F401  registers our ops and kernels
-from attngraph.hf.fused import NAME, attention  # noqa: E402
+from attngraph.hf.fused import NAME, attention, make_mask  # noqa: E402
 from attngraph.hf.generation import CACHE, GenerationModel, State, generation_model  # noqa: E402
-from attngraph.hf.masks import make_mask  # noqa: E402
 from attngraph.hf.stepwise import Stepwise, stepwise  # noqa: E402
 from attngraph.meaning.masks import flops as flops  # noqa: E402  registers the formulas of their operations
 

@@ -2,14 +2,18 @@
 
 It computes the same as a model's own eager attention, without `attngraph.compile`: the arguments of the call
 are expressed as a score program. While torch.export traces, the same is computed in plain PyTorch.
+
+transformers' mask functions create a boolean for each query and key. Most masks are causal, with a window or
+padding; given as a formula of the positions of query and key, kernels can skip the blocks that it hides. The
+formula's values are compared with the mask itself, once for all layers; any other mask is read as a tensor.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import sdpa_mask
 
-from attngraph.hf.masks import every_row_sees, formula_of
 from attngraph.ir.ops import attention as op
 
 NAME = "attngraph"
@@ -50,37 +54,27 @@ def attention(
     else:
         is_causal = False
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    changes = Changes(scale, softcap, position_bias, attention_mask, is_causal, sinks, dropout)
+    changes = scale, softcap, position_bias, attention_mask, is_causal, sinks, dropout
     if torch.compiler.is_exporting():
-        return _spelled_out(query, key, value, changes).transpose(1, 2).contiguous(), None
-    program, reads, sizes = _program(query, key, changes)
+        return _spelled_out(query, key, value, *changes).transpose(1, 2).contiguous(), None
+    program, reads, sizes = _program(query, key, *changes)
     with torch.autocast(device, enabled=False):  # kernels choose the dtypes that they compute in
         out = op.attention(query, key, value, program, *reads, sizes=sizes)
     return out.transpose(1, 2).contiguous(), None
 
 
-class Changes(NamedTuple):
-    """What a call does to the scores and the weights, in this order: see `attention`."""
-
-    scale: float
-    softcap: float | None
-    bias: Tensor | None
-    mask: Tensor | None
-    is_causal: bool
-    sinks: Tensor | None
-    dropout: float
-
-
-def _program(query: Tensor, key: Tensor, changes: Changes) -> tuple[str, list[Tensor], list[int]]:
+def _program(
+    query: Tensor, key: Tensor, scale: float, softcap: float | None, bias: Tensor | None, mask: Tensor | None,
+    is_causal: bool, sinks: Tensor | None, dropout: float,
+) -> tuple[str, list[Tensor], list[int]]:  # fmt: skip
     """The score program of a call, and the tensors and sizes that it reads."""
     reads: list[Tensor] = []
     sizes: list[int] = []
-    lines = [f"s = {changes.scale!r} * dot"]
-    if changes.softcap is not None:
-        lines.append(f"s = {float(changes.softcap)!r} * tanh(s / {float(changes.softcap)!r})")
-    if changes.bias is not None:
-        lines.append(f"s = s + {_read(reads, changes.bias, key)}")
-    mask = changes.mask
+    lines = [f"s = {scale!r} * dot"]
+    if softcap is not None:
+        lines.append(f"s = {float(softcap)!r} * tanh(s / {float(softcap)!r})")
+    if bias is not None:
+        lines.append(f"s = s + {_read(reads, bias, key)}")
     if mask is not None and mask.dtype == torch.bool:
         # Eager uses a finite fill, so a padding row that sees no key gives finite results and gradients. If
         # there is no such row, minus infinity gives the same results, and its gradients are cheaper.
@@ -94,40 +88,42 @@ def _program(query: Tensor, key: Tensor, changes: Changes) -> tuple[str, list[Te
             sizes = [formula.offset] if formula.offset else []
     elif mask is not None:
         lines.append(f"s = s + {_read(reads, mask.to(query.dtype), key)}")
-    elif changes.is_causal:
+    elif is_causal:
         lines.append("keep k <= q")
-    if changes.sinks is not None:
-        lines.append(f"sink {_read(reads, changes.sinks, key)}")
-    if changes.dropout > 0:
+    if sinks is not None:
+        lines.append(f"sink {_read(reads, sinks, key)}")
+    if dropout > 0:
         reads.append(torch.ops.attngraph.seed().to(query.device))
-        kept = 1.0 - changes.dropout
+        kept = 1.0 - dropout
         lines.append(f"p = where(random(r{len(reads) - 1}[], b, h, q, k) < {kept!r}, p / {kept!r}, 0.0)")
     return "\n".join(lines), reads, sizes
 
 
-def _spelled_out(query: Tensor, key: Tensor, value: Tensor, changes: Changes) -> Tensor:
+def _spelled_out(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, bias: Tensor | None,
+    mask: Tensor | None, is_causal: bool, sinks: Tensor | None, dropout: float,
+) -> Tensor:  # fmt: skip
     """The same in plain PyTorch, for torch.export: an exported program then contains no attngraph op, and
     `attngraph.compile` sees how masks are computed and fuses it like eager attention."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = query @ key.mT * changes.scale
-    if changes.softcap is not None:
-        scores = (scores / changes.softcap).tanh() * changes.softcap
-    if changes.bias is not None:
-        scores = scores + changes.bias[..., : key.shape[2]]
-    mask = changes.mask
-    if changes.is_causal:
+    scores = query @ key.mT * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if bias is not None:
+        scores = scores + bias[..., : key.shape[2]]
+    if is_causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
     if mask is not None and mask.dtype == torch.bool:
         scores = torch.where(mask[..., : key.shape[2]], scores, scores - torch.finfo(query.dtype).max)
     elif mask is not None:
         scores = scores + mask[..., : key.shape[2]]
-    if changes.sinks is not None:
-        scores = torch.cat([scores, changes.sinks.expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, query.dtype)).to(query.dtype)
-    if changes.sinks is not None:
+    if sinks is not None:
         weights = weights[..., :-1]
-    return nn.functional.dropout(weights, changes.dropout) @ value
+    return nn.functional.dropout(weights, dropout) @ value
 
 
 def _read(reads: list[Tensor], tensor: Tensor, key: Tensor) -> str:
@@ -156,3 +152,88 @@ def _refuse(others: dict[str, Any]) -> None:
             f'attn_implementation="{NAME}" does not read the paged cache of continuous batching; use '
             "attngraph.Engine for requests that come and go, or another attn_implementation."
         )
+
+
+# --- masks ---
+
+
+class Formula(NamedTuple):
+    """A mask `[B, 1, Sq, Skv]` as a predicate of a score program, in which `{}` stands for the padding tensor
+    that it reads, if any, and n0 for `offset`. `version`: the mask's version counter when it was compared."""
+
+    predicate: str
+    padding: Tensor | None
+    offset: int
+    version: int
+
+
+def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask that transformers makes for "sdpa": True where a key is visible; None for a purely causal mask
+    or if all keys are visible. Its formula is stored as an attribute."""
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    if mask is not None and not is_traced(mask):
+        if mask.is_inference():  # inference tensors have no version counter that would show later changes
+            with torch.inference_mode(False):
+                mask = mask.clone()
+        mask._attngraph_formula = _examined(mask, kwargs)  # type: ignore[attr-defined]
+    return mask
+
+
+def formula_of(mask: Tensor, queries: int, keys: int) -> Formula | None:
+    """The formula of a mask from `make_mask`, if it has this many queries and keys and was not modified."""
+    if is_traced(mask):
+        return None
+    found: Formula | None = getattr(mask, "_attngraph_formula", None)
+    fits = found is not None and found.version == mask._version and mask.shape[-2:] == (queries, keys)
+    return found if fits else None
+
+
+def every_row_sees(mask: Tensor) -> bool:
+    """Whether every query is known to see a key. Computed once per mask, which all layers share; False while
+    a model is traced."""
+    if is_traced(mask):
+        return False
+    if mask.is_inference():
+        return bool(mask.any(-1).all())
+    known: tuple[int, bool] | None = getattr(mask, "_attngraph_every_row_sees", None)
+    if known is None or known[0] != mask._version:
+        known = mask._version, bool(mask.any(-1).all())
+        mask._attngraph_every_row_sees = known  # type: ignore[attr-defined]
+    return known[1]
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether the tensor is being traced, so that its values cannot be read nor attributes stored on it."""
+    return torch.compiler.is_compiling() or torch.compiler.is_exporting() or type(tensor) is not Tensor
+
+
+def _examined(mask: Tensor, asked: dict[str, Any]) -> Formula | None:
+    """The formula of `mask`, which transformers made from the arguments `asked`; None if none matches."""
+    keys, queries = mask.shape[-1], mask.shape[-2]
+    places = asked.get("q_offset"), asked.get("kv_offset", 0)
+    if queries == 1 or not all(type(place) is int for place in places):
+        return None  # a single query gains nothing; offsets given as tensors are not read
+    offset, first = places[0] - places[1], places[1]
+    padding = asked.get("attention_mask")
+    if padding is not None:
+        padding = padding[:, first : first + keys].bool()
+        if padding.shape[1] != keys or bool(padding.all()):
+            padding = None
+    seen = torch.ones(1, keys, dtype=torch.bool, device=mask.device) if padding is None else padding
+    q = torch.arange(queries, device=mask.device).unsqueeze(1) + offset
+    k = torch.arange(keys, device=mask.device)
+    window, here = asked.get("local_size"), "q + n0" if offset else "q"
+    parts: list[str] = []
+    predicted = seen.view(-1, 1, 1, keys)
+    if not torch.equal(mask[:, 0, 0], seen.expand(len(mask), keys)):  # the first query does not see all
+        parts.append(f"k <= {here}")
+        predicted = predicted & (k <= q)
+        if window is not None:
+            parts.append(f"k > {here} - {window}")
+            predicted = predicted & (k > q - window)
+    if padding is not None:
+        parts.append("{}[b, k]")
+    different = mask[:1] if mask.stride(0) == 0 and len(predicted) == 1 else mask
+    if not parts or not torch.equal(different, predicted.expand_as(different)):
+        return None
+    return Formula(" and ".join(parts), padding, offset, mask._version)

@@ -97,12 +97,8 @@ class Generation:
 
     def _prepared(self, ids: Any, options: dict[str, Any]) -> "GenerationModel":
         """The decoder as a transformers model, with the settings that the model has now. It is derived
-        before anything is generated.
-
-        Raises:
-            ValueError: the call asks for something that a decoder does not have. NoDecoderError: there is
-                none.
-        """
+        before anything is generated. ValueError where the call asks for something that a decoder does not
+        have, NoDecoderError where there is none."""
         asked = [
             name for name in NOT_BY_A_DECODER if not any(options.get(name) is no for no in (None, False))
         ]

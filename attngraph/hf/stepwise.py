@@ -28,6 +28,7 @@ class Stepwise(ModelWrapper):
         inputs.setdefault(
             "attention_mask", torch.ones_like(ids)
         )  # else pad tokens would be taken for padding
+        by_token = {n for n, v in inputs.items() if isinstance(v, Tensor) and v.shape[:2] == ids.shape}
         settings = model.generation_config
         before = {name: getattr(settings, name, None) for name in (*_ENDS, "pad_token_id")}
         try:
@@ -36,7 +37,7 @@ class Stepwise(ModelWrapper):
             found = model.generate(
                 ids[:, :first], do_sample=False, use_cache=True, max_new_tokens=ids.shape[1] - first + 1,
                 output_logits=True, return_dict_in_generate=True, logits_processor=[_Prescribed(ids)],
-                **{n: v[:, :first] if _is_by_token(v, ids) else v for n, v in inputs.items()},
+                **{n: v[:, :first] if n in by_token else v for n, v in inputs.items()},
             )  # fmt: skip
         finally:
             for name, value in before.items():
@@ -55,10 +56,6 @@ def stepwise(model: PreTrainedModel) -> Stepwise:
             f"stepwise takes a model of transformers that generates, found {type(model).__name__}."
         )
     return Stepwise(model)
-
-
-def _is_by_token(value: Any, ids: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape[:2] == ids.shape
 
 
 class _Prescribed(LogitsProcessor):  # type: ignore[misc]

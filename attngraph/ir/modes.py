@@ -1,4 +1,5 @@
-"""What surrounds a call of torch: autocast, modes that change operations, hooks of all modules.
+"""What surrounds a call of torch: autocast, modes that change operations, hooks of all modules; and Python's
+search for unreachable objects.
 
 Our own machinery runs in modes of its own choosing: a graph has the casts of autocast in it already. What a
 user put around a call, and a graph cannot honour, is named, so that the model itself runs.
@@ -6,6 +7,7 @@ user put around a call, and a graph cannot honour, is named, so that the model i
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -102,3 +104,18 @@ def settings() -> tuple[object, ...]:
         torch.get_num_threads(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(), torch.backends.mkldnn.enabled,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Let Python look for unreachable objects after the body only, where many objects are made that stay: it
+    looks each time that some thousands were made, at all that are there, and a process that has loaded torch
+    has hundreds of thousands."""
+    if not gc.isenabled():
+        yield
+        return
+    try:
+        gc.disable()
+        yield
+    finally:
+        gc.enable()

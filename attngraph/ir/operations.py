@@ -18,6 +18,7 @@ its code does with operands is the library's. Operations that talk to other proc
 """
 
 import functools
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -134,28 +135,15 @@ def is_pure(overload: Any) -> bool:
         return False
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         return False
-    return all(_is_plain(str(a.type)) for a in (*schema.arguments, *schema.returns))
-
-
-def _is_plain(kind: str) -> bool:
-    """Whether this is the type of a plain value, or of a list of such."""
-    for wrapper in ("Optional[", "List["):
-        if kind.startswith(wrapper):
-            return _is_plain(kind[len(wrapper) : -1])
-    return kind in _PLAIN
+    kinds = (str(a.type) for a in (*schema.arguments, *schema.returns))
+    return all(re.sub(r"Optional\[|List\[|\]", "", kind) in _PLAIN for kind in kinds)
 
 
 def packet_of(name: str, libraries: Collection[str] = (), runs: bool = False) -> tuple[Any, list[str]]:
     """The operation that a text names as `add`, `add.Scalar`, `library.op` or `library.op.overload`, and what
-    of the name is left: its overload, if it has one.
-
-    Args:
-        libraries: whose operations may be named, besides PyTorch's and attngraph's.
-        runs: the graph is to be run as it was read.
-
-    Raises:
-        ValueError: it is not on the list.
-    """
+    of the name is left: its overload, if it has one. `libraries`: whose operations may be named, besides
+    PyTorch's and attngraph's. `runs`: the graph is to be run as it was read. ValueError where it is not on
+    the list."""
     first, *more = name.split(".")
     if first == "aten" and more:
         first, *more = more

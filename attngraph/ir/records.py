@@ -20,11 +20,7 @@ from attngraph.errors import SavedError
 
 
 def plain(value: Any) -> Any:
-    """A record, a tuple, a dtype or a plain value as a JSON value.
-
-    Raises:
-        SavedError: it has no form in a file.
-    """
+    """A record, a tuple, a dtype or a plain value as JSON; SavedError where it has no form in a file."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
@@ -39,13 +35,12 @@ def plain(value: Any) -> Any:
 
 
 def made(kind: Any, data: Any, name: str = "it") -> Any:
-    """The value of this type that `plain` wrote.
-
-    Raises:
-        ValueError: it is another one; says which part of it, by `name`.
-    """
+    """The value of this type that `plain` wrote, of a record or of its fields as a tuple; where it is another
+    one, a ValueError says which part of it, by `name`."""
     if dataclasses.is_dataclass(kind):
         fields = _types_of(typing.cast(Any, kind))
+        if isinstance(data, (list, tuple)) and len(data) == len(fields):
+            data = dict(zip(fields, data, strict=True))
         if not isinstance(data, dict) or not fields.keys() >= data.keys():
             unknown = sorted(map(str, set(data) - fields.keys())) if isinstance(data, dict) else data
             raise ValueError(f"{name} is no {kind.__name__}: {unknown!r:.80}")  # type: ignore[union-attr]
@@ -86,11 +81,7 @@ def _types_of(kind: Any) -> dict[str, Any]:
 
 
 def dtype_of(text: Any) -> torch.dtype:
-    """The dtype of a name such as "torch.float32".
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The dtype of a name such as "torch.float32"; ValueError where it is none."""
     found = getattr(torch, text.removeprefix("torch."), None) if isinstance(text, str) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{text!r:.80} is no dtype")
@@ -99,11 +90,8 @@ def dtype_of(text: Any) -> torch.dtype:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which is at `path` once all is written: readers see all of it, or what was there.
-
-    Raises:
-        OSError: it cannot be written; the previous contents are still there.
-    """
+    """A file to write to, which is at `path` once all is written: readers see all of it, or what was there;
+    OSError where it cannot be written, and then the previous contents are still there."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

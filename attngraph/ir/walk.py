@@ -21,9 +21,7 @@ def reached(starts: Iterable[_Value], after: Callable[[_Value], Iterable[_Value]
             stack += after(value)
 
 
-def operands_first(
-    roots: Iterable[_Value], operands: Callable[[_Value], Sequence[_Value]]
-) -> list[_Value]:  # fmt: skip
+def operands_first(roots: Iterable[_Value], operands: Callable[[_Value], Sequence[_Value]]) -> list[_Value]:
     """The roots and all that `operands` leads to, each after its operands, else in the order of the roots."""
     order: dict[_Value, None] = {}
     stack = [(node, False) for node in reversed(list(roots))]

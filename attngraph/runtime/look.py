@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from attngraph.ir.ops.transforms import autograd_inside
+from attngraph.ir.ops.declare import autograd_inside
 
 _METHODS = (
     "dim", "ndimension", "numel", "nelement", "size", "element_size", "is_floating_point", "is_complex",

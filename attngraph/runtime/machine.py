@@ -19,7 +19,7 @@ from attngraph.capture.instead import LOCK
 from attngraph.errors import CheckError
 from attngraph.ir.graph.program_graph import Output, ProgramGraph, Rate
 from attngraph.ir.modes import without_autocast
-from attngraph.ir.ops.transforms import one_run
+from attngraph.ir.ops.declare import one_run
 from attngraph.ir.versions import version_of
 from attngraph.runtime.inputs import Inputs, own_tensor
 from attngraph.runtime.parallel.fully_sharded import is_fully_sharded

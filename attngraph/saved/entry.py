@@ -51,16 +51,9 @@ T = TypeVar("T")
 def files_of(
     found: Executable | Step, traced: Traced, content: Content, owner: nn.Module, code: bool
 ) -> dict[str, bytes]:
-    """The files of a graph.
-
-    Args:
-        content: the model's state, for the paths of its objects.
-        owner: the module in which names of weights are looked up.
-        code: keep the text of the user's code in the report. A folder that is given away has none.
-
-    Raises:
-        SavedError: it has no form in files; says why.
-    """
+    """The files of a graph. `content`: the model's state, for the paths of its objects. `owner`: the module
+    in which names of weights are looked up. `code`: keep the text of the user's code in the report; a folder
+    that is given away has none. A SavedError says why it has no form in files."""
     graph = found.captured.graph if isinstance(found, Executable) else found.graph
     if isinstance(found, Executable) and found.captured.changes:
         raise SavedError("its forward changes objects among its arguments")
@@ -83,11 +76,17 @@ def files_of(
             "sides": _sides(found.sizes.sides, names), "single": found.sizes.single,
         }  # fmt: skip
         left_out = _left_out(found, content)
-    guards = {**traced.sections(), "left_out": left_out, "contents": _contents(graph, owner)}
+    contents = {
+        f"{given.kind} {given.name}": tensor_digest(own_tensor(given, owner, graph.constants)(None))
+        for given in graphs.contents(graph)
+    }
+    guards = {**traced.sections(), "left_out": left_out, "contents": contents}
     report = dataclasses.replace(found.report, parts=(), code=found.report.code if code else UserCode())
+    kernels = {a.kernel.source: a.kernel for a in report.attention if a.kernel.source}
     return {
         "graph.txt": text.encode(), "graph.json": as_bytes(beside), "guards.json": as_bytes(guards),
-        "report.json": as_bytes(plain(report)), **_kernels(report),
+        "report.json": as_bytes(plain(report)),
+        **{kernel_file(n, kernel): source.encode() for n, (source, kernel) in enumerate(kernels.items())},
     }  # fmt: skip
 
 
@@ -97,50 +96,39 @@ def _live(graph: ProgramGraph, content: Content) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, constant in graph.constants.items():
         for path, tensor in tensors.items():
-            if _memory(tensor) != _memory(constant) or not constant.numel():
+            memories = {t.untyped_storage().data_ptr() for t in (tensor, constant)}
+            if len(memories) > 1 or not constant.numel():
                 continue
-            if (tensor.shape, tensor.stride(), tensor.dtype) != (
-                constant.shape, constant.stride(), constant.dtype,
-            ):  # fmt: skip
+            if len({(t.shape, t.stride(), t.dtype) for t in (tensor, constant)}) > 1:
                 raise SavedError(f"a part of the tensor {path} is in its graph; register it as a buffer")
             found.setdefault(name, path)
     return found
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _attribute(attribute: Attribute, content: Content, names: Mapping[str, str]) -> list[Any]:
     path = content.paths().get(id(attribute.owner))
     if path is None:
         raise SavedError(f"the object whose {attribute.name} its forward sets cannot be found again")
-    structure = attribute.structure
-    written = None if structure is None else write_structure(structure, names)
+    written = None if attribute.structure is None else write_structure(attribute.structure, names)
     return [path, attribute.name, attribute.label, written, attribute.read]
 
 
 def _sides(sides: Sides, names: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "decisions": [[size_text(d.relation, names), d.line, d.raises] for d in sides.decisions],
-        "same": [
-            [sorted((names.get(n, n), size) for n, size in s.at), [size_text(r, names) for r in s.relations]]
-            for s in sides.same
-        ],
-    }
+    decisions = [[size_text(d.relation, names), d.line, d.raises] for d in sides.decisions]
+    same = [
+        [sorted((names.get(n, n), size) for n, size in s.at), [size_text(r, names) for r in s.relations]]
+        for s in sides.same
+    ]
+    return {"decisions": decisions, "same": same}
 
 
 def _sides_from(about: Mapping[str, Any], names: Mapping[str, str]) -> Sides:
-    return Sides(
-        tuple(Decision(size_of(text, names), line, raises) for text, line, raises in about["decisions"]),
-        tuple(
-            Same(
-                frozenset((names.get(n, n), size) for n, size in at),
-                tuple(size_of(r, names) for r in relations),
-            )
-            for at, relations in about["same"]
-        ),
+    decisions = (Decision(size_of(text, names), line, raises) for text, line, raises in about["decisions"])
+    same = (
+        Same(frozenset((names.get(n, n), size) for n, size in at), tuple(size_of(r, names) for r in told))
+        for at, told in about["same"]
     )
+    return Sides(tuple(decisions), tuple(same))
 
 
 def _left_out(step: Step, content: Content) -> list[str]:
@@ -148,19 +136,6 @@ def _left_out(step: Step, content: Content) -> list[str]:
     if any(owner not in paths for owner, _ in step.scope.left_out):
         raise SavedError("an object of which its forward sets an attribute cannot be found again")
     return sorted(f"{paths[owner]}.{name}" for owner, name in step.scope.left_out)
-
-
-def _contents(graph: ProgramGraph, owner: nn.Module) -> dict[str, str]:
-    """Digests of the buffers that the graph relies on."""
-    return {
-        f"{given.kind} {given.name}": tensor_digest(own_tensor(given, owner, graph.constants)(None))
-        for given in graphs.contents(graph)
-    }
-
-
-def _kernels(report: CompileReport) -> dict[str, bytes]:
-    kernels = {a.kernel.source: a.kernel for a in report.attention if a.kernel.source}
-    return {kernel_file(n, kernel): source.encode() for n, (source, kernel) in enumerate(kernels.items())}
 
 
 # --- from files ---
@@ -193,21 +168,15 @@ class Known:
 
 @of_files
 def unfit_contents(files: Files, known: Known) -> str:
-    """The first buffer that does not hold what the graph relies on; "" if all do.
-
-    Raises:
-        SavedError: the files do not go together.
-    """
+    """The first buffer that does not hold what the graph relies on; "" if all do. SavedError where the files
+    do not go together."""
     graph_file, guards = json.loads(files["graph.json"]), json.loads(files["guards.json"])
     for label, digest in guards["contents"].items():
         kind, _, name = label.partition(" ")
         if kind == "constant" and name not in graph_file["live"]:
             continue
-        tensor = (
-            known.objects.get(graph_file["live"][name])
-            if kind == "constant"
-            else _own(known.owner, kind, name)
-        )
+        is_live = kind == "constant"
+        tensor = known.objects.get(graph_file["live"][name]) if is_live else _own(known.owner, kind, name)
         if not isinstance(tensor, Tensor) or tensor_digest(tensor) != digest:
             return f"the {kind} {name.removeprefix('model.')} held other values"
     return ""
@@ -219,18 +188,13 @@ def _own(owner: nn.Module, kind: str, name: str) -> Tensor | None:
         module = owner.get_submodule(path)
     except AttributeError:
         return None
-    store: Mapping[str, Any] = module._parameters if kind == "parameter" else module._buffers
-    found: Tensor | None = store.get(last)
-    return found
+    return module._parameters.get(last) if kind == "parameter" else module._buffers.get(last)
 
 
 @of_files
 def executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Executable:
-    """The executable that `files_of` wrote; its guards have been compared.
-
-    Raises:
-        SavedError: the files do not go together, or the model has not what the graph takes.
-    """
+    """The executable that `files_of` wrote; its guards have been compared. SavedError where the files do not
+    go together, or the model has not what the graph takes."""
     beside = json.loads(files["graph.json"])
     graph, names, report = _graph(files, beside, known)
     attributes = tuple(
@@ -252,11 +216,7 @@ def executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], Ru
 
 def _owner(thing: Any, name: str) -> Any:
     """An object whose attribute a graph sets, if the attribute is its own: not what its class defines, nor
-    what every module has, nor a module or a parameter of it.
-
-    Raises:
-        ValueError: it is not.
-    """
+    what every module has, nor a module or a parameter of it; ValueError where it is not."""
     held = {*vars(nn.Module())}
     if isinstance(thing, nn.Module):
         held |= {*thing._modules, *thing._parameters}
@@ -267,11 +227,8 @@ def _owner(thing: Any, name: str) -> Any:
 
 @of_files
 def step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Step:
-    """The decoder's step that `files_of` wrote; its guards have been compared.
-
-    Raises:
-        SavedError: as `executable_from`.
-    """
+    """The decoder's step that `files_of` wrote; its guards have been compared. SavedError as in
+    `executable_from`."""
     beside = json.loads(files["graph.json"])
     graph, names, report = _graph(files, beside, known)
     _require_state(graph)
@@ -339,10 +296,6 @@ class Guards:
 
 @of_files
 def describe(files: Files) -> Mapping[str, Any]:
-    """The guards among the files.
-
-    Raises:
-        SavedError: there are none.
-    """
+    """The guards among the files; SavedError where there are none."""
     found: Guards = made(Guards, json.loads(files["guards.json"]), "guards")
     return vars(found)

@@ -35,15 +35,9 @@ def as_bytes(data: Any) -> bytes:
 
 
 def write_folder(path: Path, about: Mapping[str, Any], files: Mapping[str, bytes], replace: bool) -> None:
-    """Write a folder of files and its manifest, at once.
-
-    Args:
-        about: what the manifest says besides digests.
-        replace: whether what is at `path`, another such folder, gives way.
-
-    Raises:
-        SavedError: it cannot be written, or something else is there.
-    """
+    """Write a folder of files and its manifest, at once. `about`: what the manifest says besides digests.
+    `replace`: whether what is at `path`, another such folder, gives way. SavedError where it cannot be
+    written, or something else is there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not (path / MANIFEST).is_file():
@@ -89,12 +83,8 @@ def _rename(work: Path, path: Path, replace: bool) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What the manifest of a folder says.
-
-    Raises:
-        SavedError: there is none, or it has changed, or it has another format, or it names what is no plain
-            file of the folder.
-    """
+    """What the manifest of a folder says; SavedError where there is none, or it has changed, or it has
+    another format, or it names what is no plain file of the folder."""
     data = _read(path, MANIFEST)
     try:
         found = json.loads(data)
@@ -123,11 +113,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def read_file(path: Path, manifest: Mapping[str, Any], name: str) -> bytes:
-    """A file of a folder. `manifest`: as `read_manifest` gave it.
-
-    Raises:
-        SavedError: it is missing, it is no plain file, or it has changed.
-    """
+    """A file of a folder. `manifest`: as `read_manifest` gave it. SavedError where it is missing, it is no
+    plain file, or it has changed."""
     if name not in manifest["files"]:
         raise SavedError(f"{path} has no {name}.")
     size, digest = manifest["files"][name]

@@ -7,7 +7,7 @@ back and compared with the original node by node; what is not the same is not sa
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,32 +24,19 @@ from attngraph.report.entries import AttentionEntry
 
 Names = dict[str, str]
 """Names of sizes in a file by those in a graph, or the other way round."""
-
-
 _KNOWN = {"aten", "prims", "prim", "attngraph", "_operator", "math", "torch"}
 """Whose operations the versions of torch and of attngraph decide. What another library's operation gives a
 trace, its shape say, may change with that library."""
 
 
-def _namespaces(part: ProgramGraph) -> set[str]:
-    calls = (n.target for n in part.graph.nodes if n.op == "call_function")
-    return {
-        getattr(target, "namespace", None) or str(getattr(target, "__module__", "")).split(".")[0]
-        for target in calls
-    }
-
-
 def write(graph: ProgramGraph, live: Mapping[str, str]) -> tuple[str, dict[str, Any], Names]:
-    """A lowered graph as text, what is not in the text, and the names of its sizes in both.
-
-    Args:
-        live: constants that are tensors of the user's own, by their path from the model; their contents are
-            not written.
-
-    Raises:
-        SavedError: the graph cannot be read back as the same.
-    """
-    foreign = {space for part in parts_of(graph).values() for space in _namespaces(part)} - _KNOWN
+    """A lowered graph as text, what is not in the text, and the names of its sizes in both. `live`: constants
+    that are tensors of the user's own, by their path from the model; their contents are not written.
+    SavedError where the graph cannot be read back as the same."""
+    nodes = [node for part in parts_of(graph).values() for node in part.graph.nodes]
+    calls = [n.target for n in nodes if n.op == "call_function"]
+    spaces = (getattr(c, "namespace", None) or str(getattr(c, "__module__", "")).split(".")[0] for c in calls)
+    foreign = set(spaces) - _KNOWN
     if foreign:
         raise SavedError(
             f"its graph has operations of {', '.join(sorted(foreign))}, whose version is not known"
@@ -77,9 +64,7 @@ def write(graph: ProgramGraph, live: Mapping[str, str]) -> tuple[str, dict[str, 
     return text, beside, names
 
 
-def read(
-    text: str, beside: Mapping[str, Any], live: Mapping[str, Tensor]
-) -> tuple[ProgramGraph, Names]:  # fmt: skip
+def read(text: str, beside: Mapping[str, Any], live: Mapping[str, Tensor]) -> tuple[ProgramGraph, Names]:
     """The graph that `write` wrote, and the names of its sizes by those in the file. `live`: the user's own
     tensors among its constants."""
     places = {
@@ -87,22 +72,20 @@ def read(
     }
     graph = read_graph(text, "the graph", places)  # type: ignore[arg-type]
     constants = {n: decode(t) for n, t in beside["constants"].items()} | dict(live)
-    names = dict(zip(_sizes_named(text), graph.hints, strict=True))
+    head = next((line for line in text.splitlines()[:4] if line.startswith("sizes ")), "sizes ")
+    sizes = [part.partition(" = ")[0] for part in split(head.removeprefix("sizes "))]
+    names = dict(zip(sizes, graph.hints, strict=True))
     conditions = tuple(size_of(c, names) for c in beside["conditions"])
     hints = {names.get(n, n): hint for n, hint in beside["hints"].items()}
     for title, part in parts_of(graph).items():
         _complete(part, beside["parts"][title])
         part.constants, part.conditions, part.hints = constants, conditions, dict(hints)
-    _link_stages(graph)
+    weights, prompt = (graph.stages.get(rate) for rate in (Rate.WEIGHTS, Rate.PROMPT))
+    if weights and prompt and any(i.kind == Rate.WEIGHTS.value for i in prompt.inputs):
+        prompt.stages = {Rate.WEIGHTS: weights}  # a stage has those whose results it takes, as the graph has
     if beside["state"] is not None:
         graph.state = _with_sizes(made(CachePlan, beside["state"]), names)
     return graph, names
-
-
-def _sizes_named(text: str) -> list[str]:
-    """The sizes that the head of a text names, in order."""
-    line = next((line for line in text.splitlines()[:4] if line.startswith("sizes ")), "sizes ")
-    return [part.partition(" = ")[0] for part in split(line.removeprefix("sizes "))]
 
 
 def _with_sizes(plan: CachePlan | None, names: Names) -> CachePlan | None:
@@ -113,40 +96,30 @@ def _with_sizes(plan: CachePlan | None, names: Names) -> CachePlan | None:
     return dataclasses.replace(plan, length=length, step_tokens=tokens)
 
 
-def attention_nodes(graph: ProgramGraph) -> Iterator[fx.Node]:
-    """The nodes that have an entry in the report, in its order."""
-    for part in (*graph.stages.values(), graph):
-        yield from (n for n in part.graph.nodes if "attention" in n.meta)
-
-
 def give_entries(graph: ProgramGraph, entries: tuple[AttentionEntry, ...]) -> None:
-    """Give nodes their entries of the report back."""
-    for node, entry in zip(list(attention_nodes(graph)), entries, strict=True):
+    """Give the nodes that have an entry in the report, in its order, their entries back."""
+    nodes = [n for part in (*graph.stages.values(), graph) for n in part.graph.nodes if "attention" in n.meta]
+    for node, entry in zip(nodes, entries, strict=True):
         node.meta["attention"] = entry
 
 
 def _beside(part: ProgramGraph, names: Mapping[str, str]) -> dict[str, Any]:
     """What the text of one part does not have."""
     kept = [(node, given) for node, given in part.given().items() if is_printed(node, given)]
-    nodes = [n for n in part.graph.nodes if n.op == "call_function" and not is_size(n)]
     return {
-        "inputs": [[given.kind, given.name] for _, given in kept],
-        "outputs": [[o.kind, o.name, list(o.order), o.place, o.look] for o in part.outputs],
-        "assumed": [[given.kind, given.name] for given in _assumed(part)],
+        "inputs": [dataclasses.astuple(given) for _, given in kept],
+        "outputs": [dataclasses.astuple(output) for output in part.outputs],
+        "assumed": [dataclasses.astuple(given) for given in _assumed(part)],
         "sizes": _sizes(part, {node: place for place, (node, _) in enumerate(kept)}, names),
-        "attention": [place for place, node in enumerate(_calls(nodes)) if "attention" in node.meta],
+        "attention": [place for place, node in enumerate(_calls(part)) if "attention" in node.meta],
     }
 
 
 def _sizes(
     part: ProgramGraph, places: Mapping[fx.Node, int], names: Mapping[str, str]
-) -> dict[str, tuple[int, int]]:  # fmt: skip
-    """Where each size is taken from.
-
-    Raises:
-        SavedError: a decoder's graph takes a size from several places, which have it for different reasons:
-            its tokens are those of several sequences, one after another.
-    """
+) -> dict[str, tuple[int, int]]:
+    """Where each size is taken from; SavedError where a decoder's graph takes a size from several places,
+    which have it for different reasons: its tokens are those of several sequences, one after another."""
     found: dict[str, dict[str, tuple[int, int]]] = {}
     kinds = {node: given.kind for node, given in part.given().items()}
     of_step = part.state is not None or not set(kinds.values()).isdisjoint(("rows", "pages", "carried"))
@@ -172,16 +145,12 @@ def _complete(part: ProgramGraph, about: Mapping[str, Any]) -> None:
     """Give a part what its text does not have."""
     if len(about["inputs"]) != len(part.inputs) or len(about["outputs"]) != len(part.outputs):
         raise ValueError("other inputs or results than in the text")
-    part.inputs = tuple(Input(kind, name) for kind, name in about["inputs"])
-    part.outputs = tuple(
-        Output(kind, name, tuple(order), place, look) for kind, name, order, place, look in about["outputs"]
-    )
-    _assume(part, [Input(kind, name) for kind, name in about["assumed"]])
-    calls = _calls(n for n in part.graph.nodes if n.op == "call_function" and not is_size(n))
-    marked = set(about["attention"])
-    for place, node in enumerate(calls):
-        if place in marked:
-            node.meta["attention"] = None
+    part.inputs = made(tuple[Input, ...], about["inputs"], "inputs")
+    part.outputs = made(tuple[Output, ...], about["outputs"], "results")
+    _assume(part, made(tuple[Input, ...], about["assumed"], "what is assumed"))
+    calls = _calls(part)
+    for place in about["attention"]:
+        calls[place].meta["attention"] = None
 
 
 def _assumed(part: ProgramGraph) -> list[Input]:
@@ -189,31 +158,21 @@ def _assumed(part: ProgramGraph) -> list[Input]:
     return [given for node, given in part.given().items() if node.name in part.assumed]
 
 
-def _assume(part: ProgramGraph, assumed: list[Input]) -> None:
+def _assume(part: ProgramGraph, assumed: Sequence[Input]) -> None:
     """Let a part rely on the contents of these inputs, which it gets if it has them not."""
-    nodes = part.placeholders()
     for given in (g for g in assumed if g not in part.inputs):
-        with part.graph.inserting_after(nodes[-1] if nodes else None):
-            nodes.append(part.graph.placeholder(f"assumed_{len(nodes)}"))
-        part.inputs = (*part.inputs, given)
+        part.add_input(given, None)
     part.assumed = {node.name for node, given in part.given().items() if given in assumed}
     part.module.recompile()
 
 
-def _link_stages(graph: ProgramGraph) -> None:
-    """A stage that takes results of another has it among its own stages, as the graph has."""
-    weights = graph.stages.get(Rate.WEIGHTS)
-    prompt = graph.stages.get(Rate.PROMPT)
-    if weights and prompt and any(i.kind == Rate.WEIGHTS.value for i in prompt.inputs):
-        prompt.stages = {Rate.WEIGHTS: weights}
+def _calls(part: ProgramGraph) -> list[fx.Node]:
+    """The calls of a part, without sizes and what is picked from several results."""
+    calls = (n for n in part.graph.nodes if n.op == "call_function" and not is_size(n))
+    return [n for n in calls if n.target is not operator.getitem]
 
 
 # --- the comparison ---
-
-
-def _calls(nodes: Any) -> list[fx.Node]:
-    """The calls among nodes, without the parts that are picked from several results."""
-    return [n for n in nodes if n.target is not operator.getitem]
 
 
 def _difference(graph: ProgramGraph, again: ProgramGraph, names: Names, back: Names) -> str:
@@ -231,9 +190,8 @@ def _difference(graph: ProgramGraph, again: ProgramGraph, names: Names, back: Na
         if ours != theirs:
             place = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
             return f"value {place} of {title}"
-        theirs_facts = _facts(second[title])
         for what, fact in _facts(part).items():
-            if fact != theirs_facts[what]:
+            if fact != _facts(second[title])[what]:
                 return f"{what} of {title}"
     return ""
 
@@ -241,20 +199,17 @@ def _difference(graph: ProgramGraph, again: ProgramGraph, names: Names, back: Na
 def _facts(part: ProgramGraph) -> dict[str, Any]:
     """What has to be the same besides the calls."""
     kinds = {given.kind for given in part.inputs}
+    printed = [given for node, given in part.given().items() if is_printed(node, given)]
     return {
-        "inputs": (_printed(part), set(_assumed(part))), "results": (part.outputs, part.gradients),
+        "inputs": (printed, set(_assumed(part))), "results": (part.outputs, part.gradients),
         "stages": {rate for rate in part.stages if rate.value in kinds},
     }  # fmt: skip
-
-
-def _printed(part: ProgramGraph) -> list[Input]:
-    return [given for node, given in part.given().items() if is_printed(node, given)]
 
 
 def _lines(part: ProgramGraph) -> Iterator[tuple[Any, ...]]:
     """Every call with its operands, by number. Sizes are compared by the formulas in the text."""
     numbers: dict[fx.Node, Any] = {}
-    for place, (node, _) in enumerate((n, i) for n, i in part.given().items() if is_printed(n, i)):
+    for place, node in enumerate(n for n, given in part.given().items() if is_printed(n, given)):
         numbers[node] = ("input", place)
     count = 0
 

@@ -36,7 +36,7 @@ class Names:
     def scope(self, describe: Callable[[Scope], Content]) -> Scope:
         ran = ran_of(self.functions, describe)
         ran.environment.update(self.environment)
-        return ran.scope(asked=frozenset((place, what) for place, what in self.asked), layouts=self.layouts)
+        return ran.scope(asked=frozenset(self.asked), layouts=self.layouts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def describe_answers(tensors: Sequence[Tensor], ran: Names) -> dict[str, str]:
     """What is true of a call's tensors of what the code asked."""
     if not ran.asked and not ran.layouts:
         return {}
-    found = answers(tensors, frozenset((place, what) for place, what in ran.asked), ran.layouts)
+    found = answers(tensors, frozenset(ran.asked), ran.layouts)
     return {"what is asked of arguments": str(found)}
 
 
@@ -113,23 +113,14 @@ def differences(
     saved: Mapping[str, Any], call: Mapping[str, str], content: Content, left_out: Sequence[str]
 ) -> Iterator[str]:
     """What does not fit, by name, the plainest first."""
-    yield from _differences("", saved["call"], call, ())
-    yield from _differences("", saved["state"], content.lines, left_out)
-
-
-def _differences(
-    title: str, saved: Mapping[str, str], now: Mapping[str, str], left_out: Sequence[str]
-) -> Iterator[str]:
-    for name in (*saved, *(n for n in now if n not in saved)):
-        if saved.get(name) == now.get(name) or _is_below(name, left_out):
-            continue
-        if name not in now:
-            yield f"{title}{name} was {saved[name]}, and is gone"
-        elif name not in saved:
-            yield f"{title}{name} is new: {now[name]}"
-        else:
-            yield f"{title}{name} was {saved[name]}, and is {now[name]}"
-
-
-def _is_below(name: str, paths: Sequence[str]) -> bool:
-    return any(name == p or name.startswith((f"{p}.", f"{p}[")) for p in paths)
+    for before, now, skipped in ((saved["call"], call, ()), (saved["state"], content.lines, left_out)):
+        for name in (*before, *(n for n in now if n not in before)):
+            is_left_out = any(name == p or name.startswith((f"{p}.", f"{p}[")) for p in skipped)
+            if before.get(name) == now.get(name) or is_left_out:
+                continue
+            if name not in now:
+                yield f"{name} was {before[name]}, and is gone"
+            elif name not in before:
+                yield f"{name} is new: {now[name]}"
+            else:
+                yield f"{name} was {before[name]}, and is {now[name]}"

@@ -23,11 +23,8 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def write_structure(structure: Structure, names: Mapping[str, str]) -> dict[str, Any]:
-    """The structure as a JSON value. `names`: of sizes in the file by those in the structure.
-
-    Raises:
-        SavedError: something in it has no form in a file.
-    """
+    """The structure as a JSON value. `names`: of sizes in the file by those in the structure. SavedError
+    where something in it has no form in a file."""
     leaves = [
         [kind, size_text(value, names) if kind == "size" else _value(value)]
         for kind, value in structure.leaves
@@ -39,11 +36,8 @@ def write_structure(structure: Structure, names: Mapping[str, str]) -> dict[str,
 
 
 def read_structure(found: Mapping[str, Any], names: Mapping[str, str]) -> Structure:
-    """The structure that `write_structure` wrote.
-
-    Raises:
-        SavedError: a class of the results is not loaded. ValueError, KeyError, TypeError: it is no structure.
-    """
+    """The structure that `write_structure` wrote. SavedError where a class of the results is not loaded;
+    ValueError, KeyError or TypeError where it is no structure."""
     leaves = tuple(
         (kind, size_of(value, names) if kind == "size" else _made(value)) for kind, value in found["leaves"]
     )
@@ -125,25 +119,17 @@ def _class_name(kind: type) -> str:
 
 
 def _class(name: str) -> type:
-    """A loaded class that is made of its parts alone.
-
-    Raises:
-        SavedError: there is none.
-    """
+    """A loaded class that is made of its parts alone; SavedError where there is none."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = None if found is None else vars(found).get(part)
     if not isinstance(found, type):
         raise SavedError(f"the class {path} of its results is not loaded; import {module} first")
+    root = found.__module__.partition(".")[0]
+    named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
+    of_python = root in ({"torch", *sys.stdlib_module_names} - {"__main__"}) and not named_tuple
     known = found in pytree.SUPPORTED_NODES or issubclass(found, enum.Enum)
-    if not known and (hasattr(found, "__del__") or _is_closed(found)):
+    if not known and (hasattr(found, "__del__") or of_python):
         raise SavedError(f"results of the class {path} cannot be made from their parts")
     return found
-
-
-def _is_closed(kind: type) -> bool:
-    """Whether a class is one of Python's or torch's own."""
-    root = kind.__module__.partition(".")[0]
-    named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    return (root == "torch" or root in sys.stdlib_module_names) and root != "__main__" and not named_tuple

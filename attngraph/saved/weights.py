@@ -92,11 +92,8 @@ class Skeleton(nn.Module):
 
 
 def load_skeleton(path: Path, about: Mapping[str, Any]) -> Skeleton:
-    """The weights of a saved model as a module. `about`: its manifest.
-
-    Raises:
-        SavedError: they were not saved, or do not go together, or safetensors is missing.
-    """
+    """The weights of a saved model as a module. `about`: its manifest. SavedError where they were not saved,
+    or do not go together, or safetensors is missing."""
     if "weights" not in about:
         raise SavedError(
             f"{path} has no weights: it was saved without weights=True. Give the model: "

@@ -76,7 +76,7 @@ class Loops:
         self, text: str, tokens: Sequence[Tensor], shared: Sequence[Tensor], carried: Sequence[Tensor],
         begins: Sequence[int], counts: Sequence[int], out: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
-        """As `Runner.run` of `ir/ops/loop.py`."""
+        """As `RUNNERS` of `ir/ops/loop.py` says."""
         whole, code = whole_step(text), _code()
         if whole is None or code is None:
             return None

@@ -7,7 +7,7 @@ evaluated, then those in which all keys are behind a finite fill, where kernels 
 weight. The backward kernels visit the same tiles, with another list of the blocks of queries for each block
 of keys. Lists are computed on the device, without synchronisation. Lists that depend on shapes alone are
 cached. Those that depend on tensors are shared by the layers of one run of a graph, or of one backward pass
-(`ir/ops/transforms.py`), and computed anew anywhere else. In a CUDA graph that is captured, the lists are
+(`ir/ops/declare.py`), and computed anew anywhere else. In a CUDA graph that is captured, the lists are
 computed by the graph itself, in each replay, or are such as stay where they are for good.
 """
 
@@ -31,8 +31,8 @@ from attngraph.codegen.triton.plan import (
     soft_masks,
 )
 from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, S, ScoreProgram, Statement
+from attngraph.ir.ops.declare import shared
 from attngraph.ir.ops.kernels import Operands
-from attngraph.ir.ops.transforms import shared
 from attngraph.ir.versions import version_of
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.tiles import Cut, Grid

@@ -16,7 +16,7 @@ import torch
 
 import attngraph
 from attngraph.capture.instead import LOCK
-from attngraph.ir.ops.transforms import shared
+from attngraph.ir.ops.declare import shared
 
 HERE = Path(attngraph.__file__).parent
 ROOTS = tuple(str(p.resolve()) for p in (HERE, HERE / "passes", HERE / "codegen"))

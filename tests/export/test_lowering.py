@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attngraph
-from attngraph.exporter.lower import PLAIN, SDPA, Lowering, Operands
-from attngraph.exporter.masks import Places
+from attngraph.exporter.lower import PLAIN, SDPA, Lowering, Operands, Places
 from attngraph.exporter.standard import NotStandard, standard_form
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
@@ -85,7 +84,7 @@ def wanted(program: str, given: Operands) -> torch.Tensor:
 @pytest.mark.parametrize("way", [SDPA, PLAIN])
 def test_standard_programs_are_written_as_torch_has_them(program: str, way: str) -> None:
     lowering, given_ = Lowering(way), operands()
-    found = lowering.attention("a", parse(program), given_).out
+    found = lowering.attention("a", parse(program), given_)[0]
     torch.testing.assert_close(found, wanted(program, given_), equal_nan=True)
     assert [a.how for a in lowering.found] == [way]
 
@@ -93,7 +92,7 @@ def test_standard_programs_are_written_as_torch_has_them(program: str, way: str)
 @pytest.mark.parametrize("program", CAPPED)
 def test_torch_has_no_softcap_and_the_standard_has(program: str) -> None:
     lowering, given_ = Lowering(SDPA), operands()
-    found = lowering.attention("a", parse(program), given_).out
+    found = lowering.attention("a", parse(program), given_)[0]
     torch.testing.assert_close(found, wanted(program, given_), equal_nan=True)
     assert [a.how for a in lowering.found] == [PLAIN] and "tanh" in lowering.found[0].words
     form = standard_form(parse(program), torch.float32)
@@ -103,7 +102,7 @@ def test_torch_has_no_softcap_and_the_standard_has(program: str) -> None:
 @pytest.mark.parametrize("program", OTHERS)
 def test_other_programs_are_written_out_and_the_reason_is_told(program: str) -> None:
     lowering, given_ = Lowering(SDPA), operands()
-    found = lowering.attention("a", parse(program), given_).out
+    found = lowering.attention("a", parse(program), given_)[0]
     torch.testing.assert_close(found, wanted(program, given_), equal_nan=True)
     assert [a.how for a in lowering.found] == [PLAIN]
     assert OTHERS[program] in lowering.found[0].words
@@ -134,7 +133,7 @@ def test_any_program_means_the_same(language: Any, data: st.DataObject) -> None:
         given_.q, given_.k, given_.v, program, *reads, sizes=given_.sizes, kernel="reference"
     )
     for way in (SDPA, PLAIN):
-        found = Lowering(way).attention("a", program, given_).out
+        found = Lowering(way).attention("a", program, given_)[0]
         torch.testing.assert_close(found, expected, equal_nan=True)
 
 
@@ -155,7 +154,7 @@ def test_padded_rows_in_a_cache_are_as_each_alone(program: str, way: str) -> Non
         (at - pad).clamp(min=0), (keys - pad).clamp(min=0), keys >= pad, (keys == at) & (at < pad)
     )
     given_ = Operands(q, k[:, :, past:], v[:, :, past:], [sink], [], (k[:, :, :past], v[:, :, :past]))
-    found = Lowering(way).attention("a", parse(program), given_, places).out
+    found = Lowering(way).attention("a", parse(program), given_, places)[0]
     for row, skip in enumerate(skips):
         alone = torch.zeros(1, HQ, total - skip, D, dtype=torch.float64)
         alone[:, :, -new:] = q[row]

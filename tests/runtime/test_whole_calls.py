@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.ir.ops.transforms import one_run, shared
+from attngraph.ir.ops.declare import one_run, shared
 from tests.cache.faults import KINDS, fails, places
 
 

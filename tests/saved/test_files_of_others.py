@@ -18,7 +18,7 @@ import torch
 import attngraph
 from attngraph.errors import PlacementError, SavedError
 from attngraph.saved import folder
-from attngraph.saved.artifact import as_artifact, from_artifact
+from attngraph.saved.disk import as_artifact, from_artifact
 from attngraph.saved.folder import read_file, read_manifest, write_folder
 
 Models = Callable[..., types.ModuleType]

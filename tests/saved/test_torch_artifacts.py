@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from attngraph.errors import SavedError
-from attngraph.saved import artifact
+from attngraph.saved import disk as artifact
 from attngraph.saved.disk import Disk
 
 PROGRAM = """

@@ -20,7 +20,6 @@ from attngraph.ir.graph.call import implied, infer
 from attngraph.ir.graph.formula import Formulas
 from attngraph.ir.graph.literals import Formula, Name, TensorType, read_name, read_type, read_value, split
 from attngraph.ir.graph.program_graph import Input, Output, Rate
-from attngraph.ir.language.score import ProgramError
 from attngraph.ir.operations import is_pure, packet_of
 from attngraph.ir.ops import nodes
 
@@ -40,9 +39,7 @@ class _Sizes(ShapeEnv):
         return SLoc(framework_loc or "a graph that was read", None), ""
 
 
-def symbols_of(
-    sizes: Mapping[str, int], measured: int = 0
-) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:  # fmt: skip
+def symbols_of(sizes: Mapping[str, int], measured: int = 0) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
     """A mode in which these sizes are symbols, and the symbols, by name; besides u0, u1, ..., so many sizes
     without an example."""
     env = _Sizes()
@@ -166,11 +163,8 @@ class Body:
         strides = None if wanted.strides is None else [self.formulas.value(s) for s in wanted.strides]
         about: dict[str, Any] = {"dtype": wanted.dtype, "device": wanted.device}
         with self.mode:
-            made = (
-                torch.empty(shape, **about)
-                if strides is None
-                else torch.empty_strided(shape, strides, **about)
-            )
+            made = torch.empty(shape, **about)
+            made = made if strides is None else torch.empty_strided(shape, strides, **about)
         self._of_type[wanted] = made
         return made
 
@@ -190,8 +184,8 @@ class Body:
             if isinstance(value, list):
                 return [resolve(v) for v in value]
             if isinstance(value, Name):
-                return self._named(value.text)
-            return self.formulas.node(value.text) if isinstance(value, Formula) else value
+                return self._named(value)
+            return self.formulas.node(value) if isinstance(value, Formula) else value
 
         return resolve(read_value(text))
 
@@ -216,9 +210,7 @@ class Body:
             return node
         try:
             node.meta["val"] = infer(target, node.args, node.kwargs, self.mode)
-        except (
-            RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, ProgramError,
-        ) as problem:  # fmt: skip
+        except (RuntimeError, ValueError, TypeError, IndexError) as problem:
             raise ValueError(f"{target} cannot be applied to these operands: {problem}") from problem
         return node
 
@@ -268,9 +260,7 @@ def _whole_name(kind: str, text: str) -> str:
     return name if kind in plain else f"model.{name}"
 
 
-def _target(
-    op: str, args: list[Any], kwargs: dict[str, Any], libraries: Collection[str], runs: bool
-) -> Any:  # fmt: skip
+def _target(op: str, args: list[Any], kwargs: dict[str, Any], libraries: Collection[str], runs: bool) -> Any:
     """The op of a call: `add`, `add.Scalar`, `library.op`, `library.op.overload`."""
     packet, more = packet_of(op, libraries, runs)
     overloads = packet.overloads()

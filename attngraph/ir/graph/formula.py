@@ -77,23 +77,15 @@ class Formulas:
         self._places[name] = node, axis
 
     def value(self, text: str) -> Any:
-        """The formula's value: a number or a symbolic size.
-
-        Raises:
-            ValueError: it is not a formula, or it names a size that the file's header does not declare.
-        """
-        return _read(parsed(text), _OF_NODES, self._symbol, lambda number: number, _pairwise(_applied))
+        """The formula's value: a number or a symbolic size; ValueError where it is not a formula, or it names
+        a size that the file's header does not declare."""
+        return _read(parsed(text), _OF_NODES, self._symbol, lambda number: number, self._call)
 
     def node(self, text: str) -> Any:
-        """A number, or the node of the graph that computes the formula.
-
-        Raises:
-            ValueError: as `value`, or no input has one of the named sizes.
-        """
+        """A number, or the node of the graph that computes the formula; ValueError as in `value`, and where
+        no input has one of the named sizes."""
         if text not in self._nodes:
-            self._nodes[text] = _read(
-                parsed(text), _OF_NODES, self._query, lambda number: number, _pairwise(self._call)
-            )
+            self._nodes[text] = _read(parsed(text), _OF_NODES, self._query, lambda number: number, self._call)
         return self._nodes[text]
 
     def _symbol(self, name: str) -> torch.SymInt:
@@ -114,26 +106,14 @@ class Formulas:
         return found
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A number, or a node; of more than two arguments of two after the other."""
+        if len(args) > 2:
+            return functools.reduce(functools.partial(self._call, function), args)
         if not any(isinstance(a, fx.Node) for a in args):
             return function(*args)
         node = self.graph.call_function(function, args)
         node.meta["val"] = infer(function, args, {}, self.mode)
         return node
-
-
-def _applied(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-def _pairwise(call: Callable[..., Any]) -> Callable[..., Any]:
-    """For functions of two arguments at most: of more, of two after the other."""
-
-    def called(function: Callable[..., Any], *args: Any) -> Any:
-        if len(args) < 3:
-            return call(function, *args)
-        return functools.reduce(functools.partial(call, function), args)
-
-    return called
 
 
 def _read(
@@ -178,11 +158,8 @@ def _check_power(base: Any, exponent: Any = 1) -> None:
 
 
 def parsed(text: str) -> ast.expr:
-    """The tree of a formula.
-
-    Raises:
-        ValueError: it is none, or is longer or deeper than the formulas of any model.
-    """
+    """The tree of a formula; ValueError where it is none, or is longer or deeper than the formulas of any
+    model."""
     deep = max(itertools.accumulate((letter in "([") - (letter in ")]") for letter in text), default=0)
     if len(text) > MOST_LETTERS or deep > MOST_DEEP:
         raise ValueError(f"a formula of {len(text)} letters, {deep} deep, is too long")
@@ -204,11 +181,7 @@ def _powers(tree: ast.AST) -> int:
 
 def size_text(formula: Any, names: Mapping[str, str]) -> int | float | bool | str:
     """A formula of sizes, or a relation of them, as it is written in a file. `names`: of sizes in the file by
-    those in the formula.
-
-    Raises:
-        SavedError: it cannot be read back.
-    """
+    those in the formula. SavedError where it cannot be read back."""
     if isinstance(formula, (bool, int, float)):
         return formula
     if isinstance(formula, (torch.SymInt, torch.SymBool, torch.SymFloat)):
@@ -226,15 +199,11 @@ def size_text(formula: Any, names: Mapping[str, str]) -> int | float | bool | st
 
 def size_of(text: int | float | bool | str, names: Mapping[str, str]) -> Any:
     """The number, or the formula over symbols, that `size_text` wrote. `names`: of sizes in the formula by
-    those in the file.
-
-    Raises:
-        ValueError: it is no formula.
-    """
+    those in the file. ValueError where it is no formula."""
     if not isinstance(text, str):
         return text
     symbol = functools.partial(sympy.Symbol, integer=True)
-    return _read(parsed(text), _OF_SYMPY, lambda name: symbol(names.get(name, name)), _number, _applied)
+    return _read(parsed(text), _OF_SYMPY, lambda name: symbol(names.get(name, name)), _number, operator.call)
 
 
 def _number(known: bool | int | float) -> Any:

@@ -36,19 +36,17 @@ _TORCH = {
     )
 }  # fmt: skip
 _PLAIN = re.compile(r"[\w.\-]+")
+_PIECE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
+"""A text in quotes, or one letter."""
 _DEVICE = re.compile(r"(cpu|cuda|meta|mps|xpu|hpu)(:\d+)?")
 
 
-class Formula(NamedTuple):
+class Formula(str):
     """The unparsed text of a size formula."""
 
-    text: str
 
-
-class Name(NamedTuple):
+class Name(str):
     """The written name of a graph value: `%3`, `%3.1`, `$h.0.weight`."""
-
-    text: str
 
 
 class TensorType(NamedTuple):
@@ -77,40 +75,26 @@ def read_name(text: str, sigil: str) -> str:
 
 
 def split(text: str, mark: str = ",") -> list[str]:
-    """The parts of a list, split at each `mark` that is outside brackets and quotes.
-
-    Raises:
-        ValueError: a bracket or a quote is left open.
-    """
-    parts, depth, quote, start = [], 0, "", 0
-    place = 0
-    while place < len(text):
-        letter = text[place]
-        if quote:
-            place += letter == "\\"
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter in "([{":
-            depth += 1
-        elif letter in ")]}":
-            depth -= 1
-        elif letter == mark and depth == 0:
-            parts.append(text[start:place].strip())
-            start = place + 1
-        place += 1
-    if depth or quote:
+    """The parts of a list, split at each `mark` that is outside brackets and quotes; ValueError where a
+    bracket or a quote is left open."""
+    parts, depth, start = [], 0, 0
+    for piece in _PIECE.finditer(text):
+        letter = piece[0]
+        if letter in ("'", '"'):
+            raise ValueError(f"a bracket or a quote is not closed in {text!r}")
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == mark and depth == 0:
+            parts.append(text[start : piece.start()].strip())
+            start = piece.end()
+    if depth:
         raise ValueError(f"a bracket or a quote is not closed in {text!r}")
     last = text[start:].strip()
     return [*parts, last] if last else parts
 
 
 def read_value(text: str) -> Any:
-    """The value of an argument: a plain value, a list, a `Name`, or, for any other text, a `Formula`.
-
-    Raises:
-        ValueError: a bracket or a quote is left open.
-    """
+    """The value of an argument: a plain value, a list, a `Name`, or, for any other text, a `Formula`;
+    ValueError where a bracket or a quote is left open."""
     if text in _WORDS:
         return _WORDS[text]
     if text.startswith(("%", "$")):
@@ -136,11 +120,8 @@ def read_value(text: str) -> Any:
 
 
 def read_type(text: str) -> TensorType | list[TensorType] | None:
-    """The type that `text` spells: a list of types for several results, None for a number.
-
-    Raises:
-        ValueError: it is not a type.
-    """
+    """The type that `text` spells: a list of types for several results, None for a number; ValueError where
+    it is not a type."""
     if text == "size":
         return None
     if text.startswith("(") and text.endswith(")"):
@@ -167,11 +148,8 @@ MOST_BYTES = 1 << 30
 
 
 def decode(found: Any) -> Tensor:
-    """The tensor that `encode` encoded.
-
-    Raises:
-        ValueError: it is none, or holds more or less than its shape says.
-    """
+    """The tensor that `encode` encoded; ValueError where it is none, or holds more or less than its shape
+    says."""
     try:
         dtype, shape, packed = read_value(found["dtype"]), found["shape"], base64.b64decode(found["data"])
     except (TypeError, KeyError) as problem:

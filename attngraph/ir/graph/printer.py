@@ -55,7 +55,8 @@ def format_named(graph: ProgramGraph) -> tuple[str, str, dict[str, str]]:
     head = [f"dump {VERSION}, level {graph.level.name.lower()}{flags}"]
     sizes = [f"{plain(sympy.Symbol(name))} = {hint}" for name, hint in graph.hints.items()]
     if sizes:
-        head.append(f"sizes {', '.join(sorted(sizes, key=_by_number))}")
+        by_number = sorted(sizes, key=lambda text: (len(text.split(" ")[0]), text))
+        head.append(f"sizes {', '.join(by_number)}")
     known = [c for c in graph.conditions if {str(s) for s in c.free_symbols} <= graph.hints.keys()]
     head += dict.fromkeys(f"where {plain(c)}" for c in known)
     return "\n".join(head), "\n".join(lines), names
@@ -64,10 +65,6 @@ def format_named(graph: ProgramGraph) -> tuple[str, str, dict[str, str]]:
 def input_name(given: Input) -> str:
     """The name of an input in the text: `%arg0`, `$h.0.weight`."""
     return f"%arg{given.name}" if given.kind == "argument" else format_name("$", given.label)
-
-
-def _by_number(text: str) -> tuple[int, str]:
-    return len(text.split(" ")[0]), text
 
 
 class _Sizes:

@@ -14,9 +14,9 @@ import dataclasses
 import enum
 import itertools
 import operator
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import networkx as nx
 import torch
@@ -29,8 +29,6 @@ from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.walk import operands_first, reached
-
-_Value = TypeVar("_Value", bound=Hashable)
 
 
 class Level(enum.IntEnum):
@@ -150,11 +148,8 @@ class ProgramGraph:
     def add_input(self, given: Input, value: Any, name: str = "") -> fx.Node:
         """A placeholder more, the last, of this fake value."""
         placeholders = self.placeholders()
-        if placeholders:
-            place = self.graph.inserting_after(placeholders[-1])
-        else:
-            place = self.graph.inserting_before(next(iter(self.graph.nodes)))
-        with place:
+        after, before = self.graph.inserting_after, self.graph.inserting_before
+        with after(placeholders[-1]) if placeholders else before(next(iter(self.graph.nodes))):
             node: fx.Node = self.graph.placeholder(name or f"{given.kind}_{len(placeholders)}")
         node.meta["val"] = value
         self.inputs = (*self.inputs, given)
@@ -187,7 +182,6 @@ class ProgramGraph:
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             copies[node] = made.node_copy(node, copies.__getitem__)
-            copies[node].meta = dict(node.meta)
         return dataclasses.replace(
             self, module=as_module(made), assumed=set(self.assumed), stages=dict(self.stages)
         )
@@ -224,7 +218,7 @@ class ProgramGraph:
 
     def clean(self) -> None:
         """Remove unused nodes and inputs, and recompile the module."""
-        self.graph.eliminate_dead_code(is_impure_node=_is_kept)
+        self.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or is_assertion(n))
         self.module.recompile()
 
 
@@ -249,7 +243,7 @@ def move_to_stage(graph: ProgramGraph, rate: Rate, values: Mapping[str, fx.Node]
 
 def part_of(
     graph: ProgramGraph, values: Mapping[str, fx.Node], given: Mapping[fx.Node, Input] = MappingProxyType({})
-) -> ProgramGraph:  # fmt: skip
+) -> ProgramGraph:
     """A separate graph that computes these values of a graph, with only the inputs that they need. `given`:
     values that are inputs of it too."""
     needed = computed_from(values.values(), given)
@@ -344,10 +338,6 @@ _KEPT = ("aten._assert_scalar.", "aten._assert_async.", "aten._functional_assert
 def is_assertion(node: fx.Node) -> bool:
     """Whether the node raises an error for certain values, and does nothing else."""
     return str(node.target).startswith(_KEPT)
-
-
-def _is_kept(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output") or is_assertion(node)
 
 
 def dependence(graph: fx.Graph) -> nx.DiGraph:

@@ -13,7 +13,7 @@ A text may be anybody's. Whatever is wrong with it is a TextError, and how long 
 follows from its length alone.
 """
 
-import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -34,36 +34,21 @@ def read_graph(
     text: str, file: str = "the text", places: Mapping[str, Places] | None = None,
     libraries: Collection[str] = (),
 ) -> ProgramGraph:  # fmt: skip
-    """The graph that a dump's file holds.
-
-    Args:
-        file: the name of the file in error messages.
-        places: given for a text whose types are taken as written: for each part (`graph`, or the name of a
-            stage) where its sizes are taken from.
-        libraries: whose operations the text may name, besides PyTorch's and attngraph's.
-
-    Raises:
-        TextError: the file has another format version, is truncated, or has a malformed line; names the line.
-    """
+    """The graph that a dump's file holds. `file`: its name in error messages. `places`, given for a text
+    whose types are taken as written: for each part (`graph`, or the name of a stage) where its sizes are
+    taken from. `libraries`: whose operations the text may name, besides PyTorch's and attngraph's. A
+    TextError names the line that is malformed or missing."""
     return _Reader(text, file, places, libraries).graph()
-
-
-@dataclasses.dataclass
-class _Head:
-    level: Level = Level.CAPTURED
-    gradients: bool = False
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
-    conditions: list[str] = dataclasses.field(default_factory=list)
 
 
 class _Reader:
     def __init__(
         self, text: str, file: str, places: Mapping[str, Places] | None, libraries: Collection[str]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.file, self.places, self.libraries = file, places, libraries
         self.lines = text.splitlines()
         self.number = 0
-        self.head = _Head()
+        self.sizes, self.conditions = dict[str, int](), list[str]()
 
     def graph(self) -> ProgramGraph:
         self._read_head()
@@ -72,7 +57,7 @@ class _Reader:
         )
         if max(measured, default=0) >= MOST_MEASURED:
             raise self._error(f"it names the size u{max(measured)}; there are at most {MOST_MEASURED}")
-        self.mode, self.symbols = self._told(symbols_of, self.head.sizes, max(measured, default=-1) + 1)
+        self.mode, self.symbols = self._told(symbols_of, self.sizes, max(measured, default=-1) + 1)
         stages = {rate: self._part(rate.value) for rate in BEFORE if self._peek() == f"{rate.value}("}
         if Rate.PROMPT in stages and self.places is None:
             raise self._error("graphs of a decoder cannot be read back: what they keep is not in the text")
@@ -112,18 +97,18 @@ class _Reader:
                 f"this is no dump of version {VERSION}, which begins with `dump {VERSION}, level ...`; "
                 f"found {self._peek()[:60]!r}. Write it again with this version of attngraph"
             )
-        self.head = _Head(Level[found[2].upper()], bool(found[3]))
+        self.level, self.gradients = Level[found[2].upper()], bool(found[3])
         self.number += 1
         while not self._peek().endswith("("):
             kind, _, rest = self._peek().partition(" ")
             if kind == "sizes":
                 for part in split(rest):
                     name, _, value = part.partition(" = ")
-                    if not name.isidentifier() or name in self.head.sizes:
+                    if not name.isidentifier() or name in self.sizes:
                         raise self._error(f"{name!r} is no name of a size, or stands twice")
-                    self.head.sizes[name] = self._told(int, value)
+                    self.sizes[name] = self._told(int, value)
             elif kind == "where":
-                self.head.conditions.append(rest)
+                self.conditions.append(rest)
             else:
                 raise self._error(f"expected sizes, where or graph(, found {self._peek()[:60]!r}")
             self.number += 1
@@ -139,25 +124,18 @@ class _Reader:
             self.number += 1
         self.number += 1
         while self._peek() != "}":
-            program = self._program()
+            below = itertools.islice(self.lines, self.number + 1, None)
+            inside = itertools.takewhile(lambda line: line.startswith(" " * 10), below)
+            program = [line.strip() for line in inside]
             self._told(body.statement, self._peek(), "\n".join(program))
             self.number += 1 + len(program)
         if not body.ended:
             raise self._error("the graph has no `return`, it is cut off")
         self.number += 1
-        conditions = [self._told(body.formulas.value, c) for c in self.head.conditions]
+        conditions = [self._told(body.formulas.value, c) for c in self.conditions]
         return ProgramGraph(
-            as_module(body.graph), self.head.level, tuple(body.inputs), tuple(body.outputs), {}, {},
-            self.head.gradients,
+            as_module(body.graph), self.level, tuple(body.inputs), tuple(body.outputs), {}, {},
+            self.gradients,
             tuple(c.node._expr for c in conditions if isinstance(c, torch.SymBool)),
-            {str(self.symbols[name].node.expr): hint for name, hint in self.head.sizes.items()},
+            {str(self.symbols[name].node.expr): hint for name, hint in self.sizes.items()},
         )  # fmt: skip
-
-    def _program(self) -> list[str]:
-        """The lines of a score program, which follow the line of their attention."""
-        found = []
-        for line in self.lines[self.number + 1 :]:
-            if not line.startswith(" " * 10):
-                break
-            found.append(line.strip())
-        return found

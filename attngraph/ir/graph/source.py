@@ -15,6 +15,8 @@ ORIGIN = ("stack_trace", "nn_module_stack", "source")
 """The keys of a node's meta that say where it comes from."""
 PASSES_ON = re.compile(r"\((self,\s*)?\*args,\s*\*\*kwargs\)")
 """A call that passes everything on, as a decorator's does."""
+_WRAPPER = re.compile(r"\A(L\['self'\]\.?)?(model\.?)?")
+"""Of a module's name the part that is the wrapper's in which the model was captured."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -122,17 +124,5 @@ def module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     for name, _ in reversed(stack.values()):
         if name and not str(name).startswith("_empty"):
-            return _without_wrapper(str(name))
+            return _WRAPPER.sub("", str(name), count=1)
     return ""
-
-
-@functools.lru_cache(maxsize=4096)
-def _without_wrapper(name: str) -> str:
-    """The name of a module as the user knows it, without the wrapper that the model was captured in."""
-    cleaned = re.sub(r"^L\['self'\]\.?", "", name)
-    for prefix in ("model.", "model"):
-        if cleaned == "model":
-            return ""
-        if cleaned.startswith(prefix):
-            return cleaned[len(prefix) :]
-    return cleaned

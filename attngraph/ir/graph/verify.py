@@ -122,11 +122,8 @@ def problems(graph: ProgramGraph) -> Problems:
 
 
 def verify(graph: ProgramGraph) -> None:
-    """Check the invariants of the graph's level.
-
-    Raises:
-        VerificationError: one is violated; names the node and the rule.
-    """
+    """Check the invariants of the graph's level; a VerificationError names the node and the rule that it
+    violates."""
     for problem in problems(graph):
         raise VerificationError(problem)
 

@@ -9,19 +9,10 @@ from attngraph.ir.language.functions import FUNCTIONS, OPERATORS, Operation, ope
 from attngraph.ir.language.packed import Packed
 from attngraph.ir.language.parser import expression, operation, parse
 from attngraph.ir.language.register import register_function
-from attngraph.ir.language.score import (
-    DOT,
-    SCORE,
-    WEIGHT,
-    Keep,
-    ProgramError,
-    Score,
-    ScoreProgram,
-    Sink,
-    Statement,
-    Weight,
-    reindexed,
-)  # fmt: skip  # isort: skip
+
+from attngraph.ir.language.score import (  # isort: skip
+    DOT, SCORE, WEIGHT, Keep, ProgramError, Score, ScoreProgram, Sink, Statement, Weight, reindexed,
+)  # fmt: skip
 
 __all__ = [
     "DOT", "FUNCTIONS", "OPERATORS", "SCORE", "WEIGHT", "E", "Environment", "Expr", "Keep", "Operation",

@@ -23,11 +23,7 @@ class UnsupportedError(Exception):
 
 @functools.lru_cache(maxsize=4096)
 def derivative(node: Expr, by: Expr) -> Expr:
-    """d node / d by.
-
-    Raises:
-        UnsupportedError: an operation without a derivative.
-    """
+    """d node / d by; UnsupportedError where an operation has no derivative."""
     if node is by:
         return ONE
     if node.kind == "bool" or node.op == "read" or all(n is not by for n in E.walk(node)):

@@ -65,9 +65,7 @@ def _real(
 ) -> Operation:
     """A function of one real number."""
     triton = triton or f"tl.{name}({{0}})"
-    return Operation(
-        name, 1, getattr(torch, name), "reals", "float", interval, (slope,), c, triton, half
-    )  # fmt: skip
+    return Operation(name, 1, getattr(torch, name), "reals", "float", interval, (slope,), c, triton, half)
 
 
 def _rounding(name: str, c: str, triton: str) -> Operation:

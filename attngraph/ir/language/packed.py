@@ -40,11 +40,7 @@ class Packed:
 
     @staticmethod
     def of(text: str) -> "Packed":
-        """What the words say.
-
-        Raises:
-            ValueError: they are others.
-        """
+        """What the words say; ValueError where they are others."""
         found = _WORDS.fullmatch(text)
         if found is None or int(found[2]) < 1:
             raise ValueError(f"no way in which integers of 4 bits lie in bytes: {text!r}")

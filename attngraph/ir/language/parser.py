@@ -32,7 +32,7 @@ _TOKEN = re.compile(
 _COMPARE = {E.BINARY[op][0]: op for op in E.COMPARISONS}
 _SUM = {"+": "add", "-": "sub"}
 _PRODUCT = {"*": "mul", "/": "div", "//": "floordiv", "%": "mod"}
-_STATEMENTS = {"keep": Keep, "sink": Sink, "s": Score, "p": Weight}
+_STATEMENTS: dict[str, type[Statement]] = {"keep": Keep, "sink": Sink, "s": Score, "p": Weight}
 _CONSTANTS = {"true": E.TRUE, "false": E.FALSE, "inf": E.INF, "nan": E.NAN}
 _VALUES = {"dot": S.DOT, "s": S.SCORE, "p": S.WEIGHT}
 _WORDS = (*S.INDICES, *_VALUES, *_CONSTANTS, "and", "or", "not", "else")
@@ -155,25 +155,18 @@ class _Parser:
             raise self.fail(f"`{text}`")
 
     def statement(self) -> Statement:
-        built: Statement
-        self.kind = _STATEMENTS.get(self.tokens[0][1], Score)
-        if self.accept("keep"):
-            predicate = self.expression()
-            built = Keep(predicate, self.expression() if self.accept("else") else E.NEG_INF)
-        elif self.accept("sink"):
-            built = Sink(self.expression())
-        elif self.accept("s"):
-            self.expect("=")
-            built = Score(self.expression())
-        elif self.accept("p"):
-            self.expect("=")
-            built = Weight(self.expression())
-        else:
+        kind, word, _ = self.tokens[0]
+        if self.accept(*_STATEMENTS) is None:
             wanted = "a statement (`s = ...`, `keep ...`, `sink ...` or `p = ...`)"
-            found = self.tokens[self.place]
-            raise self.fail(wanted, _did_you_mean(found[1], _STATEMENTS) if found[0] == "name" else "")
+            raise self.fail(wanted, _did_you_mean(word, _STATEMENTS) if kind == "name" else "")
+        self.kind = _STATEMENTS[word]
+        if word in _VALUES:
+            self.expect("=")
+        parts = [self.expression()]
+        if self.kind is Keep and self.accept("else"):
+            parts.append(self.expression())
         self.expect_end()
-        return built
+        return self.kind(*parts)
 
     def expect_end(self) -> None:
         if self.tokens[self.place][0] != "end":

@@ -45,11 +45,8 @@ class Step(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def parse(text: str, wide: bool = False) -> Step:
-    """A program from its text. `wide`: floating dtypes that are written stand for float64.
-
-    Raises:
-        ValueError: a line is malformed.
-    """
+    """A program from its text. `wide`: floating dtypes that are written stand for float64. ValueError where a
+    line is malformed."""
     parts: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line and not line.startswith(" "):
@@ -108,7 +105,11 @@ class _Part:
             case ast.Subscript(value=value, slice=ast.Constant(value=int(place))):
                 return self.graph.call_function(operator.getitem, (self._value(value), place))
             case ast.Attribute(value=ast.Name(id="torch"), attr=name):
-                return self._plain(getattr(torch, name, None))
+                value = getattr(torch, name, None)
+                if not isinstance(value, _KINDS):
+                    raise ValueError(f"{value} cannot stand in a step program")
+                wider = self.wide and isinstance(value, torch.dtype) and value.is_floating_point
+                return torch.float64 if wider else value
             case ast.Call(func=function, args=args, keywords=named):
                 given = {str(k.arg): self._value(k.value) for k in named}
                 return self.graph.call_function(_operator(function), tuple(map(self._value, args)), given)
@@ -124,12 +125,6 @@ class _Part:
             self.names[name] = self.graph.call_function(operator.getitem, (self.given[kind], int(number)))
         return self.names[name]
 
-    def _plain(self, value: Any) -> Any:
-        if not isinstance(value, _KINDS):
-            raise ValueError(f"{value} cannot stand in a step program")
-        wider = self.wide and isinstance(value, torch.dtype) and value.is_floating_point
-        return torch.float64 if wider else value
-
 
 def _operator(function: ast.expr) -> Any:
     """The operator `library.name.overload`."""
@@ -142,11 +137,7 @@ def _operator(function: ast.expr) -> Any:
 
 
 def written(value: Any, names: Mapping[Any, str]) -> str:
-    """An argument of an operation as text.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """An argument of an operation as text; ValueError where it has none."""
     if isinstance(value, fx.Node):
         return names[value]
     if isinstance(value, (list, tuple)):

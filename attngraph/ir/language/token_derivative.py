@@ -15,17 +15,11 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.derivative import ZERO, UnsupportedError, added, derivative, multiplied
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.token_program import (
-    TOKEN,
-    Definition,
-    Extent,
-    Given,
-    Result,
-    TokenProgram,
-    extent,
-    index,
-    parse,
-)
+from attngraph.ir.walk import reached
+
+from attngraph.ir.language.token_program import (  # isort: skip
+    TOKEN, Definition, Extent, Given, Result, TokenProgram, extent, index, parse,
+)  # fmt: skip
 
 GIVEN, RESULT, GRADIENT = "given", "result", "gradient"
 """What the backward program is given: what the program is, its results, and their gradients."""
@@ -52,11 +46,8 @@ class Backward(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def backward(text: str, wanted: frozenset[int]) -> Backward:
-    """The backward program of a program, for the given tensors of these numbers.
-
-    Raises:
-        UnsupportedError: an operation without a derivative, or an element that is read at another index.
-    """
+    """The backward program of a program, for the given tensors of these numbers; UnsupportedError where an
+    operation has no derivative, or an element is read at another index."""
     return _Reverse(parse(text), wanted).backward()
 
 
@@ -199,14 +190,10 @@ class _Reverse:
     # --- the program ---
 
     def _numbered(self, results: Sequence[Result], found: dict[int, Found]) -> Backward:
-        used: dict[Any, None] = {}
-        waiting = [(_MADE, r.number) for r in results]
-        while waiting:
-            name = waiting.pop()
-            if name not in used:
-                used[name] = None
-                if name[0] == _MADE:
-                    waiting += [n.value for n in E.reads(self.definitions[name[1]].value)]
+        def read_by(name: tuple[str, int]) -> list[Any]:
+            return [n.value for n in E.reads(self.definitions[name[1]].value)] if name[0] == _MADE else []
+
+        used = set(reached([(_MADE, r.number) for r in results], read_by))
         order = [n for n in range(len(self.definitions)) if (_MADE, n) in used]
         given = sorted(name for name in used if name[0] != _MADE)
         numbers = {name: number for number, name in enumerate((*given, *((_MADE, n) for n in order)))}

@@ -151,6 +151,15 @@ class TokenProgram:
 
     def product(self, number: int) -> Product | None:
         """How a definition is a product with a weight; None if it is not."""
+        found = self._multiplied(number)
+        return None if found is None else found[0]
+
+    def scales(self, number: int) -> Scales | None:
+        """The scales by which a product multiplies the elements of its weight; None if there are none."""
+        found = self._multiplied(number)
+        return None if found is None else found[1]
+
+    def _multiplied(self, number: int) -> tuple[Product, Scales | None] | None:
         made = self.definition(number)
         if made is None or made.fold != "sum" or made.value.op != "mul" or len(made.indices) != 1:
             return None
@@ -161,52 +170,36 @@ class TokenProgram:
             vector = None if left.op != "read" else self.definition(left.value)
             if found is None or vector is None or left.args != (over,):
                 continue
-            weight = found.matrix
-            if self.definition(weight.value) is not None:
-                continue
-            if weight.args not in ((out, over), (over, out)):
+            weight, turned = found.matrix, found.matrix.args == (over, out)
+            if self.definition(weight.value) is not None or not (turned or weight.args == (out, over)):
                 continue
             shape = self.given[weight.value].shape
             if vector.extents != (extent(over),) or shape != tuple(map(extent, weight.args)):
                 continue  # with some of the elements only
-            if found.scale is not None and self._group(found, out, over) is None:
-                continue
-            if weight.args == (out, over) or (weight.args == (over, out) and found.scale is None):
-                return Product(left.value, weight.value, weight.args == (over, out))
+            scales = None if found.scale is None else self._scales(found, out, over)
+            if found.scale is None or (scales is not None and not turned):
+                return Product(left.value, weight.value, turned), scales
         return None
 
-    def scales(self, number: int) -> Scales | None:
-        """The scales by which a product multiplies the elements of its weight; None if there are none."""
-        if self.product(number) is None:
-            return None
-        made = self.definition(number)
-        assert made is not None and made.over is not None
-        for factor in made.value.args:
-            found = weight_of(factor)
-            if found is not None and found.scale is not None:
-                group = self._group(found, made.indices[0], made.over)
-                assert group is not None
-                return Scales(found.scale.value, None if found.zero is None else found.zero.value, group)
-        return None
-
-    def _group(self, weight: Weight, out: Expr, over: Expr | None) -> int | None:
-        """Of how many elements of a weight's row one has the same scale and zero; None if that differs."""
-        assert weight.scale is not None and over is not None
+    def _scales(self, weight: Weight, out: Expr, over: Expr) -> Scales | None:
+        """The scales and zeros of a weight; None unless neighbours in its rows have the same."""
+        assert weight.scale is not None
         depth, read = extent(over), weight.scale.args
-        if weight.zero is not None and weight.zero.args != read:
-            return None
         parts = [weight.scale, *([] if weight.zero is None else [weight.zero])]
-        if len(read) != 2 or read[0] is not out or any(p.value >= len(self.given) for p in parts):
+        if len(read) != 2 or read[0] is not out:
             return None
         if E.is_const(read[1], 0):
-            groups, group = 1, depth
+            group = depth
         elif read[1].op == "floordiv" and read[1].args[0] is over and read[1].args[1].op == "const":
             group = int(read[1].args[1].value)
-            groups = depth // group if group and depth % group == 0 else 0
         else:
             return None
-        shapes = [self.given[p.value].shape for p in parts]
-        return group if all(shape == (extent(out), groups) for shape in shapes) else None
+        shape = extent(out), depth // group if group and depth % group == 0 else 0
+        if any(p.args != read or self.definition(p.value) for p in parts):
+            return None
+        if any(self.given[p.value].shape != shape for p in parts):
+            return None
+        return Scales(weight.scale.value, None if weight.zero is None else weight.zero.value, group)
 
     @functools.cached_property
     def text(self) -> str:
@@ -258,11 +251,8 @@ _RESULT = re.compile(r"r(\d+)\[([^\]]*)\](?:\s+(\w+))?")
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> TokenProgram:
-    """The token program that `text` spells; `parse(program.text) == program`.
-
-    Raises:
-        TokenProgramError: with the line and what is wrong with it.
-    """
+    """The token program that `text` spells; `parse(program.text) == program`. A TokenProgramError has the
+    line and what is wrong with it."""
     given: list[Given] = []
     definitions: list[Definition] = []
     results: list[Result] = []

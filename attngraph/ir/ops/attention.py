@@ -25,17 +25,12 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from attngraph.ir.language import E, Environment, ScoreProgram, Tile, evaluate, format_expr, parse
 from attngraph.ir.ops import kernels
-from attngraph.ir.ops.declare import Sizes, declare
 from attngraph.ir.ops.kernels import KERNELS, Kernel
 from attngraph.ir.ops.shardings import tell_dtensor
-from attngraph.ir.ops.transforms import (
-    are_batched,
-    autograd_inside,
-    has_tangent,
-    is_recorded,
-    is_transformed,
-    run_kernel,
-)
+
+from attngraph.ir.ops.declare import (  # isort: skip
+    Sizes, are_batched, autograd_inside, declare, has_tangent, is_recorded, is_transformed, run_kernel,
+)  # fmt: skip
 
 _NOTHING = contextlib.nullcontext()
 
@@ -66,8 +61,9 @@ def attention(
     return out
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
-    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+def _misfit(problem: str, *operands: Tensor) -> ValueError:
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip("qkv", operands, strict=False))
+    return ValueError(f"attention: {problem}{shapes and ': '}{shapes}.")
 
 
 def check_operands(
@@ -77,40 +73,30 @@ def check_operands(
     In a trace, sizes that only data know are taken to be."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
-            raise ValueError(
-                f"attention: {name} must be [batch, heads, tokens, width], found {tuple(tensor.shape)}."
-            )
+            raise _misfit(f"{name} must be [batch, heads, tokens, width], found {tuple(tensor.shape)}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ValueError(
-            f"attention: q, k and v must have one floating dtype, found {q.dtype}, {k.dtype}, {v.dtype}."
-        )
+        raise _misfit(f"q, k and v must have one floating dtype, found {q.dtype}, {k.dtype}, {v.dtype}")
     everything, device = (q, k, v, *reads), q.device
     if any(t.device != device for t in everything):
         found = ", ".join(str(t.device) for t in everything)
-        raise ValueError(f"attention: all tensors must be on one device, found {found}.")
+        raise _misfit(f"all tensors must be on one device, found {found}")
     (rows, heads, queries, width), (k_rows, k_heads, keys, k_width) = q.shape, k.shape
     v_rows, v_heads, values, _ = v.shape
     if _known(rows != k_rows) or _known(k_rows != v_rows):
-        raise ValueError(f"attention: batch sizes differ: {_shapes(q, k, v)}.")
+        raise _misfit("batch sizes differ", q, k, v)
     if _known(width != k_width):
-        raise ValueError(f"attention: q and k differ in width: {_shapes(q, k, v)}.")
+        raise _misfit("q and k differ in width", q, k, v)
     if _known(k_heads != v_heads) or _known(keys != values):
-        raise ValueError(f"attention: k and v differ in heads or tokens: {_shapes(q, k, v)}.")
+        raise _misfit("k and v differ in heads or tokens", q, k, v)
     if _known(k_heads == 0) or _known(heads % k_heads != 0):
-        raise ValueError(
-            f"attention: {heads} query heads cannot share {k_heads} key/value heads; "
-            f"the first must be a multiple of the second: {_shapes(q, k, v)}."
-        )
+        must = "the first must be a multiple of the second"
+        raise _misfit(f"{heads} query heads cannot share {k_heads} key/value heads; {must}", q, k, v)
     for number, rank in program.reads.items():
         if number >= len(reads):
-            raise ValueError(
-                f"attention: the program reads r{number}, but only {len(reads)} tensor(s) are given."
-            )
+            raise _misfit(f"the program reads r{number}, but only {len(reads)} tensor(s) are given")
         if reads[number].ndim != rank:
-            raise ValueError(
-                f"attention: the program reads r{number} with {rank} index(es), but it has shape "
-                f"{tuple(reads[number].shape)}."
-            )
+            shape = tuple(reads[number].shape)
+            raise _misfit(f"the program reads r{number} with {rank} index(es), but it has shape {shape}")
     for node, axis, index in program.places:
         extent = reads[node.value].shape[axis]
         if index.op == "var":
@@ -120,14 +106,11 @@ def check_operands(
         else:
             continue
         if _known(extent < wanted) or (index.op == "const" and index.value < 0):
-            raise ValueError(
-                f"attention: {format_expr(node)} needs r{node.value} to have at least {wanted} entries "
-                f"in dimension {axis}, it has shape {tuple(reads[node.value].shape)}."
-            )
+            shape = tuple(reads[node.value].shape)
+            needs = f"{format_expr(node)} needs r{node.value} to have at least {wanted} entries"
+            raise _misfit(f"{needs} in dimension {axis}, it has shape {shape}")
     if program.sizes > len(sizes):
-        raise ValueError(
-            f"attention: the program names n{program.sizes - 1}, but only {len(sizes)} size(s) are given."
-        )
+        raise _misfit(f"the program names n{program.sizes - 1}, but only {len(sizes)} size(s) are given")
 
 
 def _known(condition: Any) -> bool:
@@ -138,10 +121,10 @@ def _kernel(name: str, program: ScoreProgram, q: Tensor, k: Tensor, v: Tensor) -
     if not name:
         return kernels.choose(program, (q, k, v))
     if name not in KERNELS:
-        raise ValueError(f"attention: no kernel is called {name!r}; there are {', '.join(KERNELS)}.")
+        raise _misfit(f"no kernel is called {name!r}; there are {', '.join(KERNELS)}")
     reason = KERNELS[name].refuse(program, (q, k, v))
     if reason is not None:
-        raise ValueError(f"attention: kernel {name} does not serve this: {reason}.")
+        raise _misfit(f"kernel {name} does not serve this: {reason}")
     return KERNELS[name]
 
 

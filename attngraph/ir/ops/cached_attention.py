@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,10 +28,12 @@ from attngraph.ir.language import E, ScoreProgram, Statement, operation, parse
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.attention import check_operands
 from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
-from attngraph.ir.ops.kernels import cleared
+from attngraph.ir.ops.kernels import Part, cleared, joined, tell_shares
 from attngraph.ir.ops.quantised import widened
 from attngraph.ir.versions import version_of
 
+Pair = tuple[Tensor, Tensor]
+"""Keys and values, of new tokens or in pages."""
 Scales = tuple[Tensor | None, Tensor | None]
 """Of the pages of keys and of values; None where these are wide enough to have none."""
 UNSCALED: Scales = (None, None)
@@ -210,15 +212,12 @@ class CachedKernel(Protocol):
     name: str
 
     def attend(
-        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED,
-        lse: Tensor | None = None,
+        self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair, reads: Sequence[Tensor],
+        sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED, lse: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """The result. `lse`, `[1, heads, N]` in the dtype of sums, is where the log-sum-exps are written."""
 
-    def source(
-        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
-    ) -> str:  # fmt: skip
+    def source(self, program: ScoreProgram, q: Tensor, pages: Pair, reads: Sequence[Tensor]) -> str:
         """The source compiled for calls with one new token per row (fake tensors are fine); "" if this kernel
         does not support them. Pages of 8 bits are taken to have scales."""
 
@@ -233,7 +232,7 @@ def kernels_named(by: str) -> list[CachedKernel]:
 
 
 def source_for_short_queries(
-    program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor], by: str = ""
+    program: ScoreProgram, q: Tensor, pages: Pair, reads: Sequence[Tensor], by: str = ""
 ) -> tuple[str, str]:
     """The kernel for calls with one new token per row, and the source compiled for them; both empty if no
     kernel that is generated from source supports them."""
@@ -260,53 +259,80 @@ def cached_attention(
     """What the op computes. `by` names the kernel or its family ("cpu", "reference", ...; empty: any). No
     gradients."""
     require_no_derivative("cached_attention", INSTEAD, (q, k, v, reads))  # decoders call this directly
-    parsed = parse(program)
     rows, scales = Rows(table, starts, first, held), (k_scales, v_scales)
+    return attended(parse(program), q, (k, v), (k_pages, v_pages), reads, sizes, rows, by, scales)
+
+
+def no_pages(like: Pair) -> Pair:
+    """Pages for rows that have kept nothing."""
+    k, v = (t.new_empty((1, t.shape[1], 1, t.shape[3])) for t in like)
+    return k, v
+
+
+def attended(
+    program: ScoreProgram, q: Tensor, new: Pair, pages: Pair, reads: Sequence[Tensor], sizes: Sequence[int],
+    rows: Rows, by: str, scales: Scales = UNSCALED, lse: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The same, by the first kernel that supports the call; the log-sum-exps are written to `lse`."""
     for candidate in kernels_named(by):
-        out = candidate.attend(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, scales)
+        out = candidate.attend(program, q, new, pages, reads, sizes, rows, scales, lse)
         if out is not None:
             return out
-    family = by.partition(".")[0]
-    return row_by_row(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, family, scales)
+    return row_by_row(program, q, new, pages, reads, sizes, rows, by.partition(".")[0], scales, lse)
 
 
 def row_by_row(
-    program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-    reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, family: str = "", scales: Scales = UNSCALED,
-    lse: Tensor | None = None,
+    program: ScoreProgram, q: Tensor, new: Sequence[Tensor], pages: Sequence[Tensor], reads: Sequence[Tensor],
+    sizes: Sequence[int], rows: Rows, family: str = "", scales: Sequence[Tensor | None] = UNSCALED,
+    lse: Tensor | None = None, keys_of: Callable[..., Pair] = lambda k, v: (k, v), block: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute each row separately: its kept and new keys are concatenated, and its positions count from the
     first of them. If no row has kept tokens and all are equally long, they are computed together. The
-    log-sum-exps are written to `lse`, `[1, heads, N]`."""
+    log-sum-exps are written to `lse`, `[1, heads, N]`. `keys_of`: keys and values of what is kept of tokens;
+    they are made of `block` tokens at a time, if that is given, and the blocks' results are merged."""
     lengths, first, held = counts(rows)
     starts = [0, *itertools.accumulate(lengths)]
     fixed = new[0].shape[2] == 0 and q.shape[2] > 0
-    if not fixed and not any(held) and not any(first) and len(set(lengths)) == 1 and lengths[0] > 0:
+    if not block and not fixed and not any(held) and not any(first) and len(set(lengths)) == 1 and lengths[0]:
         batch = [t[0].reshape(t.shape[1], len(lengths), lengths[0], -1).transpose(0, 1) for t in (q, *new)]
         out, sums = attend_to(program, batch, reads, sizes, family)
         if lse is not None:
             lse.copy_(cleared(out, sums, (*batch, *reads)).lse.transpose(0, 1).flatten(1)[None])
-        return packed([out[row : row + 1] for row in range(len(lengths))], q, pages[1].shape[3])
+        return out.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
+    shifted, count = shift(program)
+
+    def attend(row: int, start: int, until: int) -> Part:
+        """Of one row, to the keys from position `start` on."""
+        place, old = slice(starts[row], starts[row + 1]), held[row]
+        query, slots = q[:, :, place], torch.arange(start, max(start, min(until, old)), device=q.device)
+        fresh = [n[:, :, place][:, :, max(0, start - old) : max(0, until - old)] for n in new]
+        keys = keys_of(*(
+            torch.cat([gather(p, rows.table[row], slots, by, n.dtype), n], 2)
+            for p, n, by in zip(pages, fresh, scales, strict=True)
+        ))  # fmt: skip
+        moved = [*sizes, *([0] * (count - len(sizes))), row, first[row], start]
+        out, sums = attend_to(shifted, (query, *keys), reads, moved, family)
+        return cleared(out, sums, (query, *keys, *reads)) if block or lse is not None else Part(out, sums)
+
     outs: list[Tensor] = []
-    for row, length in enumerate(lengths):
-        place = slice(starts[row], starts[row] + length)
-        if length == 0:
-            continue
+    for row in (row for row, length in enumerate(lengths) if length):
         oldest = max(0, held[row] - rows.table.shape[1] * pages[0].shape[2])
-        slots = torch.arange(oldest, held[row], device=q.device)
-        keys, values = (
-            torch.cat(
-                [gather(p, rows.table[row], slots, by, n.dtype), *([] if fixed else [n[:, :, place]])], 2
-            )
-            for p, n, by in zip(pages, new, scales, strict=True)
-        )
-        shifted, count = shift(program)
-        moved = [*sizes, *([0] * (count - len(sizes))), row, first[row], oldest]
-        out, sums = attend_to(shifted, [q[:, :, place], keys, values], reads, moved, family)
+        total = held[row] + (0 if fixed else lengths[row])
+        # A sink would be counted once per block, and `p = ...` applies to weights over all keys.
+        joins = program.sink is None and not program.changes_weights
+        step = block if block and joins else max(1, total)
+        parts = [attend(row, start, min(start + step, total)) for start in range(oldest, total, step)]
+        if len(parts) > 1 and all(part.is_clear for part in parts) and tell_shares(parts):
+            part = joined(parts)
+        else:
+            part = parts[0] if len(parts) == 1 else attend(row, oldest, total)
         if lse is not None:
-            lse[:, :, place] = cleared(out, sums, (q, keys, values, *reads)).lse
-        outs.append(out)
-    return packed(outs, q, pages[1].shape[3])
+            lse[:, :, starts[row] : starts[row + 1]] = part.lse
+        outs.append(part.out.transpose(1, 2))
+    if not outs:
+        values = keys_of(*(n[:, :, :0] for n in new))[1]
+        outs = [q.new_empty((1, 0, q.shape[1], values.shape[3]))]
+    return torch.cat(outs, 1).transpose(1, 2)
 
 
 def attend_to(
@@ -318,15 +344,7 @@ def attend_to(
     if q.shape[2] == 0:
         return v.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3])
     check_operands(q, k, v, reads, sizes, program)
-    chosen = kernels.choose(program, (q, k, v), family)
-    return chosen.forward(program, (q, k, v), reads, sizes)
-
-
-def packed(outs: Sequence[Tensor], q: Tensor, width: int) -> Tensor:
-    """Rows packed into `[1, heads, N, width]`, with the heads of a token contiguous in memory."""
-    if not outs:
-        return q.new_empty((1, 0, q.shape[1], width)).transpose(1, 2)
-    return torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
+    return kernels.choose(program, (q, k, v), family).forward(program, (q, k, v), reads, sizes)
 
 
 def gather(

@@ -28,8 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.declare import declare, differentiated
-from attngraph.ir.ops.transforms import has_tangent, is_recorded
+from attngraph.ir.ops.declare import declare, differentiated, has_tangent, is_recorded
 
 _OPS = torch.ops.attngraph
 Together = Callable[[Sequence[Any], Sequence[Tensor]], Sequence[Tensor]]
@@ -121,14 +120,9 @@ def _sum_gradients(x: Tensor, group: str) -> Tensor:
     return x.clone()
 
 
-def _own_part(grad: Tensor, dim: int, ranks: int, group: str) -> Tensor:
-    own = grad.shape[dim] // ranks
-    return grad.narrow(dim, rank_in(group) * own, own)
-
-
 @collective(
     fake=lambda a: a.x.new_empty([n * a.ranks if d == a.dim else n for d, n in enumerate(a.x.shape)]),
-    gradient=_own_part,
+    gradient=lambda grad, dim, ranks, group: grad.chunk(ranks, dim)[rank_in(group)],
     together=lambda args, parts: for_each(parts, lambda own: torch.cat(list(own), args[0])),
 )
 def _all_gather(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
@@ -209,11 +203,8 @@ def _simulated() -> _Run | None:
 
 
 def together(runs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run an operation for all ranks of a group, `runs[n]` for rank n; the results.
-
-    Raises:
-        RuntimeError: some ranks exchange and others do not.
-    """
+    """Run an operation for all ranks of a group, `runs[n]` for rank n; the results. RuntimeError where some
+    ranks exchange and others do not."""
     received: list[list[Tensor]] = [[] for _ in runs]
     while True:
         waiting, results = list[_Waits](), []

@@ -7,6 +7,7 @@ form the projections move to the query and the result: every query is projected 
 cost the same at L (P + V) / (2 L - P - V) new tokens over many kept ones; a roofline counts bytes too.
 """
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -117,9 +118,7 @@ def keeping_pays(sizes: LatentSizes, device: str, itemsize: int) -> bool:
     line = roofline(device)
     latent = line.seconds(sizes.pair_absorbed, sizes.width * itemsize)
     whole = line.seconds(sizes.pair_expanded, sizes.expanded_width * itemsize)
-    return GAIN * latent < whole or (
-        sizes.width * SAVING <= sizes.expanded_width and latent < SLOWER * whole
-    )  # fmt: skip
+    return GAIN * latent < whole or (sizes.width * SAVING <= sizes.expanded_width and latent < SLOWER * whole)
 
 
 MANY = 1 << 16
@@ -130,13 +129,8 @@ MANY = 1 << 16
 def crossover(sizes: LatentSizes, device: str, itemsize: int) -> int | None:
     """The least number of new tokens, in a row with many kept ones, for which expanding is chosen; None if it
     never is."""
-    low, high = 1, MANY
-    if absorbing_pays(sizes, [(high, MANY)], device, itemsize):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if absorbing_pays(sizes, [(middle, MANY)], device, itemsize):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    numbers = range(1, MANY + 1)
+    place = bisect.bisect(
+        numbers, 0, key=lambda new: not absorbing_pays(sizes, [(new, MANY)], device, itemsize)
+    )
+    return numbers[place] if place < MANY else None

@@ -26,7 +26,7 @@ from attngraph.ir.language import E, ScoreProgram, Sink, operation, parse
 from attngraph.ir.ops import cached_attention as cached
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops import latent_attention as latents
-from attngraph.ir.ops.cached_attention import Rows, counts, only
+from attngraph.ir.ops.cached_attention import Pair, Rows, counts, only
 from attngraph.ir.ops.collectives import EXCHANGING, Team
 from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
 from attngraph.ir.ops.kernels import Part, joined
@@ -52,7 +52,7 @@ def divided_attention(
     require_no_derivative("divided_attention", INSTEAD, (q, k, v, reads))
     rows = Rows(table, starts, first, held)
     if not any(_asking(rows)):  # no page is read
-        return cached.cached_attention(q, k, v, k_pages, v_pages, reads, sizes, program, *rows, by)
+        return cached.attended(parse(program), q, (k, v), (k_pages, v_pages), reads, sizes, rows, by)
     call = _Attending(parse(program), reads, sizes, rows, by, Team(team, ranks, group))
     kept = call.kept(q, (k_pages, v_pages))
     return joined([kept, call.new(q, (k, v))]).out
@@ -98,13 +98,12 @@ class _Attending:
         self.program, self.reads, self.sizes, self.rows, self.by = program, reads, sizes, rows, by
         self.team, self.member = team, team.member
 
-    def new(self, q: Tensor, keys: tuple[Tensor, Tensor]) -> Part:
+    def new(self, q: Tensor, keys: Pair) -> Part:
         """The rank's heads and the new tokens: a cache without pages, of which all but these are lost."""
-        no_pages = tuple(t.new_empty((1, t.shape[1], 1, t.shape[3])) for t in keys)
         rows = self.rows._replace(table=self.rows.table[:, :0])
-        return self._part(self.program, q, keys, no_pages, self.sizes, rows)  # type: ignore[arg-type]
+        return self._part(self.program, q, keys, cached.no_pages(keys), self.sizes, rows)
 
-    def kept(self, q: Tensor, pages: tuple[Tensor, Tensor]) -> Part:
+    def kept(self, q: Tensor, pages: Pair) -> Part:
         """The rank's heads and all kept tokens, by exchange with the team."""
         asking = _asking(self.rows)
         tokens, rows = (None, self.rows) if all(asking) else only(asking, self.rows)
@@ -117,7 +116,7 @@ class _Attending:
         merged = joined([_unpacked(a.unsqueeze(0), found) for a in answers])
         return merged if tokens is None else _spread(merged, tokens, q.shape[2])
 
-    def _of_own(self, q: Tensor, pages: tuple[Tensor, Tensor], rows: Rows) -> Part:
+    def _of_own(self, q: Tensor, pages: Pair, rows: Rows) -> Part:
         """All heads of the team and the tokens that this rank keeps."""
         own = [own_count(n, self.team.size, self.member) for n in counts(rows).held]
         have = [n > 0 for n in own]
@@ -135,17 +134,12 @@ class _Attending:
         return _spread(part, tokens[: part.lse.shape[2]], q.shape[2])
 
     def _part(
-        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        sizes: Sequence[int], rows: Rows,
-    ) -> Part:  # fmt: skip
+        self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair, sizes: Sequence[int], rows: Rows
+    ) -> Part:
         """Attention over a cache, with the log-sum-exps."""
         lse = q.new_empty(q.shape[:3], dtype=kernels.accumulation_dtype(q.dtype))
-        for candidate in cached.kernels_named(self.by):
-            out = candidate.attend(program, q, new, pages, self.reads, sizes, rows, lse=lse)
-            if out is not None:
-                return Part(out, lse)
-        family = self.by.partition(".")[0]
-        return Part(cached.row_by_row(program, q, new, pages, self.reads, sizes, rows, family, lse=lse), lse)
+        out = cached.attended(program, q, new, pages, self.reads, sizes, rows, self.by, lse=lse)
+        return Part(out, lse)
 
 
 @functools.lru_cache(maxsize=256)

@@ -49,9 +49,6 @@ def history(
     return found.movedim(1, dim)
 
 
-# --- windows over tokens ---
-
-
 def _longer_shape(a: Any) -> Tensor:
     shape = list(a.new.shape)
     shape[a.dim] = shape[a.dim] + a.first.shape[0] * a.back

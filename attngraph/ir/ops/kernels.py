@@ -10,6 +10,7 @@ scores: together they are the parts weighted by their shares of the sum of all e
 a latent's cache, and the ranks' parts of a divided one.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -68,12 +69,9 @@ _DEVICES: dict[str, frozenset[str]] = {}
 
 
 def register(kernel: Kernel, devices: frozenset[str] = frozenset()) -> None:
-    """Add a kernel, before the reference and after those registered earlier.
-
-    Args:
-        devices: the device types ("cuda", ...) that the kernel is made for. There it is preferred to kernels
-            made for no particular device; elsewhere it is used only if requested by name.
-    """
+    """Add a kernel, before the reference and after those registered earlier. `devices`: the device types
+    ("cuda", ...) that it is made for. There it is preferred to kernels made for no particular device;
+    elsewhere it is used only if requested by name."""
     last = KERNELS.pop("reference", None)
     KERNELS[kernel.name] = kernel
     _DEVICES[kernel.name] = devices
@@ -91,11 +89,7 @@ def candidates(device: str, family: str = "") -> list[Kernel]:
 
 def choose(program: ScoreProgram, operands: Operands, family: str = "") -> Kernel:
     """The first kernel that supports the program; `family` ("cpu", "triton", ...) restricts the choice to
-    kernels whose name starts with it.
-
-    Raises:
-        BackendError: none of the family supports it; the message lists each one's reason.
-    """
+    kernels whose name starts with it. BackendError, with each one's reason, where none supports it."""
     reasons = []
     for kernel in candidates(operands[0].device.type, family):
         reason = kernel.refuse(program, operands)
@@ -124,60 +118,44 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def attend(
     program: ScoreProgram, q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Environment, frozenset[int]]]
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a block of queries to several blocks of keys, with all scores in memory at once.
-
-    Args:
-        q: `[B, Hq, S, D]` in the accumulation dtype.
-        parts: for each block of keys: k `[B, Hkv, Sk, D]`, v `[B, Hkv, Sk, Dv]`, the environment of
-            its tile, and the statements that have no effect there.
-
-    Returns:
-        The output `[B, Hq, S, Dv]` and the log-sum-exp `[B, Hq, S]`.
-    """
+    """Attention of a block of queries, `[B, Hq, S, D]` in the accumulation dtype, to several blocks of keys,
+    with all scores in memory at once: the output `[B, Hq, S, Dv]` and the log-sum-exp `[B, Hq, S]`. A part
+    has k `[B, Hkv, Sk, D]`, v `[B, Hkv, Sk, Dv]`, the environment of its tile, and the statements that have
+    no effect there."""
     products = [dot(q, k) for k, *_ in parts]
     blocks = [
         evaluate.scores(program, product, env, skip)
         for product, (_, _, env, skip) in zip(products, parts, strict=True)
     ]
-    top = torch.stack([b.amax(-1, keepdim=True) for b in blocks]).amax(0)
-    sink = evaluate.sink(program, parts[0][2])
+    weights, lse = normalised(blocks, evaluate.sink(program, parts[0][2]))
+    outs = [
+        grouped(evaluate.weights(program, weight, env, product), v)
+        for weight, product, (_, v, env, _) in zip(weights, products, parts, strict=False)
+    ]
+    return functools.reduce(torch.add, outs), lse
+
+
+def normalised(blocks: Sequence[Tensor], sink: Tensor | None) -> tuple[Sequence[Tensor], Tensor]:
+    """The softmax over blocks of scores, of which a sink is one more, and the log-sum-exps."""
     if sink is not None:
-        top = torch.maximum(top, sink)
-    # Subtracting the maximum affects only rounding, so it needs no gradient.
-    top = top.detach()
-    weights = [(b - top).exp() for b in blocks]
-    total = sum((w.sum(-1, keepdim=True) for w in weights), torch.zeros_like(top))
-    if sink is not None:
-        total = total + (sink - top).exp()
-    has_weights = program.changes_weights
-    out = None
-    for weight, product, (_, v, env, _) in zip(weights, products, parts, strict=True):
-        p = evaluate.weights(program, weight / total, env, product) if has_weights else weight
-        part = _weigh(p, v)
-        out = part if out is None else out + part
-    assert out is not None
-    if not has_weights:
-        out = out / total
-    return out, (top + total.log()).squeeze(-1)
+        blocks = [*blocks, sink.expand(*blocks[0].shape[:3], 1)]
+    scores = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), -1)
+    weights, lse = scores.softmax(-1), scores.logsumexp(-1)
+    return [weights] if len(blocks) == 1 else weights.split([b.shape[3] for b in blocks], -1), lse
 
 
 def dot(q: Tensor, k: Tensor) -> Tensor:
-    """`[B, Hq, S, D]` times `[B, Hkv, Sk, D]` as `[B, Hq, S, Sk]`; the queries of a group are stacked, so
-    keys are not repeated."""
-    b, hq, s, d = q.shape
-    hkv = k.shape[1]
-    if hq == hkv:
-        return q @ k.mT
-    stacked = q.reshape(b, hkv, (hq // hkv) * s, d)
-    return (stacked @ k.mT).view(b, hq, s, k.shape[2])
+    """`[B, Hq, S, D]` times `[B, Hkv, Sk, D]` as `[B, Hq, S, Sk]`."""
+    return grouped(q, k.mT)
 
 
-def _weigh(p: Tensor, v: Tensor) -> Tensor:
-    b, hq, s, sk = p.shape
-    hkv = v.shape[1]
+def grouped(x: Tensor, y: Tensor) -> Tensor:
+    """`[B, Hq, S, M]` times `[B, Hkv, M, N]`; the rows of a group are stacked, so that y is not repeated."""
+    b, hq, s, m = x.shape
+    hkv = y.shape[1]
     if hq == hkv:
-        return p @ v
-    return (p.reshape(b, hkv, (hq // hkv) * s, sk) @ v).view(b, hq, s, v.shape[3])
+        return x @ y
+    return (x.reshape(b, hkv, (hq // hkv) * s, m) @ y).view(b, hq, s, y.shape[3])
 
 
 def environment(tile: Tile, reads: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> Environment:
@@ -198,11 +176,7 @@ class Reference(Kernel):
         q, k, v = operands
         dtype = accumulation_dtype(q.dtype)
         b, hq, sq, _ = q.shape
-        sk = k.shape[2]
-        tile = Tile((0, b), (0, hq), (0, sq), (0, sk))
-        env = environment(tile, reads, sizes, q)
-        if sk == 0:
-            return _nothing_to_see(q, v, evaluate.sink(program, env))
+        env = environment(Tile((0, b), (0, hq), (0, sq), (0, k.shape[2])), reads, sizes, q)
         out, lse = attend(program, q.to(dtype), [(k.to(dtype), v.to(dtype), env, frozenset())])
         return out.to(v.dtype), lse
 
@@ -230,15 +204,6 @@ def gradients(
     return [next(found) if t.requires_grad else None for t in inputs]
 
 
-def _nothing_to_see(q: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The result for no keys at all: an empty weighted sum, zeros as PyTorch's matmul gives."""
-    # Empty sums: zeros that depend on the inputs, so that their gradients are zeros rather than missing.
-    nothing = q[..., :0].sum() + v.sum()
-    out = v.new_zeros((*q.shape[:3], v.shape[3])) + nothing
-    lse = q.new_full(q.shape[:3], float("-inf"), dtype=accumulation_dtype(q.dtype))
-    return out, lse if sink is None else lse.unsqueeze(-1).maximum(sink).squeeze(-1)
-
-
 register(Reference())
 
 
@@ -255,14 +220,11 @@ def cleared(out: Tensor, lse: Tensor, operands: Sequence[Tensor]) -> Part:
     """A kernel's results as a part: where its log-sum-exp is NaN because no key is seen, it is minus
     infinity."""
     hidden = lse.isnan()
-    if not bool(hidden.any()) or all(map(_is_a_number, operands)):
+    floating = (t for t in operands if t.is_floating_point())
+    # Neither a NaN nor +inf makes a score NaN. (Masks contain -inf.)
+    if not bool(hidden.any()) or all(bool((t < math.inf).all()) for t in floating):
         return Part(out, lse.masked_fill(hidden, -math.inf))
     return Part(out, lse, False)
-
-
-def _is_a_number(tensor: Tensor) -> bool:
-    """Whether no element can make a score NaN: no NaN and no +inf (masks contain -inf)."""
-    return not tensor.is_floating_point() or bool((tensor < math.inf).all())
 
 
 def tell_shares(parts: Sequence[Part]) -> bool:
@@ -280,9 +242,3 @@ def joined(parts: Sequence[Part]) -> Part:
     weights = torch.softmax(lse, 0).to(outs.dtype)
     out = torch.where((lse > -math.inf)[..., None], outs, 0.0).mul(weights[..., None]).sum(0)
     return Part(out, lse.logsumexp(0))
-
-
-def can_be_joined(program: ScoreProgram) -> bool:
-    """Whether attention to blocks of keys can be merged afterwards: a sink would be counted once per block,
-    and changes to the weights apply to weights normalised over all keys."""
-    return program.sink is None and not program.changes_weights

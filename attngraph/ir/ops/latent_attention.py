@@ -20,19 +20,17 @@ does not grow with the cache (except for rows whose scores are all far from zero
 once).
 """
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import ScoreProgram, parse
+from attngraph.ir.language import parse
 from attngraph.ir.ops import cached_attention as cached
 from attngraph.ir.ops import kernels
-from attngraph.ir.ops.cached_attention import Rows, attend_to, counts, gather, packed, packed_result, shift
+from attngraph.ir.ops.cached_attention import Rows, attended, counts, no_pages, packed_result
 from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
 from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
-from attngraph.ir.ops.kernels import Part, can_be_joined, cleared, joined, tell_shares
 
 ABSORB = ("auto", "always", "never")
 BLOCK = 1024
@@ -64,18 +62,11 @@ class LatentNode:
         if self.key_up is None:
             return q
         nope = self.sizes.nope
-        return torch.cat([self._each_head(q[..., :nope], self.key_up), q[..., nope:]], -1)
+        return torch.cat([kernels.grouped(q[..., :nope], self.key_up.unsqueeze(0)), q[..., nope:]], -1)
 
     def absorbed_result(self, out: Tensor) -> Tensor:
         """`[B, H, S, V]` from the weighted sum of latents."""
-        return out if self.value_up is None else self._each_head(out, self.value_up.mT)
-
-    def _each_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Each head of x `[B, H, S, m]` times its group's matrix of weight `[G, m, n]`."""
-        batch, heads, tokens, width = x.shape
-        group = heads // weight.shape[0]
-        stacked = x.reshape(batch, weight.shape[0], group * tokens, width)
-        return torch.matmul(stacked, weight).view(batch, heads, tokens, weight.shape[2])
+        return out if self.value_up is None else kernels.grouped(out, self.value_up.mT.unsqueeze(0))
 
     def shared(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the absorbed form: two views of the latents."""
@@ -140,54 +131,16 @@ def cached_latent_attention(
 ) -> Tensor:  # fmt: skip
     """What the op computes; without gradients."""
     require_no_derivative("cached_latent_attention", INSTEAD, (q, latent, reads))
-    node = LatentNode(q, latent, key_up, value_up, values)
+    node, parsed = LatentNode(q, latent, key_up, value_up, values), parse(program)
     rows = Rows(table, starts, first, held)
     news, _, kept = counts(rows)
     if node.absorbs(absorb, list(zip(news, kept, strict=True)), q):
-        new, old = node.shared(latent), node.shared(pages)
-        query = node.absorbed_query(q)
-        out = cached.cached_attention(
-            query, *new, *old, reads, sizes, program, table, starts, first, held, family, scales, scales
-        )
+        new, old, query = node.shared(latent), node.shared(pages), node.absorbed_query(q)
+        out = attended(parsed, query, new, old, reads, sizes, rows, family, (scales, scales))
         return node.absorbed_result(out)
     if not any(kept):  # only new tokens to expand
         k, v = node.expanded(latent)
-        k_none, v_none = (t.new_empty((1, t.shape[1], 1, t.shape[3])) for t in (k, v))
-        return cached.cached_attention(
-            q, k, v, k_none, v_none, reads, sizes, program, table, starts, first, held, family
-        )
-    return _expanded_by_blocks(node, q, latent, pages, reads, sizes, parse(program), rows, family, scales)
-
-
-def _expanded_by_blocks(
-    node: LatentNode, q: Tensor, latent: Tensor, pages: Tensor, reads: Sequence[Tensor], sizes: Sequence[int],
-    program: ScoreProgram, rows: Rows, family: str, scales: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The expanded form, row by row; kept tokens are projected up a block at a time."""
-    news, first, held = counts(rows)
-    starts = [0, *itertools.accumulate(news)]
-    moved, count = shift(program)
-    outs: list[Tensor] = []
-    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
-        query, new = q[:, :, begin:end], latent[:, :, begin:end]  # where keys are fixed, none are new
-        oldest, total = max(0, held[row] - rows.table.shape[1] * pages.shape[2]), held[row] + new.shape[2]
-
-        def attend(start: int, until: int, row: int = row, query: Tensor = query, new: Tensor = new) -> Part:
-            old = torch.arange(start, max(start, min(until, held[row])), device=q.device)
-            fresh = new[:, :, max(0, start - held[row]) : max(0, until - held[row])]
-            kept = gather(pages, rows.table[row], old, scales, fresh.dtype)
-            k, v = node.expanded(torch.cat([kept, fresh], 2))
-            numbers = [*sizes, *([0] * (count - len(sizes))), row, first[row], start]
-            return cleared(*attend_to(moved, (query, k, v), reads, numbers, family), (query, k, v, *reads))
-
-        if begin == end:
-            continue
-        length = BLOCK if can_be_joined(program) else max(1, total)
-        parts = [attend(start, min(start + length, total)) for start in range(oldest, total, length)]
-        if len(parts) > 1:
-            joins = all(part.is_clear for part in parts) and tell_shares(parts)
-            out = joined(parts).out if joins else attend(oldest, total).out
-        else:
-            out = parts[0].out if parts else attend(oldest, total).out
-        outs.append(out)
-    return packed(outs, q, node.sizes.value)
+        return attended(parsed, q, (k, v), no_pages((k, v)), reads, sizes, rows, family)
+    return cached.row_by_row(
+        parsed, q, [latent], [pages], reads, sizes, rows, family, [scales], keys_of=node.expanded, block=BLOCK
+    )

@@ -15,8 +15,8 @@ carried in the same way. A log-sum-exp is carried as such, so it is as stable as
 computed in the state's dtype, which may be wider.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,20 +25,10 @@ from attngraph.ir.language.step_program import Step, parse
 from attngraph.ir.ops.cached_attention import Rows, counts
 from attngraph.ir.ops.declare import INSTEAD, declare
 
-
-class Runner(Protocol):
-    """Runs steps; returns None for a call that it does not support."""
-
-    def run(
-        self, text: str, tokens: Sequence[Tensor], shared: Sequence[Tensor], carried: Sequence[Tensor],
-        begins: Sequence[int], counts: Sequence[int], out: Tensor | None,
-    ) -> Tensor | None:  # fmt: skip
-        """Take `counts[r]` steps of `text` from token `begins[r]` of each row on, and write to `carried`.
-        Returns the tokens' results: `out`, if it is given."""
-
-
-RUNNERS: list[Runner] = []
-"""In order of preference."""
+RUNNERS: list[Callable[..., Tensor | None]] = []
+"""In order of preference. `run(text, tokens, shared, carried, begins, counts, out)` takes `counts[r]` steps
+of `text` from token `begins[r]` of each row on, and writes to `carried`. It returns the tokens' results:
+`out`, if that is given; None for a call that it does not support."""
 
 
 def _shapes(a: Any) -> list[Tensor]:
@@ -60,17 +50,15 @@ def loop(
     if count == rows and not any(begins) and all(n == 1 for n in lengths):
         value, *news = step.step(rows, tokens, shared, carried)
         given = [*tokens, *carried]
-        return [
-            _own(value, [*given, *news]), *(_as(a, c, given) for a, c in zip(news, carried, strict=True))
-        ]  # fmt: skip
+        return [_own(value, [*given, *news]), *(_as(a, c, given) for a, c in zip(news, carried, strict=True))]
     after = [value.clone() for value in carried]
     places = [int(n) for n in starts.tolist()][:-1]
     beginning = [(row, places[row]) for row in range(rows) if begins[row] and lengths[row]]
     out = _steps(step.begin, tokens, shared, after, beginning, None)
     places = [at + first for at, first in zip(places, begins, strict=True)]
     lengths = [max(n - first, 0) for n, first in zip(lengths, begins, strict=True)]
-    for runner in RUNNERS if any(lengths) else ():
-        found = runner.run(program, tokens, shared, after, places, lengths, out)
+    for run in RUNNERS if any(lengths) else ():
+        found = run(program, tokens, shared, after, places, lengths, out)
         if found is not None:
             return [found, *after]
     for place in range(max(lengths, default=0)):
@@ -124,9 +112,7 @@ EXACT = ("max", "min")
 
 
 @declare(fake=lambda a: (torch.empty_like(a.x), torch.empty_like(a.state)), derivatives=INSTEAD)
-def running_fold(
-    x: Tensor, state: Tensor, starts: Tensor, first: Tensor, how: str
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def running_fold(x: Tensor, state: Tensor, starts: Tensor, first: Tensor, how: str) -> tuple[Tensor, Tensor]:
     of_two, of_all = FOLDS[how]
     lengths, seen, _ = counts(Rows(first, starts, first, first))
     if x.shape[0] == len(lengths) and all(n == 1 for n in lengths):

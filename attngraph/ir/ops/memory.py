@@ -8,7 +8,6 @@ each of which is cleared and looked up in a fraction of the time that 512 of 4 K
 """
 
 import ctypes
-import functools
 import math
 import mmap
 import threading
@@ -80,13 +79,10 @@ def _block(size: int) -> Tensor:
     block = torch.empty(size, dtype=torch.uint8)
     if _HUGE is not None and size >= LARGE:
         first = -(-block.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(block.data_ptr() + size - first), _HUGE)
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(block.data_ptr() + size - first), _HUGE
+        )
     return block
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 def _taken(size: int) -> Tensor | None:

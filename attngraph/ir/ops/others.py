@@ -33,8 +33,15 @@ from torch import Tensor
 from torch._prims_common import is_contiguous_or_false
 
 from attngraph.ir.language import Environment, Tile, evaluate
-from attngraph.ir.ops.declare import Size, Sizes, declare, differentiated
-from attngraph.ir.ops.transforms import has_tangent, is_recorded, run_kernel
+from attngraph.ir.ops.declare import (
+    Size,
+    Sizes,
+    declare,
+    differentiated,
+    has_tangent,
+    is_recorded,
+    run_kernel,
+)
 
 
 @declare(schema="(Tensor(a) x, int[] order) -> Tensor(a)", plain=True)

@@ -30,6 +30,7 @@ import itertools
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from attngraph.ir.ops.cached_attention import numbers_of
 from attngraph.ir.ops.declare import INSTEAD, declare
@@ -75,11 +76,7 @@ def _by_rows(value: Tensor, lengths: list[int], fill: float) -> Tensor:
     """A packed value as `[rows, longest, ...]`."""
     if len(set(lengths)) == 1:
         return value.reshape(len(lengths), lengths[0], *value.shape[1:])
-    made = value.new_full((len(lengths), max(lengths), *value.shape[1:]), fill)
-    starts = [0, *itertools.accumulate(lengths)]
-    for row, (start, length) in enumerate(zip(starts, lengths, strict=False)):
-        made[row, :length] = value[start : start + length]
-    return made
+    return pad_sequence(list(torch.split(value, lengths)), batch_first=True, padding_value=fill)
 
 
 def _many_tokens(

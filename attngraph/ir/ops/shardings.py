@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from attngraph.ir.language import E, ScoreProgram, parse
+from attngraph.ir.walk import reached
 
 _OPS = torch.ops.attngraph
 ROW, HEAD = ("b", 0), ("h", 1)
@@ -25,20 +26,13 @@ def read_dims(program: ScoreProgram, variable: str, count: int) -> list[int | No
     """For each of `count` tensors that a program reads the dimension that is read at a variable, None where
     there is none; None for all where the program uses the variable otherwise."""
     letter, found = E.var(variable), dict[int, set[int | None]]()
-    for formula in program.expressions:
-        stack = [formula]
-        while stack:
-            node = stack.pop()
-            if node is letter:
-                return None
-            if node.op == "read":
-                dims = [d for d, index in enumerate(node.args) if index is letter]
-                if len(dims) > 1:
-                    return None
-                found.setdefault(node.value, set()).add(dims[0] if dims else None)
-                stack += [index for index in node.args if index is not letter]
-            else:
-                stack += node.args
+    uses = reached(program.expressions, lambda n: [a for a in n.args if n.op != "read" or a is not letter])
+    for node in uses:
+        if node is letter:
+            return None
+        if node.op == "read":
+            dims = [d for d, index in enumerate(node.args) if index is letter]
+            found.setdefault(node.value, set()).update(dims or [None])
     if any(len(dims) > 1 for dims in found.values()):
         return None
     return [next(iter(found.get(number, {None}))) for number in range(count)]

@@ -16,16 +16,15 @@ fetched a key have, which is sent back the same way.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attngraph.ir.kept import kept
 from attngraph.ir.ops.collectives import COLLECTIVES, Simulated, collective, for_each, rank_in
-from attngraph.ir.ops.declare import Sizes, declare, differentiated
-from attngraph.ir.ops.transforms import has_tangent, is_recorded, shared
+from attngraph.ir.ops.declare import Sizes, declare, differentiated, has_tangent, is_recorded, shared
 
 TOKENS = 2
 """The dimension of keys that counts tokens."""
@@ -61,9 +60,9 @@ class Layout:
         """The tokens of each rank, `[ranks, own tokens]`."""
         return _tokens(self, total)
 
-    def order(self, total: int) -> Tensor:
-        """Where each token is, if the tokens of all ranks lie one after the other."""
-        return self.tokens(total).flatten().argsort()
+    def ordered(self, x: Tensor, dim: int) -> Tensor:
+        """The tokens of all ranks, which lie one rank after the other, in their order."""
+        return x.index_select(dim, self.tokens(x.shape[dim]).flatten().argsort().to(x.device))
 
 
 @functools.lru_cache(maxsize=64)
@@ -75,38 +74,26 @@ def _tokens(layout: Layout, total: int) -> Tensor:
     return (first + torch.arange(size, device="cpu")).flatten(1)
 
 
-class Needed(Protocol):
-    """Tells which keys the queries of each rank may see: booleans, `[ranks, all tokens]`, on the CPU."""
-
-    def __call__(
-        self, program: str, reads: Sequence[Tensor], sizes: tuple[int, ...], layout: Layout, total: int
-    ) -> Tensor: ...
-
-
-NEEDED: list[Needed] = []
-"""What decides it: `meaning/masks/tiles.py`, which stands above this file, registers itself here."""
+NEEDED: list[Callable[[str, Sequence[Tensor], tuple[int, ...], Layout, int], Tensor]] = []
+"""Tells which keys the queries of each rank may see, by program, reads, sizes, layout and number of tokens:
+booleans, `[ranks, all tokens]`, on the CPU. `meaning/masks/tiles.py`, which is above, registers itself."""
 
 
 def needed_keys(
     program: str, reads: Sequence[Tensor], sizes: Sequence[int], layout: Layout, total: int
 ) -> Tensor:
     """The keys that each rank must have, its own not counted: booleans, `[ranks, all tokens]`."""
-    return _plan(program, reads, tuple(map(int, sizes)), layout, total).needed
+    return _plan(program, reads, sizes, layout, total).needed
 
 
 def _taken(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
     return x.index_select(dim, layout.tokens(x.shape[dim])[rank].to(x.device))
 
 
-def _ordered(x: Tensor, dim: int, layout: Layout) -> Tensor:
-    """The tokens of all ranks, which lie one rank after the other, in their order."""
-    return x.index_select(dim, layout.order(x.shape[dim]).to(x.device))
-
-
 def _gathered(x: Tensor, dim: int, layout: Layout, group: str) -> Tensor:
     first = x.movedim(dim, 0).contiguous()
     found = _functional.wait_tensor(_functional.all_gather_into_tensor(first, layout.ranks, group))
-    return _ordered(found, 0, layout).movedim(0, dim).contiguous()
+    return layout.ordered(found, 0).movedim(0, dim).contiguous()
 
 
 # --- keys ---
@@ -145,18 +132,17 @@ class _Plan:
         )
 
 
-def _plan(
-    program: str, reads: Sequence[Tensor], sizes: tuple[int, ...], layout: Layout, total: int
-) -> _Plan:  # fmt: skip
-    """The plan of a fetch. One that tensors decide is shared within a run of a graph (`transforms.py`)."""
+def _plan(program: str, reads: Sequence[Tensor], sizes: Sequence[int], layout: Layout, total: int) -> _Plan:
+    """The plan of a fetch. One that tensors decide is shared within a run of a graph (`declare.py`)."""
+    about = program, tuple(map(int, sizes)), layout, total
     if not reads:
-        return _kept_plan(program, sizes, layout, total)
+        return _kept_plan(*about)
     kept = shared()
     if kept is None:
-        return _plan_anew(program, sizes, layout, total, reads)
-    key = "fetch_keys", program, sizes, layout, total, tuple(map(id, reads))
+        return _plan_anew(*about, reads)
+    key = "fetch_keys", *about, tuple(map(id, reads))
     if key not in kept:
-        kept[key] = _plan_anew(program, sizes, layout, total, reads), reads  # so that no id is used again
+        kept[key] = _plan_anew(*about, reads), reads  # so that no id is used again
     found: _Plan = kept[key][0]
     return found
 
@@ -170,8 +156,6 @@ def _plan_anew(
 
 
 _kept_plan = functools.lru_cache(maxsize=64)(_plan_anew)
-
-
 _functional = torch.ops._c10d_functional
 
 
@@ -190,15 +174,6 @@ class Begun:
     plan: _Plan
     group: str
     coming: Tensor | None
-
-    @classmethod
-    def of(cls, x: Tensor, plan: _Plan, group: str) -> "Begun":
-        """Begin to fetch the keys of a plan; `x` are the rank's own."""
-        if plan.is_empty:
-            return cls(plan, group, None)
-        own = plan.of(rank_in(group))
-        sent = x.detach().movedim(TOKENS, 0)[torch.cat(own.sent).to(x.device)]
-        return cls(plan, group, _swap(sent, own.sent, own.received, group))
 
     def with_own(self, x: Tensor) -> Tensor:
         """The keys in their places, once they have come."""
@@ -223,21 +198,11 @@ def _returned(grad: Tensor, plan: _Plan, group: str) -> Tensor:
     return total.movedim(0, TOKENS)
 
 
-def _plan_of(x: Tensor, reads: Sequence[Tensor], sizes: Sequence[int], program: str, layout: Layout) -> _Plan:
-    """The plan of one call of `fetch_keys`."""
-    return _plan(program, reads, tuple(map(int, sizes)), layout, x.shape[TOKENS] * layout.ranks)
-
-
 # --- the operations ---
 
 
-def _of_rank(values: Sequence[Tensor], dim: int, chunks: list[int]) -> list[Tensor]:
-    layout = Layout.of(chunks, len(values))
-    return [_taken(v, dim, layout, rank) for rank, v in enumerate(values)]
-
-
 def _of_all(parts: Sequence[Tensor], dim: int, chunks: list[int]) -> Tensor:
-    return _ordered(torch.cat(tuple(parts), dim), dim, Layout.of(chunks, len(parts)))
+    return Layout.of(chunks, len(parts)).ordered(torch.cat(tuple(parts), dim), dim)
 
 
 @collective(
@@ -246,7 +211,9 @@ def _of_all(parts: Sequence[Tensor], dim: int, chunks: list[int]) -> Tensor:
     ]),
     gradient=lambda grad, dim, chunks, ranks, group: _gathered(grad, dim, Layout.of(chunks, ranks), group),
     together=lambda args, parts: Simulated.apply(
-        lambda values: _of_rank(values, *args[:2]),
+        lambda values: [
+            _taken(v, args[0], Layout.of(args[1], len(values)), rank) for rank, v in enumerate(values)
+        ],
         lambda grads: [_of_all(grads, *args[:2])] * len(grads), *parts,
     ),
 )  # fmt: skip
@@ -280,7 +247,12 @@ def begin_fetch(
     x: Tensor, reads: list[Tensor], sizes: list[int], program: str, chunks: list[int], ranks: int, group: str
 ) -> Begun:
     """Begin what `fetch_keys` does with these arguments, and do not wait for it."""
-    return Begun.of(x, _plan_of(x, reads, sizes, program, Layout.of(chunks, ranks)), group)
+    plan = _plan(program, reads, sizes, Layout.of(chunks, ranks), x.shape[TOKENS] * ranks)
+    if plan.is_empty:
+        return Begun(plan, group, None)
+    own = plan.of(rank_in(group))
+    sent = x.detach().movedim(TOKENS, 0)[torch.cat(own.sent).to(x.device)]
+    return Begun(plan, group, _swap(sent, own.sent, own.received, group))
 
 
 def finish_fetch(x: Tensor, begun: Begun) -> Tensor:
@@ -310,8 +282,8 @@ def _fetch_keys(
 def _fetch_together(args: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
     reads, sizes, program, chunks, ranks, _ = args
     layout, whole = Layout.of(chunks, ranks), _of_all(parts, TOKENS, chunks)
-    needed = _plan_of(parts[0], reads, sizes, program, layout).needed
-    there = needed.scatter(1, layout.tokens(whole.shape[TOKENS]), True)
+    total = whole.shape[TOKENS]
+    there = needed_keys(program, reads, sizes, layout, total).scatter(1, layout.tokens(total), True)
     return [torch.where(t.unsqueeze(-1).to(whole.device), whole, 0.0) for t in there]
 
 

@@ -6,6 +6,7 @@ computes the calls that it supports, plain PyTorch the others: operation by oper
 is given float64, in that.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,9 +18,12 @@ from attngraph.ir.language import E, Expr, operation_of
 from attngraph.ir.language.token_derivative import GIVEN, GRADIENT, RESULT, backward
 from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram, extent, parse
 from attngraph.ir.ops import memory
-from attngraph.ir.ops.declare import INSTEAD, declare, require_no_derivative
 from attngraph.ir.ops.quantised import dequantised
-from attngraph.ir.ops.transforms import are_batched, has_tangent, is_recorded, is_transformed, run_kernel
+
+from attngraph.ir.ops.declare import (  # isort: skip
+    INSTEAD, are_batched, declare, has_tangent, is_recorded, is_transformed, require_no_derivative,
+    run_kernel,
+)  # fmt: skip
 
 
 class Runner(Protocol):
@@ -168,7 +172,8 @@ def reference(program: TokenProgram, given: Sequence[Tensor]) -> list[Tensor]:
     like = floating(given)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     given = [t.to(dtype) if t.is_floating_point() else t for t in given]
-    found = [_token_first(t, about.token_dim) for t, about in zip(given, program.given, strict=True)]
+    dims = (about.token_dim for about in program.given)
+    found = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(given, dims, strict=True)]
     tokens = tokens_in(program, given)
     for number, made in enumerate(program.definitions, start=len(given)):
         product = program.product(number)
@@ -198,10 +203,6 @@ def weight_rows(
         return weight if weight.is_floating_point() else weight.to(dtype)
     zeros = None if by.zeros is None else given[by.zeros][part]
     return dequantised(weight, given[by.scales][part], zeros, dtype)
-
-
-def _token_first(tensor: Tensor, dim: int | None) -> Tensor:
-    return tensor if dim is None else tensor.movedim(dim, 0)
 
 
 def _some_rows(tensor: Tensor, about: Given, rows: slice) -> Tensor:
@@ -289,9 +290,5 @@ def _broadcast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _promoted(args: Sequence[Tensor]) -> list[Tensor]:
     """The operands in the last of their kinds, as numbers of rank zero do not decide in PyTorch."""
-    if len(args) < 2:
-        return list(args)
-    dtype = args[0].dtype
-    for arg in args[1:]:
-        dtype = torch.promote_types(dtype, arg.dtype)
+    dtype = functools.reduce(torch.promote_types, [a.dtype for a in args])
     return [a.to(dtype) for a in args]

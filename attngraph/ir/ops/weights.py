@@ -9,7 +9,6 @@ nothing.
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from attngraph.ir.language import ScoreProgram, Tile, evaluate
@@ -25,18 +24,10 @@ def attention_weights(
     program: ScoreProgram, q: Tensor, k: Tensor, reads: Sequence[Tensor], sizes: Sequence[int],
     rows: Places = None, queries: Places = None,
 ) -> Tensor:  # fmt: skip
-    """The weights of an attention with operands as for `attngraph::attention`.
-
-    Args:
-        rows: which entries of the batch; queries: which queries. Both keep their dimension, also for an int.
-
-    Returns:
-        `[rows, Hq, queries, Skv]` in the operands' dtype. A query that sees no key has NaN, as in PyTorch's
-        softmax.
-
-    Raises:
-        IndexError: a row or a query that there is not.
-    """
+    """The weights of an attention with operands as for `attngraph::attention`, `[rows, Hq, queries, Skv]` in
+    the operands' dtype. `rows`: which entries of the batch; `queries`: which queries. Both keep their
+    dimension, also for an int; IndexError where there is none of a number. A query that sees no key has NaN,
+    as in PyTorch's softmax."""
     batch, heads, tokens, _ = q.shape
     keys = k.shape[2]
     chosen = _places(rows, batch, "row"), _places(queries, tokens, "query")
@@ -60,16 +51,8 @@ def _block(
     if 0 in tile.shape:
         return q.new_empty(tile.shape, dtype=env.dtype)
     dot = kernels.dot(q.to(env.dtype), k.to(env.dtype))
-    scores = evaluate.scores(program, dot, env)
-    top = scores.amax(-1, keepdim=True)
-    sink = evaluate.sink(program, env)
-    if sink is not None:
-        top = torch.maximum(top, sink)
-    weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True)
-    if sink is not None:
-        total = total + (sink - top).exp()
-    return evaluate.weights(program, weights / total, env, dot)
+    (weights, *_), _ = kernels.normalised([evaluate.scores(program, dot, env)], evaluate.sink(program, env))
+    return evaluate.weights(program, weights, env, dot)
 
 
 def _places(selection: Places, extent: int, what: str) -> list[int]:

@@ -16,7 +16,7 @@ from attngraph.ir.language import evaluate
 from attngraph.ir.language.evaluate import Tile
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops import kernels
-from attngraph.ir.ops.transforms import one_run
+from attngraph.ir.ops.declare import one_run
 
 
 def is_listed(text: str, tensors: tuple[Tensor, Tensor, Tensor], reads: Sequence[Tensor]) -> bool:

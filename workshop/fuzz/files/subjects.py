@@ -26,7 +26,7 @@ from attngraph.ir.graph.verify import verify
 from attngraph.report.dump import read_dump, read_graph_file
 from attngraph.runtime import saved_cache
 from attngraph.runtime.kv_cache import SAVED, KVCache
-from attngraph.saved import artifact
+from attngraph.saved import disk as artifact
 from attngraph.saved.folder import read_file, read_manifest, write_folder
 from workshop.fuzz.files import edits
 
