@@ -18,7 +18,6 @@ apply. Malformed tables are logged and ignored; tables measured with another ver
 import dataclasses
 import functools
 import importlib
-import itertools
 import json
 import logging
 import re
@@ -32,6 +31,8 @@ from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton import store, visits
 from attngraph.codegen.triton.plan import Blocks, in_two, padded
 from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.kernels import Operands
+from attngraph.ir.records import write_whole
 
 _log = logging.getLogger("attngraph.codegen.triton")
 SPLIT = "rows in two tiles"
@@ -65,6 +66,12 @@ def key(
     return line if few is None else f"{line}{_UP_TO}{few} queries"
 
 
+def key_of_call(step: str, program: ScoreProgram, operands: Operands) -> str:
+    q, k, v = operands
+    group = q.shape[1] // k.shape[1]
+    return key(step, program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
+
+
 def find(name: str, line: str, Sq: int) -> Blocks | None:
     """The blocks measured on the device of that name, or None. Without an entry for few queries, that for
     many is taken."""
@@ -80,13 +87,12 @@ def table(name: str) -> dict[str, Blocks]:
     return {line: blocks for found in tables(name) for line, blocks in found.blocks.items()}
 
 
-_changes = itertools.count(1)
-_latest = 0
+_written = 0
 
 
 def changes() -> int:
     """How often tables were written in this process: what follows from them holds until then."""
-    return _latest
+    return _written
 
 
 def programs(name: str) -> dict[str, int]:
@@ -106,16 +112,13 @@ class Table:
 @functools.lru_cache(maxsize=16)
 def tables(name: str) -> tuple[Table, ...]:
     """The tables of a device, the user's last."""
-    found = {path: _read(path) for path in _paths(name)}
+    paths = (_SHIPPED / f"{_slug(name)}.json", _own(name)) if name else ()
+    found = {path: _read(path) for path in paths}
     for path, one in found.items():
         if one.blocks and one.triton != _version():
             again = "`attngraph.codegen.triton.tune` measures anew"
             _log.warning("%s was measured with Triton %s, not %s; %s", path, one.triton, _version(), again)
     return tuple(found.values())
-
-
-def _paths(name: str) -> tuple[Path, ...]:
-    return (_SHIPPED / f"{_slug(name)}.json", _own(name)) if name else ()
 
 
 def _own(name: str) -> Path:
@@ -154,10 +157,6 @@ def _blocks(numbers: Any) -> Blocks:
     return Blocks(q, k, warps, stages, **{_WORDS[word]: True for word in words})
 
 
-def _words(blocks: Blocks) -> list[str]:
-    return [word for word, name in _WORDS.items() if getattr(blocks, name)]
-
-
 def _count(number: Any) -> int:
     if type(number) is not int or not 1 <= number <= 64:
         raise ValueError(f"{number} is no number of programs")
@@ -177,10 +176,11 @@ def add(name: str, found: Mapping[str, Blocks], counts: Mapping[str, int] | None
         old = Table({}, {})
     lines, numbers = {**old.blocks, **found}, {**old.programs, **(counts or {})}
     content = {"device": name, "triton": _version(), "blocks": {
-        line: [blocks.q, blocks.k, blocks.warps, blocks.stages, *_words(blocks)]
+        line: [blocks.q, blocks.k, blocks.warps, blocks.stages,
+               *(word for word, field in _WORDS.items() if getattr(blocks, field))]
         for line, blocks in sorted(lines.items())
     }, "programs": dict(sorted(numbers.items()))}  # fmt: skip
-    store.write(path, json.dumps(content, indent=1))
+    write_whole(path, json.dumps(content, indent=1))
     tables.cache_clear()
-    global _latest
-    _latest = next(_changes)
+    global _written
+    _written += 1

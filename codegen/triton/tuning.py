@@ -108,7 +108,7 @@ def _forward(
         *ahead_choices(options, device.capability(operands[0].device)), *options,
     ]  # fmt: skip
     wanted = functools.partial(Tiled().forward, program, operands, reads, sizes)
-    return _Choices(_line("forward", program, operands), choose, call, wanted)
+    return _Choices(tuned.key_of_call("forward", program, operands), choose, call, wanted)
 
 
 def _backward(
@@ -136,18 +136,12 @@ def _backward(
         return [t if need else None for t, need in zip(made, needed, strict=True)]
 
     choose = [plan.blocks, *_options(operands)]
-    return [_Choices(_line("backward", program, operands), choose, call, wanted)]
+    return [_Choices(tuned.key_of_call("backward", program, operands), choose, call, wanted)]
 
 
 def _on_device(device: torch.device) -> Timer:
     clock = Clock(str(device))
     return lambda call: clock.medians({"": call})[""][0]
-
-
-def _line(step: str, program: ScoreProgram, operands: Operands) -> str:
-    q, k, v = operands
-    group = q.shape[1] // k.shape[1]
-    return tuned.key(step, program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
 
 
 def _options(operands: Operands) -> list[Blocks]:

@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.codegen.scalar.read_gradients import FLOATING, PAIRS, ROWS, Totals, read_gradients
+from attngraph.codegen.scalar.read_gradients import FLOATING, Totals, read_gradients
 from attngraph.codegen.triton import attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
 from attngraph.codegen.triton.emit import emit, emit_backward, emit_decode, emit_sums
@@ -288,7 +288,7 @@ def test_a_cache_open_to_others_is_closed_or_left(cache: Path, tmp_path: Path) -
     (tmp_path / "elsewhere").mkdir()
     cache.symlink_to(tmp_path / "elsewhere")
     found = store.directory()
-    assert found != cache and store.is_private(found)
+    assert found != cache and stat.S_IMODE(found.stat().st_mode) == 0o700
 
 
 def test_lists_are_made_where_the_tensors_are() -> None:
@@ -330,12 +330,7 @@ def test_gradients_of_reads_are_summed_where_the_tensors_are() -> None:
             made = backward_plan(text, reads=(Read(0, rank, "float"),))
             (found,) = read_gradients(made.program, made.wanted)
             totals = Totals(made.wanted, reads, [69], (2, 2, 70, 90), lse)
-            if found.kind == PAIRS:
-                totals.add_pairs(found, 32, lambda sums, batch, row: None)
-            elif found.kind == ROWS:
-                totals.add_rows(found, lse)
-            else:
-                totals.add_columns(found, torch.empty(2, 2, 90, device="cuda"))
+            totals.add(found, *totals.places([found]), 32, lambda sums, batch, row: None)
             (result,) = totals.results()
             assert result is not None and result.device == lse.device and result.shape == shape
 
