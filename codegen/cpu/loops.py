@@ -19,7 +19,7 @@ from attngraph.codegen.cpu import native
 from attngraph.codegen.cpu.native import Link, struct
 from attngraph.codegen.cpu.operands import rows_fit
 from attngraph.codegen.cpu.tokens.run import FEW, TOKENS, Prepared
-from attngraph.codegen.cpu.tokens.source import PLACES
+from attngraph.codegen.cpu.tokens.schedule import PLACES
 from attngraph.ir.language.step_program import parse
 from attngraph.ir.language.token_program import parse as parse_tokens
 from attngraph.ir.ops.token_program import floating, memory_of_results
@@ -175,7 +175,7 @@ class _Call:
         self._add(("out", 0), out, out, moves=True)
         link = prepared.link(given, made, count)
         slots, copies = self._slots(prepared)
-        self._steps(code, link, slots, copies, prepared.members(count), prepared.layout.given_at)
+        self._steps(code, link, slots, copies, prepared.members(count), prepared.facts.given_at)
         self._hand_on()
         return out
 
@@ -183,14 +183,14 @@ class _Call:
         """What a step is told anew, and what is copied after it: results that are not computed, and those
         whose memory another one has."""
         slots = [
-            _Slot(prepared.layout.given_at + place, self._of[source])
+            _Slot(prepared.facts.given_at + place, self._of[source])
             for place, source in enumerate(self.whole.given) if source[0] != "s"
         ]  # fmt: skip
         copies: list[Any] = []
         written: dict[int, int] = {}
         for place, source in enumerate(self.whole.results):
             to = self._of["next", place - 1] if place else self._of["out", 0]
-            at = prepared.place_of_result(source[1]) if source[0] == "r" else -1
+            at = prepared.facts.place_of_result(source[1]) if source[0] == "r" else -1
             if source[0] == "r" and at not in written:
                 written[at] = to
                 slots.append(_Slot(at, to))

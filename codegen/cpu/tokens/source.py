@@ -1,75 +1,19 @@
 """A token program as the source of a C library: loops for the definitions of each phase, and tables of the
 phases, which the functions of `c/phases.h` share among threads."""
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from attngraph.codegen.cpu.native import header, numbers
+from attngraph.codegen.cpu.native import header
 from attngraph.codegen.cpu.source import indented
 from attngraph.codegen.cpu.tokens import products
 from attngraph.codegen.cpu.tokens.formula import Formula
 from attngraph.codegen.cpu.tokens.indices import RANKS, divided, require_in_range
-from attngraph.codegen.cpu.tokens.schedule import Group, local, phases
+from attngraph.codegen.cpu.tokens.schedule import Group, facts
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language import E, Expr, operation
 from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
-
-PLACES = numbers("tokens.h")
-"""Places of numbers in a call: those from PHASE on are counters."""
-SAME_LINES, APART = 512, 16
-"""Values whose length is a multiple of the one have so many elements between two tokens."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where a call has what: addresses of the given tensors, their strides, addresses of the values, and of
-    results in 16 bits."""
-
-    phases: int
-    given: int
-    values: int
-    results: int
-
-    @property
-    def given_at(self) -> int:
-        return PLACES["COUNTERS"] + self.phases
-
-    @property
-    def strides_at(self) -> int:
-        return self.given_at + self.given
-
-    @property
-    def values_at(self) -> int:
-        return self.strides_at + self.given * RANKS
-
-    @property
-    def results_at(self) -> int:
-        return self.values_at + self.values
-
-    @property
-    def length(self) -> int:
-        return self.results_at + self.results
-
-
-def short_results(program: TokenProgram) -> list[tuple[int, str]]:
-    """The definitions that are returned in 16 bits, each with the dtype, once."""
-    return list(dict.fromkeys((r.number, r.dtype) for r in program.results if r.dtype != "float32"))
-
-
-def row_lengths(program: TokenProgram) -> list[int]:
-    """For each definition the elements from one token's to the next one's. Values in between are spread so
-    that the same element of several tokens does not fall into the same lines of a cache."""
-    returned = {r.number - len(program.given) for r in program.results}
-    widths = [math.prod(d.extents) for d in program.definitions]
-    return [n if place in returned or n % SAME_LINES else n + APART for place, n in enumerate(widths)]
-
-
-def layout(program: TokenProgram) -> Layout:
-    short = len(short_results(program))
-    return Layout(len(phases(program)), len(program.given), len(program.definitions), short)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -91,21 +35,20 @@ def write(text: str) -> str:
 
 def kinds_of_products(program: TokenProgram) -> list[products.Kind]:
     """The kinds of products whose libraries a program's library is given."""
-    numbers = [n for phase in phases(program) for group in phase.groups for n in group.products]
+    numbers = facts(program).products
     return sorted({products.kind(program, n) for n in numbers}, key=lambda kind: kind.name)
 
 
 class _Emitter:
     def __init__(self, program: TokenProgram) -> None:
-        self.program, self.layout, self.phases = program, layout(program), phases(program)
-        self.first = len(program.given)
-        self.rows, self.local = row_lengths(program), local(program)
+        self.program, self.facts = program, facts(program)
+        self.depths = {n: self.facts.widths[product.left] for n, product in self.facts.products.items()}
 
     def parts(self) -> Iterator[Iterable[str]]:
         """The lines of each declaration and function."""
         yield [f"Product *{kind.name};" for kind in kinds_of_products(self.program)]
         table: list[str] = []
-        for number, phase in enumerate(self.phases):
+        for number, phase in enumerate(self.facts.phases):
             if phase.definitions:
                 yield self._tokens(f"tokens_{number}", phase.definitions)
                 table.append(f"{{0, 0, tokens_{number}}}")
@@ -121,7 +64,7 @@ class _Emitter:
             yield [f"static const Products groups_{number}[] = {{{', '.join(groups)}}};"]
             table.append(f"{{groups_{number}, {len(groups)}, 0}}")
         yield [f"static const Phase phases[] = {{{', '.join(table)}}};"]
-        if self.layout.results:
+        if self.facts.short:
             yield self._results()
         yield from self._exported()
 
@@ -129,21 +72,21 @@ class _Emitter:
 
     def _factor(self, number: int) -> str:
         """A product as a row of its group's table."""
-        about, by = products.factors(self.program, number), self.program.scales(number)
+        about, by, facts = self.facts.products[number], self.program.scales(number), self.facts
         zeros = None if by is None else by.zeros
-        of_scales = 0 if by is None else self.layout.given_at + by.scales
-        of_zeros = 0 if zeros is None else self.layout.given_at + zeros
-        depth, weight = self._width(about.left), self.layout.given_at + about.weight
-        rows = ", ".join(str(self.rows[n - self.first]) for n in (about.left, number))
-        left, result = (self.layout.values_at + n - self.first for n in (about.left, number))
+        of_scales = 0 if by is None else facts.given_at + by.scales
+        of_zeros = 0 if zeros is None else facts.given_at + zeros
+        depth, weight = facts.widths[about.left], facts.given_at + about.weight
+        rows = ", ".join(str(facts.rows[n]) for n in (about.left, number))
+        left, result = map(facts.place_of, (about.left, number))
         name = products.kind(self.program, number).name
         return f"{{&{name}, {depth}, {rows}, {left}, {weight}, {of_scales}, {of_zeros}, {result}}}"
 
     def _group(self, name: str, group: Group) -> str:
         """A group as a row of its phase's table. Threads may share the depth if all weights are turned."""
         kinds = [products.kind(self.program, n) for n in group.products]
-        width = self._width(group.products[0])
-        depth = max(self._width(products.factors(self.program, n).left) for n in group.products)
+        width = self.facts.widths[group.products[0]]
+        depth = max(self.depths[n] for n in group.products)
         turned, across = any(k.turned for k in kinds), all(k.goes_across for k in kinds)
         flags = ", ".join(str(int(flag)) for flag in (turned, across, all(k.turned for k in kinds)))
         follow = f"follow_{name}" if group.following else "0"
@@ -151,11 +94,10 @@ class _Emitter:
 
     def _exported(self) -> Iterator[Iterable[str]]:
         """The functions that are called: how much room a call needs, and what each thread runs."""
-        every = [n for phase in self.phases for group in phase.groups for n in group.products]
-        depths = {n: self._width(products.factors(self.program, n).left) for n in every}
-        packed = [d for n, d in depths.items() if products.weight(self.program, n).packed is not None]
+        depths, given = self.depths, self.program.given
+        packed = [d for n, d in depths.items() if given[self.facts.products[n].weight].packed is not None]
         across = [2 * d for n, d in depths.items() if products.kind(self.program, n).goes_across]
-        count, results = len(self.phases), "results" if self.layout.results else "0"
+        count, results = len(self.facts.phases), "results" if self.facts.short else "0"
         room = f"room_of({max(depths.values())})" if depths else "0"
         yield [
             f"int64_t attngraph_room(void) {{ return {room}; }}",
@@ -172,10 +114,10 @@ class _Emitter:
     def _results(self) -> Iterator[str]:
         """A function that rounds the results in 16 bits of tokens `t0 .. t1 - 1`."""
         yield "static void results(const int64_t *c, int64_t t0, int64_t t1) {"
-        for place, (number, dtype) in enumerate(short_results(self.program)):
-            width, row, kind = self._width(number), self.rows[number - self.first], NAMED[dtype].c
+        for place, (number, dtype) in enumerate(self.facts.short):
+            width, row, kind = self.facts.widths[number], self.facts.rows[number], NAMED[dtype].c
             yield f"const float *v{place} = {self._value(number)};"
-            yield f"{kind} *to{place} = ({kind} *)c[{self.layout.results_at + place}];"
+            yield f"{kind} *to{place} = ({kind} *)c[{self.facts.results_at + place}];"
             yield "for (int64_t t = t0; t < t1; ++t) {"
             yield f"for (int64_t i = 0; i < {width}; ++i) {{"
             yield f"to{place}[t * {width} + i] = to_{dtype}(v{place}[t * {row} + i]);"
@@ -188,7 +130,7 @@ class _Emitter:
         yield from self._pointers(numbers)
         yield "for (int64_t t = t0; t < t1; ++t) {"
         for number in numbers:
-            made, flat = _with_digits(self._definition(number))
+            made, flat = _with_digits(self.facts.made[number])
             for ranges, value in divided(made):
                 yield from self._loops(number, made, value, ranges, flat)
         yield from ("}", "}")
@@ -199,7 +141,7 @@ class _Emitter:
         yield from self._pointers(numbers)
         yield "for (int64_t t = t0; t < t1; ++t) {"
         for number in numbers:
-            made = self._definition(number)
+            made = self.facts.made[number]
             yield from self._loops(number, made, made.value, [("c0", "c1")], lambda names: names[0])
         yield from ("}", "}")
 
@@ -226,44 +168,38 @@ class _Emitter:
             yield from _fold(made, formula, target)
         yield from ["}"] * closing
 
-    def _definition(self, number: int) -> Definition:
-        return self.program.definitions[number - self.first]
-
-    def _width(self, number: int) -> int:
-        return math.prod(self._definition(number).extents)
-
     # --- memory ---
 
     def _value(self, number: int) -> str:
-        return f"((float *)c[{self.layout.values_at + number - self.first}])"
+        return f"((float *)c[{self.facts.place_of(number)}])"
 
     def _pointers(self, numbers: Sequence[int]) -> Iterator[str]:
-        used = sorted({n for number in numbers for n in self._definition(number).reads} | set(numbers))
+        used = sorted({n for number in numbers for n in self.facts.made[number].reads} | set(numbers))
         for n in used:
-            if n in self.local:
-                yield f"float v{n}[{self._width(n)}] __attribute__((aligned(64)));"
+            if n in self.facts.local:
+                yield f"float v{n}[{self.facts.widths[n]}] __attribute__((aligned(64)));"
                 continue
-            if n >= self.first:
+            if n in self.facts.made:
                 yield f"float *const v{n} = {self._value(n)};"
                 continue
-            given, place = self.program.given[n], self.layout.given_at + n
+            given, place = self.program.given[n], self.facts.given_at + n
             element = "uint8_t" if given.packed is not None else NAMED[given.dtype].c
             yield f"const {element} *const g{n} = ((const {element} *)c[{place}]);"
             if given.token_dim is not None:
-                at = self.layout.strides_at + n * RANKS
+                at = self.facts.strides_at + n * RANKS
                 names = ", ".join(f"s{n}_{d} = c[{at + d}]" for d in range(len(given.shape)))
                 yield f"const int64_t {names};"
 
     def _element(self, number: int, place: str) -> str:
-        row = self.rows[number - self.first]
-        if number in self.local:
+        row = self.facts.rows[number]
+        if number in self.facts.local:
             return f"v{number}[{place}]"
         return f"v{number}[t]" if row == 1 else f"v{number}[t * {row} + {place}]"
 
     def _read(self, node: Expr, indices: list[str]) -> str:
         number = node.value
-        if number >= self.first:
-            return self._element(number, _flattened(indices, self._definition(number).extents))
+        if number in self.facts.made:
+            return self._element(number, _flattened(indices, self.facts.made[number].extents))
         about = self.program.given[number]
         if about.packed is not None:
             raise UnsupportedError("single elements of 4 bits")
