@@ -11,12 +11,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
+from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM, link_of, may_be_copy
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.loops import LOOPS
 from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.operands import are_of_the_state
-from attngraph.codegen.cpu.record.copies import link_of, may_be_copy
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.ops import nodes

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import increment_version
 
+from attngraph.codegen.cpu.carried import Keeping
 from attngraph.codegen.cpu.native import Chain, Link
-from attngraph.codegen.cpu.record.copies import Keeping
 from attngraph.codegen.cpu.record.links import SEVERAL, Kinds, Links, early_first
 from attngraph.ir import budgets
 from attngraph.ir.ops import nodes
