@@ -239,7 +239,8 @@ class Prepared:
         """A call that computes everything, ready to run."""
         members = torch.get_num_threads()
         places, held = self._call(given, tokens, members)
-        facts, where = self.facts, [self.facts.place_of_result(about) for about in self.program.results]
+        facts = self.facts
+        where = [facts.place_of_result(number) for number in range(len(results))]
         few = tokens <= FEW
         room = (self.arranged * tokens if few else self.room) * members
         size = self.total * tokens + room
