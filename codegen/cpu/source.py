@@ -68,10 +68,7 @@ class Source:
 
 class Draft:
     """The source of a plan while it is built: functions over a tile, and the numbers that a call must pass.
-
-    Raises:
-        UnsupportedError: the program has an operation that cannot be emitted as C.
-    """
+    Raises UnsupportedError: the program has an operation that cannot be emitted as C."""
 
     def __init__(self, plan: Plan) -> None:
         if parse(plan.program.text) != plan.program:
@@ -124,11 +121,8 @@ class Draft:
 
 @functools.lru_cache(maxsize=256)
 def write(plan: Plan) -> Source:
-    """The source of a plan.
-
-    Raises:
-        UnsupportedError: the program has an operation that cannot be emitted as C, or the derivative of one.
-    """
+    """The source of a plan. Raises UnsupportedError: the program has an operation that cannot be emitted as
+    C, or the derivative of one."""
     draft = Draft(plan)
     if isinstance(plan, BackwardPlan):
         return _write_backward(draft, plan)

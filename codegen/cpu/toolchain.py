@@ -46,11 +46,8 @@ class CompilerError(Exception):
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """The C compiler's command: `$CC`, else cc, gcc or clang from PATH.
-
-    Raises:
-        CompilerError: there is none.
-    """
+    """The C compiler's command: `$CC`, else cc, gcc or clang from PATH. Raises CompilerError: there is
+    none."""
     asked = shlex.split(os.environ.get("CC", ""))
     names = [asked] if asked else [["cc"], ["gcc"], ["clang"]]
     for command in names:
@@ -117,11 +114,7 @@ def begin(source: str) -> None:
 
 def build(source: str) -> tuple[ctypes.CDLL, float]:
     """The library of a source, from the cache or compiled now, and the seconds that compiling took (0 if
-    cached).
-
-    Raises:
-        CompilerError: there is no compiler, it failed, or the compiled library does not load.
-    """
+    cached). Raises CompilerError: there is no compiler, it failed, or the compiled library does not load."""
     path = _entry(source)
     made, is_ours = _claimed(path)
     if is_ours:
@@ -221,11 +214,8 @@ def _is_whole(path: Path) -> bool:
 
 
 def _compile(source: str, path: Path) -> None:
-    """Make the library of a source.
-
-    Raises:
-        CompilerError: the compiler fails, or makes no file, or none can be written.
-    """
+    """Make the library of a source. Raises CompilerError: the compiler fails, or makes no file, or none can
+    be written."""
     command = [*compiler(), *FLAGS, "-x", "c", "-", "-o", path.name, "-lm"]
     try:
         with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as work:

@@ -73,12 +73,9 @@ def formula_of(statement: Statement) -> Expr:
 
 
 def slopes(statement: Statement, *, is_first: bool) -> tuple[Expr, Expr]:
-    """The derivatives of a statement's formula by the score before it and by the dot. In the first
-    statement the score is the dot: the first result is the whole derivative, the second is zero.
-
-    Raises:
-        UnsupportedError: as `derivative`.
-    """
+    """The derivatives of a statement's formula by the score before it and by the dot. In the first statement
+    the score is the dot: the first result is the whole derivative, the second is zero. Raises
+    UnsupportedError: as `derivative`."""
     formula = formula_of(statement)
     if not is_first:
         return derivative(formula, SCORE), derivative(formula, DOT)

@@ -108,8 +108,8 @@ def _range(
     index: Expr, extent: int, extents: Extents, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[int, int]:
     """The least and the largest value of an index, or any two in range if all are."""
-    spans = [(0.0, stop - 1.0) for stop in extents]
-    low, high = interval(index, Box(*spans, sizes), {})
+    b, h, q, k = ((0.0, stop - 1.0) for stop in extents)
+    low, high = interval(index, Box(b, h, q, k, sizes), {})
     if low >= 0 and high < extent:
         return int(low), int(high)
     names = {n.value for n in index.free}

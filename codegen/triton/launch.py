@@ -114,11 +114,8 @@ class Forward(Kernel):
     def _plan(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> Plan | None:
-        """The plan of a call; None for one that is left to `cpu.tiled`.
-
-        Raises:
-            ValueError: no kernel serves the call, or a tensor that it reads is too short.
-        """
+        """The plan of a call; None for one that is left to `cpu.tiled`. Raises ValueError: no kernel serves
+        the call, or a tensor that it reads is too short."""
         reason = self.refuse(program, operands)
         if reason is not None:
             raise ValueError(f"{self.name} does not serve this attention: {reason}.")

@@ -116,8 +116,7 @@ def _from_shapes(
             return _compute(program, Grid(*cuts, sizes), device, turned)
         _captured[key] = known
     if known is None:
-        has_fill = P.largest_filled(program) is not None
-        found = _listed(*_maps(program, Grid(*cuts, sizes), tiles.block_map, has_fill), cuts, turned)
+        found = _listed(*_maps(program, Grid(*cuts, sizes), tiles.block_map), cuts, turned)
         known = dataclasses.replace(found, tiles=found.tiles.to(device), counts=found.counts.to(device))
     _of_shapes[key] = known
     _of_shapes.move_to_end(key)
@@ -156,9 +155,8 @@ def _used(program: ScoreProgram) -> tuple[tuple[int, ...], frozenset[int]]:
 
 def _compute(program: ScoreProgram, grid: Grid, device: torch.device, turned: bool) -> Visits:
     """Lists by operations on the device."""
-    has_fill = P.largest_filled(program) is not None
     with _PlacesOn(device):
-        found, softly = (found.to(device) for found in _maps(program, grid, tiles.map_anew, has_fill))
+        found, softly = (found.to(device) for found in _maps(program, grid, tiles.map_anew))
         return _listed(found, softly, (grid.b, grid.h, grid.q, grid.k), turned)
 
 
@@ -181,11 +179,11 @@ class _PlacesOn(TorchFunctionMode):
 
 
 def _maps(
-    program: ScoreProgram, grid: Grid, block_map: Callable[[ScoreProgram, Grid, bool], Tensor], has_fill: bool
+    program: ScoreProgram, grid: Grid, block_map: Callable[[ScoreProgram, Grid, bool], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The block map, and where finite fills hide too, if kernels can tell when they do (`has_fill`)."""
+    """The block map, and where finite fills hide too, if kernels can tell when they do."""
     found = block_map(program, grid, False)
-    return found, block_map(program, grid, True) if has_fill else found
+    return found, block_map(program, grid, True) if P.largest_filled(program) is not None else found
 
 
 def _listed(found: Tensor, softly: Tensor, cuts: Cuts, turned: bool) -> Visits:

@@ -18,11 +18,8 @@ from attngraph.ir.language.token_program import Definition, TokenProgram, extent
 
 @functools.lru_cache(maxsize=1024)
 def write(text: str) -> str:
-    """The source of a program.
-
-    Raises:
-        UnsupportedError: the program has an operation that cannot be emitted as C.
-    """
+    """The source of a program. Raises UnsupportedError: the program has an operation that cannot be emitted
+    as C."""
     program = parse(text)
     require_in_range(program)
     products.require_whole_groups(program)
