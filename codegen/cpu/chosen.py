@@ -97,9 +97,8 @@ def measure(kind: str, ways: Mapping[str, Callable[[], _Result]]) -> _Result:
     for _ in range(TURNS if before is None else 1):
         for name, way in ways.items():
             if times.get(name, 0.0) < LONG:
-                start = time.perf_counter()
-                results[name] = way()
-                times[name] = min(times.get(name, float("inf")), time.perf_counter() - start)
+                seconds, results[name] = _timed(way)
+                times[name] = min(times.get(name, float("inf")), seconds)
     _log.info("%s: %s", kind, ", ".join(f"{name} {1e3 * t:.2f} ms" for name, t in times.items()))
     return results[best(_keep(kind, times))]
 
@@ -119,6 +118,12 @@ def said(kind: str, times: Times) -> str:
     name, other = sorted(times, key=lambda name: times[name])[:2]
     ratio = times[other] / max(times[name], 1e-9)
     return f"{other} takes {ratio:.1f} times as long as {name}, measured here for {kind}"
+
+
+def _timed(way: Callable[[], _Result]) -> tuple[float, _Result]:
+    start = time.perf_counter()
+    result = way()
+    return time.perf_counter() - start, result
 
 
 def _table() -> dict[str, Measured]:
