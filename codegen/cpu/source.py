@@ -21,10 +21,10 @@ from attngraph.codegen.cpu.expression import Writer
 from attngraph.codegen.cpu.native import header, numbers
 from attngraph.codegen.cpu.soft import UNDERFLOW
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.codegen.scalar.chain import Chain
 from attngraph.codegen.scalar.form import Place
 from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
 from attngraph.codegen.scalar.weights import Multiple, is_multiple, refuse_dots, weight_multiple
+from attngraph.codegen.scalar.writer import Chain
 from attngraph.ir.dtypes import DTYPES, SCALED
 from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, Score, ScoreProgram, Weight, operation, parse
 from attngraph.ir.language.derivative import derivative
