@@ -31,7 +31,7 @@ import torch
 
 from attngraph.cli.arguments import POSITIVE, at_least
 from attngraph.cli.terminal import Progress, TargetError, check_writable
-from attngraph.codegen.triton import store
+from attngraph.ir.records import write_whole
 from attngraph.runtime.measure import measure
 
 Row = dict[str, Any]
@@ -162,7 +162,7 @@ class Suite:
     def _keep(self, options: Options, rows: Sequence[Row]) -> None:
         if options.json:
             found = {**machine(), **self.facts(options), "rows": rows}
-            store.write(options.json, json.dumps(found, indent=1) + "\n")
+            write_whole(options.json, json.dumps(found, indent=1) + "\n")
 
 
 def known(options: Options) -> list[Row]:

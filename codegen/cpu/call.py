@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import soft, source, source_backward, toolchain
+from attngraph.codegen.cpu import soft, source, toolchain
 from attngraph.codegen.cpu.native import numbers, struct
 from attngraph.codegen.cpu.source import Plan, Source
-from attngraph.codegen.cpu.source_backward import BackwardPlan
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.ir.language import ScoreProgram, evaluate
@@ -49,7 +48,7 @@ def library(plan: Plan) -> Library | str:
         found = _libraries.get(plan)
         if found is None:
             try:
-                text = source_backward.write(plan) if isinstance(plan, BackwardPlan) else source.write(plan)
+                text = source.write(plan)
                 code, seconds = toolchain.build(text.text)
                 lanes = ctypes.c_int.in_dll(code, "attngraph_lanes").value
                 found = Library(code, text, lanes, seconds)

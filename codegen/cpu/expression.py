@@ -206,4 +206,4 @@ def _without_key(index: Expr) -> Expr | None:
     if index.op == "add" and _KEY not in left.free:
         left, right = right, left
     rest = _without_key(left) if _KEY in left.free and _KEY not in right.free else None
-    return None if rest is None else E.make(index.op, (rest, right), None, index.kind)
+    return None if rest is None else E.with_args(index, (rest, right))

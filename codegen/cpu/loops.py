@@ -19,7 +19,7 @@ from attngraph.codegen.cpu import native
 from attngraph.codegen.cpu.native import Link, struct
 from attngraph.codegen.cpu.operands import rows_fit
 from attngraph.codegen.cpu.tokens.run import FEW, TOKENS, Prepared
-from attngraph.codegen.cpu.tokens.source import PLACES
+from attngraph.codegen.cpu.tokens.schedule import PLACES
 from attngraph.ir.language.step_program import parse
 from attngraph.ir.language.token_program import parse as parse_tokens
 from attngraph.ir.ops.token_program import floating, memory_of_results
@@ -175,32 +175,7 @@ class _Call:
         self._add(("out", 0), out, out, moves=True)
         link = prepared.link(given, made, count)
         slots, copies = self._slots(prepared)
-        self._steps(code, link, slots, copies, prepared.members(count), prepared.layout.given_at)
-        self._hand_on()
-        return out
-
-    def _slots(self, prepared: Prepared) -> tuple[list[Any], list[Any]]:
-        """What a step is told anew, and what is copied after it: results that are not computed, and those
-        whose memory another one has."""
-        slots = [
-            _Slot(prepared.layout.given_at + place, self._of[source])
-            for place, source in enumerate(self.whole.given) if source[0] != "s"
-        ]  # fmt: skip
-        copies: list[Any] = []
-        written: dict[int, int] = {}
-        for place, source in enumerate(self.whole.results):
-            to = self._of["next", place - 1] if place else self._of["out", 0]
-            at = prepared.place_of_result(source[1]) if source[0] == "r" else -1
-            if source[0] == "r" and at not in written:
-                written[at] = to
-                slots.append(_Slot(at, to))
-            else:
-                copies.append(_Copied(written[at] if source[0] == "r" else self._of[source], to))
-        return slots, copies
-
-    def _steps(
-        self, code: Any, link: Link, slots: list[Any], copies: list[Any], members: int, counters: int
-    ) -> None:
+        members, phase = prepared.members(count), PLACES["PHASE"]
         link.argument[PLACES["MEMBERS"]] = members
         tables: list[ctypes.Array[Any]] = [
             (_Stream * len(self.streams))(*self.streams), (_Slot * len(slots))(*slots),
@@ -209,16 +184,33 @@ class _Call:
         call = _Loop(
             native.address(link.function), ctypes.addressof(link.argument),
             *map(ctypes.addressof, tables), ctypes.addressof(self.taking), len(self.taking), len(slots),
-            len(copies), PLACES["PHASE"], counters - PLACES["PHASE"], members,
+            len(copies), phase, prepared.facts.given_at - phase, members,
         )  # fmt: skip
         native.run(code.attngraph_loop, call, members)
-
-    def _hand_on(self) -> None:
-        """Write what each row hands on after its last step."""
         is_odd = torch.tensor(self.counts) % 2 == 1
         for own, before, after in zip(self.carried, self.before, self.after, strict=True):
             chosen = is_odd.view(-1, *(1,) * (before.ndim - 1))
-            own[self.rows] = torch.where(chosen, after, before)
+            own[self.rows] = torch.where(chosen, after, before)  # what a row hands on after its last step
+        return out
+
+    def _slots(self, prepared: Prepared) -> tuple[list[Any], list[Any]]:
+        """What a step is told anew, and what is copied after it: results that are not computed, and those
+        whose memory another one has."""
+        slots = [
+            _Slot(prepared.facts.given_at + place, self._of[source])
+            for place, source in enumerate(self.whole.given) if source[0] != "s"
+        ]  # fmt: skip
+        copies: list[Any] = []
+        written: dict[int, int] = {}
+        for place, source in enumerate(self.whole.results):
+            to = self._of["next", place - 1] if place else self._of["out", 0]
+            at = prepared.facts.place_of_result(source[1]) if source[0] == "r" else -1
+            if source[0] == "r" and at not in written:
+                written[at] = to
+                slots.append(_Slot(at, to))
+            else:
+                copies.append(_Copied(written[at] if source[0] == "r" else self._of[source], to))
+        return slots, copies
 
 
 def _code() -> Any:

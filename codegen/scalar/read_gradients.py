@@ -70,11 +70,8 @@ class ReadGradient:
 
 @functools.lru_cache(maxsize=1024)
 def read_gradients(program: ScoreProgram, wanted: tuple[int, ...]) -> tuple[ReadGradient, ...]:
-    """The sums that a program's kernels compute for the reads with these numbers.
-
-    Raises:
-        UnsupportedError: an operation without a derivative, or a read whose index depends on scores.
-    """
+    """The sums that a program's kernels compute for the reads with these numbers. Raises UnsupportedError: an
+    operation without a derivative, or a read whose index depends on scores."""
     scored = [s.value if isinstance(s, Score) else s.fill for s in program.statements
               if isinstance(s, (Score, Keep))]  # fmt: skip
     multiple = weight_multiple(program)
@@ -139,21 +136,25 @@ class Totals:
         assert self._lse is not None
         return torch.where(self._lse.isfinite(), 0.0, math.nan)
 
-    def _spoils(self, found: ReadGradient) -> bool:
-        return found.spoils and self._lse is not None
+    def places(self, reads: Sequence[ReadGradient]) -> list[Tensor]:
+        """Memory for the sums of these reads, as `add` takes them: empty for sums of pairs."""
+        lengths = {ROWS: self.Sq, COLUMNS: self.Skv, PAIRS: 0}
+        about = [((self.B, self.Hq, lengths[r.kind]), self.reads[r.node.value].device) for r in reads]
+        return [torch.empty(shape, dtype=torch.float32, device=device) for shape, device in about]
 
-    def add_rows(self, found: ReadGradient, sums: Tensor) -> None:
-        """Sums of rows `[B, Hq, Sq]`."""
-        sums = sums + self._unseen if self._spoils(found) else sums
-        self._add(found.node, sums.unsqueeze(3), Tile((0, self.B), (0, self.Hq), (0, self.Sq), (0, 1)))
+    def add(self, found: ReadGradient, sums: Tensor, block: int, compute: "Compute") -> None:
+        """Add a read's sums: of rows `[B, Hq, Sq]`, of columns `[B, Hq, Skv]`, or of single pairs, which
+        `compute` computes, some rows (a multiple of `block`) at a time."""
+        if found.kind == PAIRS:
+            self._add_pairs(found, block, compute)
+            return
+        are_rows = found.kind == ROWS
+        if found.spoils and self._lse is not None:
+            sums = sums + (self._unseen if are_rows else self._unseen.sum(2, keepdim=True))
+        q, k = ((0, self.Sq), (0, 1)) if are_rows else ((0, 1), (0, self.Skv))
+        self._add(found.node, sums.unsqueeze(3 if are_rows else 2), Tile((0, self.B), (0, self.Hq), q, k))
 
-    def add_columns(self, found: ReadGradient, sums: Tensor) -> None:
-        """Sums of columns `[B, Hq, Skv]`."""
-        sums = sums + self._unseen.sum(2, keepdim=True) if self._spoils(found) else sums
-        self._add(found.node, sums.unsqueeze(2), Tile((0, self.B), (0, self.Hq), (0, 1), (0, self.Skv)))
-
-    def add_pairs(self, found: ReadGradient, block: int, compute: "Compute") -> None:
-        """Sums of single pairs: `compute` computes them, some rows (a multiple of `block`) at a time."""
+    def _add_pairs(self, found: ReadGradient, block: int, compute: "Compute") -> None:
         each_batch, each_head = found.owned
         along = follows_distance(found.node)
         H = self.Hq if each_head else 1
@@ -165,7 +166,7 @@ class Totals:
         shift = rows - 1 if along else 0
         sums = torch.zeros((batches, H, rows, self.Skv + 2 * shift), dtype=torch.float32, device=device)
         hidden = None
-        if self._spoils(found):
+        if found.spoils and self._lse is not None:
             sinks = [axis for axis, is_own in enumerate(found.owned) if not is_own]
             hidden = self._unseen.sum(sinks, keepdim=True) if sinks else self._unseen
         for b in range(0, self.B if each_batch else 1, batches):
@@ -218,7 +219,8 @@ class Totals:
             own: Sequence[Any] = self.totals  # typed so that it can be indexed to a view of the total
             evaluate.read(node, dataclasses.replace(env, reads=own), {}).add_(sums)
             return
-        places = [_place(arg, env) for arg in node.args]
+        values = (evaluate.evaluate(arg, env, {}) for arg in node.args)
+        places = [torch.as_tensor(value, device=env.device).to(torch.int64) for value in values]
         inside = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=total.device)
         for extent, place in zip(total.shape, places, strict=True):
             inside = inside & (place >= 0) & (place < extent)
@@ -243,10 +245,6 @@ def _along_diagonals(sums: Tensor) -> Tensor:
     *strides, along, _ = sums.stride()
     skewed = sums.as_strided((*outer, rows, width - rows + 1), (*strides, along + 1, 1))
     return skewed.sum(-2, keepdim=True)
-
-
-def _place(index: Expr, env: Environment) -> Tensor:
-    return torch.as_tensor(evaluate.evaluate(index, env, {}), device=env.device).to(torch.int64)
 
 
 @functools.lru_cache(maxsize=1024)

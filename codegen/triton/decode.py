@@ -17,21 +17,13 @@ from torch._subclasses import FakeTensor
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.scalar.read_ranges import are_in_range
 from attngraph.codegen.triton import attempts, store, tuned
+from attngraph.codegen.triton import device as gpu
 from attngraph.codegen.triton.attempts import KeptPlans, key_of
 from attngraph.codegen.triton.blocks import decode_blocks
-from attngraph.codegen.triton.device import (
-    capability,
-    is_captured,
-    multiprocessors,
-    name_of,
-    no_device,
-    shared_memory,
-    shared_of_multiprocessor,
-)
 from attngraph.codegen.triton.emit import JOIN, WIDEST_SHARE, emit_decode
 from attngraph.codegen.triton.launch import is_served, unsupported
 from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, DecodePlan, Read, padded, window_of
-from attngraph.codegen.triton.store import is_wide, launch_kernel, launch_options, read_arguments
+from attngraph.codegen.triton.store import is_wide, launch_kernel, loading
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import UNSCALED, Counts, Rows, Scales, counts, told
 from attngraph.ir.ops.quantised import LARGEST
@@ -67,7 +59,7 @@ class Decode:
         reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED,
         lse: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        if q.shape[2] == 0 or no_device(q) is not None:
+        if q.shape[2] == 0 or gpu.no_device(q) is not None:
             return None
         if _is_part(pages[1], pages[0]) and not _are_equal(*scales):
             return None
@@ -80,32 +72,26 @@ class Decode:
         columns = rows.table.shape[1]
         shapes = key_of(program, (q, *new, *pages), reads, sizes)
         key = shapes, lie_alike, max(brought), longest >= SMALL, columns > 1
-        found = self._plans.get(
-            key,
-            lambda: (
-                self._prepare(program, q, new, pages, reads, sizes, about, columns)
-                if self._serves(program, q, pages, reads)
-                else None
-            ),
-        )
-        if found is None or not are_in_range(
-            program, _extents(q, new[0], about), reads, sizes, torch.float32
-        ):
+
+        def prepare() -> Prepared | None:
+            served = self._serves(program, q, pages, reads)
+            return self._prepare(program, q, new, pages, reads, sizes, about, columns) if served else None
+
+        def launch(plan: DecodePlan) -> Tensor:
+            return launch_decode(plan, q, new, pages, reads, sizes, rows, splits, scales, lse)
+
+        found, extents = self._plans.get(key, prepare), _extents(q, new[0], about)
+        if found is None or not are_in_range(program, extents, reads, sizes, torch.float32):
             return None
         splits = self._splits or found.parts(about, pages[0].shape[1])
-        return attempts.run(
-            found.plan,
-            q.device,
-            lambda plan: launch_decode(plan, q, new, pages, reads, sizes, rows, splits, scales, lse),
-            lambda: None,
-        )
+        return attempts.run(found.plan, q.device, launch, lambda: None)
 
     def source(
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
     ) -> str:
         """The module of both kernels. Emitting it needs no GPU; for tensors on a CPU it exists
         only under Triton's interpreter."""
-        if no_device(q) is not None or not self._serves(program, q, pages, reads):
+        if gpu.no_device(q) is not None or not self._serves(program, q, pages, reads):
             return ""
         group = q.shape[1] // pages[0].shape[1]
         return emit_decode(self._plan_for(program, q, pages, reads, group, 1)).source
@@ -132,9 +118,9 @@ class Decode:
         """The plan of a call of ordinary size; the lengths are not known."""
         k, v = pages
         line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
-        blocks = self._blocks or tuned.find(name_of(q.device), line, padded(lanes)) or decode_blocks(
-            lanes, max(k.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), k.dtype in LARGEST,
-            capability(q.device),
+        blocks = self._blocks or tuned.find(gpu.name_of(q.device), line, padded(lanes)) or decode_blocks(
+            lanes, max(k.shape[3], v.shape[3]), q.dtype, gpu.shared_memory(q.device), k.dtype in LARGEST,
+            gpu.capability(q.device),
         )  # fmt: skip
         return DecodePlan(
             program, q.dtype, k.shape[3], v.shape[3], q.shape[1] // k.shape[1],
@@ -166,9 +152,9 @@ class Decode:
             wide=max(*q.shape[1:3], longest + most, *map(abs, sizes[: program.sizes])) >= SMALL,
         )  # fmt: skip
         line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
-        programs = self._programs or tuned.programs(name_of(q.device)).get(line)
-        each = programs or programs_at_once(plan, q.device)
-        return Prepared(plan, each * multiprocessors(q.device), programs is not None)
+        programs = self._programs or tuned.programs(gpu.name_of(q.device)).get(line)
+        each = programs or programs_in(plan, gpu.shared_of_multiprocessor(q.device))
+        return Prepared(plan, each * gpu.multiprocessors(q.device), programs is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,11 +174,6 @@ class Prepared:
         if self.is_measured:
             return max(1, min(self.places // items, most))
         return parts_for(items, self.places, most)
-
-
-def programs_at_once(plan: DecodePlan, device: torch.device) -> int:
-    """About how many programs a multiprocessor of this GPU holds."""
-    return programs_in(plan, shared_of_multiprocessor(device))
 
 
 def programs_in(plan: DecodePlan, shared: int) -> int:
@@ -225,7 +206,7 @@ def counts_for(rows: Rows, q: Tensor, k: Tensor, are_fixed: bool) -> Counts:
     row brings as many tokens as now."""
     starts, first, room = told(rows.starts), told(rows.first), rows.table.shape[1] * k.shape[2]
     full = [room] * rows.table.shape[0]
-    if is_captured(q.device):
+    if gpu.is_captured(q.device):
         new = [q.shape[2]] * len(full) if starts is None else _differences(starts)
         return Counts(new, full, full)
     if are_fixed and starts is not None and first is not None:
@@ -275,11 +256,11 @@ def launch_decode(
     arguments += q.stride()[1:]
     for tensor in given[1:]:
         arguments += tensor.stride()[1:] if tensor is k_new or tensor is v_new else tensor.stride()
-    arguments += [*read_arguments(plan, reads), *sizes[: plan.program.sizes]]
+    arguments += [*store.read_arguments(plan, reads), *sizes[: plan.program.sizes]]
     first, second = load(plan)
     lanes = plan.group * most
     sums = None if lse is None else lse if lse.is_contiguous() else torch.empty_like(lse).contiguous()
-    launch_kernel(first, (items * splits, shares), arguments, launch_options(plan), q.device)
+    launch_kernel(first, (items * splits, shares), arguments, store.launch_options(plan), q.device)
     joined = [acc, m, l, rows.starts, out, sums, heads, k.shape[1], splits, shares, lanes, tokens]
     launch_kernel(second, (items * lanes, -(-dv // WIDEST_SHARE)), joined, {}, q.device)
     if lse is not None and sums is not None and sums is not lse:
@@ -304,9 +285,5 @@ def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:
     return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
 
 
-@functools.cache
-def load(plan: DecodePlan) -> tuple[Any, Any]:
-    """The plan's two kernels, imported from their file, and never dropped (`launch.load`)."""
-    kernel = emit_decode(plan)
-    module = store.import_source(kernel.source, kernel.name)
-    return getattr(module, kernel.name), getattr(module, JOIN)
+load = loading(emit_decode, lambda module, name: (getattr(module, name), getattr(module, JOIN)))
+"""A plan's two kernels."""

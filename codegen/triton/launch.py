@@ -17,14 +17,7 @@ from torch import Tensor
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import SMALL
-from attngraph.codegen.scalar.read_gradients import (
-    COLUMNS,
-    PAIRS,
-    ROWS,
-    Totals,
-    read_gradients,
-    wanted_gradients,
-)
+from attngraph.codegen.scalar.read_gradients import PAIRS, Totals, read_gradients, wanted_gradients
 from attngraph.codegen.scalar.read_ranges import reads_by_data, require_in_range
 from attngraph.codegen.triton import attempts, store, tuned, visits
 from attngraph.codegen.triton import plan as P
@@ -34,14 +27,7 @@ from attngraph.codegen.triton.blocks import blocks_for as choose_blocks
 from attngraph.codegen.triton.device import capability, is_interpreted, name_of, no_device, shared_memory
 from attngraph.codegen.triton.emit import OF_KEYS, OF_QUERIES, OF_READ, emit, emit_backward
 from attngraph.codegen.triton.plan import DTYPES, WIDEST, BackwardPlan, Blocks, Plan, Read
-from attngraph.codegen.triton.store import (
-    described,
-    is_describable,
-    is_wide,
-    launch_kernel,
-    launch_options,
-    read_arguments,
-)
+from attngraph.codegen.triton.store import described, is_describable, is_wide, launch_kernel, loading
 from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
 
@@ -109,7 +95,7 @@ class Forward(Kernel):
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip
-        """By kernels (`py`); calls that these do not support by blocks of plain PyTorch."""
+        """By kernels; calls that these do not support by blocks of plain PyTorch."""
         key = key_of(program, operands, reads, sizes, gradients=True)
         found = self._backward_plans.get(key, lambda: self._plan_backward(program, operands, reads, sizes))
 
@@ -128,18 +114,15 @@ class Forward(Kernel):
     def _plan(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> Plan | None:
-        """The plan of a call; None for one that is left to `cpu.tiled`.
-
-        Raises:
-            ValueError: no kernel serves the call, or a tensor that it reads is too short.
-        """
+        """The plan of a call; None for one that is left to `cpu.tiled`. Raises ValueError: no kernel serves
+        the call, or a tensor that it reads is too short."""
         reason = self.refuse(program, operands)
         if reason is not None:
             raise ValueError(f"{self.name} does not serve this attention: {reason}.")
         if self._is_left(program, operands, reads):
-            unknown = [n for n in reads_by_data(program) if not reads[n].is_floating_point()]
-            for number in unknown:
-                attempts.note(program, UNCHECKED.format(number))
+            for number in reads_by_data(program):
+                if not reads[number].is_floating_point():
+                    attempts.note(program, UNCHECKED.format(number))
             return None
         _check_reads(program, operands[0], operands[1], reads)
         return plan_forward(program, operands, reads, sizes, self._blocks)
@@ -163,21 +146,26 @@ class Forward(Kernel):
     def _plan_backward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> BackwardPlan | None:
-        q, k, v = operands
+        q, _, v = operands
         if self.refuse(program, operands) is not None or max(q.shape[3], v.shape[3]) > WIDEST_BACKWARD:
             return None
         if self._is_left(program, operands, reads):
             return None
         has_reads = any(reads[number].is_floating_point() for number in program.reads)
-        group = q.shape[1] // k.shape[1]
-        line = tuned.key("backward", program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
-        blocks = self._blocks or tuned.find(name_of(q.device), line, q.shape[2])
-        blocks = blocks or backward_blocks(
+        line = tuned.key_of_call("backward", program, operands)
+        blocks = self._blocks or tuned.find(name_of(q.device), line, q.shape[2]) or backward_blocks(
             max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads, P.is_linear(program),
             capability(q.device),
         )  # fmt: skip
         plan = _listed(plan_call(program, operands, reads, sizes, blocks), operands)
-        return plan_gradients(plan, operands, reads)
+        wanted = tuple(n for n in wanted_gradients(operands, reads)[1] if n in program.reads)
+        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+        found = BackwardPlan(**fields, wanted=wanted)
+        try:
+            emit_backward(found)
+        except UnsupportedError:
+            return None
+        return found
 
 
 def launch_forward(
@@ -197,10 +185,10 @@ def launch_forward(
     if plan.listed:
         lists = visits.find(plan.program, plan.blocks, operands, reads, sizes)
         arguments += [lists.tiles, lists.counts, lists.b, lists.h]
-    arguments += read_arguments(plan, reads)
+    arguments += store.read_arguments(plan, reads)
     arguments += sizes[: plan.program.sizes]
     programs = -(-Sq // plan.blocks.q) * B * Hq
-    launch_kernel(load(plan), (programs,), arguments, launch_options(plan), q.device)
+    launch_kernel(load(plan), (programs,), arguments, store.launch_options(plan), q.device)
     return out, lse
 
 
@@ -215,9 +203,7 @@ def plan_forward(
     blocks: Blocks | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of the forward kernel that serves one call."""
-    q, k, v = operands
-    group = q.shape[1] // k.shape[1]
-    line = tuned.key("forward", program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
+    q, line = operands[0], tuned.key_of_call("forward", program, operands)
     found = blocks or tuned.find(name_of(q.device), line, q.shape[2])
     return _listed(plan_call(program, operands, reads, sizes, found), operands)
 
@@ -249,12 +235,10 @@ def plan_call(
     )  # fmt: skip
 
 
-@functools.cache
-def load(plan: Plan) -> Any:
-    """The plan's kernel, a Triton function, imported from its file. It is never dropped: Triton unloads a
-    kernel that nobody holds, and a captured CUDA graph holds its address alone."""
-    kernel = emit(plan)
-    return getattr(store.import_source(kernel.source, kernel.name), kernel.name)
+load = loading(emit, getattr)
+"""A plan's kernel, a Triton function."""
+load_backward = loading(emit_backward, lambda module, _: module)
+"""The module of a plan's backward kernels."""
 
 
 def is_served(program: ScoreProgram, number: int, dtype: torch.dtype) -> bool:
@@ -288,14 +272,6 @@ def _check_reads(program: ScoreProgram, q: Tensor, k: Tensor, reads: Sequence[Te
                 )
 
 
-def plan_gradients(plan: Plan, operands: Operands, reads: Sequence[Tensor]) -> BackwardPlan | None:
-    """The plan of a call's backward kernels, or None if they do not support it."""
-    _, wanted = wanted_gradients(operands, reads)
-    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(Plan)}
-    found = BackwardPlan(**fields, wanted=tuple(n for n in wanted if n in plan.program.reads))
-    return found if has_backward(found) else None
-
-
 def differentiate(
     plan: BackwardPlan, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
     results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
@@ -307,8 +283,7 @@ def differentiate(
     found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in operands]
     summed = read_gradients(plan.program, plan.wanted)
     totals = Totals(plan.wanted, reads, sizes, (B, Hq, Sq, Skv), lse)
-    lengths = {ROWS: Sq, COLUMNS: Skv, PAIRS: 0}
-    sums = [torch.empty((B, Hq, lengths[s.kind]), dtype=torch.float32, device=q.device) for s in summed]
+    sums = totals.places(summed)
     delta = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
     rows = [lse.contiguous(), grad_lse.contiguous(), delta]
     if not P.stays_trusted(plan.program):
@@ -321,8 +296,8 @@ def differentiate(
         tile = dataclasses.replace(plan.blocks, q=other, k=own) if turned else plan.blocks
         found_lists = visits.find(plan.program, tile, operands, reads, sizes, turned)
         lists += [found_lists.tiles, found_lists.counts, found_lists.b, found_lists.h]
-    last = [*read_arguments(plan, reads), *sizes[: plan.program.sizes]]
-    kernels, blocks, options = load_backward(plan), plan.blocks, launch_options(plan)
+    last = [*store.read_arguments(plan, reads), *sizes[: plan.program.sizes]]
+    kernels, blocks, options = load_backward(plan), plan.blocks, store.launch_options(plan)
     has_pairs = any(s.kind == PAIRS for s in summed)
 
     def run(name: str, grid: tuple[int, ...], sums: Sequence[Tensor], *pairs: int) -> None:
@@ -339,12 +314,7 @@ def differentiate(
     run(OF_QUERIES, (-(-Sq // blocks.q) * B * Hq,), sums)
     run(OF_KEYS, (-(-Skv // blocks.q) * B * k.shape[1],), sums)  # rows of tiles are keys
     for number, one in enumerate(summed):
-        if one.kind == ROWS:
-            totals.add_rows(one, sums[number])
-        elif one.kind == COLUMNS:
-            totals.add_columns(one, sums[number])
-        else:
-            totals.add_pairs(one, blocks.q, functools.partial(of_pairs, number))
+        totals.add(one, sums[number], blocks.q, functools.partial(of_pairs, number))
     if plan.program.sink is not None:
         totals.add_sink(plan.program, _exactly(plan, *rows[3:]) if rows[3:] else lse, delta)
     return [*found, *totals.results()]
@@ -354,20 +324,3 @@ def _exactly(plan: BackwardPlan, tops: Tensor, totals: Tensor) -> Tensor:
     """The log-sum-exp of rows in float64, from `tops` and `totals`: float32 has too few digits."""
     scale = plan.program.scale or 1.0 if plan.is_linear else 1.0
     return tops.double() * scale + totals.double() * math.log(2)
-
-
-@functools.cache
-def load_backward(plan: BackwardPlan) -> Any:
-    """The module of the plan's backward kernels, imported from its file and never dropped (`load`)."""
-    kernel = emit_backward(plan)
-    return store.import_source(kernel.source, kernel.name)
-
-
-@functools.lru_cache(maxsize=1024)
-def has_backward(plan: BackwardPlan) -> bool:
-    """Whether the backward kernels of a plan can be emitted."""
-    try:
-        emit_backward(plan)
-    except UnsupportedError:
-        return False
-    return True

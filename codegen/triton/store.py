@@ -15,17 +15,35 @@ import importlib.util
 import os
 import stat
 import tempfile
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from attngraph.codegen.triton.device import is_interpreted, on
+from attngraph.codegen.triton.emit import Kernel
 from attngraph.codegen.triton.plan import Plan, padded
 from attngraph.ir import cache_folder
+from attngraph.ir.records import write_whole
+
+K = TypeVar("K", bound=Hashable)
+R = TypeVar("R")
+
+
+def loading(emit: Callable[[K], Kernel], take: Callable[[ModuleType, str], R]) -> Callable[[K], R]:
+    """A function from plans to what is taken from the module of their kernels, by the name of the first. It
+    is never dropped: Triton unloads a kernel that nobody holds, and a captured CUDA graph holds its address
+    alone."""
+
+    @functools.cache
+    def load(plan: K) -> R:
+        kernel = emit(plan)
+        return take(import_source(kernel.source, kernel.name), kernel.name)
+
+    return load
 
 
 def import_source(source: str, name: str, version: str = "") -> ModuleType:
@@ -34,7 +52,9 @@ def import_source(source: str, name: str, version: str = "") -> ModuleType:
     version = version or importlib.import_module("triton").__version__
     key = hashlib.sha256(f"{version}\n{source}".encode()).hexdigest()[:16]
     path = directory() / f"{name}_{key}.py"
-    write(path, source)
+    is_kept = path.is_file() and not path.is_symlink() and path.read_bytes() == source.encode()
+    if not is_kept:
+        write_whole(path, source)
     spec = importlib.util.spec_from_file_location(f"attngraph_emitted_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -48,40 +68,16 @@ def directory() -> Path:
     with contextlib.suppress(OSError, RuntimeError):
         found = cache_folder.wanted() / "triton"
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if cache_folder.why_not_safe(found.parent) is None and (is_private(found) or _made_private(found)):
+        if cache_folder.why_not_safe(found.parent) is None and _is_ours(found):
+            found.chmod(0o700)
             return found
     return Path(tempfile.mkdtemp(prefix="attngraph-"))
 
 
-def is_private(path: Path) -> bool:
-    """Whether this is a directory (no link) owned by the user that nobody else may read or write."""
+def _is_ours(path: Path) -> bool:
+    """Whether this is a folder (no link) that belongs to the user."""
     status = path.lstat()
-    mine = not hasattr(os, "getuid") or status.st_uid == os.getuid()
-    return stat.S_ISDIR(status.st_mode) and mine and not status.st_mode & 0o077
-
-
-def _made_private(path: Path) -> bool:
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or (hasattr(os, "getuid") and status.st_uid != os.getuid()):
-        return False
-    path.chmod(0o700)
-    return is_private(path)
-
-
-def write(path: Path, text: str) -> None:
-    """Write the text to the file atomically: it is renamed into place."""
-    wanted = text.encode()
-    with contextlib.suppress(FileNotFoundError):
-        if not path.is_symlink() and path.read_bytes() == wanted:
-            return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(wanted)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    return stat.S_ISDIR(status.st_mode) and (not hasattr(os, "getuid") or status.st_uid == os.getuid())
 
 
 def read_arguments(plan: Plan, reads: Sequence[Tensor]) -> list[Any]:
@@ -123,13 +119,9 @@ def is_describable(tensor: Tensor) -> bool:
 
 def described(tensor: Tensor, rows: int) -> Any:
     """A tensor `[B, H, S, D]` as an argument of kernels that copy so many of its rows at a time."""
+    descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
     block = [1, 1, rows, padded(tensor.shape[-1])]
-    return _descriptor()(tensor, list(tensor.shape), list(tensor.stride()), block)
-
-
-@functools.cache
-def _descriptor() -> Any:
-    return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    return descriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
 
 
 MOST = 4096

@@ -3,7 +3,6 @@
 Longer runs of tokens are left to PyTorch, which computes them in chunks by matrix products.
 """
 
-import functools
 import itertools
 import logging
 from typing import Any
@@ -11,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.codegen.triton import store
 from attngraph.codegen.triton.attempts import IN_CAPTURE
 from attngraph.codegen.triton.decode import FEW
 from attngraph.codegen.triton.device import is_captured, no_device
 from attngraph.codegen.triton.emit import emit_sums
 from attngraph.codegen.triton.plan import DEEPEST, DTYPES, STATES, SumsPlan
-from attngraph.codegen.triton.store import launch_kernel
+from attngraph.codegen.triton.store import launch_kernel, loading
 from attngraph.ir.ops.cached_attention import numbers_of, told
 
 _log = logging.getLogger("attngraph.codegen.triton")
@@ -103,8 +101,5 @@ def launch_sums(
     return out, after
 
 
-@functools.cache
-def load(plan: SumsPlan) -> Any:
-    """The plan's kernel, imported from its file, and never dropped (`launch.load`)."""
-    kernel = emit_sums(plan)
-    return getattr(store.import_source(kernel.source, kernel.name), kernel.name)
+load = loading(emit_sums, getattr)
+"""A plan's kernel."""

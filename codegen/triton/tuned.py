@@ -9,16 +9,15 @@ multiprocessor:
                 "decode of 16 queries, bfloat16, 128 wide, values 128, causal": [16, 64, 4, 3]},
      "programs": {"decode of 16 queries, bfloat16, 128 wide, values 128, causal": 4}}
 
-A line's numbers are those of `Blocks`: queries, keys, warps, stages. Tables of devices that we measured are
-shipped in `tuned/`. Those that a user measures (`attngraph.codegen.triton.tune`) are stored beside the
-emitted kernels as `tuned_<device>.json`, and take precedence. Without an entry the rules of `blocks.py`
-apply. Malformed tables are logged and ignored; tables measured with another version of Triton are logged.
+A line's numbers are those of `Blocks`: queries, keys, warps, stages. What a user measures
+(`attngraph.codegen.triton.tune`) is stored beside the emitted kernels as `tuned_<device>.json`. Without an
+entry the rules of `blocks.py` apply. Malformed tables are logged and ignored; tables measured with another
+version of Triton are logged.
 """
 
 import dataclasses
 import functools
 import importlib
-import itertools
 import json
 import logging
 import re
@@ -32,15 +31,14 @@ from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton import store, visits
 from attngraph.codegen.triton.plan import Blocks, in_two, padded
 from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.kernels import Operands
+from attngraph.ir.records import write_whole
 
 _log = logging.getLogger("attngraph.codegen.triton")
 SPLIT = "rows in two tiles"
 """Follow the sizes of such blocks in a table."""
 AHEAD = "products a tile ahead"
 _WORDS = {SPLIT: "split", AHEAD: "ahead"}
-_SHIPPED = Path(__file__).parent / "tuned"
-
-
 _FEW = (128, 1024)
 """Calls of at most so many queries have entries of their own: they fill a GPU otherwise."""
 _UP_TO = ", up to "
@@ -65,6 +63,12 @@ def key(
     return line if few is None else f"{line}{_UP_TO}{few} queries"
 
 
+def key_of_call(step: str, program: ScoreProgram, operands: Operands) -> str:
+    q, k, v = operands
+    group = q.shape[1] // k.shape[1]
+    return key(step, program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
+
+
 def find(name: str, line: str, Sq: int) -> Blocks | None:
     """The blocks measured on the device of that name, or None. Without an entry for few queries, that for
     many is taken."""
@@ -75,23 +79,22 @@ def find(name: str, line: str, Sq: int) -> Blocks | None:
     return blocks
 
 
-def table(name: str) -> dict[str, Blocks]:
-    """The blocks of a device: those shipped, overridden by those that the user measured."""
-    return {line: blocks for found in tables(name) for line, blocks in found.blocks.items()}
+def table(name: str) -> Mapping[str, Blocks]:
+    """The blocks of a device."""
+    return measured(name).blocks
 
 
-_changes = itertools.count(1)
-_latest = 0
+_written = 0
 
 
 def changes() -> int:
     """How often tables were written in this process: what follows from them holds until then."""
-    return _latest
+    return _written
 
 
-def programs(name: str) -> dict[str, int]:
+def programs(name: str) -> Mapping[str, int]:
     """The best measured number of programs per multiprocessor, for attention over a cache."""
-    return {line: count for found in tables(name) for line, count in found.programs.items()}
+    return measured(name).programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,26 +107,19 @@ class Table:
 
 
 @functools.lru_cache(maxsize=16)
-def tables(name: str) -> tuple[Table, ...]:
-    """The tables of a device, the user's last."""
-    found = {path: _read(path) for path in _paths(name)}
-    for path, one in found.items():
-        if one.blocks and one.triton != _version():
-            again = "`attngraph.codegen.triton.tune` measures anew"
-            _log.warning("%s was measured with Triton %s, not %s; %s", path, one.triton, _version(), again)
-    return tuple(found.values())
-
-
-def _paths(name: str) -> tuple[Path, ...]:
-    return (_SHIPPED / f"{_slug(name)}.json", _own(name)) if name else ()
+def measured(name: str) -> Table:
+    """The table of a device; empty where it has no name."""
+    path = _own(name)
+    found = _read(path) if name else Table({}, {})
+    if found.blocks and found.triton != _version():
+        again = "`attngraph.codegen.triton.tune` measures anew"
+        _log.warning("%s was measured with Triton %s, not %s; %s", path, found.triton, _version(), again)
+    return found
 
 
 def _own(name: str) -> Path:
-    return store.directory() / f"tuned_{_slug(name)}.json"
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    return store.directory() / f"tuned_{slug}.json"
 
 
 def _read(path: Path) -> Table:
@@ -154,10 +150,6 @@ def _blocks(numbers: Any) -> Blocks:
     return Blocks(q, k, warps, stages, **{_WORDS[word]: True for word in words})
 
 
-def _words(blocks: Blocks) -> list[str]:
-    return [word for word, name in _WORDS.items() if getattr(blocks, name)]
-
-
 def _count(number: Any) -> int:
     if type(number) is not int or not 1 <= number <= 64:
         raise ValueError(f"{number} is no number of programs")
@@ -177,10 +169,11 @@ def add(name: str, found: Mapping[str, Blocks], counts: Mapping[str, int] | None
         old = Table({}, {})
     lines, numbers = {**old.blocks, **found}, {**old.programs, **(counts or {})}
     content = {"device": name, "triton": _version(), "blocks": {
-        line: [blocks.q, blocks.k, blocks.warps, blocks.stages, *_words(blocks)]
+        line: [blocks.q, blocks.k, blocks.warps, blocks.stages,
+               *(word for word, field in _WORDS.items() if getattr(blocks, field))]
         for line, blocks in sorted(lines.items())
     }, "programs": dict(sorted(numbers.items()))}  # fmt: skip
-    store.write(path, json.dumps(content, indent=1))
-    tables.cache_clear()
-    global _latest
-    _latest = next(_changes)
+    write_whole(path, json.dumps(content, indent=1))
+    measured.cache_clear()
+    global _written
+    _written += 1

@@ -21,15 +21,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton.device import is_captured
-from attngraph.codegen.triton.plan import (
-    Blocks,
-    conjuncts,
-    largest_filled,
-    lasting_masks,
-    soft_diagonal,
-    soft_masks,
-)
+from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, S, ScoreProgram, Statement
 from attngraph.ir.ops.declare import shared
 from attngraph.ir.ops.kernels import Operands
@@ -60,9 +54,9 @@ class Visits:
 def masks(program: ScoreProgram, diagonal: Statement | None) -> tuple[Keep, ...]:
     """The masks, besides the diagonal, that can make tiles empty and that can be bounded before the
     launch."""
-    hard = (keep for keep in lasting_masks(conjuncts(program)) if keep != diagonal)
-    own = soft_diagonal(program)
-    soft = (keep for keep in soft_masks(program) if own is None or keep != own[0])
+    hard = (keep for keep in P.lasting_masks(P.conjuncts(program)) if keep != diagonal)
+    own = P.soft_diagonal(program)
+    soft = (keep for keep in P.soft_masks(program) if own is None or keep != own[0])
     return tuple(keep for keep in (*hard, *soft) if _is_known(keep.predicate))
 
 
@@ -122,8 +116,7 @@ def _from_shapes(
             return _compute(program, Grid(*cuts, sizes), device, turned)
         _captured[key] = known
     if known is None:
-        has_fill = largest_filled(program) is not None
-        found = _listed(*_maps(program, Grid(*cuts, sizes), tiles.block_map, has_fill), cuts, turned)
+        found = _listed(*_maps(program, Grid(*cuts, sizes), tiles.block_map), cuts, turned)
         known = dataclasses.replace(found, tiles=found.tiles.to(device), counts=found.counts.to(device))
     _of_shapes[key] = known
     _of_shapes.move_to_end(key)
@@ -162,9 +155,8 @@ def _used(program: ScoreProgram) -> tuple[tuple[int, ...], frozenset[int]]:
 
 def _compute(program: ScoreProgram, grid: Grid, device: torch.device, turned: bool) -> Visits:
     """Lists by operations on the device."""
-    has_fill = largest_filled(program) is not None
     with _PlacesOn(device):
-        found, softly = (found.to(device) for found in _maps(program, grid, tiles.map_anew, has_fill))
+        found, softly = (found.to(device) for found in _maps(program, grid, tiles.map_anew))
         return _listed(found, softly, (grid.b, grid.h, grid.q, grid.k), turned)
 
 
@@ -187,11 +179,11 @@ class _PlacesOn(TorchFunctionMode):
 
 
 def _maps(
-    program: ScoreProgram, grid: Grid, block_map: Callable[[ScoreProgram, Grid, bool], Tensor], has_fill: bool
+    program: ScoreProgram, grid: Grid, block_map: Callable[[ScoreProgram, Grid, bool], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The block map, and where finite fills hide too, if kernels can tell when they do (`has_fill`)."""
+    """The block map, and where finite fills hide too, if kernels can tell when they do."""
     found = block_map(program, grid, False)
-    return found, block_map(program, grid, True) if has_fill else found
+    return found, block_map(program, grid, True) if P.largest_filled(program) is not None else found
 
 
 def _listed(found: Tensor, softly: Tensor, cuts: Cuts, turned: bool) -> Visits:

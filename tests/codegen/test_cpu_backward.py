@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import backward, call, soft
+from attngraph.codegen.cpu import call, compiled, soft
 from attngraph.codegen.cpu.call import Run
 from attngraph.codegen.scalar import read_gradients
 from attngraph.ir.language.parser import parse
@@ -178,13 +178,13 @@ def test_what_a_finite_fill_hides_is_left_out_where_it_has_no_weight(
 
 def test_gradients_that_nobody_wants_are_not_computed(monkeypatch: pytest.MonkeyPatch, served: None) -> None:
     asked: list[int] = []
-    run = backward.native.run
+    run = compiled.native.run
 
     def noted(function: object, call: object, members: int) -> None:
-        asked.append(backward.Gradients.from_address(call.gradients).wanted if call.gradients else 0)  # type: ignore[attr-defined]
+        asked.append(compiled.Gradients.from_address(call.gradients).wanted if call.gradients else 0)  # type: ignore[attr-defined]
         run(function, call, members)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(backward.native, "run", noted)
+    monkeypatch.setattr(compiled.native, "run", noted)
     expected = [
         (True, True, True, 7),
         (True, False, False, 1),
@@ -216,7 +216,7 @@ def test_gradients_that_nobody_wants_are_not_computed(monkeypatch: pytest.Monkey
 )  # fmt: skip
 def test_what_the_library_has_no_gradients_for_is_left_and_told(text: str, reason: str) -> None:
     program, reads = parse(text), [torch.randn(101, 101)]
-    found = call.library(backward.plan_gradients(program, operands(), reads))
+    found = call.library(compiled.plan_gradients(program, operands(), reads))
     assert isinstance(found, str) and reason in found
     check(text, operands(), reads)
     (remark,) = (r for r in KERNELS["cpu.compiled"].remarks(program) if "the C compiler took" not in r)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attngraph.codegen.cpu
-from attngraph.codegen.cpu import backward, source_backward
+from attngraph.codegen.cpu import compiled, source
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
 
@@ -34,5 +34,5 @@ def test_the_emitted_c_reads_as_its_golden_file_says(name: str, golden: Callable
     program, q = parse(text), torch.empty(1, 2, 8, 64)
     forward = KERNELS["cpu.compiled"].source(program, (q, q, q), reads)
     golden(f"{name}.c.txt", without_headers(forward))
-    plan = backward.plan_gradients(program, (q, q, q), reads)
-    golden(f"{name}_backward.c.txt", without_headers(source_backward.write(plan).text))
+    plan = compiled.plan_gradients(program, (q, q, q), reads)
+    golden(f"{name}_backward.c.txt", without_headers(source.write(plan).text))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import chosen, toolchain
 from attngraph.codegen.cpu.native import header
-from attngraph.codegen.cpu.tokens import products, run
+from attngraph.codegen.cpu.tokens import products, run, schedule
 from attngraph.codegen.cpu.tokens.source import kinds_of_products, write
 from attngraph.ir.language.packed import Packed
 from attngraph.ir.language.token_program import GROUP, Given, parse
@@ -362,9 +362,9 @@ def test_what_a_loop_does_not_change_is_computed_before_it() -> None:
 @pytest.mark.parametrize("text", [MOVED, GATED, NORM])
 def test_values_that_are_needed_in_the_same_phase_lie_apart(text: str) -> None:
     program = parse(text.strip())
-    order = run.phases(program)
+    order = schedule.phases(program)
     sizes = {len(program.given) + n: 10 + n for n in range(len(program.definitions))}
-    places, total = run.arranged(program, sizes)
+    places, total = schedule.arranged(program, sizes)
     needed = [set[int]() for _ in order] + [{r.number for r in program.results}]
     for phase, here in zip(order, needed, strict=False):
         for number in [*phase.definitions, *(n for g in phase.groups for n in (*g.products, *g.following))]:
@@ -381,7 +381,7 @@ def test_values_that_are_needed_in_the_same_phase_lie_apart(text: str) -> None:
 
 def test_values_that_are_not_needed_together_share_memory() -> None:
     program = parse(NORM.strip())
-    _, total = run.arranged(program, {3: 1, 4: 96, 5: 200, 6: 200})
+    _, total = schedule.arranged(program, {3: 1, 4: 96, 5: 200, 6: 200})
     assert total == 200 + 200 + 96
 
 
@@ -395,7 +395,7 @@ def test_programs_share_the_code_of_products_whose_weights_lie_alike() -> None:
 
 
 def test_products_that_are_gated_are_computed_together() -> None:
-    (group,) = next(p for p in run.phases(parse(GATED)) if p.groups).groups
+    (group,) = next(p for p in schedule.phases(parse(GATED)) if p.groups).groups
     assert (group.products, group.following) == ([5, 6], [7])
 
 

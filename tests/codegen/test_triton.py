@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.codegen.scalar.read_gradients import FLOATING, PAIRS, ROWS, Totals, read_gradients
+from attngraph.codegen.scalar.read_gradients import FLOATING, Totals, read_gradients
 from attngraph.codegen.triton import attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
 from attngraph.codegen.triton.emit import emit, emit_backward, emit_decode, emit_sums
@@ -288,7 +288,7 @@ def test_a_cache_open_to_others_is_closed_or_left(cache: Path, tmp_path: Path) -
     (tmp_path / "elsewhere").mkdir()
     cache.symlink_to(tmp_path / "elsewhere")
     found = store.directory()
-    assert found != cache and store.is_private(found)
+    assert found != cache and stat.S_IMODE(found.stat().st_mode) == 0o700
 
 
 def test_lists_are_made_where_the_tensors_are() -> None:
@@ -330,12 +330,7 @@ def test_gradients_of_reads_are_summed_where_the_tensors_are() -> None:
             made = backward_plan(text, reads=(Read(0, rank, "float"),))
             (found,) = read_gradients(made.program, made.wanted)
             totals = Totals(made.wanted, reads, [69], (2, 2, 70, 90), lse)
-            if found.kind == PAIRS:
-                totals.add_pairs(found, 32, lambda sums, batch, row: None)
-            elif found.kind == ROWS:
-                totals.add_rows(found, lse)
-            else:
-                totals.add_columns(found, torch.empty(2, 2, 90, device="cuda"))
+            totals.add(found, *totals.places([found]), 32, lambda sums, batch, row: None)
             (result,) = totals.results()
             assert result is not None and result.device == lse.device and result.shape == shape
 
@@ -383,17 +378,6 @@ def test_a_table_of_another_triton_is_told_and_begun_anew(
     tuned.add("A GPU", {"b": Blocks(32, 32, 4, 1)})
     assert tuned.table("A GPU") == {"b": Blocks(32, 32, 4, 1)}
     assert caplog.text.count("was measured with") == 1
-
-
-@pytest.mark.usefixtures("cache")
-def test_what_a_user_measured_goes_before_what_is_shipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuned, "_SHIPPED", tmp_path)
-    (tmp_path / "a_gpu.json").write_text('{"blocks": {"a": [64, 64, 4, 2], "b": [64, 64, 8, 2]}}')
-    assert tuned.table("A GPU")["a"] == Blocks(64, 64, 4, 2)
-    tuned.add("A GPU", {"a": Blocks(32, 32, 4, 1)})
-    assert tuned.table("A GPU") == {"a": Blocks(32, 32, 4, 1), "b": Blocks(64, 64, 8, 2)}
 
 
 @pytest.mark.parametrize(

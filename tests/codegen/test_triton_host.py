@@ -45,7 +45,7 @@ class Recorded:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     found: list[Launch] = []
     monkeypatch.setattr(decode, "load", lambda plan: (Recorded(found), Recorded(found)))
-    monkeypatch.setattr(decode, "multiprocessors", lambda where: 132)
+    monkeypatch.setattr(device, "multiprocessors", lambda where: 132)
     monkeypatch.setattr(store, "on", lambda where: contextlib.nullcontext())
     monkeypatch.setattr(store, "_specialised", lambda argument: None)  # there are no addresses
     return found
@@ -175,12 +175,12 @@ def plan_of(text: str, held: list[int], rows: int, **kernel: Any) -> tuple[Decod
 
 
 def test_keys_are_split_into_as_many_parts_as_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "multiprocessors", lambda where: 132)
-    monkeypatch.setattr(decode, "shared_memory", lambda where: 232_448)
-    monkeypatch.setattr(decode, "shared_of_multiprocessor", lambda where: 233_472)
+    monkeypatch.setattr(device, "multiprocessors", lambda where: 132)
+    monkeypatch.setattr(device, "shared_memory", lambda where: 232_448)
+    monkeypatch.setattr(device, "shared_of_multiprocessor", lambda where: 233_472)
     causal, window = "keep k <= q", "keep k <= q and q - k < 512"
     plan, parts = plan_of(causal, [1 << 15], 1)
-    places = 132 * decode.programs_at_once(plan, CUDA)
+    places = 132 * decode.programs_in(plan, 233_472)
     assert 0.8 * places <= 8 * parts <= places  # 8 key heads: one round of programs
     assert plan_of(causal, [1 << 15] * 64, 64)[1] == 1
     assert plan_of(causal, [300], 1)[1] == 1 and plan_of(causal, [1300], 1)[1] == 5
@@ -190,11 +190,11 @@ def test_keys_are_split_into_as_many_parts_as_fill_the_gpu(monkeypatch: pytest.M
 
 
 def test_fewer_programs_of_larger_tiles_share_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "shared_of_multiprocessor", lambda where: 233_472)
+    monkeypatch.setattr(device, "shared_of_multiprocessor", lambda where: 233_472)
 
     def at_once(D: int, blocks: Blocks, shared: bool = False) -> int:
         plan = DecodePlan(parse(""), torch.bfloat16, D, 512 if shared else D, 16, (), blocks, shared=shared)
-        return decode.programs_at_once(plan, CUDA)
+        return decode.programs_in(plan, 233_472)
 
     assert at_once(128, Blocks(16, 64, 4, 3)) == at_once(128, Blocks(16, 128, 4, 2)) == 2  # 64 KiB each
     assert at_once(128, Blocks(16, 64, 4, 2)) == at_once(64, Blocks(16, 64, 4, 3)) == 4
@@ -221,7 +221,7 @@ def test_the_number_of_parts_leaves_few_places_idle(items: int, places: int, mos
 def test_during_a_capture_nothing_is_concluded_from_the_lengths_of_the_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decode, "is_captured", lambda where: True)
+    monkeypatch.setattr(device, "is_captured", lambda where: True)
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: pytest.fail("asked the device"))
     starts, held = tell(torch.tensor([0, 1, 2]), [0, 1, 2]), torch.tensor([5, 9])
     q, pages = torch.empty(1, 4, 2, 16), torch.empty(6, 2, 8, 16)

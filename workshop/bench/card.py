@@ -24,7 +24,7 @@ from typing import Any
 
 from attngraph.cli.arguments import at_least
 from attngraph.cli.terminal import Progress, TargetError, check_writable
-from attngraph.codegen.triton import store
+from attngraph.ir.records import write_whole
 from workshop.bench import card_tasks, gpu
 from workshop.bench.card_tasks import CHECK, MEASURE, TUNE, TUNED
 from workshop.bench.scorecard.cells import CELLS
@@ -115,7 +115,7 @@ def at_once(stage: str) -> int:
 
 def _keep(file: Path | None, found: Mapping[str, Any]) -> None:
     if file is not None:
-        store.write(file, json.dumps(found, indent=1) + "\n")
+        write_whole(file, json.dumps(found, indent=1) + "\n")
 
 
 def is_right(found: Mapping[str, Any]) -> bool:

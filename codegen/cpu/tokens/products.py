@@ -10,7 +10,7 @@ import dataclasses
 from attngraph.codegen.cpu.native import header
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.dtypes import NAMED
-from attngraph.ir.language.token_program import GROUP, Given, Product, TokenProgram, extent
+from attngraph.ir.language.token_program import GROUP, Given, TokenProgram, extent
 
 HEADERS = ("functions", "elements", "tile", "product", "gemm", "rows", "tokens")
 
@@ -22,7 +22,8 @@ class Kind:
     Attributes:
         name: in the source of a program.
         type, scaled, zeros, turned: arguments of `product` in c/tokens.h.
-        row: from one row of the weight to the next one. depth: of the product.
+        row: from one row of the weight to the next one, in elements, or bytes if it is packed.
+        depth: of the product.
         scales: the numbers in `Scales`.
         short: whether there are elements that are not float32.
     """
@@ -72,30 +73,19 @@ def require_whole_groups(program: TokenProgram) -> None:
             raise UnsupportedError(f"a weight of {weight.word}, a scale for each {group} elements")
 
 
-def weight(program: TokenProgram, number: int) -> Given:
-    """The weight of a product."""
-    return program.given[factors(program, number).weight]
-
-
-def row_length(program: TokenProgram, number: int) -> int:
-    """From one row of the weight to the next one: elements, or bytes if it is packed."""
-    width, depth = _extents(program, number)
-    if weight(program, number).packed is not None:
-        return depth // 2
-    return width if factors(program, number).turned else depth
-
-
 def kind(program: TokenProgram, number: int) -> Kind:
     """What the code of a product depends on."""
-    by, about, turned = program.scales(number), weight(program, number), factors(program, number).turned
+    by, factors = program.scales(number), program.product(number)
+    assert factors is not None
+    about, turned, (width, depth) = program.given[factors.weight], factors.turned, _extents(program, number)
     type_, word = _type_of(about)
-    depth, zero = _extents(program, number)[1], None if by is None else by.zeros
+    zero = None if by is None else by.zeros
     group = depth if by is None else by.group
     lengths = [group, depth // group]
     if about.packed is not None:
         lengths += [about.packed.run, int(about.packed.high_first)]
     zeros = "NONE" if zero is None else NAMED[program.given[zero].dtype].word
-    row, scaled = row_length(program, number), int(by is not None)
+    row, scaled = depth // 2 if about.packed is not None else width if turned else depth, int(by is not None)
     parts = ["turned" if turned else "product", word, zeros, scaled, row, depth, *lengths]
     short = about.dtype != "float32" or zeros not in ("NONE", "FLOAT")
     name = "_".join(map(str, parts))
@@ -105,12 +95,6 @@ def kind(program: TokenProgram, number: int) -> Kind:
 def preamble(short: bool) -> str:
     """What stands before the headers. `short`: there are elements that are not float32."""
     return "#define FLOAT32\n" + "#define SHORT_ELEMENTS\n" * short
-
-
-def factors(program: TokenProgram, number: int) -> Product:
-    found = program.product(number)
-    assert found is not None
-    return found
 
 
 def _extents(program: TokenProgram, number: int) -> tuple[int, int]:

@@ -20,11 +20,10 @@ from attngraph.codegen.cpu import chosen, native, toolchain
 from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.indices import RANKS
-from attngraph.codegen.cpu.tokens.schedule import arranged, local, phases
-from attngraph.codegen.cpu.tokens.source import PLACES
+from attngraph.codegen.cpu.tokens.schedule import PLACES, arranged, facts
 from attngraph.codegen.remarks import Remarks, UnsupportedError
 from attngraph.ir.dtypes import NAMED
-from attngraph.ir.language.token_program import Given, Result, TokenProgram, parse
+from attngraph.ir.language.token_program import Given, TokenProgram, parse
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.token_program import floating, memory_of_results, tokens_in, weight_rows
 
@@ -121,20 +120,14 @@ class Prepared:
     """A program and its library."""
 
     def __init__(self, program: TokenProgram, code: ctypes.CDLL) -> None:
-        self.program, self.layout, self.phases = program, source.layout(program), phases(program)
+        self.program, self.facts = program, facts(program)
         self.whole, self.part, self.sums = code.attngraph_tokens, code.attngraph_part, code.attngraph_sums
-        self.first = len(program.given)
-        self.widths = [math.prod(d.extents) for d in program.definitions]
-        self.rows = source.row_lengths(program)
         self.dtypes = [None if g.packed is not None else NAMED[g.dtype].torch for g in program.given]
         self.shared = [about.token_dim is None for about in program.given]
-        self.short = source.short_results(program)
-        returned = {r.number - self.first for r in program.results if r.dtype == "float32"}
-        elsewhere = returned.union(n - self.first for n in local(program))
-        between = {n + self.first: size for n, size in enumerate(self.rows) if n not in elsewhere}
+        elsewhere = self.facts.local.union(r.number for r in program.results if r.dtype == "float32")
+        between = {n: size for n, size in self.facts.rows.items() if n not in elsewhere}
         self.between, self.total = arranged(program, between)
-        numbers = range(self.first, self.first + len(self.widths))
-        self.products = {n: f for n in numbers if (f := program.product(n)) is not None}
+        self.products = self.facts.products
         fitting = IN_BETWEEN // (4 * max(self.total, 1)) // FEW * FEW
         self.most = max(fitting, AT_LEAST)
         self.at_once = min(self.most, AT_ONCE) if self.products else self.most
@@ -232,7 +225,7 @@ class Prepared:
     def _call(self, given: Sequence[Tensor], tokens: int, members: int) -> tuple[list[int], list[Tensor]]:
         """The numbers of a call without the addresses of values, and the tensors that it needs kept alive."""
         held: list[Tensor] = []
-        places = [tokens, members, *([0] * (PLACES["COUNTERS"] + self.layout.phases - 2))]
+        places = [tokens, members, *([0] * (PLACES["COUNTERS"] + len(self.facts.phases) - 2))]
         strides: list[int] = []
         for number, (tensor, shared) in enumerate(zip(given, self.shared, strict=True)):
             if not self.is_usable(number, tensor):
@@ -246,23 +239,23 @@ class Prepared:
         """A call that computes everything, ready to run."""
         members = torch.get_num_threads()
         places, held = self._call(given, tokens, members)
-        values = [0] * (len(self.widths) + len(self.short))
-        where = [self._place_of(about) for about in self.program.results]
-        for place, result in zip(where, results, strict=True):
-            values[place] = result.data_ptr()
+        facts = self.facts
+        where = [facts.place_of_result(number) for number in range(len(results))]
         few = tokens <= FEW
         room = (self.arranged * tokens if few else self.room) * members
         size = self.total * tokens + room
         sums = self.sums(tokens, members) if few else 0
         scratch = torch.empty(size + sums) if few else memory.workspace(size)
-        for number, at in self.between.items():
-            values[number - self.first] = scratch.data_ptr() + at * tokens * 4
         if room:
             places[PLACES["ARRANGED" if few else "PANELS"]] = scratch.data_ptr() + self.total * tokens * 4
         places[PLACES["SUMS"]] = scratch.data_ptr() + size * 4
-        call = (ctypes.c_int64 * self.layout.length)(*places, *values)
+        call = (ctypes.c_int64 * facts.length)(*places)
+        for place, result in zip(where, results, strict=True):
+            call[place] = result.data_ptr()
+        for number, at in self.between.items():
+            call[facts.place_of(number)] = scratch.data_ptr() + at * tokens * 4
         first = PLACES["PHASE"]
-        counters = (ctypes.addressof(call) + first * 8, (self.layout.given_at - first) * 8)
+        counters = (ctypes.addressof(call) + first * 8, (facts.given_at - first) * 8)
 
         layouts = [(r.shape, r.stride(), r.dtype, r.device) for r in results]
 
@@ -270,7 +263,7 @@ class Prepared:
             if where.count(where[number]) > 1:
                 return None  # shared with another result
             made = memory.empty_strided(*layouts[number])
-            call[len(places) + where[number]] = made.data_ptr()
+            call[where[number]] = made.data_ptr()
             return made
 
         return Link(self.whole, call, [counters], list(results), [scratch, *held], renew=renew)
@@ -280,51 +273,40 @@ class Prepared:
         most = torch.get_num_threads()
         return most if self.products else min(most, tokens)
 
-    def place_of_result(self, number: int) -> int:
-        """Where a call has the address of a result."""
-        return self.layout.values_at + self._place_of(self.program.results[number])
-
-    def _place_of(self, about: Result) -> int:
-        """Where a call has the address of a result, among those of values."""
-        key = about.number, about.dtype
-        return len(self.widths) + self.short.index(key) if key in self.short else about.number - self.first
-
     def _around_products(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
         members = torch.get_num_threads()
         places, held = self._call(given, tokens, members)
-        values: list[Tensor] = [torch.empty(0)] * len(self.widths)
+        values: dict[int, Tensor] = {}
         short: list[tuple[Tensor, int]] = []
         for result, about in zip(results, self.program.results, strict=True):
             own = result.movedim(about.token_dim, 0).view(tokens, -1)
             if about.dtype == "float32":
-                values[about.number - self.first] = own
+                values[about.number] = own
             else:
-                short.append((own, about.number - self.first))
+                short.append((own, about.number))
         scratch = memory.workspace(self.total * tokens)
         for number, at in self.between.items():
-            place = number - self.first
-            row = self.rows[place]
+            row = self.facts.rows[number]
             whole = scratch[at * tokens : (at + row) * tokens].view(tokens, row)
-            values[place] = whole[:, : self.widths[place]]
-        nowhere = [0] * len(self.short)  # rounded by PyTorch below
-        call = (ctypes.c_int64 * self.layout.length)(*places, *(v.data_ptr() for v in values), *nowhere)
-        for number, phase in enumerate(self.phases):
+            values[number] = whole[:, : self.facts.widths[number]]
+        call = (ctypes.c_int64 * self.facts.length)(*places)
+        for number, value in values.items():
+            call[self.facts.place_of(number)] = value.data_ptr()
+        for number, phase in enumerate(self.facts.phases):
             for group in phase.groups:
                 for product in group.products:
-                    self._multiply(product, values[self.products[product].left - self.first], given, values)
+                    self._multiply(product, values[self.products[product].left], given, values[product])
             if phase.definitions or any(group.following for group in phase.groups):
                 call[PLACES["PHASE"]], call[PLACES["MEMBER"]] = number, 0
                 native.run(self.part, call, members)
-        for rounded, number in short:
+        for rounded, number in short:  # to 16 bits
             rounded.copy_(values[number])
         del held
 
-    def _multiply(
-        self, product: int, left: Tensor, given: Sequence[Tensor], values: Sequence[Tensor]
-    ) -> None:
+    def _multiply(self, product: int, left: Tensor, given: Sequence[Tensor], out: Tensor) -> None:
         """A product by PyTorch, in the weight's own floating dtype. Integers are widened some rows at a time,
         for all tokens of the block."""
-        factors, out = self.products[product], values[product - self.first]
+        factors = self.products[product]
         weight, about = given[factors.weight], self.program.given[factors.weight]
         if weight.dtype in (torch.bfloat16, torch.float16):
             out.copy_(torch.mm(left.to(weight.dtype), weight if factors.turned else weight.T))

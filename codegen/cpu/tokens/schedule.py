@@ -1,4 +1,5 @@
-"""The phases of a token program: what threads compute between two points where they wait for each other.
+"""The phases of a token program: what threads compute between two points where they wait for each other; and
+where its values lie.
 
 In a phase of tokens each thread takes some of the tokens and computes definitions for them, one after
 another. In a phase of columns the threads share the columns of products with weights; what follows from a
@@ -7,11 +8,21 @@ computed these columns.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
+from attngraph.codegen.cpu.native import numbers
+from attngraph.codegen.cpu.tokens.indices import RANKS
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.token_program import TokenProgram
+from attngraph.ir.language.token_program import Product, TokenProgram
+
+PLACES = numbers("tokens.h")
+"""Places of numbers in a call: those from PHASE on are counters."""
+SAME_LINES, APART = 512, 16
+"""Values whose length is a multiple of the one have so many elements between two tokens."""
+MOST_LOCAL = 1 << 14
+"""Elements of the values of one token that a function may hold on its stack."""
 
 
 @dataclasses.dataclass
@@ -68,30 +79,6 @@ def phases(program: TokenProgram) -> list[Phase]:
     return [found[n] for n in sorted(found)]
 
 
-MOST_LOCAL = 1 << 14
-"""Elements of the values of one token that a function may hold on its stack."""
-
-
-def local(program: TokenProgram) -> frozenset[int]:
-    """The definitions that only the function of a phase of tokens reads, token by token: it holds one token's
-    at a time."""
-    first = len(program.given)
-    elsewhere = {result.number for result in program.results}
-    inside: list[int] = []
-    for phase in phases(program):
-        members = set(phase.definitions)
-        inside += phase.definitions
-        others = (d for n, d in enumerate(program.definitions, start=first) if n not in members)
-        elsewhere |= members & {read for made in others for read in made.reads}
-    left, found = MOST_LOCAL, set[int]()
-    for number in inside:
-        width = math.prod(program.definitions[number - first].extents)
-        if number not in elsewhere and width <= left:
-            found.add(number)
-            left -= width
-    return frozenset(found)
-
-
 def _joined(program: TokenProgram, number: int, groups: list[Group]) -> list[Group]:
     """The groups of the phase that a definition can follow: it reads what they compute at its own index
     alone."""
@@ -133,3 +120,64 @@ def arranged(program: TokenProgram, sizes: Mapping[int, int]) -> tuple[dict[int,
                 at = max(at, placed[other] + sizes[other])
         placed[number] = at
     return placed, max((placed[n] + sizes[n] for n in placed), default=0)
+
+
+class Facts:
+    """What follows from a program. Definitions go by their numbers.
+
+    Attributes:
+        made: the definitions. widths: their elements. products: those of them that are.
+        rows: from one token's elements to the next one's. Values in between are spread so that the same
+            element of several tokens does not fall into the same lines of a cache.
+        short: those that are returned in 16 bits, each with the dtype, once.
+        local: those that only the function of a phase of tokens reads, which holds one token's at a time.
+        given_at, strides_at, values_at, results_at, length: where a call has addresses of the given tensors,
+            their strides, addresses of the values, and of results in 16 bits; and its numbers in all.
+    """
+
+    def __init__(self, program: TokenProgram) -> None:
+        self.program, self.phases, given = program, phases(program), len(program.given)
+        self.made = dict(enumerate(program.definitions, start=given))
+        self.widths = {n: math.prod(made.extents) for n, made in self.made.items()}
+        self.products: dict[int, Product] = {}
+        for number in self.made:
+            product = program.product(number)
+            if product is not None:
+                self.products[number] = product
+        returned = {result.number for result in program.results}
+        self.rows = {
+            n: size if n in returned or size % SAME_LINES else size + APART for n, size in self.widths.items()
+        }
+        self.short = list(dict.fromkeys((r.number, r.dtype) for r in program.results if r.dtype != "float32"))
+        self.local = self._local(returned)
+        self.given_at = PLACES["COUNTERS"] + len(self.phases)
+        self.strides_at = self.given_at + given
+        self.values_at = self.strides_at + given * RANKS
+        self.results_at = self.values_at + len(self.made)
+        self.length = self.results_at + len(self.short)
+
+    def _local(self, elsewhere: set[int]) -> set[int]:
+        left, found = MOST_LOCAL, set[int]()
+        for phase in self.phases:
+            members = set(phase.definitions)
+            others = (made.reads for n, made in self.made.items() if n not in members)
+            alone = members.difference(elsewhere, *others)
+            for number in phase.definitions:
+                if number in alone and self.widths[number] <= left:
+                    found.add(number)
+                    left -= self.widths[number]
+        return found
+
+    def place_of(self, number: int) -> int:
+        """Where a call has the address of a value."""
+        return self.values_at + number - len(self.program.given)
+
+    def place_of_result(self, number: int) -> int:
+        about = self.program.results[number]
+        key = about.number, about.dtype
+        return self.results_at + self.short.index(key) if key in self.short else self.place_of(about.number)
+
+
+@functools.lru_cache(maxsize=1024)
+def facts(program: TokenProgram) -> Facts:
+    return Facts(program)

@@ -1,84 +1,26 @@
 """A token program as the source of a C library: loops for the definitions of each phase, and tables of the
 phases, which the functions of `c/phases.h` share among threads."""
 
-import dataclasses
+import collections
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from attngraph.codegen.cpu.native import header, numbers
+from attngraph.codegen.cpu.expression import number_literal
+from attngraph.codegen.cpu.native import header
 from attngraph.codegen.cpu.source import indented
 from attngraph.codegen.cpu.tokens import products
-from attngraph.codegen.cpu.tokens.formula import Formula
 from attngraph.codegen.cpu.tokens.indices import RANKS, divided, require_in_range
-from attngraph.codegen.cpu.tokens.schedule import Group, local, phases
+from attngraph.codegen.cpu.tokens.schedule import Group, facts
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.dtypes import NAMED
-from attngraph.ir.language import E, Expr, operation
+from attngraph.ir.language import E, Expr, Operation, operation, operation_of
 from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
-
-PLACES = numbers("tokens.h")
-"""Places of numbers in a call: those from PHASE on are counters."""
-SAME_LINES, APART = 512, 16
-"""Values whose length is a multiple of the one have so many elements between two tokens."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where a call has what: addresses of the given tensors, their strides, addresses of the values, and of
-    results in 16 bits."""
-
-    phases: int
-    given: int
-    values: int
-    results: int
-
-    @property
-    def given_at(self) -> int:
-        return PLACES["COUNTERS"] + self.phases
-
-    @property
-    def strides_at(self) -> int:
-        return self.given_at + self.given
-
-    @property
-    def values_at(self) -> int:
-        return self.strides_at + self.given * RANKS
-
-    @property
-    def results_at(self) -> int:
-        return self.values_at + self.values
-
-    @property
-    def length(self) -> int:
-        return self.results_at + self.results
-
-
-def short_results(program: TokenProgram) -> list[tuple[int, str]]:
-    """The definitions that are returned in 16 bits, each with the dtype, once."""
-    return list(dict.fromkeys((r.number, r.dtype) for r in program.results if r.dtype != "float32"))
-
-
-def row_lengths(program: TokenProgram) -> list[int]:
-    """For each definition the elements from one token's to the next one's. Values in between are spread so
-    that the same element of several tokens does not fall into the same lines of a cache."""
-    returned = {r.number - len(program.given) for r in program.results}
-    widths = [math.prod(d.extents) for d in program.definitions]
-    return [n if place in returned or n % SAME_LINES else n + APART for place, n in enumerate(widths)]
-
-
-def layout(program: TokenProgram) -> Layout:
-    short = len(short_results(program))
-    return Layout(len(phases(program)), len(program.given), len(program.definitions), short)
 
 
 @functools.lru_cache(maxsize=1024)
 def write(text: str) -> str:
-    """The source of a program.
-
-    Raises:
-        UnsupportedError: the program has an operation that cannot be emitted as C.
-    """
+    """The source of a program. Raises UnsupportedError: the program has an operation that cannot be emitted
+    as C."""
     program = parse(text)
     require_in_range(program)
     products.require_whole_groups(program)
@@ -91,37 +33,36 @@ def write(text: str) -> str:
 
 def kinds_of_products(program: TokenProgram) -> list[products.Kind]:
     """The kinds of products whose libraries a program's library is given."""
-    numbers = [n for phase in phases(program) for group in phase.groups for n in group.products]
+    numbers = facts(program).products
     return sorted({products.kind(program, n) for n in numbers}, key=lambda kind: kind.name)
 
 
 class _Emitter:
     def __init__(self, program: TokenProgram) -> None:
-        self.program, self.layout, self.phases = program, layout(program), phases(program)
-        self.first = len(program.given)
-        self.rows, self.local = row_lengths(program), local(program)
+        self.program, self.facts = program, facts(program)
+        self.depths = {n: self.facts.widths[product.left] for n, product in self.facts.products.items()}
 
     def parts(self) -> Iterator[Iterable[str]]:
         """The lines of each declaration and function."""
         yield [f"Product *{kind.name};" for kind in kinds_of_products(self.program)]
         table: list[str] = []
-        for number, phase in enumerate(self.phases):
+        for number, phase in enumerate(self.facts.phases):
             if phase.definitions:
-                yield self._tokens(f"tokens_{number}", phase.definitions)
+                yield self._function(f"tokens_{number}", phase.definitions, False)
                 table.append(f"{{0, 0, tokens_{number}}}")
                 continue
             groups = []
             for place, group in enumerate(phase.groups):
                 name = f"{number}_{place}"
                 if group.following:
-                    yield self._following(f"follow_{name}", group.following)
+                    yield self._function(f"follow_{name}", group.following, True)
                 factors = ",".join(map(self._factor, group.products))
                 yield [f"static const Factor factors_{name}[] = {{{factors}}};"]
                 groups.append(self._group(name, group))
             yield [f"static const Products groups_{number}[] = {{{', '.join(groups)}}};"]
             table.append(f"{{groups_{number}, {len(groups)}, 0}}")
         yield [f"static const Phase phases[] = {{{', '.join(table)}}};"]
-        if self.layout.results:
+        if self.facts.short:
             yield self._results()
         yield from self._exported()
 
@@ -129,21 +70,21 @@ class _Emitter:
 
     def _factor(self, number: int) -> str:
         """A product as a row of its group's table."""
-        about, by = products.factors(self.program, number), self.program.scales(number)
+        about, by, facts = self.facts.products[number], self.program.scales(number), self.facts
         zeros = None if by is None else by.zeros
-        of_scales = 0 if by is None else self.layout.given_at + by.scales
-        of_zeros = 0 if zeros is None else self.layout.given_at + zeros
-        depth, weight = self._width(about.left), self.layout.given_at + about.weight
-        rows = ", ".join(str(self.rows[n - self.first]) for n in (about.left, number))
-        left, result = (self.layout.values_at + n - self.first for n in (about.left, number))
+        of_scales = 0 if by is None else facts.given_at + by.scales
+        of_zeros = 0 if zeros is None else facts.given_at + zeros
+        depth, weight = facts.widths[about.left], facts.given_at + about.weight
+        rows = ", ".join(str(facts.rows[n]) for n in (about.left, number))
+        left, result = map(facts.place_of, (about.left, number))
         name = products.kind(self.program, number).name
         return f"{{&{name}, {depth}, {rows}, {left}, {weight}, {of_scales}, {of_zeros}, {result}}}"
 
     def _group(self, name: str, group: Group) -> str:
         """A group as a row of its phase's table. Threads may share the depth if all weights are turned."""
         kinds = [products.kind(self.program, n) for n in group.products]
-        width = self._width(group.products[0])
-        depth = max(self._width(products.factors(self.program, n).left) for n in group.products)
+        width = self.facts.widths[group.products[0]]
+        depth = max(self.depths[n] for n in group.products)
         turned, across = any(k.turned for k in kinds), all(k.goes_across for k in kinds)
         flags = ", ".join(str(int(flag)) for flag in (turned, across, all(k.turned for k in kinds)))
         follow = f"follow_{name}" if group.following else "0"
@@ -151,11 +92,10 @@ class _Emitter:
 
     def _exported(self) -> Iterator[Iterable[str]]:
         """The functions that are called: how much room a call needs, and what each thread runs."""
-        every = [n for phase in self.phases for group in phase.groups for n in group.products]
-        depths = {n: self._width(products.factors(self.program, n).left) for n in every}
-        packed = [d for n, d in depths.items() if products.weight(self.program, n).packed is not None]
+        depths, given = self.depths, self.program.given
+        packed = [d for n, d in depths.items() if given[self.facts.products[n].weight].packed is not None]
         across = [2 * d for n, d in depths.items() if products.kind(self.program, n).goes_across]
-        count, results = len(self.phases), "results" if self.layout.results else "0"
+        count, results = len(self.facts.phases), "results" if self.facts.short else "0"
         room = f"room_of({max(depths.values())})" if depths else "0"
         yield [
             f"int64_t attngraph_room(void) {{ return {room}; }}",
@@ -172,35 +112,31 @@ class _Emitter:
     def _results(self) -> Iterator[str]:
         """A function that rounds the results in 16 bits of tokens `t0 .. t1 - 1`."""
         yield "static void results(const int64_t *c, int64_t t0, int64_t t1) {"
-        for place, (number, dtype) in enumerate(short_results(self.program)):
-            width, row, kind = self._width(number), self.rows[number - self.first], NAMED[dtype].c
+        for place, (number, dtype) in enumerate(self.facts.short):
+            width, row, kind = self.facts.widths[number], self.facts.rows[number], NAMED[dtype].c
             yield f"const float *v{place} = {self._value(number)};"
-            yield f"{kind} *to{place} = ({kind} *)c[{self.layout.results_at + place}];"
+            yield f"{kind} *to{place} = ({kind} *)c[{self.facts.results_at + place}];"
             yield "for (int64_t t = t0; t < t1; ++t) {"
             yield f"for (int64_t i = 0; i < {width}; ++i) {{"
             yield f"to{place}[t * {width} + i] = to_{dtype}(v{place}[t * {row} + i]);"
             yield from ("}", "}")
         yield "}"
 
-    def _tokens(self, name: str, numbers: Sequence[int]) -> Iterator[str]:
-        """A function that computes definitions for tokens `t0 .. t1 - 1`."""
-        yield f"static void {name}(const int64_t *c, int64_t t0, int64_t t1) {{"
+    def _function(self, name: str, numbers: Sequence[int], columns: bool) -> Iterator[str]:
+        """A function that computes definitions for tokens `t0 .. t1 - 1`, or columns `c0 .. c1 - 1` of what
+        follows from products."""
+        more = ", int64_t c0, int64_t c1" * columns
+        yield f"static void {name}(const int64_t *c, int64_t t0, int64_t t1{more}) {{"
         yield from self._pointers(numbers)
         yield "for (int64_t t = t0; t < t1; ++t) {"
         for number in numbers:
-            made, flat = _with_digits(self._definition(number))
+            made = self.facts.made[number]
+            if columns:
+                yield from self._loops(number, made, made.value, [("c0", "c1")], lambda names: names[0])
+                continue
+            made, flat = _with_digits(made)
             for ranges, value in divided(made):
                 yield from self._loops(number, made, value, ranges, flat)
-        yield from ("}", "}")
-
-    def _following(self, name: str, numbers: Sequence[int]) -> Iterator[str]:
-        """A function that computes columns `c0 .. c1 - 1` of what follows from products."""
-        yield f"static void {name}(const int64_t *c, int64_t t0, int64_t t1, int64_t c0, int64_t c1) {{"
-        yield from self._pointers(numbers)
-        yield "for (int64_t t = t0; t < t1; ++t) {"
-        for number in numbers:
-            made = self._definition(number)
-            yield from self._loops(number, made, made.value, [("c0", "c1")], lambda names: names[0])
         yield from ("}", "}")
 
     def _loops(
@@ -226,44 +162,38 @@ class _Emitter:
             yield from _fold(made, formula, target)
         yield from ["}"] * closing
 
-    def _definition(self, number: int) -> Definition:
-        return self.program.definitions[number - self.first]
-
-    def _width(self, number: int) -> int:
-        return math.prod(self._definition(number).extents)
-
     # --- memory ---
 
     def _value(self, number: int) -> str:
-        return f"((float *)c[{self.layout.values_at + number - self.first}])"
+        return f"((float *)c[{self.facts.place_of(number)}])"
 
     def _pointers(self, numbers: Sequence[int]) -> Iterator[str]:
-        used = sorted({n for number in numbers for n in self._definition(number).reads} | set(numbers))
+        used = sorted({n for number in numbers for n in self.facts.made[number].reads} | set(numbers))
         for n in used:
-            if n in self.local:
-                yield f"float v{n}[{self._width(n)}] __attribute__((aligned(64)));"
+            if n in self.facts.local:
+                yield f"float v{n}[{self.facts.widths[n]}] __attribute__((aligned(64)));"
                 continue
-            if n >= self.first:
+            if n in self.facts.made:
                 yield f"float *const v{n} = {self._value(n)};"
                 continue
-            given, place = self.program.given[n], self.layout.given_at + n
+            given, place = self.program.given[n], self.facts.given_at + n
             element = "uint8_t" if given.packed is not None else NAMED[given.dtype].c
             yield f"const {element} *const g{n} = ((const {element} *)c[{place}]);"
             if given.token_dim is not None:
-                at = self.layout.strides_at + n * RANKS
+                at = self.facts.strides_at + n * RANKS
                 names = ", ".join(f"s{n}_{d} = c[{at + d}]" for d in range(len(given.shape)))
                 yield f"const int64_t {names};"
 
     def _element(self, number: int, place: str) -> str:
-        row = self.rows[number - self.first]
-        if number in self.local:
+        row = self.facts.rows[number]
+        if number in self.facts.local:
             return f"v{number}[{place}]"
         return f"v{number}[t]" if row == 1 else f"v{number}[t * {row} + {place}]"
 
     def _read(self, node: Expr, indices: list[str]) -> str:
         number = node.value
-        if number >= self.first:
-            return self._element(number, _flattened(indices, self._definition(number).extents))
+        if number in self.facts.made:
+            return self._element(number, _flattened(indices, self.facts.made[number].extents))
         about = self.program.given[number]
         if about.packed is not None:
             raise UnsupportedError("single elements of 4 bits")
@@ -279,7 +209,7 @@ class _Emitter:
         return widened.format(f"g{number}[{' + '.join(terms) or '0'}]")
 
 
-def _fold(made: Definition, formula: Formula, target: str) -> Iterator[str]:
+def _fold(made: Definition, formula: "Formula", target: str) -> Iterator[str]:
     assert made.over is not None
     j, is_sum = made.over.value, made.fold == "sum"
     yield from ("{", *formula.before, f"float all = {'0.0f' if is_sum else '-INFINITY'};")
@@ -322,16 +252,99 @@ def _with_digits(made: Definition) -> tuple[Definition, Callable[[Sequence[str]]
         operation("floordiv", whole, E.const(divisor)): high, operation("mod", whole, E.const(divisor)): low,
         whole: operation("add", operation("mul", high, E.const(divisor)), low),
     }  # fmt: skip
-
-    value = _replaced(made.value, digits)
+    value = E.replaced(made.value, digits)
     return Definition((high, low), value), lambda names: f"{names[0]} * {divisor} + {names[1]}"
 
 
-def _replaced(value: Expr, places: dict[Expr, Expr]) -> Expr:
-    """The formula with these parts replaced, the largest first."""
-    if value in places:
-        return places[value]
-    if value.op == "var" or not value.args:
-        return value
-    args = tuple(_replaced(a, places) for a in value.args)
-    return value if args == value.args else E.make(value.op, args, value.value, value.kind)
+class Formula:
+    """A formula as an expression of C. What it mentions more than once has a name. So has what the innermost
+    loop does not change: it is computed before that loop. Within the branches of a selection nothing has a
+    name: only the branch that is chosen may be evaluated, because in the other an index may be out of range.
+
+    Args:
+        read: the C of a read, given the C of its indices.
+        inner: the index of the innermost loop around the formula, if there is a loop.
+
+    Attributes:
+        before: declarations that must stand before the innermost loop.
+        lines: declarations that must stand before the expression.
+    """
+
+    def __init__(self, value: Expr, read: Callable[[Expr, list[str]], str], inner: Expr | None) -> None:
+        self.read = read
+        self.before: list[str] = []
+        self.lines: list[str] = []
+        self._changing = {n for n in E.walk(value) if inner is None or any(m is inner for m in E.walk(n))}
+        self._is_before = False
+        self._names: dict[Expr, str] = {}
+        self._uses = collections.Counter(arg for n in E.walk(value) for arg in n.args)
+        self._conditional = {
+            inner
+            for n in E.walk(value)
+            if n.op == "where"
+            for branch in n.args[1:]
+            for inner in E.walk(branch)
+        }
+        self.code = self.real(value)
+
+    def real(self, node: Expr) -> str:
+        """A value as a float."""
+        if node.op == "const":
+            return number_literal(node)
+        return self.of(node) if node.kind in ("float", "any") else f"((float){self.of(node)})"
+
+    def of(self, node: Expr) -> str:
+        if node in self._names:
+            return self._names[node]
+        if node.op in ("const", "var") or node in self._conditional:
+            return self._of(node)
+        outer = self._is_before
+        self._is_before = outer or node not in self._changing
+        lines, first = (self.before if self._is_before else self.lines), self._is_before and not outer
+        code = self._of(node)
+        self._is_before = outer
+        if not first and (node.op == "read" or self._uses[node] < 2):
+            return code
+        kind = "float" if node.kind in ("float", "any") else "int64_t"
+        self._names[node] = f"x{len(self._names)}"
+        lines.append(f"const {kind} {self._names[node]} = {code};")
+        return self._names[node]
+
+    def _of(self, node: Expr) -> str:
+        match node.op:
+            case "const":
+                return number_literal(node) if node.kind == "float" else str(int(node.value))
+            case "var":
+                return str(node.value)
+            case "read":
+                return self.read(node, [self.of(a) for a in node.args])
+            case "where":
+                branches = (
+                    self.real(a) if node.kind in ("float", "any") else self.of(a) for a in node.args[1:]
+                )
+                return "({} ? {} : {})".format(self._truth(node.args[0]), *branches)
+            case "float":
+                return self.real(node.args[0])
+            case "isnan":
+                return f"({self.real(node.args[0])} != {self.real(node.args[0])})"
+            case "pow" if node.args[1].op == "const" and node.args[1].value in (2, 3, 4):
+                base = self.real(node.args[0])
+                return "(" + " * ".join([base] * int(node.args[1].value)) + ")"
+        row = operation_of(node.op)
+        if row is None:
+            raise UnsupportedError(f"`{node.op}`")
+        return self._operation(row, node)
+
+    def _operation(self, row: Operation, node: Expr) -> str:
+        whole = row.takes != "reals" and all(a.kind in ("int", "bool") for a in node.args)
+        if row.takes == "truths":
+            args = [self._truth(a) for a in node.args]
+        else:
+            args = [self.of(a) if whole else self.real(a) for a in node.args]
+        template = row.c if isinstance(row.c, str) else row.c[whole]
+        if not template:
+            raise UnsupportedError(f"`{node.op}`")
+        return template.format(*args, kind="long" if whole else "float")
+
+    def _truth(self, node: Expr) -> str:
+        return self.of(node) if node.kind == "bool" else f"({self.of(node)} != 0)"

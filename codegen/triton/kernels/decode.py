@@ -88,14 +88,7 @@ def KERNEL(
     until = tl.where(is_idle, since, tl.minimum(since + length, kept))
     fresh = tl.where((news != 0) & (part == splits - 1) & (not is_idle), count, 0)
     BEFORE
-    if SINK:
-        sink = tl.zeros([BLOCK_Q, 1], tl.float32) + SINK
-        sink = tl.where(part == 0, sink, float("-inf"))
-        m = tl.where(sink == float("-inf"), LOWEST, sink * RATE if LINEAR else sink)
-        l = tl.where(sink == float("-inf"), 0.0, tl.exp2(tl.fma(sink, RATE, -m)) if LINEAR else 1.0)
-    else:
-        m = tl.zeros([BLOCK_Q, 1], tl.float32) + LOWEST  # no key yet
-        l = tl.zeros([BLOCK_Q, 1], tl.float32)
+    begin_rows(True)
     acc = tl.zeros([BLOCK_Q, DV], tl.float32)
     for start in tl.range(since, until, BLOCK_K):  # in pages
         k = long(start + across)
@@ -173,11 +166,7 @@ def join_parts(part_acc, part_m, part_l, starts, out, lse, Hq, Hkv, splits, shar
     acc = tl.sum(acc, 0, keep_dims=True)
     place = out + ((begin + lane % queries) * Hq + h) * WIDTH_OF_VALUES + d
     there = d < tl.where(inside, WIDTH_OF_VALUES, 0)
-    tl.store(
-        place,
-        (acc / l if KEEPS_NAN else tl.where(l > 0.0, acc / l, 0.0)).to(out.dtype.element_ty),
-        mask=there,
-    )
+    tl.store(place, divided(acc), mask=there)
     if lse is not None:
         one = tl.zeros([1, 1], tl.int64)
         place = lse + tl.cast(h, tl.int64) * tokens + begin + lane % queries + one

@@ -94,13 +94,7 @@ def KERNEL(
     query_tile = tl.load(query_head, mask=(q < Sq) & IN_D, other=0.0)
     query_rest = tl.load(query_beside, mask=(q < Sq) & IN_D_REST, other=0.0)
     BEFORE
-    if SINK:
-        sink = tl.zeros([BLOCK_Q, 1], tl.float32) + SINK
-        m = tl.where(sink == float("-inf"), LOWEST, sink * RATE if LINEAR else sink)
-        l = tl.where(sink == float("-inf"), 0.0, tl.exp2(tl.fma(sink, RATE, -m)) if LINEAR else 1.0)
-    else:
-        m = tl.zeros([BLOCK_Q, 1], tl.float32) + LOWEST  # no key yet
-        l = tl.zeros([BLOCK_Q, 1], tl.float32)
+    begin_rows(False)
     acc = tl.zeros([BLOCK_Q, DV], tl.float32)
     acc_rest = tl.zeros([BLOCK_Q, DV_REST], tl.float32)
     find_bounds(BLOCK_Q, BLOCK_K)
@@ -132,9 +126,9 @@ def KERNEL(
             behind = (tl.maximum(every if FILL else stop, 1) - 1) * BLOCK_K
         absorb_behind()
     out_row = out + ((tl.cast(b, tl.int64) * Sq + q) * Hq + h) * WIDTH_OF_VALUES
-    out_tile = (acc / l if KEEPS_NAN else tl.where(l > 0.0, acc / l, 0.0)).to(out.dtype.element_ty)
+    out_tile = divided(acc)
     tl.store(out_row + dv, out_tile, mask=(q < Sq) & IN_DV)
-    out_rest = (acc_rest / l if KEEPS_NAN else tl.where(l > 0.0, acc_rest / l, 0.0)).to(out.dtype.element_ty)
+    out_rest = divided(acc_rest)
     tl.store(out_row + dv_rest, out_rest, mask=(q < Sq) & IN_DV_REST)
     tl.store(
         lse + tl.cast(place // blocks, tl.int64) * Sq + q,

@@ -4,6 +4,20 @@ from attngraph.codegen.triton.fold import part
 
 
 @part
+def begin_rows(IN_PARTS):
+    """The rows' maximum and sum before the first key. IN_PARTS: a sink counts in the first part alone."""
+    if SINK:
+        sink = tl.zeros([BLOCK_Q, 1], tl.float32) + SINK
+        if IN_PARTS:
+            sink = tl.where(part == 0, sink, float("-inf"))
+        m = tl.where(sink == float("-inf"), LOWEST, sink * RATE if LINEAR else sink)
+        l = tl.where(sink == float("-inf"), 0.0, tl.exp2(tl.fma(sink, RATE, -m)) if LINEAR else 1.0)
+    else:
+        m = tl.zeros([BLOCK_Q, 1], tl.float32) + LOWEST  # no key yet
+        l = tl.zeros([BLOCK_Q, 1], tl.float32)
+
+
+@part
 def sum_weights(like):
     """Join weights to the rows' sum, and round them to the dtype of the tile `like`."""
     l = l * shrink + tl.sum(w, 1, keep_dims=True)
@@ -55,4 +69,8 @@ largest = part(
 exponents_now = part(lambda: tl.fma(s, RATE, -top) if LINEAR else (s - top) * LOG2E)
 # The exponent of what sums weigh that were made with the maximum before.
 fall = part(lambda: m - top if LINEAR else (m - top) * LOG2E)
+# Values by the rows' sums of weights.
+divided = part(
+    lambda total: (total / l if KEEPS_NAN else tl.where(l > 0.0, total / l, 0.0)).to(out.dtype.element_ty)
+)
 weighted_sum = part(lambda values, total: tl.dot(w, values, total * shrink, input_precision=EXACT))

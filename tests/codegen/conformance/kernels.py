@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import attngraph.codegen
-from attngraph.codegen.cpu import backward, compiled, source_backward
+from attngraph.codegen.cpu import compiled, source
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.triton import attempts, visits
 from attngraph.codegen.triton.decode import Decode
@@ -42,7 +42,7 @@ def is_left_by_c(call: Call) -> str | None:
     if not compiled.is_worth_compiling(call.operands):
         return "nothing to compute"
     try:
-        source_backward.write(backward.plan_gradients(parse(call.text), call.operands, call.reads))
+        source.write(compiled.plan_gradients(parse(call.text), call.operands, call.reads))
     except UnsupportedError as error:
         return str(error)
     return None

@@ -10,7 +10,7 @@ from frames import REFERENCE, SMALL, agree, compare_gradients, operands, over_pa
 import attngraph
 import attngraph.codegen
 from attngraph.codegen.remarks import Remarks
-from attngraph.codegen.triton import attempts, decode, launch, tuned, tuning
+from attngraph.codegen.triton import attempts, decode, device, launch, tuned, tuning
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks, Plan
@@ -242,7 +242,7 @@ def test_tiles_and_splits_over_a_cache_are_measured_stored_and_used(monkeypatch:
     pages = tuple(torch.randn(6, 2, 64, 16) for _ in "kv")
     held = torch.tensor([150, 180])
     rows = Rows(torch.arange(6).view(2, 3), torch.tensor([0, 1, 2]), held, held)
-    monkeypatch.setattr(decode, "multiprocessors", lambda where: 3)
+    monkeypatch.setattr(device, "multiprocessors", lambda where: 3)
     monkeypatch.setattr(decode, "LEAST_KEYS", 64)
     tried, fastest, plans = [], (Blocks(16, 16, 8, 2), 8), []
 
@@ -262,7 +262,7 @@ def test_tiles_and_splits_over_a_cache_are_measured_stored_and_used(monkeypatch:
     assert found == {line: fastest[0]} and len(set(tried)) == len(tried) > 20
     assert tuned.programs("A GPU/2") == {line: 8}
     real = decode.launch_decode
-    monkeypatch.setattr(decode, "name_of", lambda where: "A GPU/2")
+    monkeypatch.setattr(device, "name_of", lambda where: "A GPU/2")
     monkeypatch.setattr(decode, "launch_decode", lambda *a: (plans.append((a[0], a[7])), real(*a))[1])
     program, whole = parse("keep k <= q"), [t[:3].transpose(0, 1).flatten(1, 2) for t in pages]
     out = Decode().attend(program, q, (k, v), (pages[0], pages[1]), [], (), rows)

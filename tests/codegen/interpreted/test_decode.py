@@ -10,7 +10,7 @@ from frames import REFERENCE, over_pages
 
 import attngraph
 import attngraph.codegen
-from attngraph.codegen.triton import decode
+from attngraph.codegen.triton import decode, device
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.plan import Blocks, DecodePlan
 from attngraph.ir.language.parser import parse
@@ -180,8 +180,8 @@ def test_parts_are_combined_by_many_programs(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_launches_that_were_captured_serve_rows_that_have_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = recorded(monkeypatch)
-    monkeypatch.setattr(decode, "is_captured", lambda where: True)
-    monkeypatch.setattr(decode, "multiprocessors", lambda where: 8)
+    monkeypatch.setattr(device, "is_captured", lambda where: True)
+    monkeypatch.setattr(device, "multiprocessors", lambda where: 8)
     monkeypatch.setattr(decode, "LEAST_KEYS", 64)
     g = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, heads, 150, 16, generator=g) for heads in (4, 2, 2)]
