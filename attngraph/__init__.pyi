@@ -11,8 +11,8 @@ from attngraph.api.convert import ConvertedModel as ConvertedModel
 from attngraph.api.convert import HeadsReport as HeadsReport
 from attngraph.api.convert import convert_heads as convert_heads
 from attngraph.api.plan import plan as plan
-from attngraph.api.verdict import Verdict as Verdict
 from attngraph.api.verify import verify as verify
+from attngraph.api.verify.verdict import Verdict as Verdict
 from attngraph.errors import AttnGraphError as AttnGraphError
 from attngraph.errors import BackendError as BackendError
 from attngraph.errors import CacheError as CacheError

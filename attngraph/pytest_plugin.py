@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from attngraph.api.verdict import Verdict
+    from attngraph.api.verify.verdict import Verdict
     from attngraph.testing import Checked
 
 MOST_LINES = 60

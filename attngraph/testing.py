@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from attngraph.api import compile as api
-from attngraph.api.verdict import Verdict
 from attngraph.api.verify import verify as compare_sides
+from attngraph.api.verify.verdict import Verdict
 from attngraph.errors import meant
 from attngraph.ir.language.parser import parse
 from attngraph.meaning.check import comparison

@@ -47,11 +47,8 @@ class Bisection:
         return "" if self.steps[-1].holds else self.steps[-1].name
 
     def __str__(self) -> str:
-        verdict = (
-            f"the first that does not hold is {self.culprit}"
-            if self.culprit
-            else "the model answers as eager does after every pass"
-        )
+        verdict = f"the first that does not hold is {self.culprit}"
+        verdict = verdict if self.culprit else "the model answers as eager does after every pass"
         return "\n".join([*(f"  {step}" for step in self.steps), "", verdict])
 
 

@@ -9,12 +9,14 @@ model has no such call, the decision stays a condition of the graph.
 
 import itertools
 import logging
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from attngraph.api.rewritten import Again
@@ -60,11 +62,9 @@ def compare_sides(
         given = iter(smaller)
         call = unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         try:
-            other = again(*call)
+            other, run = again(*call), Exact if weights else _MadeUp
             equal = _of_same_operations(graph, other.graph, sizes)
-            if equal or _alike(
-                graph, other, captured, owner, smaller, results, Exact if weights else _MadeUp
-            ):
+            if equal or _alike(graph, other, captured, owner, smaller, results, run):
                 found.append(Same(at, tuple(_relations(other, captured, dict(at)))))
         except Exception as problem:  # the user's model runs at sizes that nobody asked for
             log.info("not for %s: %s", ", ".join(f"{name} of {n}" for name, n in sorted(at)), problem)
@@ -137,36 +137,25 @@ def _of_same_operations(graph: ProgramGraph, other: ProgramGraph, sizes: Mapping
     ours, theirs = ([n for n in g.graph.nodes if not is_size(n)] for g in (graph, other))
     if len(ours) != len(theirs):
         return False
-    known: dict[Any, Any] = {}
+    places = {node: n for side in (ours, theirs) for n, node in enumerate(side)}
 
-    def number(value: Any) -> Any:
-        """A size as a number, at the sizes that are given."""
+    def plain(value: Any) -> Any:
+        """An operand by its place in its graph, a size as a number, at the sizes that are given."""
+        if isinstance(value, fx.Node) and not is_size(value):
+            return "operand", places[value]
         value = value.meta.get("val") if isinstance(value, fx.Node) else value
         formula = value.node.expr if isinstance(value, torch.SymInt) else value
-        return size_value(formula, dict(sizes)) if hasattr(formula, "free_symbols") else formula
-
-    def same(a: Any, b: Any) -> bool:
-        if isinstance(a, fx.Node) and not is_size(a):
-            return known.get(a) is b
-        if isinstance(a, (list, tuple)):
-            return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
-        if isinstance(a, dict):
-            return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[n], b[n]) for n in a)
-        if isinstance(a, slice):
-            return isinstance(b, slice) and same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
-        one, two = number(a), number(b)
-        return type(one) is type(two) and bool(one == two)
+        found = size_value(formula, dict(sizes)) if hasattr(formula, "free_symbols") else formula
+        return type(found), found
 
     for a, b in zip(ours, theirs, strict=True):
-        known[a] = b
         if a.op != b.op or (a.op == "call_function" and a.target is not b.target):
             return False
-        if a.op != "placeholder" and not same((a.args, a.kwargs), (b.args, b.kwargs)):
+        operands = (map_aggregate((node.args, node.kwargs), plain) for node in (a, b))
+        if a.op != "placeholder" and operator.ne(*operands):
             return False
-    constants = (graph.constants.keys() == other.constants.keys()) and all(
-        _equal(value, other.constants[name]) for name, value in graph.constants.items()
-    )
-    return constants
+    one, two = graph.constants, other.constants
+    return one.keys() == two.keys() and all(_equal(value, two[name]) for name, value in one.items())
 
 
 def _alike(
@@ -178,14 +167,9 @@ def _alike(
     if not same_kind or str(other.structure.tree) != str(captured.structure.tree):
         return False
     with torch.no_grad():
-        ours, theirs = (
-            [
-                value
-                for value, o in zip(Machine(g, owner)(tensors, None, run), g.outputs, strict=True)
-                if o.kind in RESULTS
-            ]
-            for g in (graph, other.graph)
-        )
+        values = (Machine(g, owner)(tensors, None, run) for g in (graph, other.graph))
+        is_result = [o.kind in RESULTS for o in graph.outputs]
+        ours, theirs = ([*itertools.compress(every, is_result)] for every in values)
     places = range(len(ours)) if results is None else results
     return all(_equal(ours[n], theirs[n]) for n in places)
 

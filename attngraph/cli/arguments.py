@@ -33,19 +33,6 @@ Measurements of attngraph itself and fuzzing are in its repository: python -m wo
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; `command` is the name of the module that runs it."""
-    made = argparse.ArgumentParser(
-        "attngraph", description="A compiler for attention: what it makes of a model, and why.",
-        formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EPILOG,
-    )  # fmt: skip
-    made.add_argument("--version", action="version", version=f"attngraph {__version__}")
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_compile, _demo, _export, _inspect, _opt, _bisect, _show, _bench, _cache, _plan, _verify):
-        add(commands)
-    return made
-
-
 def at_least(least: float, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
     """An argument type: a number that is not smaller."""
 
@@ -81,266 +68,214 @@ def quantity(text: str) -> float:
 
 
 POSITIVE = at_least(1)
+Argument = tuple[list[str], dict[str, Any]]
+"""The names of an argument, and how argparse reads it."""
 
 
-def _target(parser: argparse.ArgumentParser, nargs: str | None = None, name: str = "target") -> None:
+class Command:
+    """A command: what it does, examples, its arguments, and what its module finds set besides."""
+
+    def __init__(self, name: str, help: str, epilog: str, *arguments: Argument, **defaults: Any) -> None:
+        self.name, self.help, self.epilog = name, help, epilog
+        self.arguments, self.defaults = arguments, defaults
+
+
+def option(names: str, help: str, **reads: Any) -> Argument:
+    return names.split(), {"help": help, **reads}
+
+
+def flag(name: str, help: str) -> Argument:
+    return option(name, help, action="store_true")
+
+
+def file(names: str, help: str, metavar: str = "FILE") -> Argument:
+    return option(names, help, type=Path, metavar=metavar)
+
+
+def _targets(name: str = "target", nargs: str | None = None) -> tuple[Argument, ...]:
     """The arguments that name a target and the sizes of its example."""
-    parser.add_argument(
-        name,
-        nargs=nargs,
-        help="package.module:NAME or path/file.py:NAME of a function, a class or a model; or hf:FOLDER",
+    said = "package.module:NAME or path/file.py:NAME of a function, a class or a model; or hf:FOLDER"
+    return (
+        option(name, said, nargs=nargs),
+        option("--tokens", "tokens of the example", type=POSITIVE),
+        option("--batch", "batch size of the example", type=POSITIVE),
     )
-    parser.add_argument("--tokens", type=POSITIVE, help="tokens of the example")
-    parser.add_argument("--batch", type=POSITIVE, help="batch size of the example")
 
 
-def _compile(commands: Any) -> None:
-    one = commands.add_parser(
-        "compile",
-        help="compile a model, show the report, check it against eager, time it",
-        epilog="example: attngraph compile attngraph.models.targets:tiny_decoder_lm --page report.html",
-    )
-    _target(one, nargs="+")
-    one.add_argument("--dump", metavar="DIR", help="write the graph after each pass here")
-    one.add_argument(
-        "--page", type=Path, metavar="FILE",
-        help="write the report as one HTML page, with your code, measured times and weights",
-    )  # fmt: skip
-    one.add_argument("--strict", action="store_true", help="fail where something is not fused")
-    one.set_defaults(full=True)
-    _how_to_compile(one)
+_JSON = flag("--json", "print one JSON object")
+_BACKEND = option("--backend", "whose kernels to use", default="auto", choices=backends())
+_OWN_PASSES = option(
+    "--add",
+    "a pass of yours, as mine.py:DropOnes before select-kernels, or mine.py:DropOnes@merge-heads",
+    action="append", default=[], metavar="PASS[@BEFORE]",
+)  # fmt: skip
+_HOW_TO_COMPILE = (
+    flag("--json", "print one JSON object for each target"),
+    _BACKEND,
+    option("--absorb", "latent attention: the order of multiplication", default="auto", choices=ABSORB),
+    option("--disable", f"a pass that is not to run: {', '.join(PASSES)}",
+           action="append", default=[], metavar="PASS", choices=PASSES),
+    option("--min-scores", "run the graph from N scores per attention on; smaller calls run the model "
+           "itself, as those of attngraph.compile do by default", type=at_least(0), metavar="N"),
+    _OWN_PASSES,
+    flag("--inductor", "compile the rest with Inductor too"),
+    flag("--no-torch-compile", "do not measure torch.compile, nor inductor=True, beside it"),
+    option("--rounds", "rounds of timing (default %(default)s)", type=POSITIVE, default=5),
+)  # fmt: skip
 
-
-def _bench(commands: Any) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="time and memory of a model beside eager and torch.compile, without the report",
-        epilog="example: attngraph bench attngraph.models.targets:tiny_decoder_lm --rounds 9. "
-        "The suites that compare attngraph with others are in its repository: python -m workshop --help.",
-    )
-    _target(bench, nargs="+")
-    bench.set_defaults(dump=None, page=None, strict=False, full=True)
-    _how_to_compile(bench)
-
-
-def _demo(commands: Any) -> None:
-    demo = commands.add_parser(
-        "demo",
-        help="two language models at real size on real text, and attention alone at 2048 tokens",
-        epilog="example: attngraph demo --full. It takes a minute or two on two cores, and says on standard "
-        "error what it does.",
-    )
-    demo.add_argument("--full", action="store_true", help="measure inductor=True too, twice the time")
-    _how_to_compile(demo)
-    demo.set_defaults(batch=None, dump=None, page=None, strict=False, rounds=3)
-
-
-def _cache(commands: Any) -> None:
-    cache = commands.add_parser(
-        "cache",
-        help="what is kept on disk of earlier compilations; clear removes it",
-        epilog="ATTNGRAPH_CACHE=DIR moves it, ATTNGRAPH_CACHE=0 keeps no graphs. "
-        "example: attngraph cache clear",
-    )
-    cache.add_argument("action", nargs="?", choices=("show", "clear"), default="show", help="what to do")
-    cache.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _how_to_compile(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print one JSON object for each target")
-    command.add_argument("--backend", default="auto", choices=backends(), help="whose kernels to use")
-    command.add_argument(
-        "--absorb", default="auto", choices=ABSORB, help="latent attention: the order of multiplication"
-    )
-    command.add_argument(
-        "--disable", action="append", default=[], metavar="PASS", choices=PASSES,
-        help=f"a pass that is not to run: {', '.join(PASSES)}",
-    )  # fmt: skip
-    command.add_argument(
-        "--min-scores", type=at_least(0), metavar="N",
-        help="run the graph from N scores per attention on; smaller calls run the model itself, as those of "
-        "attngraph.compile do by default",
-    )  # fmt: skip
-    _own_passes(command)
-    command.add_argument("--inductor", action="store_true", help="compile the rest with Inductor too")
-    command.add_argument(
-        "--no-torch-compile", action="store_true",
-        help="do not measure torch.compile, nor inductor=True, beside it",
-    )  # fmt: skip
-    command.add_argument("--rounds", type=POSITIVE, default=5, help="rounds of timing (default %(default)s)")
-
-
-def _own_passes(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--add", action="append", default=[], metavar="PASS[@BEFORE]",
-        help="a pass of yours, as mine.py:DropOnes before select-kernels, or mine.py:DropOnes@merge-heads",
-    )  # fmt: skip
-
-
-def _verify(commands: Any) -> None:
-    verify = commands.add_parser(
-        "verify",
-        help="whether two models compute the same: a port, say, and what was ported",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: attngraph verify attngraph.models.targets:tiny_decoder_lm port.py:LM --tokens 24\n"
-        "Both are called with the reference's inputs, or those of --inputs. Sides may also be FILE.onnx, a\n"
-        "folder that `save` wrote, and functions that take arguments, such as kernel.py:attend.\n"
-        "exit codes: 0 equal; 1 they differ; 2 they cannot be compared, or a target cannot be used.",
-    )
-    _target(verify, name="reference")
-    verify.add_argument("candidate", help="what is compared with it, named in the same way")
-    verify.add_argument(
-        "--rename", type=Path, metavar="FILE",
-        help="JSON: the name of the reference's weight for each of the candidate's that differs",
-    )  # fmt: skip
-    verify.add_argument(
-        "--inputs", metavar="NAME", help="a function, as inputs.py:NAME, that returns the arguments"
-    )
-    verify.add_argument("--no-gradients", action="store_true", help="compare results alone")
-    verify.add_argument("--seed", type=int, default=0, help="repeats a run (default 0)")
-    verify.add_argument(
-        "--budget", type=at_least(0, float), default=60.0, metavar="S",
-        help="seconds after which nothing new is tried (default 60)",
-    )  # fmt: skip
-    verify.add_argument(
-        "--subprocess", action="store_true", help="run the candidate in a process of its own, with limits"
-    )
-    verify.add_argument(
-        "--seconds", type=at_least(0, float), default=60.0, metavar="S",
-        help="its time for a call (default 60)",
-    )  # fmt: skip
-    verify.add_argument(
-        "--memory", type=quantity, default=4 * 2.0**30, metavar="SIZE",
-        help="its memory besides what torch takes (default 4GiB)",
-    )  # fmt: skip
-    verify.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as one HTML page")
-    verify.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _export(commands: Any) -> None:
-    export = commands.add_parser(
-        "export",
-        help="write a model, or its decoder, as a file that runs without attngraph",
-        epilog="example: attngraph export attngraph.models.targets:tiny_decoder_lm --decoder -o lm.onnx. The "
-        "file is run and compared with the model before it is kept.",
-    )
-    _target(export)
-    export.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the file to write")
-    export.add_argument("--format", choices=FORMATS, help="default: by the file's name")
-    export.add_argument("--decoder", action="store_true", help="with a cache as its input and output")
-    export.add_argument(
-        "--fallback", default="sdpa", choices=FALLBACKS, help="how attention is written in pt2"
-    )
-    export.add_argument("--no-padding", action="store_true", help="decoder: all rows are equally long")
-    export.add_argument("--no-check", action="store_true", help="do not run the file")
-    export.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _inspect(commands: Any) -> None:
-    inspect = commands.add_parser(
-        "inspect",
-        help="a dump as one HTML page: what was missed, each pass before and after, the graph, kernels",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n"
+COMMANDS = (
+    Command(
+        "compile", "compile a model, show the report, check it against eager, time it",
+        "example: attngraph compile attngraph.models.targets:tiny_decoder_lm --page report.html",
+        *_targets(nargs="+"),
+        option("--dump", "write the graph after each pass here", metavar="DIR"),
+        file("--page", "write the report as one HTML page, with your code, measured times and weights"),
+        flag("--strict", "fail where something is not fused"),
+        *_HOW_TO_COMPILE,
+        full=True,
+    ),
+    Command(
+        "demo", "two language models at real size on real text, and attention alone at 2048 tokens",
+        "example: attngraph demo --full. It takes a minute or two on two cores, and says on standard error "
+        "what it does.",
+        flag("--full", "measure inductor=True too, twice the time"),
+        *_HOW_TO_COMPILE,
+        batch=None, dump=None, page=None, strict=False, rounds=3,
+    ),
+    Command(
+        "export", "write a model, or its decoder, as a file that runs without attngraph",
+        "example: attngraph export attngraph.models.targets:tiny_decoder_lm --decoder -o lm.onnx. The file "
+        "is run and compared with the model before it is kept.",
+        *_targets(),
+        option("-o --out", "the file to write", type=Path, required=True, metavar="FILE"),
+        option("--format", "default: by the file's name", choices=FORMATS),
+        flag("--decoder", "with a cache as its input and output"),
+        option("--fallback", "how attention is written in pt2", default="sdpa", choices=FALLBACKS),
+        flag("--no-padding", "decoder: all rows are equally long"),
+        flag("--no-check", "do not run the file"),
+        _JSON,
+    ),
+    Command(
+        "inspect", "a dump as one HTML page: what was missed, each pass before and after, the graph, kernels",
+        "example:\n"
         "  attngraph compile attngraph.models.targets:tiny_decoder_lm --dump out\n"
         f"  attngraph inspect out --open       writes out/{PAGE} and shows it in your browser\n"
         "  attngraph inspect out --json       the report as JSON, no page\n"
         "  attngraph inspect new --against old   what is different after a change of the model\n"
         "  attngraph inspect out/graph-1      one graph of several",
-    )
-    inspect.add_argument("dump", type=Path, metavar="DUMP_DIR", help="the folder that --dump wrote")
-    inspect.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"where the page is written (default: DUMP_DIR/{PAGE})"
-    )
-    inspect.add_argument(
-        "--against", type=Path, metavar="DIR", help="an earlier dump, which the page compares this one with"
-    )
-    inspect.add_argument("--open", action="store_true", help="show the page in your browser")
-    inspect.add_argument(
-        "--json", action="store_true", help="print the report as JSON; a page only with --out"
-    )
-
-
-def _opt(commands: Any) -> None:
-    opt = commands.add_parser(
-        "opt",
-        help="run passes on the graph of a dump's file and print what comes out",
-        epilog="example: attngraph opt DIR/graph-0/01-canonicalize.txt -p fuse-attention,merge-heads; a pass "
-        "takes options as in -p \"absorb-mla(absorb='always')\". What is printed can be given to opt again. "
+        file("dump", "the folder that --dump wrote", "DUMP_DIR"),
+        file("--out", f"where the page is written (default: DUMP_DIR/{PAGE})"),
+        file("--against", "an earlier dump, which the page compares this one with", "DIR"),
+        flag("--open", "show the page in your browser"),
+        flag("--json", "print the report as JSON; a page only with --out"),
+    ),
+    Command(
+        "opt", "run passes on the graph of a dump's file and print what comes out",
+        "example: attngraph opt DIR/graph-0/01-canonicalize.txt -p fuse-attention,merge-heads; a pass takes "
+        "options as in -p \"absorb-mla(absorb='always')\". What is printed can be given to opt again. "
         "Buffers' contents are read from values.json beside the file, where there are any.",
-    )
-    opt.add_argument("file", type=Path, help="a file NN-<pass>.txt of a dump")
-    opt.add_argument(
-        "-p", "--passes", required=True, metavar="PASS,PASS",
-        help=f"in this order: {', '.join(PASSES)}",
-    )  # fmt: skip
-    opt.add_argument(
-        "--import", dest="modules", action="append", default=[], metavar="MODULE",
-        help="a module that registers ops which the graph has (transformers.integrations.moe, say)",
-    )  # fmt: skip
-    opt.add_argument("--dump", type=Path, metavar="DIR", help="write the graph after each pass here")
-    opt.add_argument("--json", action="store_true", help="print what the passes did, not the graph")
-
-
-def _bisect(commands: Any) -> None:
-    parser = commands.add_parser(
-        "bisect",
-        help="find the first pass after which a model's answer is not eager's",
-        epilog="example: attngraph bisect attngraph.models.targets:tiny_decoder_lm --tokens 64. Exit code 1 "
-        "if a pass is found; attngraph.compile(model, disable=('PASS',)) compiles without it.",
-    )
-    _target(parser)
-    parser.add_argument("--backend", default="auto", choices=backends(), help="whose kernels to use")
-    _own_passes(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _show(commands: Any) -> None:
-    names = "\n".join(f"  {name:<14} {known.about}" for name, known in WELL_KNOWN.items())
-    show = commands.add_parser(
-        "show",
-        help="a score program: normalised, its mask in words and as a picture, the share that is computed",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"well-known programs:\n{names}\n\n"
-        "examples: attngraph show window --size n0=128\n"
+        option("file", "a file NN-<pass>.txt of a dump", type=Path),
+        option("-p --passes", f"in this order: {', '.join(PASSES)}", required=True, metavar="PASS,PASS"),
+        option("--import",
+               "a module that registers ops which the graph has (transformers.integrations.moe, say)",
+               dest="modules", action="append", default=[], metavar="MODULE"),
+        file("--dump", "write the graph after each pass here", "DIR"),
+        flag("--json", "print what the passes did, not the graph"),
+    ),
+    Command(
+        "bisect", "find the first pass after which a model's answer is not eager's",
+        "example: attngraph bisect attngraph.models.targets:tiny_decoder_lm --tokens 64. Exit code 1 if a "
+        "pass is found; attngraph.compile(model, disable=('PASS',)) compiles without it.",
+        *_targets(),
+        _BACKEND,
+        _OWN_PASSES,
+        _JSON,
+    ),
+    Command(
+        "show", "a score program: normalised, its mask in words and as a picture, the share that is computed",
+        "well-known programs:\n"
+        + "".join(f"  {name:<14} {known.about}\n" for name, known in WELL_KNOWN.items())
+        + "\nexamples: attngraph show window --size n0=128\n"
         '          attngraph show "keep k <= q and k > q - 100 * (h + 1)" --head 0 1 2 --svg mask.svg',
-    )
-    show.add_argument(
-        "program", help="a score program, a file with one, - for standard input, or a name below"
-    )
-    show.add_argument("--queries", type=int, help="how many queries (default: as many as keys, or 1024)")
-    show.add_argument("--keys", type=int, help="how many keys (default: as many as queries)")
-    show.add_argument("--tile", type=int, default=64, help="queries and keys of one tile (default 64)")
-    show.add_argument("--size", nargs="+", default=[], metavar="nN=VALUE", help="the program's sizes")
-    show.add_argument("--head", type=int, nargs="+", default=[0], metavar="H", help="which heads (default 0)")
-    show.add_argument("--width", type=int, default=64, help="width of a head, for operations (default 64)")
-    show.add_argument("--svg", type=Path, metavar="FILE", help="write the picture of the tiles here")
-    show.add_argument("--json", action="store_true", help="print one JSON object")
+        option("program", "a score program, a file with one, - for standard input, or a name below"),
+        option("--queries", "how many queries (default: as many as keys, or 1024)", type=int),
+        option("--keys", "how many keys (default: as many as queries)", type=int),
+        option("--tile", "queries and keys of one tile (default 64)", type=int, default=64),
+        option("--size", "the program's sizes", nargs="+", default=[], metavar="nN=VALUE"),
+        option("--head", "which heads (default 0)", type=int, nargs="+", default=[0], metavar="H"),
+        option("--width", "width of a head, for operations (default 64)", type=int, default=64),
+        file("--svg", "write the picture of the tiles here"),
+        _JSON,
+    ),
+    Command(
+        "bench", "time and memory of a model beside eager and torch.compile, without the report",
+        "example: attngraph bench attngraph.models.targets:tiny_decoder_lm --rounds 9. The suites that "
+        "compare attngraph with others are in its repository: python -m workshop --help.",
+        *_targets(nargs="+"),
+        *_HOW_TO_COMPILE,
+        dump=None, page=None, strict=False, full=True,
+    ),
+    Command(
+        "cache", "what is kept on disk of earlier compilations; clear removes it",
+        "ATTNGRAPH_CACHE=DIR moves it, ATTNGRAPH_CACHE=0 keeps no graphs. example: attngraph cache clear",
+        option("action", "what to do", nargs="?", choices=("show", "clear"), default="show"),
+        _JSON,
+    ),
+    Command(
+        "plan", "the ways to run a model on many ranks: what each holds, sends and takes; needs no devices",
+        "example: attngraph plan attngraph.models.targets:decoder_lm --ranks 8 --memory 80GB. Exit code 1 if "
+        "no way fits. Defaults are those of an H100 SXM by its data sheet.",
+        *_targets(),
+        option("--ranks", "how many devices there are", type=POSITIVE, required=True),
+        option("--memory", "of one device, such as 80GB", type=quantity, required=True),
+        option("--group", "divide one model among at most so many ranks (default 8)",
+               type=POSITIVE, default=8, metavar="N"),
+        flag("--training",
+             "plan steps of training: gradients, AdamW's state and activations are counted, and no cache"),
+        option("--flops", "operations a second of one (default 989T)", type=quantity, default=989e12),
+        option("--bandwidth", "of its memory (default 3.35TB/s)", type=quantity, default=3.35e12),
+        option("--link", "of its link, in one direction (default 450GB/s)", type=quantity, default=450e9),
+        _JSON,
+    ),
+    Command(
+        "verify", "whether two models compute the same: a port, say, and what was ported",
+        "example: attngraph verify attngraph.models.targets:tiny_decoder_lm port.py:LM --tokens 24\n"
+        "Both are called with the reference's inputs, or those of --inputs. Sides may also be FILE.onnx, a\n"
+        "folder that `save` wrote, and functions that take arguments, such as kernel.py:attend.\n"
+        "exit codes: 0 equal; 1 they differ; 2 they cannot be compared, or a target cannot be used.",
+        *_targets("reference"),
+        option("candidate", "what is compared with it, named in the same way"),
+        file("--rename", "JSON: the name of the reference's weight for each of the candidate's that differs"),
+        option("--inputs", "a function, as inputs.py:NAME, that returns the arguments", metavar="NAME"),
+        flag("--no-gradients", "compare results alone"),
+        option("--seed", "repeats a run (default 0)", type=int, default=0),
+        option("--budget", "seconds after which nothing new is tried (default 60)",
+               type=at_least(0, float), default=60.0, metavar="S"),
+        flag("--subprocess", "run the candidate in a process of its own, with limits"),
+        option("--seconds", "its time for a call (default 60)",
+               type=at_least(0, float), default=60.0, metavar="S"),
+        option("--memory", "its memory besides what torch takes (default 4GiB)",
+               type=quantity, default=4 * 2.0**30, metavar="SIZE"),
+        file("--html", "write the verdict as one HTML page"),
+        _JSON,
+    ),
+)  # fmt: skip
+"""Every command. Its name is that of the module that runs it; `bench` is run by `compile`."""
 
 
-def _plan(commands: Any) -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="the ways to run a model on many ranks: what each holds, sends and takes; needs no devices",
-        epilog="example: attngraph plan attngraph.models.targets:decoder_lm --ranks 8 --memory 80GB. Exit "
-        "code 1 if no way fits. Defaults are those of an H100 SXM by its data sheet.",
-    )
-    _target(plan)
-    plan.add_argument("--ranks", type=POSITIVE, required=True, help="how many devices there are")
-    plan.add_argument("--memory", type=quantity, required=True, help="of one device, such as 80GB")
-    plan.add_argument(
-        "--group", type=POSITIVE, default=8, metavar="N",
-        help="divide one model among at most so many ranks (default 8)",
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    made = argparse.ArgumentParser(
+        "attngraph", description="A compiler for attention: what it makes of a model, and why.",
+        formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EPILOG,
     )  # fmt: skip
-    plan.add_argument(
-        "--training", action="store_true",
-        help="plan steps of training: gradients, AdamW's state and activations are counted, and no cache",
-    )  # fmt: skip
-    plan.add_argument(
-        "--flops", type=quantity, default=989e12, help="operations a second of one (default 989T)"
-    )
-    plan.add_argument("--bandwidth", type=quantity, default=3.35e12, help="of its memory (default 3.35TB/s)")
-    plan.add_argument(
-        "--link", type=quantity, default=450e9, help="of its link, in one direction (default 450GB/s)"
-    )
-    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    made.add_argument("--version", action="version", version=f"attngraph {__version__}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for told in COMMANDS:
+        has_lines = "\n" in told.epilog
+        kind = argparse.RawDescriptionHelpFormatter if has_lines else argparse.HelpFormatter
+        command = commands.add_parser(told.name, help=told.help, epilog=told.epilog, formatter_class=kind)
+        for names, reads in told.arguments:
+            command.add_argument(*names, **reads)
+        command.set_defaults(**told.defaults)
+    return made

@@ -8,8 +8,7 @@ import torch
 
 from attngraph.api.bisect import bisect
 from attngraph.api.options import make_options
-from attngraph.cli.named import changed_by
-from attngraph.cli.target import load_target, run_as_given
+from attngraph.cli.target import changed_by, load_target, run_as_given
 from attngraph.cli.terminal import Progress
 
 
@@ -19,12 +18,8 @@ def run(options: argparse.Namespace) -> int:
     model, inputs = load_target(options.target, batch=options.batch, tokens=options.tokens)
     with torch.no_grad():
         run_as_given(model, model, inputs, options.target)
-    found = bisect(
-        model,
-        *inputs,
-        options=make_options(backend=options.backend, passes=changed_by(options.add)),
-        progress=tell,
-    )
+    chosen = make_options(backend=options.backend, passes=changed_by(options.add))
+    found = bisect(model, *inputs, options=chosen, progress=tell)
     tell.done()
     if options.json:
         steps = [{**asdict(step), "holds": step.holds} for step in found.steps]

@@ -13,21 +13,18 @@ def run(options: argparse.Namespace) -> int:
     disk = Disk(where)
     if options.action == "clear":
         disk.clear()
-    graphs, graph_bytes = disk.usage()
-    kernels = list(where.glob("*.so"))
-    if options.action == "clear":
-        for path in kernels:
+        for path in where.glob("*.so"):
             path.unlink(missing_ok=True)
-        kernels = []
-    kernel_bytes = sum(path.stat().st_size for path in kernels)
+    graphs, graph_bytes = disk.usage()
+    kernels = [path.stat().st_size for path in where.glob("*.so")]
     if options.json:
         found = {
             "folder": str(where), "graphs": graphs, "graph_bytes": graph_bytes,
-            "kernels": len(kernels), "kernel_bytes": kernel_bytes, "off": cache_folder.is_off(),
+            "kernels": len(kernels), "kernel_bytes": sum(kernels), "off": cache_folder.is_off(),
         }  # fmt: skip
         print(json.dumps(found))
         return 0
     print(f"{where}{' (graphs are not kept: ATTNGRAPH_CACHE is off)' * cache_folder.is_off()}")
     print(f"  {graphs} graph{'s' * (graphs != 1)}, {graph_bytes / 2**20:.1f} MiB")
-    print(f"  {len(kernels)} compiled kernel{'s' * (len(kernels) != 1)}, {kernel_bytes / 2**20:.1f} MiB")
+    print(f"  {len(kernels)} compiled kernel{'s' * (len(kernels) != 1)}, {sum(kernels) / 2**20:.1f} MiB")
     return 0

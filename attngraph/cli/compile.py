@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.options import make_options
-from attngraph.cli.named import changed_by
-from attngraph.cli.target import load_target, run_as_given, shapes_of
+from attngraph.cli.target import changed_by, load_target, run_as_given, shapes_of
 from attngraph.cli.terminal import Progress, TargetError, check_writable
 from attngraph.errors import CaptureError
 from attngraph.report.entries import AttentionEntry, folded
@@ -68,9 +67,8 @@ def compile_target(
         _first_calls(compiled, inputs)
         tell("checking against eager")
         agreement = compare(_graph_of(compiled), model, inputs)
-        found = measure(
-            _candidates(model, compiled, inputs, options, tell), rounds=options.rounds, progress=tell
-        )
+        candidates = _candidates(model, compiled, inputs, options, tell)
+        found = measure(candidates, rounds=options.rounds, progress=tell)
         report = compiled.report
         if options.page is not None:
             tell("measuring single operations")
@@ -142,11 +140,8 @@ def _table(found: dict[str, Measurement]) -> str:
     base = found["eager"]
     lines = [f"  {'':<16}{'median':>10}{'least':>10}{'speed':>9}{'peak memory':>14}"]
     for name, m in found.items():
-        speed = f"{base.seconds / m.seconds:.2f}x"
-        lines.append(
-            f"  {name:<16}{m.seconds * 1000:>7.0f} ms{m.least * 1000:>7.0f} ms{speed:>9}"
-            f"{m.peak_bytes / 2**20:>10.0f} MiB"
-        )
+        speed, memory = f"{base.seconds / m.seconds:.2f}x", f"{m.peak_bytes / 2**20:>10.0f} MiB"
+        lines.append(f"  {name:<16}{m.seconds * 1000:>7.0f} ms{m.least * 1000:>7.0f} ms{speed:>9}{memory}")
     return "\n".join(lines)
 
 

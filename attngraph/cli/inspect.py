@@ -9,26 +9,21 @@ import argparse
 import json
 import sys
 import webbrowser
-from typing import Any
 
 from attngraph.cli.arguments import PAGE
 from attngraph.cli.terminal import Progress, check_writable
 from attngraph.report.dump import read_dump
-from attngraph.report.report import CompileReport, merge
+from attngraph.report.report import merge
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return the exit code.
-
-    Raises:
-        DumpError: the dump cannot be read, or the page not written.
-    """
     check_writable(options.out, "--out")
     tell = Progress()
     tell(f"reading {options.dump}")
     report = merge(read_dump(options.dump))
     if options.json:
-        print(json.dumps({**json.loads(report.to_json()), "parts": _parts(report)}, indent=2))
+        parts = [json.loads(part.to_json()) for part in report.parts]  # if there are several graphs
+        print(json.dumps({**json.loads(report.to_json()), "parts": parts}, indent=2))
         if options.out is None and not options.open:
             return 0
     earlier = None if options.against is None else merge(read_dump(options.against))
@@ -39,8 +34,3 @@ def run(options: argparse.Namespace) -> int:
     if options.open and not webbrowser.open(page.resolve().as_uri()):
         print(f"attngraph: no browser was found; open {page} yourself.", file=sys.stderr)
     return 0
-
-
-def _parts(report: CompileReport) -> list[Any]:
-    """The reports of single graphs, if there are several."""
-    return [json.loads(part.to_json()) for part in report.parts]

@@ -7,9 +7,9 @@ import sys
 from dataclasses import asdict
 
 from attngraph import pipeline
-from attngraph.cli.named import passes_named
+from attngraph.cli.target import passes_named
 from attngraph.cli.terminal import Progress, TargetError
-from attngraph.ir.graph import ProgramGraph, format_file
+from attngraph.ir.graph import format_file
 from attngraph.ir.operations import of_library, spaces
 from attngraph.ir.ops import nodes
 from attngraph.passes.attention_entries import describe
@@ -29,7 +29,9 @@ def run(options: argparse.Namespace) -> int:
     tell = Progress()
     tell(f"reading {options.file}")
     graph = read_graph_file(options.file, libraries)
-    _describe_attentions(graph)
+    for node in graph.attentions():  # of which later passes use a description that the text does not contain
+        if isinstance(nodes.view(node), nodes.Attention):
+            node.meta["attention"] = describe(node, graph)
     dump = None if options.dump is None else Dump(options.dump)
     try:
         result = pipeline.run(graph, passes, dump, tell)
@@ -49,16 +51,6 @@ def run(options: argparse.Namespace) -> int:
     print(f"{head}\n{text}")
     unknown = [i.label for i in graph.inputs if i.kind in ("buffer", "constant")]
     if unknown and not graph.values:
-        print(
-            f"attngraph: there is no values.json beside {options.file.name}, so the contents of "
-            f"{len(unknown)} buffer(s) are not known to the passes.",
-            file=sys.stderr,
-        )
+        said = f"attngraph: there is no values.json beside {options.file.name}, so the contents of"
+        print(f"{said} {len(unknown)} buffer(s) are not known to the passes.", file=sys.stderr)
     return 0
-
-
-def _describe_attentions(graph: ProgramGraph) -> None:
-    """Restore the description of each attention, which later passes use and the text does not contain."""
-    for node in graph.attentions():
-        if isinstance(nodes.view(node), nodes.Attention):
-            node.meta["attention"] = describe(node, graph)

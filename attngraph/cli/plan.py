@@ -14,11 +14,6 @@ from attngraph.report.plan import Machine
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return the exit code: 1 if nothing fits.
-
-    Raises:
-        TargetError: the target cannot be used.
-    """
     tell = Progress()
     tell(f"building {options.target}")
     model, inputs = _built(options, tell)

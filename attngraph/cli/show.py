@@ -129,38 +129,25 @@ def _as_text(subject: Subject, whole: TileMap, first: TileMap, width: int) -> st
     lines = [subject.about, ""] if subject.about else []
     lines += [f"  | {line}" for line in str(subject.program).splitlines() or ["(nothing: s = dot)"]]
     lines += [f"  {f'n{number}':<7} {value}" for number, value in enumerate(subject.sizes)]
-    lines += [f"  {f'r{number}':<7} {_described(read)}" for number, read in enumerate(subject.reads)]
-    lines += [f"  mask    {whole.mask}", "", *_small_heading(subject, first), to_text(first)]
+    for number, read in enumerate(subject.reads):
+        what = f"{str(read.dtype).removeprefix('torch.')} {list(read.shape)}"
+        lines.append(f"  {f'r{number}':<7} an example: {what}")
+    sizes = ", ".join(f"n{n} = {v}" for n, v in enumerate(subject.small_sizes))
+    sizes = f", with {sizes}" if subject.small_sizes != subject.sizes else ""
+    heading = f"  {first.queries} queries and {first.keys} keys, pair by pair{sizes}"
+    lines += [f"  mask    {whole.mask}", "", heading, to_text(first)]
     if (whole.queries, whole.keys) != (first.queries, first.keys):
         lines += ["", f"  {whole.queries} queries and {whole.keys} keys, by tiles", to_text(whole)]
-    lines += ["", f"  in tiles of {whole.tile}: {_shares(whole)}", *_cost(whole, width)]
-    return "\n".join(lines)
-
-
-def _small_heading(subject: Subject, first: TileMap) -> list[str]:
-    sides = f"  {first.queries} queries and {first.keys} keys, pair by pair"
-    if subject.small_sizes == subject.sizes:
-        return [sides]
-    return [f"{sides}, with {', '.join(f'n{n} = {v}' for n, v in enumerate(subject.small_sizes))}"]
-
-
-def _described(read: Tensor) -> str:
-    return f"an example: {str(read.dtype).removeprefix('torch.')} {list(read.shape)}"
-
-
-def _shares(whole: TileMap) -> str:
-    return ", ".join(f"{share:.1%} {state}" for state, share in whole.shares.items() if share)
+    shares = ", ".join(f"{share:.1%} {state}" for state, share in whole.shares.items() if share)
+    return "\n".join([*lines, "", f"  in tiles of {whole.tile}: {shares}", *_cost(whole, width)])
 
 
 def _operations(whole: TileMap, width: int) -> dict[str, int]:
     """Floating-point operations of both products: for all pairs, and the least and most that are computed."""
     pairs, each = whole.pairs, 4 * width
     least = (pairs["full"] + pairs["partial"]) * each
-    return {
-        "all": sum(pairs.values()) * each,
-        "least": least,
-        "most": least + (pairs["filled"] + pairs["unknown"]) * each,
-    }
+    more = (pairs["filled"] + pairs["unknown"]) * each
+    return {"all": sum(pairs.values()) * each, "least": least, "most": least + more}
 
 
 def _cost(whole: TileMap, width: int) -> list[str]:
@@ -169,19 +156,15 @@ def _cost(whole: TileMap, width: int) -> list[str]:
     total, least, most = (operations[name] for name in ("all", "least", "most"))
     heads = sum(len(panel.heads) for panel in whole.panels)
     of = f"{_flops(total)} ({heads} head{'s' if heads > 1 else ''} of width {width}, {4 * width} for a pair)"
-    if least == most:
-        found = [f"  computed: {_flops(most)} of {of}, {most / total:.1%}"]
-    else:
-        found = [
-            f"  computed: {_flops(least)} to {_flops(most)} of {of}, "
-            f"{least / total:.1%} to {most / total:.1%}"
-        ]
+    counts, shares = _flops(most), f"{most / total:.1%}"
+    if least != most:
+        counts, shares = f"{_flops(least)} to {counts}", f"{least / total:.1%} to {shares}"
+    found = [f"  computed: {counts} of {of}, {shares}"]
     if whole.pairs["filled"]:
         found.append("  filled tiles are left out where a run shows that their weights underflow to zero")
     if whole.looked:
-        found.append(
-            "  tensors were read pair by pair here; kernels go by bounds in a tile, and may compute more"
-        )
+        bounds = "kernels go by bounds in a tile, and may compute more"
+        found.append(f"  tensors were read pair by pair here; {bounds}")
     return found
 
 

@@ -1,20 +1,31 @@
-"""Loading a TARGET: a function that returns a model and example inputs; or a model, a class, or a folder
-of a checkpoint, for which an example is made."""
+"""What a name on a command line stands for: `package.module:NAME` or `path/file.py:NAME`.
+
+A TARGET is a function that returns a model and example inputs; or a model, a class, or a folder of a
+checkpoint, for which an example is made. Passes are named in lists.
+"""
 
 import ast
+import importlib
+import importlib.util
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attngraph.api.files import is_file_of_a_side, side_in
-from attngraph.cli.named import object_named
+from attngraph.api.options import as_pass
+from attngraph.api.verify.sides import is_file_of_a_side, side_in
 from attngraph.cli.terminal import TargetError, told
-from attngraph.errors import AttnGraphError, SavedError
+from attngraph.errors import AttnGraphError, SavedError, meant
+from attngraph.ir.graph.literals import split
 from attngraph.models.targets import import_transformers, seeded
+from attngraph.passes import pass_named
+from attngraph.passes.select_kernels import SelectKernels
+from attngraph.pipeline import Pass, placed
 
 _FORMS = "package.module:NAME, path/file.py:NAME or hf:FOLDER"
 SIZES = ("batch", "tokens")
@@ -47,7 +58,10 @@ def load_side(name: str, **sizes: int | None) -> tuple[Any, Any]:
     """
     given = {k: v for k, v in sizes.items() if v is not None}
     if is_file_of_a_side(name):
-        return _read(name), None
+        try:
+            return side_in(name), None
+        except SavedError as problem:
+            raise TargetError(str(problem)) from problem
     where, _, attribute = name.partition("(")[0].rpartition(":")
     if not where or not attribute:
         raise TargetError(f"a target is {_FORMS}, found {name!r}.{_names_in(Path(name))}")
@@ -78,17 +92,9 @@ def load_inputs(name: str, **sizes: int | None) -> Any:
     if unknown:
         raise TargetError(f"{name} takes no {' and no '.join(unknown)}.")
     if not isinstance(made, tuple | dict | list | Tensor):
-        raise TargetError(
-            f"{name} must return arguments: a tuple, a dict or a list of such; it returned {_kind(made)}."
-        )
+        said = "arguments: a tuple, a dict or a list of such"
+        raise TargetError(f"{name} must return {said}; it returned {_kind(made)}.")
     return (made,) if isinstance(made, Tensor) else made
-
-
-def _read(name: str) -> Any:
-    try:
-        return side_in(name)
-    except SavedError as problem:
-        raise TargetError(str(problem)) from problem
 
 
 def _is_itself(found: Any) -> bool:
@@ -156,21 +162,16 @@ def _example(model: nn.Module, name: str, batch: int, tokens: int) -> tuple[Any,
     inputs): what the first layer takes, and masks that hide nothing."""
     config = getattr(model, "config", None)
     with seeded():
-        value = (
-            None if not isinstance(model, nn.Module) else _for_the_first_layer(model, batch, tokens, config)
-        )
+        value = _for_the_first_layer(model, batch, tokens, config) if isinstance(model, nn.Module) else None
     if value is None:
         raise TargetError(
             f"{name} is a model whose inputs cannot be guessed. What to do: name a function that returns "
             "(model, inputs); of `attngraph verify`, name one that returns the inputs with --inputs."
         )
-    parameters = {
-        n: p for n, p in inspect.signature(model.forward).parameters.items() if p.kind < p.VAR_POSITIONAL
-    }
-    main = [
-        getattr(model, "main_input_name", ""),
-        *["decoder_input_ids"] * bool(getattr(config, "is_encoder_decoder", 0)),
-    ]
+    every = inspect.signature(model.forward).parameters.items()
+    parameters = {n: p for n, p in every if p.kind < p.VAR_POSITIONAL}
+    main = [getattr(model, "main_input_name", "")]
+    main += ["decoder_input_ids"] * bool(getattr(config, "is_encoder_decoder", 0))
     wanted = [n for n, p in parameters.items() if p.default is p.empty or n in main] or list(parameters)[:1]
     mask = torch.ones(batch, tokens, dtype=torch.int64)
     values = {n: mask if "mask" in n else value for n in wanted}
@@ -214,7 +215,80 @@ def run_as_given(
         try:
             model(*inputs)
         except Exception as problem:
-            raise TargetError(
-                f"{name}: the model cannot be run on the inputs of the target: {told(problem)}"
-            ) from problem
+            said = f"the model cannot be run on the inputs of the target: {told(problem)}"
+            raise TargetError(f"{name}: {said}") from problem
         raise
+
+
+def object_named(name: str) -> Any:
+    """What `package.module:NAME` or `path/file.py:NAME` names.
+
+    Raises:
+        TargetError: the module cannot be imported, or has no such name.
+    """
+    module_name, _, attribute = name.rpartition(":")
+    module = _file(Path(module_name)) if module_name.endswith(".py") else _module(module_name)
+    found = getattr(module, attribute, None)
+    if found is None:
+        kinds = {n: v for n, v in vars(module).items() if inspect.isfunction(v) or inspect.isclass(v)}
+        own = [n for n, v in kinds.items() if n[0] != "_" and v.__module__ == module.__name__]
+        raise TargetError(f"{module_name} has no {attribute!r}; {meant(attribute, own)}")
+    return found
+
+
+def _module(name: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as problem:
+        raise TargetError(f"cannot import {name}: {told(problem)}") from problem
+
+
+def _file(path: Path) -> ModuleType:
+    """A file as a module, with what lies beside it to be imported, as if it were run."""
+    if not path.is_file():
+        raise TargetError(f"there is no file {path}.")
+    sys.path.insert(0, str(path.resolve().parent))
+    name = f"{path.stem} (a file)"  # no module that can be imported has this name
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as problem:
+        raise TargetError(f"cannot run {path}: {told(problem)}") from problem
+    return module
+
+
+def passes_named(text: str, option: str) -> list[Pass]:
+    """The passes of a list such as `merge-heads,mine.py:DropOnes(least=2)`.
+
+    Raises:
+        TargetError: there is no such pass, or it has no such option.
+    """
+    try:
+        parts = split(text)
+        names = [name for name in (part.partition("(")[0].strip() for part in parts) if ":" in name]
+        own = {name: object_named(name) for name in names}
+        return [as_pass(pass_named(part, own)) for part in parts]
+    except (TypeError, ValueError) as problem:
+        raise TargetError(f"{option} {text}: {problem}") from problem
+
+
+def changed_by(added: Sequence[str]) -> Callable[[tuple[Pass, ...]], tuple[Pass, ...]] | None:
+    """The function that puts passes such as `mine.py:DropOnes@merge-heads` into an order; None without any.
+
+    Raises:
+        TargetError: there is no such pass.
+    """
+    parts = [text.rpartition("@") if "@" in text else (text, "@", SelectKernels.name) for text in added]
+    steps = [(passes_named(text, "--add")[0], before.strip()) for text, _, before in parts]
+
+    def change(order: tuple[Pass, ...]) -> tuple[Pass, ...]:
+        for step, before in steps:
+            order = placed(order, step, before)
+        return order
+
+    return change if steps else None

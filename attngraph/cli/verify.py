@@ -4,19 +4,14 @@ import argparse
 import json
 from pathlib import Path
 
-from attngraph.api.verdict import STATUSES
 from attngraph.api.verify import verify
+from attngraph.api.verify.verdict import STATUSES
 from attngraph.cli.target import load_inputs, load_side, load_target
 from attngraph.cli.terminal import Progress, TargetError, check_writable, told
 from attngraph.ir.records import write_whole
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return the exit code.
-
-    Raises:
-        TargetError: a target, or the file of names, cannot be used.
-    """
     rename = _names(options.rename)
     tell = Progress()
     sizes = {"batch": options.batch, "tokens": options.tokens}

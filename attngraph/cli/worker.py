@@ -58,9 +58,8 @@ def _answer(question: dict[str, Any], sides: dict[bool, Any]) -> dict[str, Any]:
         side = sides[wide]
         side.load_state_dict(weights)
     with torch.no_grad():
-        return {
-            "results": [t.contiguous() for t in results_of(side(*question["args"], **question["kwargs"]))]
-        }
+        results = results_of(side(*question["args"], **question["kwargs"]))
+    return {"results": [t.contiguous() for t in results]}
 
 
 def _is_wide(side: nn.Module) -> bool:

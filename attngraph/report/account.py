@@ -12,7 +12,7 @@ from attngraph.report.user_code import like
 from attngraph.report.words import Part, alike, from_to, gathered, milliseconds
 
 _MASK_WORDS = 160
-"""Characters of a mask that are shown in one line."""
+"""Characters of a mask that are shown in one line; of a longer one the lines of the program say it."""
 _NAMES = 4
 """Most names of results in a line."""
 
@@ -58,9 +58,10 @@ def _attention(entries: list[AttentionEntry]) -> Part:
     error = max(e.error for e in entries)
     latent = [] if first.latent is None else first.latent.lines()
     names = from_to([first.name or "attention"] if len(entries) == 1 else [e.name for e in entries])
+    mask = first.mask if len(first.mask) <= _MASK_WORDS else "the conditions below"
     facts = [
         *_caller(first),
-        f"{first.heads_in_words()}, mask: {_in_short(first.mask)}",
+        f"{first.heads_in_words()}, mask: {mask}",
         *(f"| {_shown(line)}" for line in first.program.splitlines()),
         *(f"  r{number}: {told}" for number, told in enumerate(first.reads)),
         *([f"look: {first.warning}"] if first.warning else []),
@@ -76,21 +77,13 @@ def _times(members: Sequence[object]) -> str:
     return f" x {len(members)}" if len(members) > 1 else ""
 
 
-def _in_short(mask: str) -> str:
-    """A mask in words; where that is too long to be read, the lines of the program say it."""
-    return mask if len(mask) <= _MASK_WORDS else "the conditions below"
-
-
 def _caller(entry: AttentionEntry | Missed | OtherEntry) -> list[str]:
     return [f"called at {entry.caller}   {entry.code}".rstrip()] if entry.caller else []
 
 
 def _later(entries: Sequence[LaterEntry]) -> Iterator[str]:
     """The names of results that wait, and what a look at them costs; those of equal costs together."""
-    costs: dict[str, list[LaterEntry]] = {}
-    for entry in entries:
-        costs.setdefault(entry.cost, []).append(entry)
-    for cost, equal in costs.items():
+    for cost, equal in gathered(entries, lambda entry: entry.cost):
         names = [name for entry in equal for name in entry.names]
         yield ", ".join(names) if len(names) <= _NAMES else from_to(names)
         yield f"  {cost}{' each' if len(equal) > 1 else ''}, in a call like the first"
@@ -148,10 +141,9 @@ class Times:
 
     def alike(self) -> list[Shared]:
         """Operations in groups, those that took longest first."""
-        found: dict[tuple[str, str, str], list[OpTime]] = {}
-        for op in self.ops:
-            found.setdefault((op.kernel or op.op, like(op.name), op.source), []).append(op)
-        groups = [Shared(*key, len(ops), sum(o.seconds for o in ops)) for key, ops in found.items()]
+        found: Iterable[tuple[tuple[str, str, str], list[OpTime]]]
+        found = gathered(self.ops, lambda op: (op.kernel or op.op, like(op.name), op.source))
+        groups = (Shared(*what, len(ops), sum(op.seconds for op in ops)) for what, ops in found)
         return sorted(groups, key=lambda group: -group.seconds)
 
     def longest(self) -> list[Shared]:

@@ -23,10 +23,9 @@ class Drift:
     same: int
 
     def __str__(self) -> str:
-        return (
-            f"over {self.tokens:,} tokens the logits' KL divergence is {self.mean:.1e} in the mean, "
-            f"{self.largest:.1e} at most; the likeliest token is the same for {self.same:,}"
-        )
+        kl = f"KL divergence is {self.mean:.1e} in the mean, {self.largest:.1e} at most"
+        same = f"the likeliest token is the same for {self.same:,}"
+        return f"over {self.tokens:,} tokens the logits' {kl}; {same}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +70,11 @@ class CacheEntry:
     @property
     def bytes_per_row(self) -> int:
         """What a sequence needs whatever its length: carried values, and what windows keep."""
-        return sum(size for _, size in self.carried) + sum(
-            size * in_ring(window, self.rollback) for _, size, window in self.stores if window is not None
-        )
+        windows = ((size, window) for _, size, window in self.stores if window is not None)
+        return self._carried() + sum(size * in_ring(window, self.rollback) for size, window in windows)
+
+    def _carried(self) -> int:
+        return sum(size for _, size in self.carried)
 
     def bytes(self, batch: int, length: int) -> int:
         """Bytes that a cache needs for `batch` sequences of `length` tokens each.
@@ -94,7 +95,7 @@ class CacheEntry:
             return -(-tokens // self.page) * self.page if length else 0
 
         kept = sum(size * room(window) for _, size, window in self.stores)
-        return batch * (kept + sum(size for _, size in self.carried))
+        return batch * (kept + self._carried())
 
     def account(self) -> Part:
         """What is kept, what that needs, and how it was checked."""
@@ -113,8 +114,7 @@ class CacheEntry:
             kept, names = "all tokens" if window is None else f"the last {window}", [s[0] for s in stores]
             yield f"{len(names)} value(s) of {size:,} bytes per token, {kept}   {from_to(names)}"
         if self.carried:
-            size = sum(size for _, size in self.carried)
-            yield f"{len(self.carried)} value(s) of {size:,} bytes in all, one for each sequence"
+            yield f"{len(self.carried)} value(s) of {self._carried():,} bytes in all, one for each sequence"
         length = min(self.most_tokens or EXAMPLE_LENGTH, EXAMPLE_LENGTH)
         one, many = (binary(self.bytes(batch, length)) for batch in (1, EXAMPLE_BATCH))
         yield f"{length:,} tokens: {one} for one sequence, {many} for {EXAMPLE_BATCH}"
@@ -125,10 +125,8 @@ class CacheEntry:
 
     def _limits(self) -> Iterator[str]:
         if self.assumed:
-            yield (
-                "not shown to look at earlier tokens alone, but taken to (assume_causal): "
-                + _once(self.assumed)
-            )
+            taken = "not shown to look at earlier tokens alone, but taken to (assume_causal)"
+            yield f"{taken}: {_once(self.assumed)}"
         if self.most_tokens is not None:
             yield f"at most {self.most_tokens:,} tokens in a sequence"
         yield from () if self.ranks is None else self.ranks.facts()
@@ -139,10 +137,8 @@ class CacheEntry:
             drift = self.drift or "what that changes was not measured"
             yield f"approximate: kept as {self.rounded} with a scale for each token and head; {drift}"
         if self.unrounded:
-            yield (
-                f"{len(self.unrounded)} value(s) kept as computed, not in 8 bits "
-                f"(the pass quantise-cache says why): {_once(self.unrounded)}"
-            )
+            kept = f"{len(self.unrounded)} value(s) kept as computed, not in 8 bits"
+            yield f"{kept} (the pass quantise-cache says why): {_once(self.unrounded)}"
         if self.error is None:
             yield "not compared with whole sequences"
         else:

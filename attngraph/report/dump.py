@@ -52,10 +52,8 @@ class Dump:
         try:
             self.folder.mkdir(parents=True)
         except OSError as problem:
-            raise DumpError(
-                f"cannot write a dump to {root}: {problem.strerror or problem}. "
-                "Name a folder that can be made."
-            ) from problem
+            said = f"cannot write a dump to {root}: {problem.strerror or problem}"
+            raise DumpError(f"{said}. Name a folder that can be made.") from problem
 
     def stage(self, name: str, title: str, notes: Sequence[str], head: str, text: str) -> Path:
         """Write the graph after a pass; return the file. `head` and `text` are by `ir/graph/printer.py`."""
@@ -113,7 +111,8 @@ def read_dump(root: Path) -> tuple[CompileReport, ...]:
     if any(folder.is_symlink() for folder in folders if folder != root):
         raise DumpError(f"{root} has links in it. Copy it with what they point to (cp -rL).")
     first, *others = (_read_graph(folder) for folder in folders)
-    return dataclasses.replace(first, breaks=(*_read_breaks(root), *first.breaks)), *others
+    found = (b for path in sorted(root.glob("breaks-*.json")) for b in _records(path, tuple[Break, ...]))
+    return dataclasses.replace(first, breaks=(*dict.fromkeys(found), *first.breaks)), *others
 
 
 def write_breaks(root: Path, breaks: Sequence[Break]) -> None:
@@ -125,11 +124,6 @@ def write_breaks(root: Path, breaks: Sequence[Break]) -> None:
 def _free(root: Path, name: str) -> Path:
     """The first path of names with numbers that is not there."""
     return next(path for n in itertools.count() if not (path := root / name.format(n)).exists())
-
-
-def _read_breaks(root: Path) -> tuple[Break, ...]:
-    paths = sorted(root.glob("breaks-*.json"))
-    return tuple(dict.fromkeys(b for path in paths for b in _records(path, tuple[Break, ...])))
 
 
 def _records(path: Path, kind: Any) -> Any:
@@ -197,18 +191,14 @@ def _kernel_text(folder: Path, name: str) -> str:
     try:
         return _text_of(path)
     except (OSError, ValueError) as problem:
-        raise DumpError(
-            f"{folder} lacks {path.name:.80}, the source of a kernel. Write the dump again."
-        ) from problem
+        said = f"{folder} lacks {path.name:.80}, the source of a kernel"
+        raise DumpError(f"{said}. Write the dump again.") from problem
 
 
 def write_values(graph: ProgramGraph, path: Path) -> None:
     """Write the known contents of a graph's inputs; no file if none are known."""
-    known = {
-        input_name(given): encode(graph.values[node.name])
-        for node, given in graph.given().items()
-        if node.name in graph.values
-    }
+    inputs = ((input_name(given), node.name) for node, given in graph.given().items())
+    known = {label: encode(graph.values[name]) for label, name in inputs if name in graph.values}
     if known:
         path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
@@ -238,9 +228,8 @@ def read_graph_file(path: Path, libraries: Collection[str] = ()) -> ProgramGraph
         text = _text_of(path.resolve())
     except (OSError, UnicodeDecodeError) as problem:
         why = (problem.strerror if isinstance(problem, OSError) else None) or "it is no text"
-        raise DumpError(
-            f"cannot read {path}: {why}. Name a file of a dump, {_files_near(path)}."
-        ) from problem
+        advice = f"Name a file of a dump, {_files_near(path)}."
+        raise DumpError(f"cannot read {path}: {why}. {advice}") from problem
     graph, beside = read_graph(text, path.name, None, libraries), path.with_name(VALUES)
     if not beside.exists():
         return graph

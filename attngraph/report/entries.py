@@ -12,7 +12,7 @@ from attngraph.ir.records import dtype_of
 from attngraph.report.cache_entry import CacheEntry
 from attngraph.report.ranks import ContextEntry, RanksEntry
 from attngraph.report.user_code import UserCode
-from attngraph.report.words import binary
+from attngraph.report.words import binary, gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,8 @@ class LatentEntry:
         kept = f"{self.width:,} values per token for {self.expanded:,}"
         if not self.absorb:
             return [f"{kept}, values are a part of the keys"]
-        cost = (
-            f"operations: {self.pair_absorbed:,} absorbed, {self.pair_expanded:,} expanded for a pair, "
-            f"{self.up:,} to expand a token"
-        )
-        return [f"{kept}, {self._order()}", cost]
+        pair = f"{self.pair_absorbed:,} absorbed, {self.pair_expanded:,} expanded for a pair"
+        return [f"{kept}, {self._order()}", f"operations: {pair}, {self.up:,} to expand a token"]
 
     def _order(self) -> str:
         if self.parameters is not None and self.operations is not None:
@@ -63,10 +60,8 @@ class LatentEntry:
             return f"{self.absorb} absorbed"
         if self.crossover is None:
             return "always absorbed, by cost"
-        return (
-            f"expanded from {self.crossover:,} new tokens of a row on, over many kept ones "
-            f"(by operations alone {self.crossover_by_flops:,.0f})"
-        )
+        alone = f"(by operations alone {self.crossover_by_flops:,.0f})"
+        return f"expanded from {self.crossover:,} new tokens of a row on, over many kept ones {alone}"
 
     def describe(self) -> str:
         return "; ".join(self.lines())
@@ -340,7 +335,4 @@ class Entries:
 
 def folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:
     """Attentions in groups that are equal for a reader, in order of appearance."""
-    groups: dict[tuple[object, ...], list[AttentionEntry]] = {}
-    for entry in entries:
-        groups.setdefault(entry.kind, []).append(entry)
-    return list(groups.values())
+    return [group for _, group in gathered(entries, lambda entry: entry.kind)]

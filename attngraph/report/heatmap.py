@@ -61,15 +61,12 @@ def heatmap(weights: Tensor, side: int = SIDE) -> Heatmap:
     if weights.ndim == 4:
         weights = weights[:1].flatten(0, 1)
     if weights.ndim != 3 or 0 in weights.shape:
-        raise ValueError(
-            f"a heatmap needs weights [rows, heads, queries, keys], found {tuple(weights.shape)}."
-        )
+        shape = tuple(weights.shape)
+        raise ValueError(f"a heatmap needs weights [rows, heads, queries, keys], found {shape}.")
     heads, queries, keys = weights.shape
     tall, wide = math.ceil(queries / side), math.ceil(keys / side)
     shown = weights[:HEADS].detach().to("cpu", torch.float32)
-    padded = torch.nn.functional.pad(shown, (0, -keys % wide, 0, -queries % tall), value=-math.inf)
-    rows, columns = padded.shape[1] // tall, padded.shape[2] // wide
-    values = padded.reshape(-1, rows, tall, columns, wide).amax((2, 4))  # NaN where any is NaN
+    values = torch.nn.functional.max_pool2d(shown, (tall, wide), ceil_mode=True)  # NaN where any is NaN
     known = values[~values.isnan()]
     return Heatmap(values, queries, keys, heads, tall, wide, float(known.max()) if known.numel() else 0.0)
 
@@ -80,10 +77,8 @@ def to_svg(weights: Tensor, title: str = "") -> str:
     title, count = clean(title or "Attention weights"), len(drawn.values)
     sheet = Sheet(max(count, 2), drawn.queries, drawn.keys, 0)
     sheet.write(title, "bold")
-    sheet.panels(
-        [f"head {head}" for head in range(count)],
-        lambda head, left, top: _panel(drawn, head, left, top, sheet.height),
-    )
+    headings = [f"head {head}" for head in range(count)]
+    sheet.panels(headings, lambda head, *at: _panel(drawn, head, *at, sheet.height))
     for note in drawn.notes():
         sheet.write(note)
     words = f"Attention weights of {drawn.heads} heads. {'. '.join(drawn.notes())}."

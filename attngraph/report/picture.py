@@ -22,6 +22,7 @@ __all__ = ["STATES", "Panel", "State", "TileMap", "marks", "mask_map", "tile_map
 _BLOCKS: dict[State, str] = {"full": "█", "partial": "▒", "filled": "░", "empty": "·", "unknown": "?"}
 _PLAIN: dict[State, str] = {"full": "#", "partial": "+", "filled": "-", "empty": ".", "unknown": "?"}
 _COLORS: dict[State, str] = {"full": "34", "partial": "36", "filled": "35", "empty": "2", "unknown": "33"}
+_NOT_XML = re.compile(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")
 _PANELS = 8
 """Most heads that are drawn; the others are only counted."""
 _SIDE = 64
@@ -43,7 +44,9 @@ def to_text(
         plain: ASCII alone; None: if standard output's encoding has no block characters.
         columns: the longest line (at least 40); None: the terminal's width.
     """
-    color = _wants_color() if color is None else color
+    if color is None:
+        is_dumb = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        color = sys.stdout.isatty() and not is_dumb
     plain = not _can_draw_blocks() if plain is None else plain
     columns = max(shutil.get_terminal_size((100, 24)).columns if columns is None else columns, 40)
     signs = marks(plain)
@@ -66,10 +69,6 @@ def to_text(
         first, *rest = textwrap.wrap(shown.meaning(state), columns - 6)
         lines += [f"  {cell(state, 2)}  {first}", *(f"      {line}" for line in rest)]
     return "\n".join(lines)
-
-
-def _wants_color() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _can_draw_blocks() -> bool:
@@ -119,35 +118,23 @@ def to_svg(drawn: TileMap, title: str = "") -> str:
     panels = shown.panels[:_PANELS]
     sheet = Sheet(len(panels), shown.queries, shown.keys, _NARROW)
     sheet.write(title, "bold")
-    sheet.panels(
-        [_heading(panel) if len(panels) > 1 else "" for panel in panels],
-        lambda number, left, top: _panel(panels[number].rows, left, top, sheet.height),
-    )
+    headings = [_heading(panel) if len(panels) > 1 else "" for panel in panels]
+    sheet.panels(headings, lambda number, *at: _panel(panels[number].rows, *at, sheet.height))
     for note in _notes(shown, "square"):
         sheet.write(note)
     for state in shown.states():
         sheet.write(clean(shown.meaning(state)), mark=_mark(state, [sheet.mark_at()], 11, 11))
-    return sheet.document(_described(shown), title)
-
-
-def _described(shown: TileMap) -> str:
-    shares = ", ".join(f"{100 * drawn:.1f} % {state}" for state, drawn in shown.shares.items() if drawn)
+    shares = ", ".join(f"{100 * share:.1f} % {state}" for state, share in shown.shares.items() if share)
     pieces = "pairs" if shown.tile == 1 else f"tiles of {shown.tile} by {shown.tile}"
-    return (
-        f"{shown.queries} queries and {shown.keys} keys in {pieces}: {shares}. Mask: {shown.mask}. "
-        f"Score program: {shown.program}"
-    )
+    words = f"{shown.queries} queries and {shown.keys} keys in {pieces}: {shares}. Mask: {shown.mask}."
+    return sheet.document(f"{words} Score program: {shown.program}", title)
 
 
 def _panel(rows: Rows, left: float, top: float, height: float) -> Iterator[str]:
     width, tall = CELL / len(rows[0]), height / len(rows)
     for state in STATES:
-        places = [
-            (left + j * width, top + i * tall)
-            for i, row in enumerate(rows)
-            for j, found in enumerate(row)
-            if found == state
-        ]
+        found = ((i, j) for i, row in enumerate(rows) for j, kind in enumerate(row) if kind == state)
+        places = [(left + j * width, top + i * tall) for i, j in found]
         if places:
             yield from _mark(state, places, width, tall)
 
@@ -155,15 +142,13 @@ def _panel(rows: Rows, left: float, top: float, height: float) -> Iterator[str]:
 def _mark(state: State, places: list[tuple[float, float]], width: float, height: float) -> Iterator[str]:
     """One path for all tiles of a kind: a square, a pale square, a dash, a dot or a cross."""
     w, h = width * 0.92, height * 0.92
-    square = f"h{w:.4g}v{h:.4g}h{-w:.4g}z"
+    square, right, down = f"h{w:.4g}v{h:.4g}h{-w:.4g}z", f"{w / 2:.4g}", f"{h / 2:.4g}"
     shapes = {
         "full": square,
         "partial": square,
         "filled": f"m{w * 0.2:.4g} {h / 2:.4g}h{w * 0.6:.4g}",
         "empty": f"m{w / 2:.4g} {h / 2:.4g}h.01",
-        "unknown": "m{0:.4g} {1:.4g}l{2:.4g} {3:.4g}m0 -{3:.4g}l-{2:.4g} {3:.4g}".format(
-            w / 4, h / 4, w / 2, h / 2
-        ),
+        "unknown": f"m{w / 4:.4g} {h / 4:.4g}l{right} {down}m0 -{down}l-{right} {down}",
     }
     line = f'fill="none" stroke="currentColor" stroke-width="{min(w, h) / 6:.3g}"'
     accent = 'style="fill:var(--attngraph-accent,#3b7dd8)"'
@@ -243,6 +228,4 @@ class Sheet:
 
 def clean(text: str) -> str:
     """The text without characters that XML does not allow."""
-    return re.sub(
-        r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "\N{REPLACEMENT CHARACTER}", text
-    )
+    return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text)

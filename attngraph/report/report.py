@@ -1,6 +1,7 @@
 """What a compilation did, for people (`str`, `to_html`) and for machines (`to_json`)."""
 
 import dataclasses
+import functools
 import html
 import itertools
 import json
@@ -17,7 +18,7 @@ from attngraph.ir.records import made
 from attngraph.report import page
 from attngraph.report.account import Times, account
 from attngraph.report.entries import Entries, PassRecord
-from attngraph.report.words import binary
+from attngraph.report.words import binary, gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +74,13 @@ class CompileReport(Entries):
         if self.retraces:
             lines += ["", *(f"  traced again x {count}   because of {what}" for what, count in self.retraces)]
         if self.small_calls:
-            lines += ["", _small(self.small_calls, bool(self.attention))]
-        lines += [_slower(graph, model) for graph, model in self.slower]
+            many = "1 call" if self.small_calls == 1 else f"{self.small_calls} calls"
+            why = "there is nothing fused in the graph"
+            why = "attention is too small there to gain from fusing" if self.attention else why
+            lines += ["", f"  {many} ran the model itself: {why} (min_scores=0: always run the graph)"]
+        for graph, model in self.slower:
+            said = f"the model itself serves calls of one size: {model:.3g} ms, measured by turns"
+            lines.append(f"  {said}, instead of {graph:.3g} (min_scores=0: always run the graph)")
         return "\n".join([*lines, *self._times()])
 
     @property
@@ -95,36 +101,14 @@ class CompileReport(Entries):
             change = f"{record.before} -> {record.after} ops" if record.changed else "no change"
             lines.append(_timed(record.name, change, record.seconds))
             scores = sum(entry.score_bytes or 0 for entry in self.attention)
-            if record.name == FUSING and record.changed and scores:
-                lines.append(
-                    f"      no longer written: {binary(scores)} of scores, and what follows from them"
-                )
+            if record.name == "fuse-attention" and record.changed and scores:
+                said = f"no longer written: {binary(scores)} of scores, and what follows from them"
+                lines.append(f"      {said}")
         return lines
 
     def _repr_html_(self) -> str:
         """The report in a notebook; `to_html` writes the whole page."""
         return f"<pre>{html.escape(str(self))}</pre>"
-
-
-FUSING = "fuse-attention"
-"""The pass that puts attentions in place of score matrices."""
-
-
-def _small(calls: int, fused: bool) -> str:
-    """The line that says how many calls ran the model itself, and why."""
-    many = "1 call" if calls == 1 else f"{calls} calls"
-    why = (
-        "attention is too small there to gain from fusing" if fused else "there is nothing fused in the graph"
-    )
-    return f"  {many} ran the model itself: {why} (min_scores=0: always run the graph)"
-
-
-def _slower(graph: float, model: float) -> str:
-    """The line that says where the model itself serves because it is faster."""
-    return (
-        f"  the model itself serves calls of one size: {model:.3g} ms, measured by turns, instead of "
-        f"{graph:.3g} (min_scores=0: always run the graph)"
-    )
 
 
 def _timed(name: str, what: str, seconds: float) -> str:
@@ -167,12 +151,11 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
 
 def _merged_passes(records: Sequence[PassRecord]) -> tuple[PassRecord, ...]:
     """One record per pass, which sums up its runs on several graphs."""
-    found: dict[str, PassRecord] = {}
-    for new in records:
-        old = found.setdefault(new.name, new)
-        if old is not new:
-            found[new.name] = PassRecord(
-                new.name, old.changed or new.changed, old.seconds + new.seconds, old.before + new.before,
-                old.after + new.after, old.notes + new.notes, new.options,
-            )  # fmt: skip
-    return tuple(found.values())
+
+    def joined(old: PassRecord, new: PassRecord) -> PassRecord:
+        return PassRecord(
+            new.name, old.changed or new.changed, old.seconds + new.seconds, old.before + new.before,
+            old.after + new.after, old.notes + new.notes, new.options,
+        )  # fmt: skip
+
+    return tuple(functools.reduce(joined, runs) for _, runs in gathered(records, lambda r: r.name))

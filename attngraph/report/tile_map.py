@@ -65,7 +65,8 @@ class TileMap:
     @functools.cached_property
     def pairs(self) -> dict[State, int]:
         """How many pairs of a query and a key lie in tiles of each kind, over all panels."""
-        heights, widths = (_lengths(n, self.tile) for n in (self.queries, self.keys))
+        sides = ((n, range(0, n, self.tile)) for n in (self.queries, self.keys))
+        heights, widths = ([min(self.tile, n - start) for start in starts] for n, starts in sides)
         found: dict[State, int] = dict.fromkeys(STATES, 0)
         for panel in self.panels:
             for height, row in zip(heights, panel.rows, strict=True):
@@ -129,8 +130,10 @@ def tile_map(
         if key not in seen:
             cuts = Cut(0, 1, 1), Cut(h, h + 1, 1), Cut(0, queries, tile), Cut(0, keys, tile)
             grid = Grid(*cuts, tuple(sizes), tuple(reads))
-            bounded = _bounded(program, grid)
-            seen[key] = _evaluated(program, grid, bounded)
+            bounded = seen[key] = _bounded(program, grid)
+            # pairs can say more than bounds where masks read tensors (all given, or tiles would be unknown)
+            if tile == 1 or tiles.reads_data(program):
+                seen[key] = tuple(_row(program, grid, number, row) for number, row in enumerate(bounded))
             looked |= tile > 1 and seen[key] != bounded
         found.setdefault(seen[key], []).append(h)
     panels = tuple(Panel(tuple(alike), rows) for rows, alike in found.items())
@@ -165,15 +168,8 @@ def _bounded(program: ScoreProgram, grid: Grid) -> Rows:
     return tuple(tuple(map(state, *rows)) for rows in zip(*maps, strict=True))
 
 
-def _evaluated(program: ScoreProgram, grid: Grid, rows: Rows) -> Rows:
-    """The rows with partial tiles decided by evaluating their pairs, where that can say more than bounds:
-    for single pairs, and where masks read tensors (all given, or the tiles would be unknown)."""
-    if grid.q.step > 1 and not tiles.reads_data(program):
-        return rows
-    return tuple(_row(program, grid, number, row) for number, row in enumerate(rows))
-
-
 def _row(program: ScoreProgram, grid: Grid, number: int, row: tuple[State, ...]) -> tuple[State, ...]:
+    """A row with its partial tiles decided by evaluating their pairs."""
     places = [place for place, state in enumerate(row) if state == "partial"]
     if not places:
         return row
@@ -216,10 +212,6 @@ def _check(
     count = -(-queries // tile) * -(-keys // tile)
     if count > MOST:
         raise ValueError(f"{count:,} tiles are more than {MOST:,}; make the tile larger than {tile}.")
-
-
-def _lengths(total: int, step: int) -> list[int]:
-    return [min(step, total - start) for start in range(0, total, step)]
 
 
 def _joined(rows: Rows, by: int) -> Rows:

@@ -104,12 +104,8 @@ def code_at(sources: Iterable[str]) -> UserCode:
 
 def _without_what_passes_on(frames: Sequence[Frame], own: int) -> tuple[list[Frame], int]:
     """The frames without those that only pass their arguments on, as decorators do."""
-    last = len(frames) - 1
-    kept = [
-        n
-        for n, f in enumerate(frames)
-        if n == last or not PASSES_ON.search(linecache.getline(f.path, f.line))
-    ]
+    passes_on = [bool(PASSES_ON.search(linecache.getline(f.path, f.line))) for f in frames[:-1]]
+    kept = [n for n, skipped in enumerate([*passes_on, False]) if not skipped]
     return [frames[n] for n in kept], min(bisect.bisect_left(kept, own), len(kept) - 1)
 
 

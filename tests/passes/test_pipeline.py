@@ -16,7 +16,7 @@ from torch import nn
 
 import attngraph
 from attngraph import cli, pipeline
-from attngraph.cli.named import passes_named
+from attngraph.cli.target import passes_named
 from attngraph.errors import PassError, VerificationError
 from attngraph.ir.graph.program_graph import Level, ProgramGraph
 from attngraph.ir.graph.verify import verify

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.api import drawn
+from attngraph.api.verify import calls as drawn
 
 X, ALL = torch.randn(2, 9, 8), torch.ones(2, 9, dtype=torch.bool)
 

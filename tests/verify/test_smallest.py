@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.api.difference import CODES
+from attngraph.api.verify.verdict import CODES
 
 
 def attend(q: Tensor, k: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.api.same_programs import by_meaning
+from attngraph.api.verify.programs import by_meaning
 
 WIDTH, HEADS, GROUPS = 32, 4, 2
 

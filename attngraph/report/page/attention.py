@@ -18,6 +18,10 @@ _SIDE = 32
 _KERNEL_TILE = 64
 """Queries, and keys, of the tiles that kernels skip."""
 _MOST_HEADS = 16
+_PROGRAMS = (
+    "Between two attentions each token is computed by itself: all of that is one operation, a program of "
+    "single elements."
+)
 
 
 def panels(
@@ -35,9 +39,8 @@ def render_attentions(
     """Panels, one for each group of equal attentions; `boxes` are those of charts, by panel, `times` what was
     measured."""
     sources: dict[str, str] = {}
-    return H.joined(
-        _panel(list(group), f"attention-{n}", sources, code, boxes, times) for n, group in enumerate(groups)
-    )
+    named = ((f"attention-{n}", list(group)) for n, group in enumerate(groups))
+    return H.joined(_panel(group, name, sources, code, boxes, times) for name, group in named)
 
 
 def render_programs(programs: Sequence[TokenProgramEntry], boxes: Mapping[str, str]) -> Html:
@@ -45,16 +48,10 @@ def render_programs(programs: Sequence[TokenProgramEntry], boxes: Mapping[str, s
     if not programs:
         return H.html("")
     sources: dict[str, str] = {}
-    found = [
-        H.hint(
-            "Between two attentions each token is computed by itself: all of that is one operation, a ",
-            "program of single elements.",
-        )
-    ]
+    found = [H.hint(_PROGRAMS)]
     for name, entry in ((f"program-{n}", entry) for n, entry in enumerate(programs)):
-        title = H.heading(
-            name, f"token program{repeated(len(entry.names))}", H.span_of_names(list(entry.names))
-        )
+        names = H.span_of_names(list(entry.names))
+        title = H.heading(name, f"token program{repeated(len(entry.names))}", names)
         text = H.listing("token program", H.tag("code", entry.program), class_="program")
         found.append(H.panel(name, title, text, _led(boxes, name), _kernel(entry.kernel, name, sources)))
     return H.joined(found)
@@ -68,7 +65,8 @@ def _panel(
     if isinstance(drawn, str):
         shown = H.hint(drawn)
     else:
-        shown = H.tag("div", picture(to_svg(drawn, f"Mask: {drawn.mask}"), f"{name}-mask"), class_="picture")
+        svg = to_svg(drawn, f"Mask: {drawn.mask}")
+        shown = H.tag("div", picture(svg, f"{name}-mask"), class_="picture")
     excerpt = render_excerpt(code.how(first.source, first.name), code)
     facts = _facts(group, drawn, excerpt, times)
     told = H.tag("dl", *(row for what, value in facts for row in (H.tag("dt", what), H.tag("dd", value))))
@@ -138,11 +136,8 @@ def _share(flops: int, drawn: TileMap | str) -> str:
     left, filled = 1 - drawn.shares["empty"], drawn.shares["filled"]
     size = "pair by pair" if drawn.tile == 1 else f"in tiles of {drawn.tile} by {drawn.tile}"
     words = f"; {size}, {100 * left:.0f} % ({operations(flops * left)}FLOP) are not empty"
-    if filled:
-        words += (
-            f", {100 * filled:.0f} % hidden by a finite fill, which a kernel may skip where it underflows"
-        )
-    return words
+    fill = f", {100 * filled:.0f} % hidden by a finite fill, which a kernel may skip where it underflows"
+    return words + fill if filled else words
 
 
 def _tiles(entry: AttentionEntry) -> TileMap | str:

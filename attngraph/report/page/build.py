@@ -1,13 +1,6 @@
-"""The whole page: first what was not fused, then attentions, passes and graphs.
+"""The whole page: first what was not fused, then attentions, passes and graphs."""
 
-A content security policy lets the page's own script run (by its hash) and nothing else, and lets it reach
-nothing outside itself.
-"""
-
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 
 from torch import Tensor
@@ -41,10 +34,8 @@ def write(
     try:
         write_whole(path, text)
     except OSError as problem:
-        raise DumpError(
-            f"cannot write the page to {path}: {problem.strerror or problem}. "
-            "Name a file in a folder that exists."
-        ) from problem
+        said = f"cannot write the page to {path}: {problem.strerror or problem}"
+        raise DumpError(f"{said}. Name a file in a folder that exists.") from problem
     return path
 
 
@@ -63,6 +54,7 @@ def render(
     )
     drawn, boxes = render_graphs(graphs, panels(groups, report.programs), store)
     compared = render_compared(report, earlier, graphs, then, store) if earlier and then else html("")
+    again = [Break(f"because of {what}, {TIMES} {n}", "") for what, n in report.retraces]
     found = [
         ("missed", f"Not fused ({len(report.missed)})", _missed(report, code)),
         ("pieces", "Captured in pieces", _stops(_IN_PIECES, report.breaks)),
@@ -71,7 +63,8 @@ def render(
         ("programs", f"Token programs ({len(report.programs)})", render_programs(report.programs, boxes)),
         ("times", "Where the time goes", _times(times)), ("weights", "Weights", _weights(weights or {})),
         *(_told(part) for part in (*records(report), *later(report))),
-        ("retraces", "Traced again", _retraces(report)), ("compared", "Compared with before", compared),
+        ("retraces", "Traced again", _stops(_TRACED_AGAIN, again)),
+        ("compared", "Compared with before", compared),
         ("passes", "Passes", render_passes(graphs, store)), ("graph", "Graph", drawn),
     ]  # fmt: skip
     return _document(report, title, [section for section in found if section[2]], store)
@@ -92,47 +85,19 @@ Section = tuple[str, str, Html]
 
 
 def _document(report: Entries, title: str, sections: Sequence[Section], store: Store) -> str:
-    style, script = (_asset(name) for name in ("page.css", "page.js"))
-    links = [tag("li", tag("a", words, href=f"#{name}")) for name, words, _ in sections]
     heading = f"attngraph: {title}" if title else "attngraph report"
-    head = [
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy(script)),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", heading),
-        tag("style", Html(style)),
-    ]
+    links = [tag("li", tag("a", words, href=f"#{name}")) for name, words, _ in sections]
+    parts = (H.section(name, words, [inside], id=name) for name, words, inside in sections)
     body = [
         tag("a", "Skip to the report", href="#report", class_="skip"),
         tag("header", tag("h1", heading), *_summary(report)),
         tag("nav", tag("ul", *links), aria_label="parts of the report"),
         H.hint(_WITHOUT_SCRIPT, id="without-script"),
-        tag("main", *(_section(*found) for found in sections), id="report", tabindex=-1),
+        tag("main", *parts, id="report", tabindex=-1),
         tag("p", "", role="status", class_="vh", id="said"),
         tag("script", Html(store.packed()), type="text/plain", id="store"),
-        tag("script", Html(script)),
     ]  # fmt: skip
-    return f'<!DOCTYPE html>\n<html lang="en">\n{tag("head", *head)}\n{tag("body", *body)}\n</html>\n'
-
-
-def _section(name: str, title: str, body: Html) -> Html:
-    head = tag("h2", title, id=f"{name}-title")
-    return tag("section", head, body, id=name, aria_labelledby=f"{name}-title")
-
-
-def _policy(script: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
-    return (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _asset(name: str) -> str:
-    text = resources.files("attngraph.report.page").joinpath(name).read_text(encoding="utf-8")
-    assert "</s" not in text, f"{name} would end its own element"
-    return text
+    return H.document(heading, body, H.asset("page.js"))
 
 
 def _summary(report: Entries) -> list[Html]:
@@ -160,16 +125,11 @@ def _missed(report: Entries, code: UserCode) -> Html:
 
 
 def _stops(intro: str, stops: Sequence[Break]) -> Html:
-    if not stops:
-        return html("")
-    places = [tag("p", tag("code", b.source), class_="place") if b.source else "" for b in stops]
-    found = (H.joined([place, tag("p", b.reason)]) for place, b in zip(places, stops, strict=True))
-    return H.joined([tag("p", intro), H.cards(found)])
-
-
-def _retraces(report: Entries) -> Html:
-    found = [tag("p", f"because of {what}, {TIMES} {n}") for what, n in report.retraces]
-    return H.joined([tag("p", _TRACED_AGAIN), H.cards(found)]) if found else html("")
+    found = (
+        H.joined([tag("p", tag("code", b.source), class_="place") if b.source else "", tag("p", b.reason)])
+        for b in stops
+    )
+    return H.joined([tag("p", intro), H.cards(found)]) if stops else html("")
 
 
 def _told(part: Part) -> Section:
@@ -199,15 +159,13 @@ def _times(times: Times | None) -> Html:
     return H.joined([H.hint(intro), scroll])
 
 
-def _weights(weights: Mapping[str, Tensor]) -> Html:
+def _weights(found: Mapping[str, Tensor]) -> Html:
     """A panel for each attention: heatmaps of the heads of its first row."""
-    found = [_heatmaps(f"weights-{number}", *given) for number, given in enumerate(weights.items())]
-    return tag("div", *found, class_="maps") if found else html("")
-
-
-def _heatmaps(own: str, name: str, weights: Tensor) -> Html:
-    drawn = H.picture(to_svg(weights, H.visible(name)), f"{own}-map")
-    several = weights.ndim == 4 and len(weights) > 1
-    note = H.hint(f"The first of {len(weights):,} rows.") if several else ""
-    title = tag("h3", name, id=own, class_="vh")  # the picture has it too
-    return H.panel(own, title, note, tag("div", drawn))
+    panels = []
+    for own, (name, weights) in ((f"weights-{n}", given) for n, given in enumerate(found.items())):
+        drawn = H.picture(to_svg(weights, H.visible(name)), f"{own}-map")
+        several = weights.ndim == 4 and len(weights) > 1
+        note = H.hint(f"The first of {len(weights):,} rows.") if several else ""
+        title = tag("h3", name, id=own, class_="vh")  # the picture has it too
+        panels.append(H.panel(own, title, note, tag("div", drawn)))
+    return tag("div", *panels, class_="maps") if panels else html("")

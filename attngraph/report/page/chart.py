@@ -7,13 +7,15 @@ of a row are ordered so that few lines cross, and moved to where their lines are
 rows has one place in each, however many boxes read it. `graphs.py` draws them.
 """
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import networkx as nx
 
 from attngraph.report.page.layers import Line, shape_of, stretches
+from attngraph.report.words import gathered
 
 _VIEWS = {
     "reshape", "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "unflatten", "flatten",
@@ -22,6 +24,8 @@ _VIEWS = {
 """Ops that give the same values in another arrangement."""
 Key = int | tuple[int, int]
 """A box by its index, or (box, row) for its value where it passes a row."""
+Near = tuple[dict[Key, list[Key]], dict[Key, list[Key]]]
+"""What each box or passing value is connected to in the row above, and in the row below."""
 _SWEEPS = 12
 _BETWEEN = 18.0
 """Free space between boxes of a row."""
@@ -72,7 +76,36 @@ class Chart:
 
     def boxes(self) -> list[Box]:
         """The boxes, each after those it reads."""
-        return _boxes(self)
+        values = [line for line in self.lines if line.value]
+        readers = collections.Counter(name for line in values for name in {*map(_whole, line.references)})
+        programs: dict[str, tuple[str, ...]] = {}
+        of = ""
+        for line in self.lines:
+            of = of if line.is_program else line.value
+            programs[of] = (*programs.get(of, ()), line.code.strip()) if line.is_program else ()
+        boxes: list[Box] = []
+        place: dict[str, int] = {}
+        for line in values:
+            names = list(dict.fromkeys(_whole(n) for n in line.references if n[0] == "%"))
+            band, leaves = _band(line), line.value in self.outside
+            for name in names:
+                if name not in place:
+                    place[name] = len(boxes)
+                    boxes.append(Box((), name, band=band))
+            before = place[names[0]] if len(names) == 1 else -1
+            last = boxes[before] if before >= 0 else None
+            if (
+                last is not None and last.lines and line.op in _VIEWS and last.lines[-1].op in _VIEWS
+                and readers[names[0]] == 1 and not last.leaves and last.band == band
+            ):  # fmt: skip
+                lines = (*last.lines, line)
+                boxes[before] = dataclasses.replace(last, lines=lines, name=line.value, leaves=leaves)
+                place[line.value] = before
+                continue
+            reads = tuple(place[name] for name in names)
+            place[line.value] = len(boxes)  # set after `reads`: in a malformed text a value may read itself
+            boxes.append(Box((line,), line.value, reads, band, leaves, programs[line.value]))
+        return boxes
 
 
 def charts(lines: Sequence[Line]) -> list[Chart]:
@@ -109,44 +142,6 @@ def _parts(lines: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:
             body.append(line)
 
 
-def _boxes(chart: Chart) -> list[Box]:
-    values = [line for line in chart.lines if line.value]
-    readers: dict[str, int] = {}
-    for line in values:
-        for name in {_whole(n) for n in line.references}:
-            readers[name] = readers.get(name, 0) + 1
-    programs: dict[str, tuple[str, ...]] = {}
-    of = ""
-    for line in chart.lines:
-        of = of if line.is_program else line.value
-        programs[of] = (*programs.get(of, ()), line.code.strip()) if line.is_program else ()
-    boxes: list[Box] = []
-    place: dict[str, int] = {}
-    for line in values:
-        names = list(dict.fromkeys(_whole(n) for n in line.references if n[0] == "%"))
-        band = _band(line)
-        for name in names:
-            if name not in place:
-                place[name] = len(boxes)
-                boxes.append(Box((), name, band=band))
-        before = place[names[0]] if len(names) == 1 else -1
-        last = boxes[before] if before >= 0 else None
-        if (
-            last is not None and last.lines and line.op in _VIEWS and last.lines[-1].op in _VIEWS
-            and readers[names[0]] == 1 and not last.leaves and last.band == band
-        ):  # fmt: skip
-            boxes[before] = dataclasses.replace(
-                last, lines=(*last.lines, line), name=line.value, leaves=line.value in chart.outside
-            )
-            place[line.value] = before
-            continue
-        reads = tuple(place[name] for name in names)
-        place[line.value] = len(boxes)  # set after `reads`: in a malformed text a value may read itself
-        leaves = line.value in chart.outside
-        boxes.append(Box((line,), line.value, reads, band, leaves, programs[line.value]))
-    return boxes
-
-
 def _whole(name: str) -> str:
     """`%3` for `%3.1`; other names unchanged."""
     return name.partition(".")[0] if name[0] == "%" else name
@@ -171,6 +166,11 @@ class Placed:
     joins: tuple[tuple[Key, Key], ...]
     width: float
 
+    @property
+    def rows(self) -> list[list[int]]:
+        """The boxes of each row."""
+        return [boxes for _, boxes in sorted(gathered(self.row, self.row.__getitem__))]
+
 
 def place(boxes: Sequence[Box], widths: Sequence[float]) -> Placed:
     """Rows and places for boxes of these widths."""
@@ -192,7 +192,10 @@ def place(boxes: Sequence[Box], widths: Sequence[float]) -> Placed:
         joins.update(dict.fromkeys((way[row[b] - row[a] - 1], b) for b in graph.successors(a)))
     size: dict[Key, float] = {key: _ALONG for line in rows for key in line}
     size.update(enumerate(widths))
-    near = _neighbours(joins)
+    near: Near = ({}, {})
+    for one, other in joins:
+        near[0].setdefault(other, []).append(one)
+        near[1].setdefault(one, []).append(other)
     _order(rows, near)
     middle = _middles(rows, near, size)
     left = min((middle[key] - size[key] / 2 for key in size), default=0.0)
@@ -219,17 +222,7 @@ def _rows(graph: nx.DiGraph, boxes: Sequence[Box]) -> dict[int, int]:
     return {n: used[r - first] for n, r in row.items()}
 
 
-def _neighbours(joins: Iterable[tuple[Key, Key]]) -> tuple[dict[Key, list[Key]], dict[Key, list[Key]]]:
-    """What each box or passing value is connected to in the row above, and in the row below."""
-    above: dict[Key, list[Key]] = {}
-    below: dict[Key, list[Key]] = {}
-    for one, other in joins:
-        below.setdefault(one, []).append(other)
-        above.setdefault(other, []).append(one)
-    return above, below
-
-
-def _order(rows: list[list[Key]], near: tuple[dict[Key, list[Key]], dict[Key, list[Key]]]) -> None:
+def _order(rows: list[list[Key]], near: Near) -> None:
     """Order each row by the mean place of what its members are connected to, going down and up again."""
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
@@ -237,16 +230,13 @@ def _order(rows: list[list[Key]], near: tuple[dict[Key, list[Key]], dict[Key, li
         places: dict[Key, float] = {}
         for line in rows if down else rows[::-1]:
             now = {key: n for n, key in enumerate(line)}
-
             joined = {key: [places[o] for o in known.get(key, ()) if o in places] for key in line}
             wanted = {key: _mean(joined[key], now[key]) for key in line}
             line.sort(key=wanted.__getitem__)
             places.update({key: float(n) for n, key in enumerate(line)})
 
 
-def _middles(
-    rows: list[list[Key]], near: tuple[dict[Key, list[Key]], dict[Key, list[Key]]], size: dict[Key, float]
-) -> dict[Key, float]:
+def _middles(rows: list[list[Key]], near: Near, size: dict[Key, float]) -> dict[Key, float]:
     """Start tightly packed, move rows towards what they are connected to, and finally straighten runs."""
     middle: dict[Key, float] = {}
     for line in rows:
@@ -274,9 +264,7 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
     return sum(values) / len(values) if values else otherwise
 
 
-def _runs(
-    rows: list[list[Key]], near: tuple[dict[Key, list[Key]], dict[Key, list[Key]]]
-) -> list[tuple[Key, ...]]:
+def _runs(rows: list[list[Key]], near: Near) -> list[tuple[Key, ...]]:
     """What should be vertically aligned: the places of one passing value, boxes connected one to one."""
     above, below = near
     found: dict[Key, list[Key]] = {}

@@ -69,16 +69,12 @@ def render_excerpt(how: Reached | None, code: UserCode) -> Html:
         for n in range(start, stop)
     ]
     around = listing(f"lines around {how.frames[how.own]}", *shown, class_="lines")
-    inner = [joined([tag("code", frame), _text(frame, code)]) for frame in how.frames[how.own + 1 :]]
+    inner = []
+    for frame in how.frames[how.own + 1 :]:
+        called = code.line(frame)
+        text = "" if called is None else called[0].text.split("\n")[called[1]].strip()
+        inner.append(joined([tag("code", frame), tag("code", f" {text}") if called else ""]))
     return tag("div", around, items(inner, class_="calls") if inner else "", class_="excerpt")
-
-
-def _text(frame: str, code: UserCode) -> Html:
-    known = code.line(frame)
-    if known is None:
-        return html("")
-    stretch, place = known
-    return tag("code", f" {stretch.text.split(chr(10))[place].strip()}")
 
 
 _SET_APART = re.compile(
@@ -94,7 +90,7 @@ def render_source(kernel: str, text: str, name: str) -> Html:
     parts = list(_parts(text))
     lines, own = _count(text), sum(_count(part) for title, part in parts if not title)
     words = plural(lines, "line") + (f", {own:,} of its own" if own < lines else "")
-    shown = (_shared(title, part) if title else _code(kernel, part) for title, part in parts)
+    shown = (_code(kernel, title, part) for title, part in parts)
     return tag(
         "details",
         tag("summary", f"Source of {kernel} ({words})"),
@@ -123,13 +119,11 @@ def _parts(text: str) -> Iterator[tuple[str, str]]:
         yield title, part
 
 
-def _shared(title: str, part: str) -> Html:
-    summary = tag("summary", f"{title}{SHARED} ({plural(_count(part), 'line')})")
-    return tag("details", summary, _code(title, part), class_="shared")
-
-
-def _code(label: str, part: str) -> Html:
-    return listing(label, tag("code", joined(_marked(part))))
+def _code(kernel: str, title: str, part: str) -> Html:
+    """A part of a source, folded if kernels share it."""
+    shown = listing(title or kernel, tag("code", joined(_marked(part))))
+    words = f"{title}{SHARED} ({plural(_count(part), 'line')})"
+    return tag("details", tag("summary", words), shown, class_="shared") if title else shown
 
 
 def _marked(part: str) -> Iterator[Html]:

@@ -24,8 +24,6 @@ _LEAST_FOLDED = 4
 """The fewest equal lines that are folded."""
 _MOST_SHOWN = 1200
 """Most lines of one diff that are shown at once."""
-
-
 _KINDS = {"equal": 0, "changed": 1, "replaced": 2}
 
 
@@ -65,11 +63,9 @@ class Hunk:
         removed = sum(b.b - b.a for b in self.blocks if b.kind == "replaced")
         added = sum(b.d - b.c for b in self.blocks if b.kind == "replaced")
         counts = ((changed, "changed"), (removed, "removed"), (added, "added"))
-        found = [(count, word) for count, word in counts if count]
-        return ", ".join(
-            f"{plural(count, 'line') if place == 0 else f'{count:,}'} {word}"
-            for place, (count, word) in enumerate(found)
-        )
+        found = [f"{plural(n, 'line')} {word}" for n, word in counts if n][:1]
+        found += [f"{n:,} {word}" for n, word in counts if n][1:]
+        return ", ".join(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +148,7 @@ def _with_context(parts: list[_Part]) -> Iterator[_Part]:
         if part.block.kind != "equal" or part.hidden:
             yield part
             continue
-        before = _near(parts, place, -1)
-        after = _near(parts, place, 1)
-        size = part.lines
+        before, after, size = _near(parts, place, -1), _near(parts, place, 1), part.lines
         is_between = (before or place == 0) and (after or place == len(parts) - 1)
         if is_between and before + after and size < before + after + _LEAST_FOLDED:
             yield part

@@ -85,10 +85,8 @@ def _drawings(
         for n, chart in enumerate(drawn[:most])
     ]
     if len(drawn) > most:
-        words = (
-            f"{plural(len(drawn) - most, 'more group')} of layers not drawn; the passes above hold the text."
-        )
-        found.append(hint(words))
+        left = plural(len(drawn) - most, "more group")
+        found.append(hint(f"{left} of layers not drawn; the passes above hold the text."))
     return found
 
 
@@ -98,10 +96,8 @@ def _drawing(
     modules = span_of_names([line.module for line in chart.lines])
     layers = span_of_names(list(chart.layers)) or (f"outside of layers: {modules}" if modules else "all ops")
     part = "" if chart.part == "graph" else f"{chart.part}: "
-    each = " each" if len(chart.layers) > 1 else ""
-    count = f" {plural(chart.ops, 'op')}{each}" + (
-        f", {plural(chart.attentions, 'attention')}" if chart.attentions else ""
-    )
+    count = f" {plural(chart.ops, 'op')}{' each' if len(chart.layers) > 1 else ''}"
+    count += f", {plural(chart.attentions, 'attention')}" if chart.attentions else ""
     if chart.ops > _MOST_OPS:
         body = hint(f"{chart.ops:,} ops are too many to draw; the passes above hold the text.")
     else:
@@ -114,11 +110,8 @@ def _drawing(
             class_="beside",
         )  # fmt: skip
         body = tag("div", drawing, beside, class_="drawn")
-    title = tag(
-        "summary",
-        tag("strong", f"{part}{layers}{repeated(len(chart.layers))}"),
-        tag("span", count, class_="sub"),
-    )
+    called = tag("strong", f"{part}{layers}{repeated(len(chart.layers))}")
+    title = tag("summary", called, tag("span", count, class_="sub"))
     return tag("details", title, body, open=is_open, class_="layer")
 
 
@@ -132,25 +125,21 @@ def _draw(chart: Chart, name: str, missed: Mapping[str, str], links: Links) -> H
     heights = [
         len(lines) * _LINE + _PAD if box.lines else _LINE + 2 for box, lines in zip(boxes, texts, strict=True)
     ]
-    tops, bottom = _tops(boxes, placed, heights)
+    tops, bottom = _tops(placed, heights)
     bands = list(_bands(boxes, placed, tops, heights))
     margin = _MARGIN + max((len(label) * _LETTER + _LABEL for label, _, _ in bands), default=0.0)
     width, height = placed.width + margin + _MARGIN, bottom + _MARGIN
-    first = _first(boxes)
+    where = [(placed.middle[n] + margin, tops[n], widths[n], heights[n]) for n in range(len(boxes))]
+    found = [n for n, box in enumerate(boxes) if box.is_attention]
+    first = next(iter([*found, *(n for n, box in enumerate(boxes) if box.lines)]), 0)  # for the tab key
     title = f"{chart.layers[0] or 'ops of no layer'}: {plural(chart.ops, 'op')}, values flow downwards"
     return tag(
         "svg",
         tag("title", title, id=f"{name}-title"),
         *(_band(label, top, end, width) for label, top, end in bands),
         tag("g", *_lines(placed, tops, heights, margin), class_="wires", aria_hidden="true"),
-        *(
-            _box(
-                box, texts[n], missed, (x, tops[n], widths[n], heights[n]), n == first,
-                **_led(box, f"{name}-box-{n}", links),
-            )
-            for n, box in enumerate(boxes)
-            for x in (placed.middle[n] + margin,)
-        ),
+        *(_box(box, texts[n], missed, where[n], n == first, **_led(box, f"{name}-box-{n}", links))
+          for n, box in enumerate(boxes)),
         class_="chart", role="group", aria_labelledby=f"{name}-title",
         viewBox=f"0 0 {width:.0f} {height:.0f}", width=f"{width:.0f}", height=f"{height:.0f}",
     )  # fmt: skip
@@ -162,13 +151,6 @@ def _led(box: Box, name: str, links: Links) -> dict[str, str | None]:
     own = name if panel and links.boxes.setdefault(panel, name) == name else None
     at = " ".join(map(str, places(links.code, box.lines)))
     return {"id": own, "data_panel": panel or None, "data_at": at or None}
-
-
-def _first(boxes: Sequence[Box]) -> int:
-    """The box that the tab key focuses: an attention, if there is one, or else an op."""
-    found = [n for n, box in enumerate(boxes) if box.is_attention]
-    found += [n for n, box in enumerate(boxes) if box.lines]
-    return found[0] if found else 0
 
 
 def _texts(box: Box) -> list[str]:
@@ -203,16 +185,14 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"…{text[1 - _LONGEST :]}"
 
 
-def _tops(boxes: Sequence[Box], placed: Placed, heights: Sequence[float]) -> tuple[list[float], float]:
+def _tops(placed: Placed, heights: Sequence[float]) -> tuple[list[float], float]:
     """The upper edge of each box, centred in its row, and the end of the last row."""
-    deepest: dict[int, float] = {}
-    for n in range(len(boxes)):
-        deepest[placed.row[n]] = max(deepest.get(placed.row[n], 0.0), heights[n])
-    starts, at = {}, _MARGIN
-    for row in sorted(deepest):
-        starts[row] = at
-        at += deepest[row] + _ROW_GAP
-    tops = [starts[placed.row[n]] + (deepest[placed.row[n]] - heights[n]) / 2 for n in range(len(boxes))]
+    tops, at = [0.0] * len(heights), _MARGIN
+    for row in placed.rows:
+        deepest = max(heights[n] for n in row)
+        for n in row:
+            tops[n] = at + (deepest - heights[n]) / 2
+        at += deepest + _ROW_GAP
     return tops, at - _ROW_GAP
 
 
@@ -220,12 +200,9 @@ def _bands(
     boxes: Sequence[Box], placed: Placed, tops: Sequence[float], heights: Sequence[float]
 ) -> Iterator[tuple[str, float, float]]:
     """The parts of the layer with where they begin and end; parts without a name are left out."""
-    rows: dict[int, list[int]] = {}
-    for n, box in enumerate(boxes):
-        if box.lines:
-            rows.setdefault(placed.row[n], []).append(n)
-    for label, group in alike(sorted(rows), lambda row: boxes[rows[row][0]].band):
-        inside = [n for row in group for n in rows[row]]
+    rows = ([n for n in row if boxes[n].lines] for row in placed.rows)
+    for label, group in alike(filter(None, rows), lambda row: boxes[row[0]].band):
+        inside = [n for row in group for n in row]
         if label:
             yield label, min(tops[n] for n in inside), max(tops[n] + heights[n] for n in inside)
 
@@ -243,12 +220,10 @@ def _band(label: str, top: float, end: float, width: float) -> Html:
 
 def _lines(placed: Placed, tops: Sequence[float], heights: Sequence[float], margin: float) -> Iterator[Html]:
     """A curve for each connection; a value that passes a row goes straight through it."""
-    inside: dict[int, list[int]] = {}
-    for n, row in placed.row.items():
-        inside.setdefault(row, []).append(n)
+    rows = placed.rows
 
     def ends(key: Key) -> tuple[float, float]:
-        boxes = [key] if isinstance(key, int) else inside[key[1]]
+        boxes = [key] if isinstance(key, int) else rows[key[1]]
         return min(tops[n] for n in boxes), max(tops[n] + heights[n] for n in boxes)
 
     for one, other in placed.joins:

@@ -5,10 +5,13 @@ display instead of being shown (controls, the direction marks of bidirectional t
 pairs) are written as escapes such as `\\u202e`, so that no name can rearrange the text around it.
 """
 
+import base64
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import resources
 
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069"
@@ -42,12 +45,11 @@ def joined(parts: Iterable[str], between: str = "") -> Html:
 def tag(name: str, /, *inside: str, **attributes: str | int | float | bool | None) -> Html:
     """An element. An attribute that is True has no value, False and None are left out; `class_` is `class`,
     other underscores are hyphens."""
-    written = [
-        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{html(str(value))}"')
-        for key, value in attributes.items()
-        if value is not None and value is not False
-    ]
-    start = f"<{name}{''.join(written)}"
+    start = f"<{name}"
+    for key, value in attributes.items():
+        if value is not None and value is not False:
+            start += f" {key.rstrip('_').replace('_', '-')}"
+            start += "" if value is True else f'="{html(str(value))}"'
     return Html(f"{start}/>" if name in _EMPTY else f"{start}>{joined(inside)}</{name}>")
 
 
@@ -88,6 +90,37 @@ def panel(name: str, *inside: str) -> Html:
 def heading(name: str, title: str, more: str = "") -> Html:
     """The heading of a panel."""
     return tag("h3", title, tag("span", f" {more}", class_="sub"), id=name)
+
+
+def section(name: str, title: str, inside: Iterable[str], **attributes: str) -> Html:
+    """A part of a page, which is named by its heading."""
+    head = tag("h2", title, id=f"{name}-title")
+    return tag("section", head, *inside, **attributes, aria_labelledby=f"{name}-title")
+
+
+def document(heading: str, body: Iterable[str], script: str = "") -> str:
+    """A whole page. Its content security policy lets it run `script`, by its hash, and nothing else, and lets
+    it reach nothing outside itself."""
+    runs = ""
+    if script:
+        digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+        runs, body = f"script-src 'sha256-{digest}'; ", [*body, tag("script", Html(script))]
+    policy = f"default-src 'none'; {runs}style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    head = tag(
+        "head", tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", heading), tag("style", Html(asset("page.css"))),
+    )  # fmt: skip
+    return f'<!DOCTYPE html>\n<html lang="en">\n{head}\n{tag("body", *body)}\n</html>\n'
+
+
+def asset(name: str) -> str:
+    """The text of a file beside this one."""
+    text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    assert "</s" not in text, f"{name} would end its own element"
+    return text
 
 
 def picture(svg: str, name: str) -> Html:

@@ -44,10 +44,6 @@ class Line:
         return REFERENCE.findall(self.code.split(" = ", 1)[1]) if self.value else REFERENCE.findall(self.code)
 
     @property
-    def type(self) -> str:
-        return self.code.rpartition(" : ")[2] if self.value else ""
-
-    @property
     def layer(self) -> str:
         return layer_of(self.module)
 

@@ -54,7 +54,10 @@ def _passes(report: Entries, prefix: str, store: Store) -> Html:
     found = []
     last, known = store.add_text(report.captured), read_lines(report.captured)
     if report.captured:
-        found.append(_capture(report, last))
+        ops = plural(report.passes[0].before, "op") if report.passes else ""
+        spent = _duration(report.capture) if report.capture else ""
+        told = "capture", "the graph as it was traced", ops, spent
+        found.append(_item("capture", told, [_text(last, len(known))]))
     for number, record in enumerate(report.passes):
         body: list[Html] = []
         if record.text:
@@ -67,21 +70,14 @@ def _passes(report: Entries, prefix: str, store: Store) -> Html:
     return H.tag("ol", *found, class_="passes")
 
 
-def _capture(report: Entries, place: int) -> Html:
-    ops = plural(report.passes[0].before, "op") if report.passes else ""
-    lines = report.captured.count("\n") + 1
-    spent = _duration(report.capture) if report.capture else ""
-    head = _summary("capture", "the graph as it was traced", ops, spent)
-    return H.tag("li", H.tag("details", head, _text(place, lines), class_="pass"), data_kind="capture")
-
-
-def _summary(name: str, state: str, count: str, spent: str) -> Html:
-    words = (("name", name), ("state", state), ("count", count), ("time", spent))
-    return H.tag("summary", H.joined((H.tag("span", text, class_=kind) for kind, text in words), " "))
+def _item(kind: str, told: Sequence[str], inside: Sequence[Html], id: str | None = None) -> Html:
+    """A stage, folded under a line that says its name, what it did, how many ops there are and the time."""
+    words = zip(("name", "state", "count", "time"), told, strict=True)
+    head = H.tag("summary", H.joined((H.tag("span", text, class_=of) for of, text in words), " "))
+    return H.tag("li", H.tag("details", head, *inside, class_="pass"), id=id, data_kind=kind)
 
 
 def _pass(record: PassRecord, name: str, body: list[Html]) -> Html:
-    state = "changed" if record.changed else "no change"
     count = f"{record.before:,} → {record.after:,} ops" if record.changed else plural(record.after, "op")
     step = record.after - record.before
     if record.changed and step:
@@ -95,9 +91,12 @@ def _pass(record: PassRecord, name: str, body: list[Html]) -> Html:
         said.append(H.tag("p", "The graph is as it was before."))
     elif not body:
         said.append(H.tag("p", "The text of the graph is not part of this report."))
-    head = _summary(record.name, state, count, _duration(record.seconds))
-    kind = "changed" if record.changed else "unchanged"
-    return H.tag("li", H.tag("details", head, *said, *body, class_="pass"), id=name, data_kind=kind)
+    kind, state = ("changed", "changed") if record.changed else ("unchanged", "no change")
+    return _item(kind, (record.name, state, count, _duration(record.seconds)), [*said, *body], name)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 def _notes(notes: Sequence[str]) -> Html:
@@ -111,10 +110,6 @@ def _notes(notes: Sequence[str]) -> Html:
     return H.joined([H.items(first, class_="notes"), folded])
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
-
-
 def _text(place: int, lines: int) -> Html:
     """Where a whole text will stand, filled when it is opened."""
     return H.tag(
@@ -125,19 +120,15 @@ def _text(place: int, lines: int) -> Html:
 
 def _diff(old: list[Line], new: list[Line], places: tuple[int, int], store: Store) -> Html:
     found = fold(compare(old, new), old, new)
-    parts = [
-        _hunk(part, old, new) if isinstance(part, Hunk) else _fold(part, places, store) for part in found
-    ]
+    parts = [_hunk(p, old, new) if isinstance(p, Hunk) else _fold(p, places, store) for p in found]
     head = H.tag("div", H.tag("span", "before"), H.tag("span", "after"), class_="sides", aria_hidden="true")
     return H.tag("div", head, *parts, class_="diff", role="group", aria_label="the graph before and after")
 
 
 def _fold(part: Fold, places: tuple[int, int], store: Store) -> Html:
-    number = store.add_fold(*places, part.blocks)
-    return H.tag(
-        "div",
-        H.tag("button", part.words(), type="button", class_="fold", aria_expanded="false", data_fold=number),
-    )
+    place = store.add_fold(*places, part.blocks)
+    folded = {"class_": "fold", "aria_expanded": "false", "data_fold": str(place)}
+    return H.tag("div", H.tag("button", part.words(), type="button", **folded))
 
 
 def _hunk(hunk: Hunk, old: list[Line], new: list[Line]) -> Html:
@@ -221,7 +212,10 @@ def _attentions(now: Entries, earlier: Entries) -> Iterator[Html]:
     """Attentions that only one of the reports has: with another program, other heads or another kernel."""
     old, new = (collections.Counter(map(_kind, report.attention)) for report in (earlier, now))
     for words, some, others in (("Only before", old, new), ("Only now", new, old)):
-        found = [_attention(kind, count) for kind, count in (some - others).items()]
+        found = []
+        for (heads, program, kernel), count in (some - others).items():
+            of = f"attention{repeated(count)} of {heads}: "
+            found.append(H.joined([of, H.tag("code", program), " by ", H.tag("code", kernel)]))
         if found:
             yield H.joined([H.tag("p", H.tag("strong", f"{words}:")), H.items(found)])
 
@@ -229,9 +223,3 @@ def _attentions(now: Entries, earlier: Entries) -> Iterator[Html]:
 def _kind(entry: AttentionEntry) -> tuple[str, str, str]:
     """What makes attentions of two reports alike; their lines may have moved."""
     return entry.heads_in_words(), "; ".join(entry.program.splitlines()), str(entry.kernel)
-
-
-def _attention(kind: tuple[str, str, str], count: int) -> Html:
-    heads, program, kernel = kind
-    of = f"attention{repeated(count)} of {heads}: "
-    return H.joined([of, H.tag("code", program), " by ", H.tag("code", kernel)])

@@ -10,11 +10,9 @@ import time
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from attngraph.api import drawn
-from attngraph.api.by_number import Numbers
-from attngraph.api.calls import Call, described, tensors_in
+from attngraph.api.verify.calls import Call, described, is_plain, mapped, tensors_in
+from attngraph.api.verify.numbers import Numbers
 
 Place = tuple[int, int]
 """A tensor of a call, and one of its dimensions."""
@@ -51,8 +49,7 @@ def make_smallest(numbers: Numbers, until: float) -> None:
 def _places(call: Call) -> Iterator[tuple[Place, int]]:
     """The dimensions of a call that may be cut, and how many places each has."""
     for number, tensor in enumerate(tensors_in(call)):
-        is_plain = tensor.is_floating_point() and not drawn.is_mask_of_numbers(tensor)
-        yield from (((number, d), n) for d, n in enumerate(tensor.shape[: tensor.ndim - is_plain]))
+        yield from (((number, d), n) for d, n in enumerate(tensor.shape[: tensor.ndim - is_plain(tensor)]))
 
 
 def _groups(counts: dict[Place, int]) -> Iterator[list[Place]]:
@@ -75,5 +72,4 @@ def _cut(call: Call, counts: Mapping[Place, int]) -> Call:
             tensor = tensor.narrow(d, 0, counts.get((number, d), tensor.shape[d]))
         return tensor.contiguous()
 
-    found: Call = pytree.tree_map_only(Tensor, cut, call)
-    return found
+    return mapped(call, cut)

@@ -1,4 +1,5 @@
-"""The operations of one call, in the order in which they run, with marks of their results and their lines.
+"""The operations of one call, in the order in which they run, with marks of their results and their lines;
+and the narrowest dtype to which they round.
 
 A mark of a tensor tells equal values from others without keeping them: their number, sum and spread, whatever
 their layout, and a sum that depends on their order.
@@ -9,15 +10,15 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from attngraph.api.verify.calls import tensors_in
 from attngraph.capture.lines import is_torchs, line_at
 
 _FILL = 1e8
@@ -36,7 +37,7 @@ class Mark(NamedTuple):
     ordered: float
 
 
-class Call(NamedTuple):
+class Function(NamedTuple):
     """A function that runs, and the line at which it is: a frame of a stack."""
 
     function: Any
@@ -50,7 +51,7 @@ class Operation:
     of a module that is read is an operation too, with an empty stack, and is `leaf`."""
 
     key: str
-    stack: tuple[Call, ...]
+    stack: tuple[Function, ...]
     before: tuple[int, ...]
     marks: tuple[Mark, ...]
     leaf: Tensor | None = None
@@ -67,10 +68,10 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Which operation wrote to a storage last."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         before = tuple(dict.fromkeys(n for t in given for n in self.made(t)))
         result = func(*args, **(kwargs or {}))
-        found = tensors(result)
+        found = tensors_in(result)
         shapes = " ".join(str(list(t.shape)) for t in found)
         operation = Operation(f"{func} {shapes}", stack_of(sys._getframe(1)), before, tuple(map(mark, found)))
         for tensor in found:
@@ -113,25 +114,44 @@ def record(side: Callable[[], Any]) -> Record:
             sys.setprofile(count)
             results = side()
             sys.setprofile(before)
-            made = [n for t in tensors(results) for n in recorded.made(t)]
+            made = [n for t in tensors_in(results) for n in recorded.made(t)]
     finally:
         sys.setprofile(before)
     return Record(recorded.operations, made, calls)
 
 
-def tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+class Narrowest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Meets what a call computes. `unit`: the last place of the narrowest dtype to which it rounds, first at
+    `line`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unit, self.line = 0.0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        units = units_of(tensors_in((args, kwargs, result)))
+        # it rounds to, or computes with what was rounded to, a narrower one
+        if units and min(units) < max(units) > self.unit:
+            stack = stack_of(sys._getframe(1))
+            self.unit, self.line = max(units), stack[-1].line if stack else ""
+        return result
 
 
-def stack_of(frame: Any) -> tuple[Call, ...]:
+def units_of(tensors: Iterable[Tensor]) -> list[float]:
+    """The last places of the floating ones, for numbers near 1."""
+    return [torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point()]
+
+
+def stack_of(frame: Any) -> tuple[Function, ...]:
     """The user's functions that run around an operation, the innermost last."""
-    found: list[Call] = []
+    found: list[Function] = []
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         if frame.f_code.co_name == "record" and name == __name__:
             break
         if not is_torchs(frame) and not name.startswith(_OURS):
-            found.append(Call(frame.f_code, line_at(frame)))
+            found.append(Function(frame.f_code, line_at(frame)))
         frame = frame.f_back
     return tuple(reversed(found))
 
@@ -152,7 +172,7 @@ def _places(count: int) -> Tensor:
     return (torch.arange(count, dtype=torch.float64) * 0.6180339887498949).frac() - 0.5
 
 
-def alike(a: Mark, b: Mark, close: float, in_order: bool = False) -> bool:
+def marks_alike(a: Mark, b: Mark, close: float, in_order: bool = False) -> bool:
     """Whether elements that are so far apart, relative to their mean size, could have both marks."""
     if a.size != b.size:
         return False

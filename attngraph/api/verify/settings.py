@@ -5,19 +5,17 @@ So the module is made again, from attributes that are named as its constructor's
 line followed: the first after which the two have other values is named.
 """
 
-import dataclasses
 import functools
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from attngraph.api.difference import Difference
-from attngraph.api.recorded import alike, mark
+from attngraph.api.verify.recorded import mark, marks_alike
+from attngraph.api.verify.verdict import Difference
 from attngraph.capture.lines import line_at, line_of, room_of
 from attngraph.capture.state.kinds import Place
 
@@ -33,8 +31,7 @@ _HAS = "a weight"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Setting:
+class _Setting(NamedTuple):
     """`name`, of the module of this name in both sides, which is `mine` in the reference and `theirs` in the
     candidate."""
 
@@ -55,7 +52,7 @@ def settings_apart(reference: Any, candidate: Any, enters: str = "") -> list[Dif
     first: dict[tuple[str, str, str], _Setting] = {}
     for setting in sorted(found, key=lambda s: not (enters and f"{s.module}.".startswith(f"{enters}."))):
         first.setdefault((setting.name, _text(setting.mine), _text(setting.theirs)), setting)
-    return [_told(s, reference, candidate) for s in itertools.islice(first.values(), _MOST)]
+    return [_told(s, reference, candidate) for s in [*first.values()][:_MOST]]
 
 
 def _told(setting: _Setting, reference: nn.Module, candidate: nn.Module) -> Difference:
@@ -113,7 +110,7 @@ def _is_plain(value: Any) -> bool:
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and alike(mark(a), mark(b), _CLOSE, in_order=True)
+        return a.shape == b.shape and marks_alike(mark(a), mark(b), _CLOSE, in_order=True)
     return type(a) is type(b) and repr(a) == repr(b)
 
 
@@ -125,14 +122,11 @@ def kept_at(sides: Sequence[Any], leaves: Sequence[Tensor | None]) -> tuple[str,
     reference, candidate = sides
     if not isinstance(reference, nn.Module) or not isinstance(candidate, nn.Module):
         return "", ""
-    names = [_name_of(side, leaf) for side, leaf in zip(sides, leaves, strict=True)]
+    tensors = ([*side.named_buffers(), *side.named_parameters()] for side in (reference, candidate))
+    pairs = zip(tensors, leaves, strict=True)
+    names = [next((name for name, tensor in named if tensor is leaf), "") for named, leaf in pairs]
     module, _, name = (names[1] or names[0]).rpartition(".")
     return made_at(reference, candidate, module, name) if name else ("", "")
-
-
-def _name_of(side: nn.Module, leaf: Tensor | None) -> str:
-    named = itertools.chain(side.named_buffers(), side.named_parameters())
-    return next((name for name, tensor in named if tensor is leaf), "")
 
 
 def made_at(reference: nn.Module, candidate: nn.Module, module: str, name: str) -> tuple[str, str]:
@@ -145,7 +139,7 @@ def made_at(reference: nn.Module, candidate: nn.Module, module: str, name: str) 
         owner, _, kept = owner.rpartition(".")
     if owner not in mine or owner not in theirs:
         return "", ""
-    first, second = (line_setting(side[owner], kept.partition(".")[0]) for side in (mine, theirs))
+    first, second = (_line_setting(side[owner], kept.partition(".")[0]) for side in (mine, theirs))
     if owner != module and first and second:
         return first, second
     given = True
@@ -159,14 +153,12 @@ def made_at(reference: nn.Module, candidate: nn.Module, module: str, name: str) 
     return ("", "") if "." in kept else (first, second)  # a configuration's is not made here
 
 
-def line_setting(module: nn.Module, name: str) -> str:
-    """The line of a module's class that sets an attribute."""
+def _line_setting(module: nn.Module, name: str) -> str:
     init: Any = type(module).__init__
     return line_of(Place(module, name), init) or line_of(Place(module, name), module)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """A line of a function that is about to run, `ran`, "FILE:LINE", that which ran before: in the function,
     or the one that calls it ("": none); and the values of its variables."""
 
@@ -195,11 +187,28 @@ def _first_apart(one: Sequence[_Step], other: Sequence[_Step]) -> tuple[tuple[st
 
 def _followed(run: Callable[[], Any], numbers: bool = False) -> list[_Step]:
     """The steps of a call; none if it fails. `numbers`: of variables only those that are no tensors."""
-    found, before = list[_Step](), sys.gettrace()
+    found, ran, before = list[_Step](), dict[int, str](), sys.gettrace()
+    shown = (lambda value: repr(value) if isinstance(value, (int, float)) else None) if numbers else _shown
+
+    def trace(frame: Any, event: str, value: Any) -> Any:
+        if event == "call":
+            if room_of(frame) in _FOREIGN or frame.f_code.co_filename.startswith("<"):
+                return None
+            caller = frame.f_back
+            ran[id(frame)] = line_at(caller) if id(caller) in ran else ""
+        elif event in ("line", "return"):
+            values = {n: shown(v) for n, v in frame.f_locals.items()}
+            values |= {"return": shown(value)} if event == "return" else {}
+            found.append(_Step(frame.f_code, frame.f_lineno, ran[id(frame)], values))
+            ran[id(frame)] = line_at(frame)
+        if event == "return":
+            del ran[id(frame)]
+        return trace
+
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            sys.settrace(_following(found.append, numbers))
+            sys.settrace(trace)
             run()
     except Exception:  # the user's code with arguments that it may not take
         return []
@@ -216,39 +225,14 @@ def _constructed(module: nn.Module) -> list[_Step]:
     given = {p.name: getattr(module, p.name) for p in parameters if hasattr(module, p.name)}
     plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     size = sum(w.numel() for w in module.parameters())
-    if (
-        _is_torchs(module)
-        or size > _LARGE
-        or any(p.kind not in plain or (p.name not in given and p.default is p.empty) for p in parameters)
-    ):
+    unknown = any(p.kind not in plain or (p.name not in given and p.default is p.empty) for p in parameters)
+    if unknown or size > _LARGE or _is_torchs(module):
         return []
     return _followed(functools.partial(kind, **given))
 
 
 def _is_torchs(module: nn.Module | None) -> bool:
     return module is None or type(module).__module__.partition(".")[0] == "torch"
-
-
-def _following(tell: Callable[[_Step], object], numbers: bool) -> Callable[..., Any]:
-    shown = (lambda value: repr(value) if isinstance(value, (int, float)) else None) if numbers else _shown
-    ran: dict[int, str] = {}
-
-    def trace(frame: Any, event: str, value: Any) -> Any:
-        if event == "call":
-            if room_of(frame) in _FOREIGN or frame.f_code.co_filename.startswith("<"):
-                return None
-            caller = frame.f_back
-            ran[id(frame)] = line_at(caller) if id(caller) in ran else ""
-        elif event in ("line", "return"):
-            values = {n: shown(v) for n, v in frame.f_locals.items()}
-            values |= {"return": shown(value)} if event == "return" else {}
-            tell(_Step(frame.f_code, frame.f_lineno, ran[id(frame)], values))
-            ran[id(frame)] = line_at(frame)
-        if event == "return":
-            del ran[id(frame)]
-        return trace
-
-    return trace
 
 
 def _shown(value: Any, deep: bool = True) -> Any:

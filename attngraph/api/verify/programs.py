@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.api import drawn
-from attngraph.api.difference import Difference
+from attngraph.api.verify.calls import LOW, like, manners_of
+from attngraph.api.verify.verdict import Difference, Pair
 from attngraph.ir.language import Environment, ScoreProgram, Tile, evaluate, parse
 from attngraph.report.entries import AttentionEntry
 
 MOST_TOKENS = 1 << 13
 """The longest sequence for which programs are compared."""
-Pair = tuple[AttentionEntry, AttentionEntry]
 _Where = tuple[str, int, str] | tuple[()]
 
 
@@ -54,23 +53,16 @@ def by_meaning(
         unread += where is None
         if where:
             code, tokens, how = where
-            about = f"attention {number} differs {how}"
-            found.append(
-                Difference(
-                    "program", about, a.source, b.source, a.program, b.program, code=code, tokens=tokens
-                )
-            )
+            both = f"attention {number} differs {how}", a.source, b.source, a.program, b.program
+            found.append(Difference("program", *both, code=code, tokens=tokens))
     if counts[0] != counts[1]:
         left = " and ".join(str(n - len(pairs)) for n in counts)
-        notes.append(
-            f"{counts[0]} and {counts[1]} attention(s) were found in them: {len(pairs)} have equal programs, "
-            f"{left} others are compared by number alone"
-        )
+        said = f"{counts[0]} and {counts[1]} attention(s) were found in them"
+        equal = f"{len(pairs)} have equal programs"
+        notes.append(f"{said}: {equal}, {left} others are compared by number alone")
     if unread:
-        notes.append(
-            f"the programs of {unread} attention(s) read tensors that are not known to be the same: compared "
-            "by number alone"
-        )
+        said = f"the programs of {unread} attention(s) read tensors that are not known to be the same"
+        notes.append(f"{said}: compared by number alone")
     return found, notes
 
 
@@ -84,11 +76,8 @@ def _comparable(a: AttentionEntry, b: AttentionEntry) -> bool:
         return True
     given = {*a.reads} == {*b.reads} and all(read.endswith(" of the arguments") for read in a.reads)
     same = a.program != b.program or a.reads == b.reads
-    return given and same and not any(p.places and _reads_by_reads(p) for p in programs)
-
-
-def _reads_by_reads(program: ScoreProgram) -> bool:
-    return any(re.search(r"\br\d", str(index)) for _, _, index in program.places)
+    by_reads = any(re.search(r"\br\d", str(index)) for p in programs for _, _, index in p.places)
+    return given and same and not by_reads
 
 
 def _first_difference(a: AttentionEntry, b: AttentionEntry, call: Sequence[Tensor]) -> _Where | None:
@@ -113,23 +102,16 @@ def _first_difference(a: AttentionEntry, b: AttentionEntry, call: Sequence[Tenso
             scores.append(evaluate.scores(program, dot, env))
             weights.append(evaluate.weights(program, _normalised(program, scores[-1], env), env, dot))
         apart = ~torch.isclose(weights[0], weights[1], rtol=1e-9, atol=1e-12, equal_nan=True)
-        low = [s <= drawn.LOW for s in scores]
+        low = [s <= LOW for s in scores]
         if given:  # a query for which a mask hides every key has no result that means anything
             apart &= ~(low[0] & low[1]).all(-1, keepdim=True)
         if apart.any():
-            hidden = low[0] != low[1]
-            _, head, _, key = (hidden if hidden.any() else apart).nonzero()[0].tolist()
-            what = (
-                "one hides this key, the other does not"
-                if hidden.any()
-                else "they weigh this key differently"
-            )
-            code = "hides" if hidden.any() else "weighs"
-            return (
-                code,
-                tokens,
-                f"from {tokens:,} tokens on: query {tokens - 1}, key {key}, head {head}: {what}",
-            )
+            code, what, where = "weighs", "they weigh this key differently", apart
+            if (hidden := low[0] != low[1]).any():
+                code, what, where = "hides", "one hides this key, the other does not", hidden
+            _, head, _, key = where.nonzero()[0].tolist()
+            at = f"query {tokens - 1}, key {key}, head {head}"
+            return code, tokens, f"from {tokens:,} tokens on: {at}: {what}"
     return ()
 
 
@@ -155,5 +137,5 @@ def _given(
             last = torch.as_tensor(evaluate.evaluate(index, env, {})).max()
             shape[axis] = max(shape[axis], int(last) + 1)
     own = {name: call[int(name.split()[1])] for name in extents}
-    kinds = {name: next(iter(drawn.manners_of(own[name])), "") for name in extents}
-    return {name: drawn.like(own[name], shape, kinds[name]).double() for name, shape in extents.items()}
+    kinds = {name: next(iter(manners_of(own[name])), "") for name in extents}
+    return {name: like(own[name], shape, kinds[name]).double() for name, shape in extents.items()}

@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attngraph.api.verify.verdict import Difference, Incomparable
+
 
 @dataclasses.dataclass(frozen=True)
 class Matched:
     """Copies of both sides in eval mode, the candidate with the reference's weights, and `weights`, the pairs
     of names `(reference's, candidate's)` that are one tensor; `same`, those of every name of a parameter, of
-    tied and transposed ones too. `problem`: why there is no match."""
+    tied and transposed ones too."""
 
     reference: Any
     candidate: Any
     weights: tuple[tuple[str, str], ...] = ()
     same: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
-    problem: str = ""
 
 
 def match(
@@ -28,7 +29,11 @@ def match(
 ) -> Matched:
     """Match the weights of two modules. A candidate whose weights have the reference's values keeps them,
     transposed ones too: that they were converted rightly is part of what is compared, as are its buffers.
-    Otherwise a copy of it is given the reference's."""
+    Otherwise a copy of it is given the reference's.
+
+    Raises:
+        Incomparable: a weight of the candidate is none of the reference's.
+    """
     trains = any(getattr(side, "training", False) for side in (reference, candidate))
     notes = ["compared in eval mode: dropout is not"] * trains
     reference, candidate = (
@@ -38,11 +43,8 @@ def match(
         return Matched(reference, candidate, notes=tuple(notes))
     mine, theirs = dict(reference.state_dict()), dict(candidate.state_dict())
     names = rename if callable(rename) else (rename or {}).get
-    found: dict[str, str] = {}
-    for name in theirs:
-        wanted = names(name) or name
-        if wanted in mine and mine[wanted].shape == theirs[name].shape:
-            found[name] = wanted
+    wanted = {name: names(name) or name for name in theirs}
+    found = {n: w for n, w in wanted.items() if w in mine and mine[w].shape == theirs[n].shape}
     by_name = len(found)
     left = {n: t for n, t in mine.items() if n not in found.values()}
     turned: dict[str, str] = {}
@@ -51,10 +53,7 @@ def match(
         other = equal or next((n for n, t in left.items() if t.ndim == 2 and _same(t.T, tensor)), None)
         if other is not None:
             del left[other]
-            if equal is None:
-                turned[name] = other
-            else:
-                found[name] = other
+            (turned if equal is None else found)[name] = other
     missing = [n for n in theirs if n not in found and n not in turned]
     for shape in dict.fromkeys(theirs[n].shape for n in missing):
         ours, others = ([n for n in group if tensors[n].shape == shape] for group, tensors in
@@ -66,7 +65,7 @@ def match(
         shapes = ", ".join(f"{n} {list(theirs[n].shape)}" for n in missing[:3])
         more = f" and {len(missing) - 3} more" * (len(missing) > 3)
         said = f"no weight of the reference is the candidate's {shapes}{more}; say which with `rename=`"
-        return Matched(reference, candidate, problem=said)
+        raise Incomparable(Difference("weights", said, code="weights-unmatched"))
     trained, too = (dict(side.named_parameters()) for side in (reference, candidate))
     own = [_same(mine[other], theirs[name]) for name, other in found.items() if name in too]
     if all(own):  # buffers that are not the same were computed otherwise

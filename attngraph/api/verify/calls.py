@@ -1,18 +1,77 @@
-"""Values of the same kind as those of an example: a mask stays one, and so do positions.
+"""Calls: the arguments that both sides are given, and which ones are tried after those that are given.
 
-By its values an argument says what it is. Flags are booleans, or whole numbers 0 and 1; a mask of numbers is
-0 where a key is seen and very low where not; positions count up by one. What else is in order stays so.
+Other values are of the same kind as those of an example: by its values an argument says what it is. Flags are
+booleans, or whole numbers 0 and 1; a mask of numbers is 0 where a key is seen and very low where not;
+positions count up by one. What else is in order stays so.
 """
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+SIZES = (1, 2, 3, 5, 8, 17, 130)
+"""Extents that are tried beside those of the call."""
+SMALL = {"numbers as small as 1e-3": 1e-3, "numbers as small as 1e-6": 1e-6}
+"""Manners in which weights and floating arguments are smaller: an epsilon that is added to them counts."""
+AS_GIVEN = "in the dtypes that are given"
+"""The manner of the call itself, for sides that compute otherwise in float64."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 LOW = -1e4
 """From here on a number that is added to a score hides a key."""
 HIDING = ("hidden at the end", "hidden at the beginning", "a row hidden")
 COUNTING = ("positions moved", "positions begin anew")
+
+
+def tries(call: Call, named: set[int], chosen: random.Random) -> Iterator[tuple[dict[int, int], str]]:
+    """Extents to be replaced, and by what, and in which manner masks and positions are drawn: first the call
+    as it is given, then in each manner, then with one extent at a time, the most telling first."""
+    tensors = tensors_in(call)
+    manners = list(dict.fromkeys(m for t in tensors for m in manners_of(t)))
+    small, smallest = SMALL
+    yield from (({}, manner) for manner in ("", small, *manners, AS_GIVEN, smallest))
+    extents = dict.fromkeys(n for t in tensors for n in t.shape[: -1 if t.is_floating_point() else None])
+    near = sorted(n + more for n in named for more in (0, 1) if 1 < n + more <= 600)
+    for other in dict.fromkeys((*SIZES, *near)):
+        yield from (({n: other}, chosen.choice(["", *manners])) for n in extents if n != other)
+
+
+def varied(call: Call, sizes: Mapping[int, int], manner: str, chosen: random.Random) -> Call:
+    """A call of other sizes and, where these are other ones or the manner asks for it, other values."""
+
+    def other(tensor: Tensor) -> Tensor:
+        if not sizes and manner not in manners_of(tensor):
+            return tensor * SMALL.get(manner, 1.0) if is_plain(tensor) else tensor
+        kept = tensor.ndim - is_plain(tensor)
+        shape = [sizes.get(n, n) if d < kept else n for d, n in enumerate(tensor.shape)]
+        torch.manual_seed(chosen.randrange(1 << 30))
+        return like(tensor, shape, manner)
+
+    return mapped(call, other)
+
+
+def tensors_in(call: Any) -> list[Tensor]:
+    """The tensors of a call."""
+    return [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+
+
+def described(call: Call) -> tuple[str, ...]:
+    """The dtypes and shapes of a call's tensors."""
+    return tuple(f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in tensors_in(call))
+
+
+def mapped(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
+    """A call with each of its tensors changed."""
+    found: Call = pytree.tree_map_only(Tensor, change, call)
+    return found
+
+
+def replaced(call: Call, old: Tensor, new: Tensor) -> Call:
+    """A call with a tensor in place of another."""
+    return mapped(call, lambda tensor: new if tensor is old else tensor)
 
 
 def is_flags(tensor: Tensor) -> bool:
@@ -34,24 +93,16 @@ def is_mask_of_numbers(tensor: Tensor) -> bool:
     return bool(low.any()) and bool((low | (tensor == 0)).all())
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is of numbers that mean only themselves."""
+    return tensor.is_floating_point() and not is_mask_of_numbers(tensor)
+
+
 def manners_of(tensor: Tensor) -> tuple[str, ...]:
     """In which manners other values than those that are given are of use."""
     if is_positions(tensor):
         return COUNTING
     return HIDING if tensor.ndim > 0 and (is_flags(tensor) or is_mask_of_numbers(tensor)) else ()
-
-
-def hidden_by(call: Sequence[Tensor], example: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens that a mask of the call may hide, bool `[batch, tokens]`, with the mask and one that hides
-    nothing. False and very low numbers hide; of flags that are never set in the example, those that are."""
-    for tensor, own in zip(call, example, strict=True):
-        if tensor.ndim > 1 and (is_flags(tensor) or is_mask_of_numbers(tensor)):
-            of_numbers = tensor.is_floating_point()
-            open_ = 0.0 if of_numbers else float(own.bool().any())
-            rows = (tensor == open_).reshape(tensor.shape[0], -1, tensor.shape[-1])
-            hidden = ~rows.any(1)
-            if (hidden.any(1) & ~hidden.all(1)).any():
-                yield hidden, tensor, torch.full_like(tensor, open_)
 
 
 def like(tensor: Tensor, shape: list[int], manner: str) -> Tensor:
@@ -95,9 +146,7 @@ def _flags(flags: Tensor, shape: list[int], manner: str) -> Tensor:
         found = torch.ones(shape, dtype=torch.bool).tril()
     else:
         found = torch.rand(shape) < flags.float().mean()
-    if (
-        manner not in HIDING or last == 1
-    ):  # of one token that is hidden nothing is left to tell what that means
+    if manner not in HIDING or last == 1:  # nothing is left of one token that is hidden, to tell it by
         return found
     rows, place = [shape[0] if len(shape) > 1 else 1, *[1] * (len(shape) - 1)], torch.arange(last)
     many = torch.randint(1, max(2, last), rows)

@@ -1,11 +1,13 @@
-"""A candidate in a process of its own, with limits of time and memory: nothing of it is run in this one.
+"""What a side is, besides a model or a function: an ONNX file, a folder that `save` wrote, a process.
 
+A candidate in a process of its own has limits of time and memory, and nothing of it is run in this one.
 Questions and answers are files of tensors and plain values. A process that ends, or gives no answer in time,
 is ended with all it started, and started again at the next question. The limits keep a faulty candidate
 from taking the machine; they are no sandbox: it can read and write what its user can.
 """
 
 import contextlib
+import importlib.util
 import os
 import select
 import signal
@@ -15,20 +17,134 @@ import tempfile
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from attngraph.errors import first_line
+from attngraph.api.arguments import require_model
+from attngraph.api.compile import load
+from attngraph.api.compiled import CompiledModule
+from attngraph.api.verify.steps import is_decoder
+from attngraph.api.verify.verdict import Difference, Incomparable
+from attngraph.errors import SavedError, first_line
+from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.verify import tensors_of
+from attngraph.saved.folder import MANIFEST
 
 WORKER = "attngraph.cli.worker"
-"""The module that the process runs."""
+"""The module that the process of a candidate runs."""
 STARTING = 300.0
 """Seconds in which it must have loaded torch and attngraph."""
 GRACE = 1.0
 """Seconds in which it may end by itself."""
+
+
+def called(side: Any) -> Any:
+    """What a side is, to be called.
+
+    Raises:
+        TypeError: it cannot be called, and is no file. SavedError: a file or a folder cannot be read.
+    """
+    if isinstance(side, str | Path):
+        if not is_file_of_a_side(side):
+            raise TypeError(
+                f"attngraph.verify: {str(side)!r} is no ONNX file and no folder that `save` wrote; another "
+                "name is run with subprocess=True."
+            )
+        return side_in(side)
+    if not is_decoder(side):
+        require_model(side, "attngraph.verify")
+    return side
+
+
+def in_a_process(name: Any, seconds: float, memory: int, ending: contextlib.ExitStack) -> "Apart":
+    """The candidate of a name in a process, which ends with `ending`.
+
+    Raises:
+        TypeError: it is no name. Incomparable: it cannot be made there.
+    """
+    if not isinstance(name, str):
+        raise TypeError("attngraph.verify: with subprocess=True the candidate is a name, as 'port.py:LM'.")
+    process = Process(name, seconds, memory)
+    ending.callback(process.close)
+    try:
+        return Apart(process)
+    except (Ended, Failed) as problem:
+        said = f"the candidate {'' if isinstance(problem, Ended) else 'fails: '}{problem}"
+        raise Incomparable(Difference("call", said, code=code_of(problem))) from problem
+
+
+def is_file_of_a_side(name: str | Path) -> bool:
+    """Whether a name is that of an ONNX file, or of a folder that `save` wrote."""
+    return str(name).endswith(".onnx") or (Path(name) / MANIFEST).is_file()
+
+
+def side_in(path: str | Path) -> Any:
+    """What a file or a folder holds, to be called.
+
+    Raises:
+        SavedError: it cannot be read; a folder has no weights, or has changed.
+    """
+    path = Path(path)
+    if path.suffix != ".onnx":
+        loaded = load(path)
+        if not isinstance(loaded, Decoder):
+            return SavedGraphs(loaded)
+        return SimpleNamespace(  # which keeps its weights: a module would be given the reference's
+            prefill=loaded.prefill, decode=loaded.decode, config_of_cache=loaded.config_of_cache
+        )
+    if not path.is_file():
+        raise SavedError(f"there is no file {path}.")
+    return OnnxFile(path)
+
+
+class OnnxFile:
+    """An ONNX file as a function of its inputs, in their order or by name. It returns arrays."""
+
+    untraced = "it is an ONNX file"
+
+    def __init__(self, path: Path) -> None:
+        if importlib.util.find_spec("onnxruntime") is None:
+            raise SavedError(
+                f"{path} is run by onnxruntime, which is not installed: pip install onnxruntime."
+            )
+        runtime = importlib.import_module("onnxruntime")
+        try:
+            self.session: Any = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        except Exception as problem:  # onnxruntime's exceptions have no class in common
+            raise SavedError(f"onnxruntime cannot read {path}: {problem}") from problem
+        self.names: list[str] = [given.name for given in self.session.get_inputs()]
+
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> list[Any]:
+        if len(args) > len(self.names):
+            raise TypeError(
+                f"the file takes {len(self.names)} input(s), {', '.join(self.names)}; found {len(args)}"
+            )
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        found: list[Any] = self.session.run(None, {n: t.detach().numpy() for n, t in given.items()})
+        return found
+
+
+class SavedGraphs:
+    """What a folder of saved graphs computes, for the dtypes and sizes that they serve."""
+
+    untraced = "it is a folder of saved graphs"
+    has_gradients = False
+
+    def __init__(self, loaded: CompiledModule) -> None:
+        self.loaded = loaded
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        try:
+            with torch.no_grad():
+                return self.loaded(*args, **kwargs)
+        except SavedError:
+            with torch.enable_grad():
+                return self.loaded(*args, **kwargs)
 
 
 class Ended(Exception):

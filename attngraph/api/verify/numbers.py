@@ -4,23 +4,23 @@ What two spellings of one formula may differ by is measured: by how far each sid
 operands move by 1e-12.
 """
 
+import contextlib
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from attngraph.api.apart import Ended, code_of
-from attngraph.api.calls import AS_GIVEN, SMALL, Call, described, tensors_in
-from attngraph.api.difference import Difference
-from attngraph.api.entering import distance, enters_at, enters_in, state_of
-from attngraph.api.hidden import hidden_tokens
-from attngraph.api.matched import Matched
-from attngraph.api.rounding import Narrowest, moved, nudged, scaled, units_of
-from attngraph.api.steps import ByWay, Sequences
+from attngraph.api.verify.calls import AS_GIVEN, SMALL, Call, described, mapped, tensors_in
+from attngraph.api.verify.entering import distance, enters_at, enters_in, state_of
+from attngraph.api.verify.hidden import hidden_tokens
+from attngraph.api.verify.matched import Matched
+from attngraph.api.verify.recorded import Narrowest, units_of
+from attngraph.api.verify.sides import Ended, code_of
+from attngraph.api.verify.steps import ByWay, Sequences
+from attngraph.api.verify.verdict import Difference
 from attngraph.errors import NoDecoderError, SavedError, first_line
 from attngraph.runtime.verify import results_of, tensors_of
 
@@ -43,9 +43,8 @@ class Numbers:
         for weight in (w for m in modules for w in m.parameters() if w.is_floating_point()):
             weight.requires_grad_(gradients)
         self.scalable = [w for sides in (self.plain, self.wide) for w in _paired(sides, matched)]
-        self.modes = tuple(
-            dict.fromkeys((exact, flow) for exact in (True, False) for flow in (gradients, False))
-        )
+        modes = ((exact, flow) for exact in (True, False) for flow in (gradients, False))
+        self.modes = tuple(dict.fromkeys(modes))
         self.difference: Difference | None = None
         self.last: tuple[Call, Call, str] | None = None
         """The call that was compared last, the example of its kind, and how it was drawn."""
@@ -64,11 +63,9 @@ class Numbers:
         whose = "the candidate's graphs are not for" if self.unserved else "the reference takes no"
         skipped = f"; {whose} other {self.skipped} size(s) that were tried" if self.skipped else ""
         how = "in float64" if self.exact else "in the dtypes that are given, as one side takes no float64"
-        flow = [
-            "gradients are not compared, as a side returns none: arrays, or what another process computed"
-        ] * self.arrays
-        apart = ["they differ at tokens that a mask hides, whose own results are not compared"] * self.apart
-        return [f"{self.tried} call(s) compared {how}{skipped}", *flow, *apart]
+        flow = "gradients are not compared, as a side returns none: arrays, or what another process computed"
+        apart = "they differ at tokens that a mask hides, whose own results are not compared"
+        return [f"{self.tried} call(s) compared {how}{skipped}", *[flow] * self.arrays, *[apart] * self.apart]
 
     def compare(self, call: Call, example: Call, manner: str = "") -> None:
         """Compare a call. `example`: of what kind it is. `manner`: how it was drawn."""
@@ -78,7 +75,7 @@ class Numbers:
             return  # nothing in it is smaller
         self.last, before = (call, example, manner), (self.exact, self.narrowest)
         self.exact &= manner != AS_GIVEN
-        with scaled(self.scalable, SMALL.get(manner, 1.0)):
+        with _scaled(self.scalable, SMALL.get(manner, 1.0)):
             self._compare(call, example, manner)
         if manner == AS_GIVEN:
             self.exact, self.narrowest = before
@@ -173,10 +170,11 @@ class Numbers:
         """The first result that is off by more than rounding."""
         spreads: list[float] = []  # if they are needed
         for n, ((name, a), (_, b)) in enumerate(zip(wanted, found, strict=True)):
-            if a.shape != b.shape or not torch.equal(_not_finite(a), _not_finite(b)):
-                what = "another shape" if a.shape != b.shape else "NaN or infinities in other places"
-                code = "shape" if a.shape != b.shape else "not-finite"
-                return self._told(code, f"{name} has {what}, called with {about}", call)
+            if a.shape != b.shape:
+                return self._told("shape", f"{name} has another shape, called with {about}", call)
+            if not torch.equal(_not_finite(a), _not_finite(b)):
+                said = f"{name} has NaN or infinities in other places, called with {about}"
+                return self._told("not-finite", said, call)
             error, scale = distance(a, b), float(a[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
             allowed = max(LEAST, self.narrowest) * scale
             if error > allowed:
@@ -184,11 +182,9 @@ class Numbers:
                 allowed += ROUNDINGS * spreads[n]
             self.worst = max(self.worst, error / allowed if allowed else float(error > 0))
             if error > allowed:
-                said = (
-                    f"{name} is off by {error:.1e} (values up to {scale:.1e}, rounding up to {allowed:.0e})"
-                )
                 code = "gradients" if name.startswith("the gradient") else "values"
-                return self._told(code, f"{said}, called with {about}", call)
+                far = f"(values up to {scale:.1e}, rounding up to {allowed:.0e})"
+                return self._told(code, f"{name} is off by {error:.1e} {far}, called with {about}", call)
         return None
 
     def _spreads(self, call: Call, real: Tensor | None, *results: Results) -> list[float]:
@@ -206,7 +202,7 @@ class Numbers:
         """Learns to which dtypes the sides round, beside the calls that are compared (what is compiled does
         not run under a mode). A candidate that rounds to a narrower one than the reference, and than those
         that are given, differs."""
-        given = pytree.tree_map_only(Tensor, self._operand(0.0), call)  # widening does not round
+        given = mapped(call, self._operand(0.0))  # widening does not round
         met = Narrowest(), Narrowest()
         for side, one in enumerate(met):
             if not getattr(self.plain[side], "untraced", ""):  # what cannot be looked into
@@ -252,12 +248,12 @@ class Numbers:
         """The results of one side, and gradients, by name. `by`: how far operands are moved. `real`: tokens
         that alone are kept of results that have them."""
         model: Any = self._models()[side]
-        args, kwargs = pytree.tree_map_only(Tensor, self._operand(by), call)
+        args, kwargs = mapped(call, self._operand(by))
         given = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         weights = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
         if isinstance(model, Sequences):
             model.most = 1 if by else None  # ways round alike
-        with torch.set_grad_enabled(self.gradients), moved(weights.values(), by):
+        with torch.set_grad_enabled(self.gradients), _moved(weights.values(), by):
             answer = model(*args, **kwargs)
             ways = list(answer) if isinstance(answer, ByWay) else []
             answer = list(answer.values()) if ways else answer
@@ -287,7 +283,7 @@ class Numbers:
             if not tensor.is_floating_point():
                 return tensor
             wide = tensor.detach().to(torch.float64 if self.exact else tensor.dtype)
-            return nudged(wide, by).requires_grad_(self.gradients)
+            return _nudged(wide, by).requires_grad_(self.gradients)
 
         return operand
 
@@ -295,7 +291,7 @@ class Numbers:
         """The difference, with the module and the lines at which it enters."""
         if self.probing:
             return Difference("values", said, code=code)
-        about = self._models(), pytree.tree_map_only(Tensor, self._operand(0.0), call), self.narrowest
+        about = self._models(), mapped(call, self._operand(0.0)), self.narrowest
         enters, given = enters_in(*about)
         return Difference("values", said, *enters_at(*about), enters=enters, given=given, code=code)
 
@@ -315,6 +311,34 @@ def _paired(sides: Sequence[Any], matched: Matched) -> list[Tensor]:
         return []
     every = [dict(module.named_parameters(remove_duplicate=False)) for module in modules]
     return [own[name] for names in matched.same for own, name in zip(every, names, strict=True)]
+
+
+def _nudged(tensor: Tensor, by: float) -> Tensor:
+    """Each number moved by at most so much, relatively."""
+    return tensor * (1 + by * (2 * torch.rand_like(tensor) - 1)) if by else tensor
+
+
+def _moved(weights: Iterable[Tensor], by: float) -> contextlib.AbstractContextManager[None]:
+    """Within, weights are moved by a relative amount."""
+    return _with_other(weights if by else (), lambda weight: _nudged(weight, by))
+
+
+def _scaled(weights: Iterable[Tensor], by: float) -> contextlib.AbstractContextManager[None]:
+    """Within, matrices are so many times as large."""
+    matrices = (w for w in set(weights) if by != 1.0 and w.ndim > 1 and w.is_floating_point())
+    return _with_other(matrices, lambda weight: weight * by)
+
+
+@contextlib.contextmanager
+def _with_other(weights: Iterable[Tensor], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    before = [(w, w.data) for w in weights]
+    for weight, data in before:
+        weight.data = change(data)
+    try:
+        yield
+    finally:
+        for weight, data in before:
+            weight.data = data
 
 
 def _kept(result: Tensor, real: Tensor | None) -> Tensor:

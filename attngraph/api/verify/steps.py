@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attngraph.api.matched import Matched
+from attngraph.api.verify.matched import Matched
+from attngraph.api.verify.verdict import Difference, Incomparable
 from attngraph.runtime.verify import logits_of_tokens
 
 SHORT = 9
@@ -173,17 +174,20 @@ class Steps(Sequences):
 
 def is_decoder(side: Any) -> bool:
     """Whether a side computes tokens step by step: it has `in_steps`, or `prefill` and `decode`."""
-    return callable(getattr(side, "in_steps", None)) or all(
-        callable(getattr(side, name, None)) for name in ("prefill", "decode")
-    )
+    has = {name for name in ("in_steps", "prefill", "decode") if callable(getattr(side, name, None))}
+    return "in_steps" in has or has >= {"prefill", "decode"}
 
 
-def rounded(decoder: Any) -> str:
-    """Why a decoder's steps are not those of its model; "" if they should be."""
-    config = getattr(decoder, "config_of_cache", None)
-    if not getattr(config, "rounded", ""):
-        return ""
-    return "its cache rounds, so its steps are not the model's: `drift` of the decoder says how far they are"
+def require_exact(candidate: Any) -> None:
+    """
+    Raises:
+        Incomparable: it is a decoder whose steps are not those of its model.
+    """
+    config = getattr(candidate, "config_of_cache", None)
+    if is_decoder(candidate) and getattr(config, "rounded", None):
+        why = "its cache rounds, so its steps are not the model's"
+        said = f"{why}: `drift` of the decoder says how far they are"
+        raise Incomparable(Difference("call", said, code="cache-rounds"))
 
 
 def as_sequences(matched: Matched) -> Matched:
