@@ -37,9 +37,8 @@ from attngraph.report.account import Times
 from attngraph.report.dump import write_breaks
 from attngraph.report.report import CompileReport, with_remarks
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.graphs import Fingerprints, Graphs, KeyOf, SmallCalls
+from attngraph.runtime.graphs import Fingerprints, Graphs, KeyOf, Paces, SmallCalls
 from attngraph.runtime.interpret import chosen_names, names_of_attentions, times_of, weights_of
-from attngraph.runtime.pace import Paces
 from attngraph.runtime.wrapper import ModelWrapper
 from attngraph.saved.weights import Skeleton
 

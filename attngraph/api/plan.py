@@ -10,7 +10,7 @@ ranks, are derived by the rules alone. Groups larger than asked for are not deri
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attngraph.api.arguments import require_fit, require_model, require_sequence
 from attngraph.api.derive import dividing
 from attngraph.api.options import Options
-from attngraph.api.plan_memory import bytes_of, fetched_at_once, kept_for_backward, without_memory
+from attngraph.api.plan_memory import KeptForBackward, bytes_of, fetched_at_once, without_memory
 from attngraph.api.rewritten import capture_call, rewritten
 from attngraph.capture.captured import Assumed
 from attngraph.capture.instead import LOCK
@@ -155,7 +155,7 @@ class Planner:
         if heads not in self.by_heads:
             self.by_heads[heads] = _divided(self.graph, heads, 1, self.proves)
         graph, words = self.by_heads[heads], list[str]()
-        attending, sent, received = _of_attentions(graph), 0.0, 0.0
+        attending, sent, received = sum(_of_attention(node, graph) for node in graph.attentions()), 0.0, 0.0
         if heads > 1:
             words.append(_words(graph.ranks.entry))  # type: ignore[union-attr]
         if tokens > 1:
@@ -165,7 +165,8 @@ class Planner:
             attending = self._busiest_attending(entry, attending)
             more = f"; {len(entry.whole)} place(s) computed whole" if entry.whole else ""
             words.append(f"{entry.axes[0].tokens:,} tokens{more}")
-        sums = sum(_sent(graph, heads))
+        summed = [n for n in graph.graph.nodes if n.target in (ALL_REDUCE, ALL_GATHER)]  # in rings
+        sums = sum(bytes_sent(n.target, bytes_of(n.args[0], graph), heads) for n in summed)
         if graph.ranks is not None and graph.ranks.unproved:
             self.remarks.append(
                 "parts whose proof is large, or would simulate many ranks, are divided by the rules alone; "
@@ -175,7 +176,7 @@ class Planner:
         if failed:
             self.remarks.append(f"operations of {', '.join(sorted(failed))} are not counted")
         cache, sequence, sent_new = self._decoding(heads, tokens)
-        kept, unknown = kept_for_backward(graph) if self.trains else (0, set[str]())
+        kept, unknown = KeptForBackward(graph).count() if self.trains else (0, set[str]())
         if unknown:
             self.remarks.append(f"what a backward pass keeps of {', '.join(sorted(unknown))} is not counted")
         return Share(
@@ -214,11 +215,7 @@ class _NotDividedError(Exception):
 
 
 def _divided(graph: ProgramGraph, heads: int, tokens: int, proves: bool) -> ProgramGraph:
-    """A copy of the graph, divided among ranks; `proves`: with proofs, as far as these are small.
-
-    Raises:
-        _NotDividedError: nothing of it could be divided.
-    """
+    """A copy of the graph, divided among ranks; `proves`: with proofs, as far as these are small."""
     graph, before = graph.copy(), 1 if graph.ranks is None else graph.ranks.count
     trusts = PROOF_BYTES if proves and before * heads * tokens <= GROUP else 0
     if heads > 1:
@@ -249,15 +246,7 @@ def _words(entry: RanksEntry) -> str:
 
 def _held(graph: ProgramGraph, *kinds: str) -> int:
     """Bytes that a rank holds of the inputs of these kinds."""
-    given = zip(graph.placeholders(), graph.inputs, strict=True)
-    return sum(bytes_of(node, graph) for node, told in given if told.kind in kinds)
-
-
-def _sent(graph: ProgramGraph, count: int) -> Iterator[int]:
-    """Bytes that a rank sends in a call, and receives, in rings."""
-    for node in graph.graph.nodes:
-        if node.target in (ALL_REDUCE, ALL_GATHER):
-            yield bytes_sent(node.target, bytes_of(node.args[0], graph), count)
+    return sum(bytes_of(node, graph) for node, told in graph.given().items() if told.kind in kinds)
 
 
 def _busiest(entry: ContextEntry) -> tuple[int, int]:
@@ -276,23 +265,13 @@ def _of_products(graph: ProgramGraph) -> tuple[int, set[str]]:
     for node in graph.graph.nodes:
         if node.op == "call_function" and str(node.target).startswith("aten."):
             try:
-                total += _of_one(node, graph)
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: without_memory(n, graph))
+                with FlopCounterMode(display=False) as counter:
+                    node.target(*args, **kwargs)
+                total += int(counter.get_total_flops())
             except (RuntimeError, TypeError, ValueError, NotImplementedError):
                 failed.add(str(node.target))
     return total, failed
-
-
-def _of_one(node: fx.Node, graph: ProgramGraph) -> int:
-    """Operations of one node, run without memory at the sizes of the example."""
-    target: Any = node.target
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: without_memory(n, graph))
-    with FlopCounterMode(display=False) as counter:
-        target(*args, **kwargs)
-    return int(counter.get_total_flops())
-
-
-def _of_attentions(graph: ProgramGraph) -> float:
-    return sum(_of_attention(node, graph) for node in graph.attentions())
 
 
 def _of_attention(node: fx.Node, graph: ProgramGraph) -> float:

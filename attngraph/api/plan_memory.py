@@ -13,12 +13,13 @@ is different from the model's.
 
 import mmap
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops import nodes
@@ -27,6 +28,7 @@ from attngraph.ir.ops.others import EXPERT_ROWS
 from attngraph.ir.ops.token_collectives import FETCH_KEYS
 from attngraph.meaning import evaluate_size, is_part, size_expression
 from attngraph.meaning.check.region import shape_at
+from attngraph.runtime.parallel.parameters import replace
 
 
 def bytes_of(node: fx.Node, graph: ProgramGraph) -> int:
@@ -39,11 +41,7 @@ def bytes_of(node: fx.Node, graph: ProgramGraph) -> int:
 
 
 def without_memory(node: fx.Node, graph: ProgramGraph, learns: Iterable[fx.Node] = ()) -> Any:
-    """A value of the graph as operations without memory take it; those in `learns` have gradients.
-
-    Raises:
-        ValueError: it is no tensor and no size.
-    """
+    """A tensor or size of a graph as operations without memory take it; those in `learns` have gradients."""
     value = node.meta["val"]
     if isinstance(value, Tensor):
         made = torch.empty(shape_at(value, graph.hints), dtype=value.dtype, device="meta")
@@ -55,20 +53,13 @@ def without_memory(node: fx.Node, graph: ProgramGraph, learns: Iterable[fx.Node]
 
 def fetched_at_once(graph: ProgramGraph) -> int:
     """The bytes of keys and values that a rank fetches for one attention, at most: room for all tokens."""
-    each = [0]
-    for node in graph.attentions():
-        each.append(sum(bytes_of(n, graph) for n in set(node.all_input_nodes) if n.target is FETCH_KEYS))
-    return max(each)
+    fetched = ([n for n in node.all_input_nodes if n.target is FETCH_KEYS] for node in graph.attentions())
+    return max((sum(bytes_of(n, graph) for n in set(nodes)) for nodes in fetched), default=0)
 
 
-def kept_for_backward(graph: ProgramGraph) -> tuple[int, set[str]]:
-    """The bytes that a backward pass keeps of a call, and the operations of which they are not known."""
-    return _Kept(graph).count()
-
-
-class _Kept:
-    """Counts on one graph. `base`: of a node, the value whose memory it has; `kept`: the bytes of each value
-    that is kept, and of what operations keep beside values of the graph."""
+class KeptForBackward:
+    """Counts what a backward pass keeps of a call. `base`: of a node, the value whose memory it has; `kept`:
+    the bytes of each value that is kept, and of what operations keep beside values of the graph."""
 
     def __init__(self, graph: ProgramGraph) -> None:
         self.graph = graph
@@ -78,7 +69,8 @@ class _Kept:
         self.there = set(graph.placeholders())
 
     def count(self) -> tuple[int, set[str]]:
-        given = zip(self.graph.placeholders(), self.graph.inputs, strict=True)
+        """The bytes that are kept, and the operations of which they are not known."""
+        given = self.graph.given().items()
         self.learns.update(node for node, told in given if told.kind in ("parameter", "shard"))
         failed = set[str]()
         for node in self.graph.graph.nodes:
@@ -128,9 +120,6 @@ class _Kept:
         for result in made if isinstance(made, tuple | list) else [made]:
             owner = whose.setdefault(_memory(result), node)
             self.base[node] = self.base.get(owner, owner)
-        self._note_saved(node, saved, whose)
-
-    def _note_saved(self, node: fx.Node, saved: Iterable[Tensor], whose: Mapping[int, fx.Node]) -> None:
         for number, tensor in enumerate(saved):
             if _memory(tensor) in whose:
                 self._keep(whose[_memory(tensor)])
@@ -170,21 +159,11 @@ def _zeros(parameter: Tensor) -> Tensor:
 def fill(model: nn.Module, inputs: Any) -> bool:
     """Let parameters without memory be zeros that take none, in place; whether the model and its inputs then
     have all other contents."""
-    made: dict[Tensor, nn.Parameter] = {}
+    replace(model, lambda p: nn.Parameter(_zeros(p), p.requires_grad) if p.is_meta else p)
+    leaves = [*tree_leaves(inputs), *model.buffers()]  # and attributes of modules
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta:
-                continue
-            if parameter not in made:
-                made[parameter] = nn.Parameter(_zeros(parameter), parameter.requires_grad)
-            module._parameters[name] = made[parameter]
-    return not any(tensor.is_meta for tensor in _others(model, inputs))
+        leaves += tree_leaves({k: v for k, v in vars(module).items() if k not in _REGISTERED})
+    return not any(leaf.is_meta for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _others(model: nn.Module, inputs: Any) -> Iterator[Tensor]:
-    """Tensors that are no parameters: of modules' buffers and attributes, and inputs."""
-    leaves = [*torch.utils._pytree.tree_leaves(inputs), *model.buffers()]
-    for module in model.modules():
-        own = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_modules", "_buffers")}
-        leaves += torch.utils._pytree.tree_leaves(own)
-    yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
+_REGISTERED = ("_parameters", "_modules", "_buffers")

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
@@ -77,29 +76,24 @@ def later_of(captured: Captured) -> tuple[LaterEntry, ...]:
     stage = captured.graph.stages.get(Rate.LOOK)
     if stage is None:
         return ()
-    results: Any = stage.graph.output_node().args[0]
     names = captured.names()
     looks: dict[int | None, dict[str, fx.Node]] = {}
-    for node, output in zip(results, stage.outputs, strict=True):
+    for node, output in zip(stage.results(), stage.outputs, strict=True):
         if output.place is not None:
             looks.setdefault(output.look, {})[names[output.place]] = node
-    return tuple(_entry(part_of(stage, values), tuple(values)) for values in looks.values())
+    return tuple(_later(part_of(stage, values), tuple(values)) for values in looks.values())
 
 
-_WHAT = "weights", "scores"
-
-
-def _entry(part: ProgramGraph, names: tuple[str, ...]) -> LaterEntry:
-    marked = {what: [n for n in part.graph.nodes if n.meta.get("of_attention") == what] for what in _WHAT}
-    what = next((what for what in _WHAT if marked[what]), "")
-    size = sum(bytes_of(node, part) for node in marked.get(what, ()))
-    return LaterEntry(names, what, size, _multiplications(part))
-
-
-def _multiplications(part: ProgramGraph) -> int:
-    """Those of its products, as torch counts them, at the sizes of the first call."""
+def _later(part: ProgramGraph, names: tuple[str, ...]) -> LaterEntry:
+    """What is computed then. Multiplications are those of its products, as torch counts them, at the sizes of
+    the first call."""
+    marked: dict[str, list[fx.Node]] = {}
+    for node in part.graph.nodes:
+        marked.setdefault(node.meta.get("of_attention", ""), []).append(node)
+    what = next((what for what in ("weights", "scores") if what in marked), "")
+    size = sum(bytes_of(node, part) for node in marked[what]) if what else 0
     values = [node.meta["val"] for node in part.placeholders()]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, FlopCounterMode(display=False) as counter, torch.no_grad():
         part.module(*(torch.empty(shape_at(v, part.hints), dtype=v.dtype, device=v.device) for v in values))
-    return int(counter.get_total_flops()) // 2
+    return LaterEntry(names, what, size, int(counter.get_total_flops()) // 2)

@@ -207,11 +207,7 @@ class Folder:
         return found
 
     def options(self) -> Options:
-        """The options that it was compiled with.
-
-        Raises:
-            SavedError: there are no such options, or passes of the user's own are among them.
-        """
+        """The options that it was compiled with, if there are such, and no passes of the user's own."""
         given = self.said.options
         if given.passes:
             raise SavedError(
@@ -220,16 +216,11 @@ class Folder:
         try:
             return Options(**{**dataclasses.asdict(given), "passes": None})
         except ValueError as problem:
-            raise SavedError(
-                f"{self.path} was compiled with options that are not there: {problem}"
-            ) from problem
+            what = f"{self.path} was compiled with options that are not there: {problem}"
+            raise SavedError(what) from problem
 
     def refuse(self, reasons: Sequence[str]) -> None:
-        """Say why what is saved is not used.
-
-        Raises:
-            SavedError: strict.
-        """
+        """Say why what is saved is not used: where strict, as an error."""
         distinct = list(dict.fromkeys(reasons))
         more = len(distinct) - _TOLD
         shown = "; ".join(distinct[:_TOLD]) + (f"; and {more} more" if more > 0 else "")
@@ -238,11 +229,7 @@ class Folder:
         log.warning("%s does not fit, the model is traced anew: %s", self.path, shown)
 
     def entries(self, call: Call, reasons: list[str]) -> Iterator[tuple[Files, str]]:
-        """The graphs that may serve a call. `reasons` gets why others do not.
-
-        Raises:
-            SavedError: strict, and there is none.
-        """
+        """The graphs that may serve a call. `reasons` gets why others do not."""
         for files in () if self.unlike else self.graphs:
             unlike = call.unfit(files)
             reasons += unlike
@@ -251,58 +238,45 @@ class Folder:
         self.refuse(self.unlike or reasons or ["no graph of it takes these sizes"])
 
 
-class Cached:
-    """The cache on disk."""
-
-    def __init__(self, disk: Disk) -> None:
-        self.disk = disk
-
-    def entries(self, call: Call, _: list[str]) -> Iterator[tuple[Files, str]]:
-        for path, files in self.disk.entries(call.key):
-            try:
-                unlike = call.unfit(files)
-            except SavedError as problem:
-                unlike = [str(problem)]
-            if unlike:
-                log.info("%s does not fit: %s", path, "; ".join(unlike))
-            else:
-                self.disk.used(path, files)
-                yield files, str(path)
-
-
-def _sources(saved: Folder | None, options: Options) -> list[Folder | Cached]:
-    found: list[Folder | Cached] = [] if saved is None else [saved]
-    disk = the_disk()
-    if disk is not None and options.dump is None and options.passes is None:
-        found.append(Cached(disk))
-    return found
-
-
 def the_disk() -> Disk | None:
     """The cache on disk; None if it is turned off."""
     return None if cache_folder.is_off() else Disk(toolchain.folder())
 
 
-def _folder_of_graphs() -> Path | None:
-    disk = the_disk()
-    return None if disk is None else disk.root
+register(lambda: None if (disk := the_disk()) is None else disk.root)
 
 
-register(_folder_of_graphs)
+def _disk_for(options: Options) -> Disk | None:
+    """The cache for graphs with these options; None if they are not kept there."""
+    return the_disk() if options.dump is None and options.passes is None else None
+
+
+def _entries(call: Call, saved: Folder | None, reasons: list[str]) -> Iterator[tuple[Files, str]]:
+    """The graphs that may serve a call, and where they are: of a saved model, then of the cache on disk."""
+    if saved is not None:
+        yield from saved.entries(call, reasons)
+    disk = _disk_for(call.options)
+    for path, files in () if disk is None else disk.entries(call.key):
+        try:
+            unlike = call.unfit(files)
+        except SavedError as problem:
+            unlike = [str(problem)]
+        if unlike:
+            log.info("%s does not fit: %s", path, "; ".join(unlike))
+        else:
+            disk.used(path, files)  # type: ignore[union-attr]
+            yield files, str(path)
 
 
 def executable_for(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
     saved: Folder | None = None,
 ) -> Executable:  # fmt: skip
-    """An executable for a call, from what was compiled before or compiled now.
-
-    Raises:
-        as `build.compile_graph`. SavedError: what was saved does not fit, and is strict.
-    """
+    """An executable for a call, from what was compiled before or compiled now. That what was saved does not
+    fit is an error if it is strict."""
     call = Call({"kind": "module"}, target, (args, kwargs), options, not isinstance(target, Skeleton))
     return _taken_or_made(
-        call, saved, options,
+        call, saved,
         lambda files: executable_from(files, call.known(files), build.runner_of(options)),
         lambda found: found.accepts(call.tensors),
         lambda: build.compile_graph(target, args, kwargs, options),
@@ -313,18 +287,14 @@ def step_for(
     target: Callable[..., Any], options: Options, config: CacheConfig, saved: Folder | None,
     example: Example, fits: Callable[[Step], bool],
 ) -> Step:  # fmt: skip
-    """A decoder's step, from what was compiled before and `fits`, or derived now.
-
-    Raises:
-        as `derive.derive_decoder`. SavedError: as `executable_for`.
-    """
+    """A decoder's step, from what was compiled before and `fits`, or derived now."""
     kind = {"kind": "decoder", "tokens": example.name, "number of tokens": example.tokens}
     kind |= {"config": plain(config)}
     kind |= {"compared": True, "alone": example.alone} if example.is_compared else {}
     kind |= {"single": True} if example.single else {}
     call = Call(kind, target, example.arguments, options, not isinstance(target, Skeleton))
     return _taken_or_made(
-        call, saved, options,
+        call, saved,
         lambda files: step_from(files, call.known(files), build.step_runner_of(options)),
         lambda found: found.is_valid() and fits(found),
         lambda: derive.derive_decoder(target, options, config, example),
@@ -332,57 +302,50 @@ def step_for(
 
 
 def _taken_or_made(
-    call: Call, saved: Folder | None, options: Options, read: Callable[[Files], _Made],
-    fits: Callable[[_Made], bool], make: Callable[[], _Made],
+    call: Call, saved: Folder | None, read: Callable[[Files], _Made], fits: Callable[[_Made], bool],
+    make: Callable[[], _Made],
 ) -> _Made:  # fmt: skip
     """What was saved, or kept on disk, and fits the call; else what `make` gives, which is then kept."""
     with without_collections():
-        taken = _taken(call, saved, options, read, fits)
+        taken = _taken(call, saved, read, fits)
     if taken is not None:
         return taken
     with collecting() as executed:
         found = make()
-    _keep(found, call, executed, options)
+    _keep(found, call, executed)
     return found
 
 
 def _taken(
-    call: Call, saved: Folder | None, options: Options, read: Callable[[Files], _Made],
-    fits: Callable[[_Made], bool],
-) -> _Made | None:  # fmt: skip
-    """What was saved, or kept on disk, and fits the call."""
-    for source in _sources(saved, options):
-        reasons: list[str] = []
-        for files, where in source.entries(call, reasons):
-            try:
-                found = read(files)
-                fitting = of_files(fits)(found)
-            except SavedError as problem:
-                log.info("not used: %s", problem)
-                reasons.append(str(problem).removesuffix("."))
-                continue
-            if fitting:
-                found.traced = _as_saved(files)
-                found.report = dataclasses.replace(found.report, taken_from=where)
-                return found
+    call: Call, saved: Folder | None, read: Callable[[Files], _Made], fits: Callable[[_Made], bool]
+) -> _Made | None:
+    reasons: list[str] = []
+    for files, where in _entries(call, saved, reasons):
+        try:
+            found = read(files)
+            fitting = of_files(fits)(found)
+        except SavedError as problem:
+            log.info("not used: %s", problem)
+            reasons.append(str(problem).removesuffix("."))
+            continue
+        if fitting:
+            about = describe(files)
+            found.traced = guards.Traced(about["call"], about["state"], about["ran"], ())
+            found.report = dataclasses.replace(found.report, taken_from=where)
+            return found
     return None
 
 
-def _as_saved(files: Files) -> guards.Traced:
-    about = describe(files)
-    return guards.Traced(about["call"], about["state"], about["ran"], ())
-
-
-def _keep(found: Executable | Step, call: Call, executed: Executed, options: Options) -> None:
+def _keep(found: Executable | Step, call: Call, executed: Executed) -> None:
     """Note what a trace depended on, and keep the graph on disk if it can be compared in another process."""
     try:
-        describe = functools.partial(guards.describe_state, call.target, call.leaves)
-        found.traced, content = guards.traced(call.described, call.tensors, describe, executed, found.scope)
-        cached = [source for source in _sources(None, options) if isinstance(source, Cached)]
+        state = functools.partial(guards.describe_state, call.target, call.leaves)
+        found.traced, content = guards.traced(call.described, call.tensors, state, executed, found.scope)
+        disk = _disk_for(call.options)
         if found.traced.doubts:
             log.info("not kept in the cache because of %s", "; ".join(found.traced.doubts[:_TOLD]))
-        elif cached:
-            cached[0].disk.keep(call.key, files_of(found, found.traced, content, call.owner, code=True))
+        elif disk is not None:
+            disk.keep(call.key, files_of(found, found.traced, content, call.owner, code=True))
     except SavedError as problem:
         log.info("not kept in the cache: %s", problem)
     except Exception as problem:  # the user's own objects are looked at; what they do is not ours to stop for

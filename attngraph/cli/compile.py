@@ -18,8 +18,8 @@ from attngraph.cli.terminal import Progress, TargetError, check_writable
 from attngraph.errors import CaptureError
 from attngraph.report.entries import AttentionEntry, folded
 from attngraph.report.report import CompileReport
+from attngraph.runtime.graphs import TURNS
 from attngraph.runtime.measure import Measurement, measure
-from attngraph.runtime.pace import TURNS
 from attngraph.runtime.verify import compare
 
 _MOST_BYTES = 1 << 26

@@ -22,7 +22,7 @@ from attngraph.exporter.tracing import Limits
 from attngraph.ir.graph.program_graph import RESULTS, Input, ProgramGraph, Rate, is_assertion, is_random
 from attngraph.ir.ops import nodes
 from attngraph.meaning.placement.elements import grouped
-from attngraph.runtime.inputs import own_tensor
+from attngraph.runtime.machine import own_tensor
 from attngraph.runtime.verify import tensors_of
 from attngraph.saved.weights import put
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from attngraph.report.words import alike, seconds, size
 
@@ -136,21 +136,26 @@ class Plan:
         return Estimate(memory, memory <= machine.memory, token, None, way.groups / token)
 
     @property
+    def estimates(self) -> list[tuple[Way, Estimate]]:
+        """The ways of which something is derived, and what they cost."""
+        return [(way, found) for way in self.ways if (found := self.estimate(way)) is not None]
+
+    @property
     def chosen(self) -> Way | None:
         """The way that fits with the most tokens a second; of equals, the one with the smallest groups."""
-        found = [(w, e) for w in self.ways if (e := self.estimate(w)) is not None and e.fits]
-        return max(found, key=lambda f: (f[1].throughput, -f[0].ranks))[0] if found else None
+        fitting = [(way, cost) for way, cost in self.estimates if cost.fits]
+        return max(fitting, key=lambda f: (f[1].throughput, -f[0].ranks))[0] if fitting else None
 
     @property
     def why(self) -> str:
         """Why that one, in one sentence."""
         chosen = self.chosen
         if chosen is None:
-            known = [e.memory for w in self.ways if (e := self.estimate(w)) is not None]
+            known = [cost.memory for _, cost in self.estimates]
             least = f"the least that a rank needs is {size(min(known))}" if known else "nothing is derived"
             more = ". Other ways were not derived" if any(w.share is None for w in self.ways) else ""
             return f"none: no way fits into {size(self.machine.memory)}; {least}{more}."
-        fitting = sum(1 for w in self.ways if (e := self.estimate(w)) is not None and e.fits)
+        fitting = sum(cost.fits for _, cost in self.estimates)
         copies = f"{chosen.groups:,} group(s) of {chosen.ranks:,} rank(s), each group with the whole model"
         best = "the only one that fits" if fitting == 1 else f"most tokens a second of {fitting} that fit"
         return f"{chosen.name} ({copies}): {best}."
@@ -163,7 +168,19 @@ class Plan:
             f"second, link {size(m.link)} a second in one direction"
         )
         if self.training:
-            return [machine, *self._of_training_assumed(), *_OF_ALL, *self.remarks]
+            return [
+                machine,
+                f"a token of a step with {self.call:,} tokens: max(3 x operations, 3 x weights / tokens of "
+                "the call / bandwidth) + (2 x bytes sent or received + gradients) / link; gradients are "
+                "added up in a ring by the n ranks with the same weights: 2 x weights x (n - 1) / n / tokens "
+                "of the call",
+                f"memory: weights, as many bytes of gradients, {OPTIMISER} x as many of AdamW's state (two "
+                "moments in the dtype of the weights), buffers, and what torch's autograd keeps of the call. "
+                "All parameters are trained, nothing is computed again, and what operations need while they "
+                "run is not counted",
+                *_OF_ALL,
+                *self.remarks,
+            ]
         return [
             machine,
             "a token: max(operations, weights / tokens of the call / bandwidth) + bytes sent or received / "
@@ -176,26 +193,12 @@ class Plan:
             *self.remarks,
         ]
 
-    def _of_training_assumed(self) -> list[str]:
-        return [
-            f"a token of a step with {self.call:,} tokens: max(3 x operations, 3 x weights / tokens of the "
-            "call / bandwidth) + (2 x bytes sent or received + gradients) / link; gradients are added up in "
-            "a ring by the n ranks with the same weights: 2 x weights x (n - 1) / n / tokens of the call",
-            f"memory: weights, as many bytes of gradients, {OPTIMISER} x as many of AdamW's state (two "
-            "moments in the dtype of the weights), buffers, and what torch's autograd keeps of the call. All "
-            "parameters are trained, nothing is computed again, and what operations need while they run is "
-            "not counted",
-        ]
-
     def to_json(self) -> str:
         """The plan as a JSON object."""
-        rows = []
-        for way in self.ways:
-            estimate = self.estimate(way)
-            rows.append({
-                **dataclasses.asdict(way), "name": way.name,
-                "estimate": None if estimate is None else dataclasses.asdict(estimate),
-            })  # fmt: skip
+        costs = {way: dataclasses.asdict(cost) for way, cost in self.estimates}
+        rows = [
+            {**dataclasses.asdict(way), "name": way.name, "estimate": costs.get(way)} for way in self.ways
+        ]
         chosen = self.chosen
         found = {
             "ranks": self.ranks, "tokens": self.tokens, "call": self.call, "training": self.training,
@@ -208,12 +211,11 @@ class Plan:
     def __str__(self) -> str:
         columns = [column for column in _COLUMNS if column.training in (None, self.training)]
         rows = [[column.head for column in columns]]
-        for way in (w for w in self.ways if w.share is not None):
-            share, estimate = way.share, self.estimate(way)
-            assert share is not None and estimate is not None
-            rows.append([column.text(way, share, estimate) for column in columns])
-        widths = [max(map(len, texts)) for texts in zip(*rows, strict=True)]
-        lines = [f"  {_line(row, widths)}" for row in rows]
+        for way, cost in self.estimates:
+            assert way.share is not None
+            rows.append([column.text(way, way.share, cost) for column in columns])
+        first, *widths = (max(map(len, texts)) for texts in zip(*rows, strict=True))
+        lines = ["  ".join(["", row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows]
         divided = {w.share.divided: w for w in reversed(self.ways) if w.share is not None}
         told = [f"  {way.name}: {text}" for text, way in reversed(divided.items()) if text]
         missing = [w for w in self.ways if w.share is None]
@@ -224,14 +226,6 @@ class Plan:
             *lines, "", *told, "", f"chosen: {self.why}", "", "assumed:",
             *(f"  {line}" for line in self.assumptions()),
         ])  # fmt: skip
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (
-        text.ljust(width) if place == 0 else text.rjust(width)
-        for place, (text, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join([first, *others])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from attngraph.report.report import CompileReport, with_remarks
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.derived import MASK, DerivedSteps
 from attngraph.runtime.devices import ONE, OneDevice
-from attngraph.runtime.generate import crossing, generate, rolling, search
+from attngraph.runtime.generate import generate, renewing, search
 from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_of, read_options, tokens_of
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Ids, Packed, as_given, pack, unpacked
@@ -227,33 +227,33 @@ class Decoder(ModelWrapper):
     ) -> Tensor:  # fmt: skip
         """The new tokens, `[B, new]`. `limit`: the length at which a row's context rolls."""
         first, state = self._first(step, packed, inputs)
+        lead = self.devices.lead
 
         def advance(tokens: Tensor, counts: list[int]) -> Tensor:
             one = Packed(tokens.unsqueeze(0), counts)
             return step.advance(state, counts, self._arguments(step, one, {}))[0]
 
         if options.num_beams > 1:
-            return search(first, advance, state, options, self.devices.lead)
+            return search(first, advance, state, options, lead)
+        if limit is None and not step.sizes.depends:
+            return generate(first, advance, prompts, options, lead)
+
+        def goes_on(rows: list[int]) -> list[int]:
+            if limit is not None:
+                return [row for row in rows if state.lengths[row] < limit]
+            one_each = [int(row in rows) for row in range(state.rows)]
+            return [] if step.sizes.fault(state.call(one_each)) else rows
 
         def anew(rows: list[Tensor]) -> Tensor:
             nonlocal step, state
+            if limit is not None:
+                return self._first(step, self.pack([row[-limit:] for row in rows], None), {})[0]
             whole = self.pack(rows, None)
             step = self._derived.of_call(whole, inputs)
             found, state = self._first(step, whole, inputs)
             return found
 
-        def is_right(counts: list[int]) -> bool:
-            return not step.sizes.fault(state.call(counts))
-
-        if limit is None:
-            run = crossing(advance, is_right, anew, packed.rows()) if step.sizes.depends else advance
-            return generate(first, run, prompts, options, self.devices.lead)
-
-        def restart(rows: list[Tensor]) -> Tensor:
-            return self._first(step, self.pack(rows, None), {})[0]
-
-        rolled = rolling(advance, restart, state, packed.rows(), limit)
-        return generate(first, rolled, prompts, options, self.devices.lead)
+        return generate(first, renewing(advance, goes_on, anew, packed.rows()), prompts, options, lead)
 
     @serving
     def drift(self, ids: Tensor) -> Drift:
@@ -303,43 +303,31 @@ class Decoder(ModelWrapper):
         return found
 
     def pack(self, ids: Ids, mask: Tensor | None) -> Packed:
-        """All real tokens, packed.
-
-        Raises:
-            ValueError: the shapes do not fit.
-        """
-        return pack(ids, mask, self._device)
-
-    def _device(self) -> torch.device:
-        parameters = self._model.parameters() if isinstance(self._model, nn.Module) else iter(())
-        return next((p.device for p in parameters), torch.device("cpu"))
+        """All real tokens, packed."""
+        owner = self._model if isinstance(self._model, nn.Module) else nn.Module()
+        return pack(ids, mask, lambda: next((p.device for p in owner.parameters()), torch.device("cpu")))
 
     @serving
     def new_state(self, packed: Packed, rows: int, layout: str | None = None) -> KVCache:
         """An empty state of so many rows, each a call of its own, for tokens like these."""
         step, config = self._derived.of_call(packed, {}, alone=True), self.config_of_cache
-        if layout is not None:
-            config = dataclasses.replace(config, layout=layout)
-        state = KVCache(step.plan, rows, config, packed.ids.device, step.limit)
+        config = config if layout is None else dataclasses.replace(config, layout=layout)
+        state = self._empty(step, rows, config, packed)
         state.alone = True
-        return self._with(state, step)
+        return state
 
     def step_of(self, state: KVCache) -> Step:
-        """The graph that goes on with a state.
-
-        Raises:
-            CacheError: the state is another decoder's, or the model has changed since it was made.
-        """
+        """The graph that goes on with a state (`DerivedSteps.of_state`)."""
         return self._derived.of_state(state)
 
     def _begin(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> KVCache:
-        state = KVCache(step.plan, len(packed.counts), self.config_of_cache, packed.ids.device, step.limit)
-        self._with(state, step).sizes = step.sizes.of_inputs(inputs, *packed.shape) or {}
+        state = self._empty(step, len(packed.counts), self.config_of_cache, packed)
+        state.sizes = step.sizes.of_inputs(inputs, *packed.shape) or {}
         step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
         return state
 
-    def _with(self, state: KVCache, step: Step) -> KVCache:
-        """A new state of a step."""
+    def _empty(self, step: Step, rows: int, config: CacheConfig, packed: Packed) -> KVCache:
+        state = KVCache(step.plan, rows, config, packed.ids.device, step.limit)
         state.origin, state.rank = self._derived.origin(step), step.ranks.rank
         return state
 

@@ -18,7 +18,7 @@ from attngraph.capture.state.scope import Scope
 from attngraph.capture.structure import flatten
 from attngraph.errors import AttnGraphError, CacheError, DisagreementError, NoDecoderError, SavedError
 from attngraph.ir import budgets
-from attngraph.runtime.examples import ROWS, TOKENS, Derive, Examples, Size
+from attngraph.runtime.examples import Derive, Examples, Size
 from attngraph.runtime.generation_options import DECODER_IDS
 from attngraph.runtime.graphs import Fingerprints
 from attngraph.runtime.kv_cache import KVCache
@@ -40,11 +40,6 @@ class Origin:
     key: Any
     weights: list[Any]
     versions: list[int | None]
-
-    def has_its_weights(self) -> bool:
-        """Whether the model's weights are those, as they were."""
-        now, versions = self.step.weights()
-        return versions == self.versions and [*map(id, now)] == [*map(id, self.weights)]
 
 
 class DerivedSteps:
@@ -111,7 +106,9 @@ class DerivedSteps:
         with LOCK.call():
             if self._key(origin.step.scope) != origin.key:
                 return "the model (a layer, a hook, an attribute that its forward reads, a mode of torch)"
-            return "" if origin.has_its_weights() else "a weight of the model"
+            weights, versions = origin.step.weights()
+            same = versions == origin.versions and [*map(id, weights)] == [*map(id, origin.weights)]
+            return "" if same else "a weight of the model"
 
     def _origin_of_loaded(self, state: KVCache) -> Origin:
         """The graph for a state that was loaded from a file: one that keeps the same."""
@@ -163,7 +160,8 @@ class DerivedSteps:
         def key(scope: Scope) -> Any:
             return scope, call_key(leaves, spec, self._fingerprints, scope), width
 
-        call = _Call(name, packed, inputs, 1 if alone else len(packed.counts))
+        rows = 1 if alone else len(packed.counts)
+        call = Examples(model, self._derive, self.signature, name, packed, inputs, rows)
         with LOCK.call():
             found = self._valid(key, call)
         if found is not None:
@@ -201,11 +199,11 @@ class DerivedSteps:
         keys = {scope: key(scope) for scope in {step.scope for _, step in kept}}
         return [step for known, step in kept if known == keys[step.scope] and step.is_valid()]
 
-    def _valid(self, key: Callable[[Scope], Any], call: "_Call") -> Step | None:
+    def _valid(self, key: Callable[[Scope], Any], call: Examples) -> Step | None:
         """A step that was derived for this call."""
         return next((step for step in self._known(key) if not call.fault(step)), None)
 
-    def _derived(self, call: "_Call", known: Sequence[Step]) -> list[Step]:
+    def _derived(self, call: Examples, known: Sequence[Step]) -> list[Step]:
         """New steps, of which the last one is right for the call. The first is derived from an example of a
         few tokens; where the model does something else with this call, the next from one of its size.
 
@@ -216,7 +214,6 @@ class DerivedSteps:
             CacheError: the call's rows are on different sides of a branch, or no graph is for its sizes.
             NoDecoderError, CaptureError: none can be derived.
         """
-        examples = Examples(self._model, self._derive, self.signature, call.name, call.packed, call.inputs)
         made, seen, problems = list[Step](), list(known), list[AttnGraphError]()
         waiting = call.towards(known[0], Size()) if known else [Size()]
         tried = set[Size]()
@@ -229,13 +226,13 @@ class DerivedSteps:
                 continue
             tried.add(size)
             try:
-                step = examples.derived(size, lambda step: not call.fault(step))
+                step = call.derived(size)
             except (DisagreementError, SavedError):
                 raise
             except AttnGraphError as other:
                 problems.append(other)
                 if len(problems) == 1 and not seen:
-                    waiting += [*examples.others(), *call.own_size(other)]
+                    waiting += [*call.others(), *call.own_size(other)]
                 elif isinstance(other, NoDecoderError) and not seen:
                     break  # another number of tokens would not change that
                 continue
@@ -250,58 +247,3 @@ class DerivedSteps:
         if not seen:
             raise problems[-1]
         raise CacheError(call.refusal(seen[-1], problems)) from (problems[-1] if problems else None)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A prompt's call: the name of the tokens' argument, the tokens, the other arguments, and of how many
-    sequences it is to the model."""
-
-    name: str
-    packed: Packed
-    inputs: Mapping[str, Any]
-    rows: int
-
-    @property
-    def longest(self) -> int:
-        return max(self.packed.counts, default=0)
-
-    def fault(self, step: Step, rows: int = 0) -> str:
-        """Why a step is not right for the call, or for one of so many rows; "" if it is."""
-        others = step.sizes.of_inputs(self.inputs, *self.packed.shape)
-        if others is None:
-            return "the graph is for inputs of other sizes"
-        lengths = frozenset(n for n in self.packed.counts if n)
-        return step.sizes.fault(Call(rows or self.rows, lengths, others))
-
-    def is_too_long(self, step: Step) -> bool:
-        """Whether no other graph can be for so many tokens: a table of positions has no more entries, or the
-        model raises an error."""
-        return step.limit is not None and step.limit < self.longest and step.sizes.is_final
-
-    def towards(self, step: Step, size: Size) -> list[Size]:
-        """The example that is on the call's side of a branch, where a step from one of this size is not."""
-        rows = step.graph.hints.get(step.sizes.rows, size.rows)
-        if not self.fault(step, 1 if step.sizes.single else rows):
-            return [self.of_rows(size.tokens)]
-        here = Call(self.rows, frozenset([self.longest]))
-        sizes = step.sizes.alike(here, TOKENS), self.longest if self.longest > 1 else None
-        return [Size(n, size.rows, size.single) for n in sizes if n is not None]
-
-    def of_rows(self, tokens: int = TOKENS) -> Size:
-        """An example with as many sequences as the call."""
-        return Size(tokens, ROWS if self.rows == 1 else self.rows, self.rows == 1)
-
-    def own_size(self, problem: AttnGraphError) -> list[Size]:
-        """The call's own size, where the model asked for sizes before it was refused."""
-        if not isinstance(problem, NoDecoderError):
-            return []
-        by_rows = [self.of_rows()] if problem.fixes_rows else []
-        return [*by_rows, *([Size(self.longest)] if problem.asked and self.longest > 1 else [])]
-
-    def refusal(self, step: Step, problems: Sequence[AttnGraphError]) -> str:
-        """Why there is no graph for the call, though there is one for others."""
-        many = len(set(self.packed.counts)) > 1
-        advice = "give rows of other lengths in calls of their own" if many else "call the model itself"
-        why = f": {getattr(problems[-1], 'reason', problems[-1])}" if problems else "."
-        return f"{self.fault(step)}. No decoder can be derived for that{why}\nWhat to do: {advice}."

@@ -59,11 +59,7 @@ class OneRank:
         return result
 
     def require_own(self, saved: tuple[int, int]) -> None:
-        """Check that a saved state is one of this rank.
-
-        Raises:
-            CacheError: another rank saved it.
-        """
+        """Check that a saved state is one of this rank: else it is a CacheError."""
         if saved != self.rank:
             (rank, ranks), (mine, of) = saved, self.rank
             raise CacheError(
@@ -84,19 +80,11 @@ class OneDevice:
     # --- to compile ---
 
     def take(self, model: Callable[..., Any]) -> None:
-        """Take a model that is to be compiled.
-
-        Raises:
-            PlacementError: its parameters are divided along another mesh already.
-        """
+        """Take a model that is to be compiled, if no other mesh divides its parameters already."""
 
     def passes(self, decoder: bool = False, rounded: str = "") -> dict[str, Any]:
-        """What `passes.order` is told of ranks. `rounded`: the dtype of 8 bits of a decoder's cache, if it
-        has one.
-
-        Raises:
-            ValueError: a decoder, or such a cache, cannot be divided like this.
-        """
+        """What `passes.order` is told of ranks; a ValueError where a decoder, or its cache, cannot be divided
+        like this. `rounded`: the dtype of 8 bits of a decoder's cache, if it has one."""
         return {}
 
     def tracing(self, owner: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -146,11 +134,7 @@ class OneDevice:
     # --- what not every mesh can do ---
 
     def require_placeable(self, model: Any) -> None:
-        """Check that ranks hold parts of the model's parameters, and that its buffers have contents.
-
-        Raises:
-            PlacementError: they do not.
-        """
+        """Check that ranks hold parts of the model's parameters, and that its buffers have contents."""
         raise PlacementError(
             "there is nothing to place: parameters are divided among processes by an axis of the mesh that "
             'divides heads, unless ShardConfig(parameters="whole") is given.'

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from attngraph.capture.state.content import tensor_digest
 from attngraph.errors import CacheError
 from attngraph.ir.modes import serving
 from attngraph.runtime.decoder import Decoder
-from attngraph.runtime.generation_options import Options, as_tokens
+from attngraph.runtime.generate import choose, generator_of
+from attngraph.runtime.generation_options import Options, as_tuple
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Packed, as_ids
-from attngraph.runtime.parallel.agree import digest
-from attngraph.runtime.sampling import choose, generator_of
 from attngraph.runtime.step_sizes import Call
 
 DRAWN = 16
@@ -44,12 +44,13 @@ class Request:
         """Random numbers, one for each token and more, and what draws the next ones."""
 
     @functools.cached_property
-    def _prompt(self) -> str:
-        return f"a prompt of {len(self.prompt)} tokens, contents {digest(self.prompt)}"
+    def _digest(self) -> str:
+        return tensor_digest(self.prompt)[:16]
 
     def described(self) -> str:
         """The request as ranks compare it: its prompt, its options, how far it is."""
-        return f"{self._prompt}, then {self.tokens[-1:]}, {self.options}"
+        prompt = f"a prompt of {len(self.prompt)} tokens, contents {self._digest}"
+        return f"{prompt}, then {self.tokens[-1:]}, {self.options}"
 
     def left(self, done: int, most: int) -> Tensor:
         """The next tokens to compute after the first `done`: at most so many of the prompt, or the latest."""
@@ -94,11 +95,7 @@ class Request:
             self.engine.step()
 
     def result(self) -> list[int]:
-        """All new tokens.
-
-        Raises:
-            Exception: the request's own error, if it failed.
-        """
+        """All new tokens; raises the request's own error, if it failed."""
         return list(self)
 
     def cancel(self) -> None:
@@ -158,7 +155,7 @@ class Engine:
                 f"a prompt must be one sequence of at least one token, found a shape of {tuple(ids.shape)}."
             )
         options = Options(
-            max_new_tokens, temperature, top_k, top_p, 1, as_tokens(eos_token_id), seed, None, 1.0
+            max_new_tokens, temperature, top_k, top_p, 1, as_tuple(eos_token_id), seed, None, 1.0
         )
         request = Request(self, ids, options)
         with self._lock:
@@ -186,28 +183,23 @@ class Engine:
         """Compute the next tokens. Returns False if there was nothing to do."""
         with self._lock:
             self._tidy()
-            self._agree()
+            if self.decoder.devices.has_peers:  # which run and wait with the same requests
+                requests = [r and r.described() for r in (*self.places, *self.waiting)]
+                done = [] if self.state is None else self.state.lengths
+                self.decoder.devices.agree("a step of an engine", requests, done)
             self._admit()
             parts = self._parts()
-            if not any(len(p) for p in parts):
+            if not any(map(len, parts)):
                 return False
             try:
                 logits = self._advance(parts)
             except Exception:
                 self._find_the_cause(parts)
-                return True
-            self._take(parts, logits)
+            else:
+                self._take(parts, logits)
             return True
 
     # --- parts of a step ---
-
-    def _agree(self) -> None:
-        """Check that all ranks run and wait with the same requests."""
-        if not self.decoder.devices.has_peers:
-            return
-        requests = [*self.places, *self.waiting]
-        done = [] if self.state is None else self.state.lengths
-        self.decoder.devices.agree("a step of an engine", [r and r.described() for r in requests], done)
 
     def _tidy(self) -> None:
         """Free the places of requests that have ended. What an interrupted step computed, and nobody has
@@ -277,8 +269,7 @@ class Engine:
         return not step.sizes.fault(Call(1, frozenset([len(request.prompt)])))
 
     def _new_state(self, request: Request) -> KVCache:
-        packed = self.decoder.pack(request.prompt, None)
-        state = self.decoder.new_state(packed, len(self.places), "paged")
+        state = self.decoder.new_state(self.decoder.pack(request.prompt, None), len(self.places), "paged")
         step = self.decoder.step_of(state)
         if step.prompt_arguments or len(step.arguments) > 1:
             raise ValueError("an engine serves models with one input, the tokens.")
@@ -286,8 +277,7 @@ class Engine:
 
     def _parts(self) -> list[Tensor]:
         """The tokens to compute next for each place."""
-        left = self.chunk
-        found: list[Tensor] = []
+        left, found = self.chunk, list[Tensor]()
         for place, request in enumerate(self.places):
             if request is None or self.state is None:
                 found.append(torch.empty(0, dtype=torch.int64))
@@ -299,25 +289,19 @@ class Engine:
 
     def _advance(self, parts: Sequence[Tensor]) -> Tensor:
         """The logits of the last token of every place that has tokens."""
-        assert self.state is not None
+        state = self.state
+        assert state is not None
         counts = [len(p) for p in parts]
-        ids = torch.cat(list(parts)).unsqueeze(0).to(self.state.device)
-        packed = Packed(ids, counts)
-        step = self.decoder.step_of(self.state)
-        with self.state.changing():
-            logits: Tensor = step.advance(
-                self.state, counts, {step.name: ids}, packed.last(), unfinished=self._unfinished(parts)
-            )[0]
-        return logits
-
-    def _unfinished(self, parts: Sequence[Tensor]) -> list[int]:
-        """The places of which more of the prompt follows."""
-        assert self.state is not None
-        rows = zip(self.places, parts, self.state.lengths, strict=True)
-        return [
-            place for place, (request, part, done) in enumerate(rows)
-            if request is not None and done + len(part) < len(request.prompt)
+        packed = Packed(torch.cat(list(parts)).unsqueeze(0).to(state.device), counts)
+        step = self.decoder.step_of(state)
+        more_follow = [
+            place for place, request in enumerate(self.places)
+            if request is not None and state.lengths[place] + counts[place] < len(request.prompt)
         ]  # fmt: skip
+        with state.changing():
+            return step.advance(
+                state, counts, {step.name: packed.ids}, packed.last(), unfinished=more_follow
+            )[0]  # fmt: skip
 
     def _find_the_cause(self, parts: Sequence[Tensor]) -> None:
         """After a failed step, which cached nothing: run each place separately, and end those that fail."""
@@ -335,13 +319,10 @@ class Engine:
     def _take(self, parts: Sequence[Tensor], logits: Tensor) -> None:
         """Choose the next token of every place whose prompt is fully processed."""
         assert self.state is not None
-        active = [n for n, part in enumerate(parts) if len(part)]
-        requests = [request for n in active if (request := self.places[n]) is not None]
-        options = [r.options for r in requests]
-        chosen = self.decoder.devices.lead(choose(logits, options, [r.draw() for r in requests]).cpu())
-        for place, token in zip(active, chosen.tolist(), strict=True):
-            request = self.places[place]
-            assert request is not None
+        active = [(n, r) for n, r in enumerate(self.places) if r is not None and len(parts[n])]
+        chosen = choose(logits, [r.options for _, r in active], [r.draw() for _, r in active])
+        tokens = self.decoder.devices.lead(chosen.cpu()).tolist()
+        for (place, request), token in zip(active, tokens, strict=True):
             if self.state.lengths[place] >= len(request.prompt):
                 request.tokens.append(token)
         self._tidy()

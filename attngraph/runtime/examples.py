@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from attngraph.capture.captured import Assumed
 from attngraph.capture.compared import SIZES
 from attngraph.capture.first_call import without_data
-from attngraph.capture.structure import Spread, flatten
+from attngraph.capture.structure import Spread
 from attngraph.capture.trace import quiet
 from attngraph.errors import AttnGraphError, DisagreementError, NoDecoderError
 from attngraph.runtime.packing import Packed
 from attngraph.runtime.step import Step
+from attngraph.runtime.step_sizes import Call
+from attngraph.runtime.verify import tensors_of
 
 FAILURES = (RuntimeError, IndexError, ValueError)
 """How torch fails where a graph is called with sizes that do not go together."""
@@ -79,7 +81,7 @@ class Example:
     @property
     def names(self) -> list[str]:
         """The argument that each tensor of the call belongs to."""
-        return [n for n, v in self.arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
+        return [name for name, value in self.arguments.items() for _ in tensors_of(value)]
 
     @property
     def place(self) -> int:
@@ -96,23 +98,71 @@ Derive = Callable[..., Step]
 
 
 class Examples:
-    """Derives graphs of one model for calls like one that was made.
+    """Derives graphs of one model for calls like one that was made, with a prompt.
 
     Args:
         name: the model's argument that has the tokens. packed, inputs: the tokens, and the other arguments.
+        rows: of how many sequences the call is to the model.
     """
 
     def __init__(
         self, model: Callable[..., Any], derive: Derive, signature: inspect.Signature, name: str,
-        packed: Packed, inputs: Mapping[str, Any],
+        packed: Packed, inputs: Mapping[str, Any], rows: int,
     ) -> None:  # fmt: skip
         self._model, self._derive, self._signature = model, derive, signature
-        self._name, self._packed, self._inputs = name, packed, inputs
-        width = packed.shape[1]
-        self._spread = {
+        self._name, self._packed, self._inputs, self.rows = name, packed, inputs, rows
+
+    @functools.cached_property
+    def _spread(self) -> dict[str, Any]:
+        width = self._packed.shape[1]
+        return {
             n: Spread(v.flatten(1), v.ndim - 2) if isinstance(v, Tensor) and _is_spread(v, width) else v
-            for n, v in inputs.items()
+            for n, v in self._inputs.items()
         }
+
+    @property
+    def longest(self) -> int:
+        return max(self._packed.counts, default=0)
+
+    def fault(self, step: Step, rows: int = 0) -> str:
+        """Why a step is not right for the call, or for one of so many rows; "" if it is."""
+        others = step.sizes.of_inputs(self._inputs, *self._packed.shape)
+        if others is None:
+            return "the graph is for inputs of other sizes"
+        lengths = frozenset(n for n in self._packed.counts if n)
+        return step.sizes.fault(Call(rows or self.rows, lengths, others))
+
+    def is_too_long(self, step: Step) -> bool:
+        """Whether no other graph can be for so many tokens: a table of positions has no more entries, or the
+        model raises an error."""
+        return step.limit is not None and step.limit < self.longest and step.sizes.is_final
+
+    def towards(self, step: Step, size: Size) -> list[Size]:
+        """The example that is on the call's side of a branch, where a step from one of this size is not."""
+        rows = step.graph.hints.get(step.sizes.rows, size.rows)
+        if not self.fault(step, 1 if step.sizes.single else rows):
+            return [self.of_rows(size.tokens)]
+        here = Call(self.rows, frozenset([self.longest]))
+        sizes = step.sizes.alike(here, TOKENS), self.longest if self.longest > 1 else None
+        return [Size(n, size.rows, size.single) for n in sizes if n is not None]
+
+    def of_rows(self, tokens: int = TOKENS) -> Size:
+        """An example with as many sequences as the call."""
+        return Size(tokens, ROWS if self.rows == 1 else self.rows, self.rows == 1)
+
+    def own_size(self, problem: AttnGraphError) -> list[Size]:
+        """The call's own size, where the model asked for sizes before it was refused."""
+        if not isinstance(problem, NoDecoderError):
+            return []
+        by_rows = [self.of_rows()] if problem.fixes_rows else []
+        return [*by_rows, *([Size(self.longest)] if problem.asked and self.longest > 1 else [])]
+
+    def refusal(self, step: Step, problems: Sequence[AttnGraphError]) -> str:
+        """Why there is no graph for the call, though there is one for others."""
+        many = len(set(self._packed.counts)) > 1
+        advice = "give rows of other lengths in calls of their own" if many else "call the model itself"
+        why = f": {getattr(problems[-1], 'reason', problems[-1])}" if problems else "."
+        return f"{self.fault(step)}. No decoder can be derived for that{why}\nWhat to do: {advice}."
 
     def others(self) -> Iterator[Size]:
         """Sizes from which a call like this one may be derived, if the model takes no example of `TOKENS`, or
@@ -135,16 +185,21 @@ class Examples:
             return False
         return True
 
-    def derived(self, size: Size, fits: Callable[[Step], bool]) -> Step:
-        """A step from an example of this size. Inputs as long as the prompt are cut to its length. They may
-        be that long by coincidence, so if deriving fails, it is tried again with an example as long as the
-        prompt. `fits`: whether one that was derived in another process will do."""
+    def derived(self, size: Size) -> Step:
+        """A step from an example of this size, or of another process if it is right for the call. Inputs as
+        long as the prompt are cut to its length. They may be that long by coincidence, so if deriving fails,
+        it is tried again with an example as long as the prompt."""
         tokens, rows, single = size
         rows += rows == tokens  # sizes that are equal would be one symbol
-        derive, width = functools.partial(self._derive, fits=fits), self._packed.shape[1]
+        derive = functools.partial(self._derive, fits=lambda step: not self.fault(step))
+        width = self._packed.shape[1]
         tensors = {n: v for n, v in self._spread.items() if isinstance(v, Tensor)}
+
+        def example(tokens: int) -> Example:
+            return Example(self._name, (self._call(self._spread, tokens, rows),), single=single)
+
         try:
-            return derive(Example(self._name, (self._call(self._spread, tokens, rows),), single=single))
+            return derive(example(tokens))
         except DisagreementError:
             raise
         except AttnGraphError as problem:
@@ -158,9 +213,7 @@ class Examples:
             as_long = any(v.shape[1:2] == (width,) for v in tensors.values())
             if as_long and width not in (1, tokens):
                 with contextlib.suppress(AttnGraphError):
-                    return derive(
-                        Example(self._name, (self._call(self._spread, width, rows),), single=single)
-                    )
+                    return derive(example(width))
             pairs = [n for n, v in tensors.items() if _is_of_pairs(v, width)]
             if pairs:
                 shape = list(tensors[pairs[0]].shape)
@@ -180,8 +233,7 @@ class Examples:
         """The argument that has the prompt's number of tokens where none is expected."""
         rows, width = self._packed.shape
         for name, given in self._spread.items():
-            leaves = () if isinstance(given, Spread) else flatten(given)[0]
-            for value in (leaf for leaf in leaves if isinstance(leaf, Tensor)):
+            for value in () if isinstance(given, Spread) else tensors_of(given):
                 is_expected = value is given and value.shape[:2] == (rows, width)
                 if width in value.shape and not is_expected:
                     return name

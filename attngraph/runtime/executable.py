@@ -73,7 +73,13 @@ class Executable:
         """The call's result, once what the model's forward sets is set: attributes of the model, and of
         objects among the arguments (`given`)."""
         writes: list[tuple[Tensor, Tensor]] = []
-        results, waiting = self._computed(tensors, writes)
+        run = functools.partial(self.machine, tensors, self.state(), later=writes)
+        waiting: list[Tensor] = []
+        if self.looks is None:
+            results: Sequence[Any] = run()
+        else:
+            names = [o.name if o.kind == Rate.LOOK.value else "" for o in self.captured.graph.outputs]
+            results, waiting = self.looks.run(run, names, self._sizes(tensors) or {})
         values: list[Any] = []
         laid: dict[int, Tensor] = {}  # a tensor that is returned twice stays one tensor
         for result, output in zip(results, self.captured.graph.outputs, strict=True):
@@ -81,50 +87,36 @@ class Executable:
                 if id(result) not in laid:
                     laid[id(result)] = laid_out(result, output.order)
                 values.append(laid[id(result)])
-        for place, value in waiting:
+        for place, value in zip(self.looks.places if self.looks else (), waiting, strict=True):
             values.insert(place, value)
-        result = self._assembled(self.captured.structure, values, tensors, given)
+
+        def assembled(structure: Structure) -> Any:
+            leaves: list[Any] = []
+            for kind, value in structure.leaves:
+                if kind == "tensor":
+                    leaves.append(values[value])
+                elif kind == "argument":
+                    leaves.append(tensors[value])
+                elif kind == "given":
+                    leaves.append(at(*given, value))
+                elif kind == "size" and hasattr(value, "free_symbols"):
+                    leaves.append(size_value(value, self._sizes(tensors) or {}))
+                else:
+                    leaves.append(value)
+            return unflatten(leaves, structure.tree)
+
+        result = assembled(self.captured.structure)
         attributes: list[tuple[Any, Any, Any]] = []
         for attribute in self.captured.attributes:
-            structure = attribute.structure
-            value = result if structure is None else self._assembled(structure, values, tensors, given)
+            value = result if attribute.structure is None else assembled(attribute.structure)
             attributes.append((holder_of(attribute.owner, attribute.name), attribute.name, value))
         for one in self.captured.changes:
-            value = self._assembled(one.structure, values, tensors, given)
-            attributes.append((holder(*given, one.path), one.key, value))
+            attributes.append((holder(*given, one.path), one.key, assembled(one.structure)))
         change(writes, attributes)
         return result
 
-    def _computed(
-        self, tensors: Sequence[Tensor], writes: list[tuple[Tensor, Tensor]]
-    ) -> tuple[Sequence[Any], list[tuple[int, Tensor]]]:
-        """The graph's results, and those that wait with their places. `writes`: gets those to tensors."""
-        if self.looks is None:
-            return self.machine(tensors, self.state(), later=writes), []
-        names = [o.name if o.kind == Rate.LOOK.value else "" for o in self.captured.graph.outputs]
-        run = functools.partial(self.machine, tensors, self.state(), later=writes)
-        results, waiting = self.looks.run(run, names, self._sizes(tensors) or {})
-        return results, list(zip(self.looks.places, waiting, strict=True))
-
     def _sizes(self, tensors: Sequence[Tensor]) -> dict[str, int] | None:
         return self.sizes.bind(tuple(t.shape for t in tensors))
-
-    def _assembled(
-        self, structure: Structure, values: Sequence[Any], tensors: Sequence[Tensor], given: Arguments
-    ) -> Any:
-        leaves: list[Any] = []
-        for kind, value in structure.leaves:
-            if kind == "tensor":
-                leaves.append(values[value])
-            elif kind == "argument":
-                leaves.append(tensors[value])
-            elif kind == "given":
-                leaves.append(at(*given, value))
-            elif kind == "size" and hasattr(value, "free_symbols"):
-                leaves.append(size_value(value, self._sizes(tensors) or {}))
-            else:
-                leaves.append(value)
-        return unflatten(leaves, structure.tree)
 
 
 def scores_per_attention(

@@ -1,18 +1,21 @@
 """The loop around a decoder's step that picks one token after another, and what may stand in for the step.
 
-Everything here takes the logits of the prompts' last tokens and a function that processes new tokens, and
-gives new tokens alone: the plain loop, greedy or sampling, and beam search.
+All of it takes the logits of the prompts' last tokens and a function that processes new tokens, and gives new
+tokens alone: the plain loop, greedy or sampling, and beam search. Rows are sampled together, each with its
+own options (requests have their own), in the order of transformers: temperature first, then top-k, then top-p
+among the remaining tokens, then min-p.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngraph.runtime.generation_options import Options, stops
+from attngraph.runtime.generation_options import Options
 from attngraph.runtime.kv_cache import KVCache
-from attngraph.runtime.sampling import choose, generator_of
 
 Advance = Callable[[Tensor, list[int]], Tensor]
 """Takes new tokens, packed, and how many each row gets; returns their logits, packed."""
@@ -38,7 +41,11 @@ def generate(
         options.streamer.put(prompts.cpu())
     for place in range(options.max_new_tokens):
         logits = without_ends(logits, place, options)
-        chosen = lead(_choose(logits, rows, running, options, generator))
+        if options.temperature == 0:
+            chosen = lead(logits.argmax(-1))
+        else:  # Also rows that have ended draw numbers: a row's tokens do not depend on when others end.
+            drawn = torch.rand(rows, generator=generator, dtype=torch.float64).tolist()
+            chosen = lead(choose(logits, [options] * len(running), [drawn[row] for row in running]))
         if len(running) == rows:
             found[:, place] = chosen
         else:
@@ -74,75 +81,49 @@ def _told(found: Tensor, prompts: Tensor, options: Options) -> list[bool]:
         options.streamer.put(last.cpu())
     if options.on_token is not None and options.on_token(last.clone()) is True:
         return [True] * len(last)
-    answer: list[bool] = stops(options, last, lambda: torch.cat([prompts.to(found), found], 1)).tolist()
-    return answer
-
-
-def _choose(
-    logits: Tensor, rows: int, running: Sequence[int], options: Options, generator: torch.Generator
-) -> Tensor:
-    if options.temperature == 0:
-        return logits.argmax(-1)
-    # Every row draws a number, even if it has ended, so a row's tokens do not depend on when others end.
-    drawn = torch.rand(rows, generator=generator, dtype=torch.float64).tolist()
-    return choose(logits, [options] * len(running), [drawn[row] for row in running])
+    stop = torch.isin(last, torch.tensor(options.ends, dtype=torch.int64, device=last.device))
+    whole = torch.cat([prompts.to(found), found], 1) if options.criteria else found
+    for criterion in options.criteria:
+        stop = stop | torch.as_tensor(criterion(whole, None), device=last.device).bool()
+    return stop.tolist()  # type: ignore[no-any-return]
 
 
 Anew = Callable[[list[Tensor]], Tensor]
-"""Takes all tokens of each row, `[T]` (none for rows that have ended); returns the logits of the last tokens
-of those that have some."""
+"""Takes all tokens of each row, `[T]` (none for rows that are not asked for); returns the logits of the last
+tokens of those that have some."""
 
 
-def crossing(
-    advance: Advance, is_right: Callable[[list[int]], bool], anew: Anew, rows: Sequence[Tensor]
+def renewing(
+    advance: Advance, goes_on: Callable[[list[int]], list[int]], anew: Anew, rows: Sequence[Tensor]
 ) -> Advance:
-    """`advance` where its graph is right for so many new tokens of each row, and else all rows anew.
+    """`advance` for those of some rows that go on from what is kept of them; the others are computed anew.
 
     Args:
-        rows: the tokens of each row so far, `[T]`.
-    """
-    tokens_of = list(rows)
-
-    def run(tokens: Tensor, counts: list[int]) -> Tensor:
-        given = iter(torch.split(tokens, [n for n in counts if n]))
-        for row, count in enumerate(counts):
-            new = next(given) if count else tokens[:0]
-            tokens_of[row] = torch.cat([tokens_of[row], new]) if count else new
-        return advance(tokens, counts) if is_right(counts) else anew(tokens_of)
-
-    return run
-
-
-Restart = Callable[[list[Tensor]], Tensor]
-"""Takes prompts, `[T]` each; returns the logits of their last tokens, `[prompts, V]`."""
-
-
-def rolling(
-    advance: Advance, restart: Restart, state: KVCache, rows: Sequence[Tensor], limit: int
-) -> Advance:
-    """`advance` for rows that have room, and a restart from the last `limit` tokens for those that are full.
-
-    Args:
-        rows: the tokens of each row so far, `[T]`.
+        goes_on: tells which of these rows do. rows: the tokens of each row so far, `[T]`.
     """
     tokens_of = list(rows)
 
     def run(tokens: Tensor, counts: list[int]) -> Tensor:
         given = [row for row, count in enumerate(counts) if count]
-        for row, token in zip(given, tokens, strict=True):
-            tokens_of[row] = torch.cat([tokens_of[row], token.reshape(1)])[-limit:]
-        full = [row for row in given if state.lengths[row] >= limit]
-        open_rows = [row for row in given if row not in full]
-        parts: dict[int, Tensor] = {}
-        if open_rows:
-            one = [int(row in open_rows) for row in range(len(counts))]
-            kept = torch.tensor([row in open_rows for row in given], device=tokens.device)
-            parts |= zip(open_rows, advance(tokens[kept], one), strict=True)
-        if full:
-            parts |= zip(full, restart([tokens_of[row] for row in full]), strict=True)
+        for row, token in zip(given, tokens.split(1), strict=True):
+            tokens_of[row] = torch.cat([tokens_of[row], token])
+        kept = goes_on(given)
+        if kept == given:
+            return advance(tokens, counts)
+        again = [row for row in given if row not in kept]
+        found = anew([whole if row in again else whole[:0] for row, whole in enumerate(tokens_of)])
+        parts = dict(zip(again, found, strict=True))
+        if kept:
+            one = [int(row in kept) for row in range(len(counts))]
+            picked = torch.tensor([row in kept for row in given], device=tokens.device)
+            parts |= zip(kept, advance(tokens[picked], one), strict=True)
         return torch.stack([parts[row] for row in given])
 
     return run
+
+
+Finished = list[tuple[float, list[int]]]
+"""The continuations of a row that have ended: how good they are, and their tokens."""
 
 
 def search(
@@ -153,39 +134,27 @@ def search(
     Args:
         logits: `[B, V]`, of the prompts' last tokens.
     """
-    rows = logits.shape[0]
-    beams = [[_Beam(row, [], 0.0)] for row in range(rows)]
-    finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(rows)]
+    beams = [[_Beam(row, [], 0.0)] for row in range(logits.shape[0])]
+    finished: list[Finished] = [[] for _ in beams]
     for place in range(options.max_new_tokens):
         scores = without_ends(logits.double().log_softmax(-1), place, options)
-        sources: list[int] = []
-        tokens: list[int] = []
-        offset = 0
-        for row in range(rows):
-            here = scores[offset : offset + len(beams[row])]
-            offset += len(beams[row])
-            if not beams[row]:
-                continue
-            beams[row] = _continue(beams[row], here, finished[row], options, lead)
-            if _is_done(beams[row], finished[row], place + 1, options):
-                beams[row] = []
-            sources += [b.source for b in beams[row]]
-            tokens += [b.tokens[-1] for b in beams[row]]
-        if not sources or place + 1 == options.max_new_tokens:
+        for row, here in enumerate(scores.split([len(row) for row in beams])):
+            if beams[row]:
+                beams[row] = _continue(beams[row], here, finished[row], options, lead)
+                if _is_done(beams[row], finished[row], place + 1, options):
+                    beams[row] = []
+        running = [beam for row in beams for beam in row]
+        if not running or place + 1 == options.max_new_tokens:
             break
-        state.reorder(sources)
-        number = 0
-        for row in range(rows):
-            for beam in beams[row]:
-                beam.source = number
-                number += 1
-        logits = advance(torch.tensor(tokens, device=logits.device), [1] * len(tokens))
+        state.reorder([beam.source for beam in running])
+        for number, beam in enumerate(running):
+            beam.source = number
+        tokens = torch.tensor([beam.tokens[-1] for beam in running], device=logits.device)
+        logits = advance(tokens, [1] * len(running))
     return _best(beams, finished, options, logits.device)
 
 
-def _is_done(
-    beams: "list[_Beam]", finished: list[tuple[float, list[int]]], length: int, options: Options
-) -> bool:
+def _is_done(beams: "list[_Beam]", finished: Finished, length: int, options: Options) -> bool:
     """Whether no running beam can be better than the finished ones, or enough are finished for the caller."""
     if len(finished) < options.num_beams:
         return False
@@ -207,7 +176,7 @@ class _Beam:
 
 
 def _continue(
-    beams: list[_Beam], scores: Tensor, finished: list[tuple[float, list[int]]], options: Options, lead: Lead
+    beams: list[_Beam], scores: Tensor, finished: Finished, options: Options, lead: Lead
 ) -> list[_Beam]:
     """The best unfinished continuations; finished ones are appended to `finished`."""
     width, vocabulary = options.num_beams, scores.shape[1]
@@ -227,9 +196,8 @@ def _continue(
 
 
 def _best(
-    beams: list[list[_Beam]], finished: list[list[tuple[float, list[int]]]], options: Options,
-    device: torch.device,
-) -> Tensor:  # fmt: skip
+    beams: list[list[_Beam]], finished: list[Finished], options: Options, device: torch.device
+) -> Tensor:
     """The best continuation of each row, finished or not."""
     found: list[list[int]] = []
     for row, ended in zip(beams, finished, strict=True):
@@ -239,3 +207,118 @@ def _best(
     longest = max(len(f) for f in found)
     padded = [f + [options.pad] * (longest - len(f)) for f in found]
     return torch.tensor(padded, dtype=torch.int64, device=device)
+
+
+def choose(logits: Tensor, options: Sequence[Options], drawn: Sequence[float]) -> Tensor:
+    """One token for each row of the logits `[R, V]`, int64 `[R]`, by the row's options and a random number in
+    [0, 1)."""
+    if all(o.temperature == 0 for o in options):
+        return logits.argmax(-1)
+
+    def each(values: Sequence[Any], unlimited: Any) -> Tensor | None:
+        limited = any(v is not None for v in values)
+        given = [unlimited if v is None else v for v in values]
+        return torch.tensor(given, device=logits.device) if limited else None
+
+    temperature = torch.tensor([o.temperature for o in options], device=logits.device)
+    top_k, top_p = each([o.top_k for o in options], 0), each([o.top_p for o in options], 1.0)
+    uniform = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
+    return sample(logits, temperature, top_k, top_p, uniform, options[0].min_p)
+
+
+def generator_of(options: Options) -> torch.Generator:
+    """Draws the random numbers of a row, or of rows that have them together."""
+    generator = torch.Generator()
+    if options.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(options.seed)
+    return generator
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    uniform: Tensor, min_p: float | None = None,
+) -> Tensor:  # fmt: skip
+    """One token for each row.
+
+    Args:
+        logits: `[R, V]`.
+        temperature: `[R]`; 0 takes the most likely token.
+        top_k: int64 `[R]`, 0 for no limit; None: no limit for any row. top_p: `[R]`, 1 for no limit; or None.
+        uniform: `[R]` numbers in [0, 1), by which the token is drawn.
+        min_p: leaves out tokens whose probability is below min_p times the largest.
+
+    Returns:
+        int64 `[R]`.
+    """
+    count = logits.shape[-1]
+    for most in (min(LIKELY, count), count):
+        weights, order, total = kept_weights(logits, temperature, top_k, top_p, min_p, most)
+        sums = weights.cumsum(-1)
+        drawn = uniform.double() * torch.where(temperature > 0, total, 0.0)
+        if most == count or bool((drawn < sums[:, -1]).all()):
+            break
+    place = torch.searchsorted(sums, drawn.unsqueeze(1), right=True).clamp_max(most - 1)
+    rank = torch.arange(most, device=weights.device)
+    last = (weights > 0).long().mul(rank).amax(-1, keepdim=True)  # so that rounding picks no excluded token
+    sampled = order.gather(1, torch.minimum(place, last)).squeeze(1)
+    return torch.where(temperature > 0, sampled, logits.argmax(-1))
+
+
+LIKELY = 1024
+"""How many of the likeliest tokens are looked at first: the token that is drawn is nearly always one of them,
+and to sort all of them takes a good part of a token's time."""
+
+
+def kept_weights(
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    min_p: float | None = None, most: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The probabilities of the `most` likeliest tokens (None: of all), `[R, most]`, from the largest down,
+    zero for those left out; which token each belongs to; and the sum for all tokens that are not left out,
+    `[R]`, NaN where it needs more tokens."""
+    count = logits.shape[-1]
+    most = count if most is None else most
+    scaled = logits.double() / torch.where(temperature > 0, temperature, 1.0).double().unsqueeze(1)
+    values, order = _largest(scaled, most)
+    rank = torch.arange(most, device=values.device)
+    weights = (values - scaled.logsumexp(-1, keepdim=True)).exp()
+    of_all = torch.ones_like(weights[:, 0])  # the sum over tokens here and elsewhere, NaN if it is not known
+    if top_k is not None:
+        limit = torch.where(top_k > 0, top_k, count).unsqueeze(1)
+        weights = weights.masked_fill(rank >= limit, 0.0)
+        known = torch.where(limit[:, 0] <= most, weights.sum(-1), math.nan)
+        of_all = torch.where(limit[:, 0] < count, known, of_all)
+    ends = weights[:, -1] == 0 if most < count else torch.ones_like(weights[:, 0], dtype=torch.bool)
+    if top_p is not None:
+        part = top_p.double().unsqueeze(1) * of_all.unsqueeze(1)
+        before = weights.cumsum(-1) - weights
+        left_out = (before >= part) & (rank > 0) & (top_p < 1).unsqueeze(1)
+        weights = weights.masked_fill(left_out, 0.0)
+        ends, of_all = _cut(weights, left_out, ends, of_all, top_p < 1)
+    if min_p is not None:
+        left_out = weights < min_p * weights[:, :1]
+        weights = weights.masked_fill(left_out, 0.0)
+        ends, of_all = _cut(weights, left_out, ends, of_all, torch.ones_like(ends))
+    return weights, order, of_all
+
+
+def _cut(
+    weights: Tensor, left_out: Tensor, ends: Tensor, of_all: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Whether all tokens that are not left out are here, and their sum, after `rows` have left out some."""
+    ends = ends | (left_out[:, -1] & rows)
+    return ends, torch.where(rows, torch.where(ends, weights.sum(-1), math.nan), of_all)
+
+
+def _largest(values: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """So many of the values of each row from the largest down, equal ones in order, and their places."""
+    if most < values.shape[-1]:
+        found, order = values.topk(most + 1)
+        if not bool((found[:, -2] == found[:, -1]).any()):  # else it is not known which of them is next
+            order = order[:, :most].sort(dim=-1).values
+            found, places = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+            return found, order.gather(1, places)
+    found, order = torch.sort(values, dim=-1, descending=True, stable=True)
+    return found[:, :most], order[:, :most]

@@ -7,7 +7,7 @@ each other one is refused with what to write instead, unless its value asks for 
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -53,10 +53,8 @@ class Options:
             raise ValueError(f"num_beams must be at least 1, found {self.num_beams}.")
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(f'early_stopping is True, False or "never", found {self.early_stopping!r}.')
-        if self.num_beams > 1:
-            self._check_beams()
-
-    def _check_beams(self) -> None:
+        if self.num_beams == 1:
+            return
         if self.temperature > 0:
             raise ValueError("num_beams above 1 goes with temperature=0 only: beams are not sampled.")
         if self.on_token is not None or self.streamer is not None or self.criteria:
@@ -70,10 +68,11 @@ class Options:
         return self.pad_token_id if self.pad_token_id is not None else self.ends[0] if self.ends else 0
 
 
-def as_tokens(value: int | Sequence[int] | Tensor | None) -> tuple[int, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """One value, several (a tensor, say), or None."""
     if isinstance(value, Tensor):
         value = value.tolist()
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    return () if value is None else tuple(value) if isinstance(value, Iterable) else (value,)
 
 
 def read_options(
@@ -107,13 +106,13 @@ def read_options(
         raise ValueError("do_sample=True needs a temperature above 0; leave it out for 1.")
     if sampled is False:
         given["temperature"] = 0.0
-    streamer, ends = inputs.pop("streamer", None), as_tokens(given.pop("eos_token_id"))
+    streamer, ends = inputs.pop("streamer", None), as_tuple(given.pop("eos_token_id"))
     unknown = [n for n, value in inputs.items() if n not in names and not isinstance(value, Tensor)]
     if unknown:
         raise TypeError(
             f"neither generate nor the model's forward has an argument {', '.join(sorted(unknown))}."
         )
-    return Options(ends=ends, streamer=streamer, criteria=_criteria(criteria), **given)
+    return Options(ends=ends, streamer=streamer, criteria=as_tuple(criteria), **given)
 
 
 def prompts_of(model: object, name: str, inputs: dict[str, Any]) -> Any:
@@ -157,12 +156,6 @@ def tokens_of(signature: inspect.Signature, asked: str | None, inputs: dict[str,
         "prefill cannot tell which argument has the tokens. Give them first and the others by name, "
         f"prefill(tokens{others}), or name them for good: CacheConfig(tokens={example!r})."
     )
-
-
-def _criteria(given: Criterion | Iterable[Criterion] | None) -> tuple[Criterion, ...]:
-    if given is None:
-        return ()
-    return tuple(given) if isinstance(given, Iterable) else (given,)
 
 
 _THEIR_LOOP = (
@@ -212,13 +205,3 @@ def _refuse_others(inputs: dict[str, Any], names: Container[str]) -> None:
         asks = value is not None and nothing is not ... and (isinstance(value, Tensor) or value != nothing)
         if asks and (name == "use_cache" or isinstance(value, Tensor) or value):
             raise ValueError(f"generate takes no {name}: {_INSTEAD.get(name, _THEIR_LOOP)}.")
-
-
-def stops(options: Options, tokens: Tensor, whole: Callable[[], Tensor]) -> Tensor:
-    """For which rows to stop after these tokens, `[B]`. `whole`: all tokens so far, prompts included."""
-    ends = torch.tensor(options.ends, dtype=torch.int64, device=tokens.device)
-    found = torch.isin(tokens, ends)
-    for criterion in options.criteria:
-        answer = criterion(whole(), None)
-        found = found | torch.as_tensor(answer, device=tokens.device).bool()
-    return found

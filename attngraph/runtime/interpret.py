@@ -7,7 +7,6 @@ or to the arguments, and nothing else depends on this file.
 """
 
 import contextlib
-import functools
 import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from attngraph.ir.ops.latent_attention import absorbed_operands
 from attngraph.ir.ops.weights import Places, attention_weights
 from attngraph.report.account import OpTime, Times
 from attngraph.runtime.executable import Executable
+from attngraph.runtime.measure import wait
 
 
 def names_of_attentions(graph: ProgramGraph) -> dict[str, fx.Node]:
@@ -42,11 +42,23 @@ def weights_of(
 ) -> dict[str, Tensor]:
     """The weights of the attentions of these names in a call with these tensors."""
     known = names_of_attentions(executable.captured.graph)
-    calls: dict[fx.Node, nodes.AttentionOp] = {}
-    keeping = functools.partial(_Keeping, wanted={known[name] for name in names}, calls=calls)
+    wanted, calls = {known[name] for name in names}, dict[fx.Node, nodes.AttentionOp]()
+
+    class Keeping(fx.Interpreter):
+        """Keeps the operands of attentions. (A stage has none of them, and runs as it is.)"""
+
+        def run_node(self, node: fx.Node) -> Any:
+            if node in wanted:
+                found = nodes.called(node.target, *self.fetch_args_kwargs_from_env(node))
+                assert found is not None
+                calls[node] = found
+                if len(calls) == len(wanted):
+                    raise _Done
+            return super().run_node(node)
+
     with _looking(tensors):
         with contextlib.suppress(_Done):
-            executable.machine(tensors, interpret=keeping)
+            executable.machine(tensors, interpret=Keeping)
         return {name: _weights(calls[known[name]], rows, queries) for name in names}
 
 
@@ -54,15 +66,24 @@ def times_of(executable: Executable, tensors: Sequence[Tensor], rounds: int) -> 
     """What the operations take in a call with these tensors, after one call to warm up."""
     spent: dict[fx.Node, list[float]] = {}
 
-    def interpreter(module: fx.GraphModule) -> fx.Interpreter:
-        graph = executable.captured.graph
-        return _Timed(module, spent) if module.graph is graph.graph else fx.Interpreter(module)
+    class Timed(fx.Interpreter):
+        """Notes what each operation takes, but those of stages."""
+
+        def run_node(self, node: fx.Node) -> Any:
+            if node.op != "call_function" or node.graph is not executable.captured.graph.graph:
+                return super().run_node(node)
+            wait()
+            start = time.perf_counter()
+            found = super().run_node(node)
+            wait()
+            spent.setdefault(node, []).append(time.perf_counter() - start)
+            return found
 
     with _looking(tensors):
-        executable.machine(tensors, interpret=interpreter)
+        executable.machine(tensors, interpret=Timed)
         spent.clear()
         for _ in range(rounds):
-            executable.machine(tensors, interpret=interpreter)
+            executable.machine(tensors, interpret=Timed)
     return Times(tuple(_told(node, statistics.median(s)) for node, s in spent.items()), rounds)
 
 
@@ -87,26 +108,6 @@ def _weights(called: nodes.AttentionOp, rows: Places, queries: Places) -> Tensor
 
 class _Done(Exception):
     """Everything that was asked for is known; the rest of the graph is not needed."""
-
-
-class _Keeping(fx.Interpreter):
-    """Runs a graph, and keeps the operands of some attention nodes in `calls`. (Another module is a stage,
-    which has none of them and runs as it is.)"""
-
-    def __init__(
-        self, module: fx.GraphModule, wanted: set[fx.Node], calls: dict[fx.Node, nodes.AttentionOp]
-    ) -> None:
-        super().__init__(module)
-        self.wanted, self.calls = wanted, calls
-
-    def run_node(self, node: fx.Node) -> Any:
-        if node in self.wanted:
-            found = nodes.called(node.target, *self.fetch_args_kwargs_from_env(node))
-            assert found is not None
-            self.calls[node] = found
-            if len(self.calls) == len(self.wanted):
-                raise _Done
-        return super().run_node(node)
 
 
 def chosen_names(
@@ -137,26 +138,3 @@ def _told(node: fx.Node, seconds: float) -> OpTime:
     found = nodes.view(node)
     kernel = getattr(found, "kernel", "") or ("chosen at each call" if found is not None else "")
     return OpTime(op_name(node), module_of(node), source_of(node), seconds, kernel)
-
-
-class _Timed(fx.Interpreter):
-    """Runs a graph and notes what each operation took."""
-
-    def __init__(self, module: fx.GraphModule, spent: dict[fx.Node, list[float]]) -> None:
-        super().__init__(module)
-        self.spent = spent
-
-    def run_node(self, node: fx.Node) -> Any:
-        if node.op != "call_function":
-            return super().run_node(node)
-        _wait()
-        start = time.perf_counter()
-        found = super().run_node(node)
-        _wait()
-        self.spent.setdefault(node, []).append(time.perf_counter() - start)
-        return found
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

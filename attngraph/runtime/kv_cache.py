@@ -62,8 +62,7 @@ class KVCache:
         self.plan, self.config, self.device = plan, config, device
         self.limit = min((n for n in (limit, config.max_length) if n is not None), default=None)
         self.origin: Any = None
-        """The decoder, its `Step` and the model that it belongs to; set by the decoder. None: it was
-        loaded."""
+        """What it belongs to (`derived.Origin`); set by the decoder. None: it was loaded."""
         self.sizes: dict[str, int] = {}
         """Sizes of the prompt's other inputs, by symbol."""
         self.alone = False
@@ -101,19 +100,9 @@ class KVCache:
         return self.now.lengths
 
     @property
-    def lost(self) -> list[int]:
-        return self.now.lost
-
-    @property
     def groups(self) -> dict[str, Pages]:
         """The pages among its parts."""
         return {name: part for name, part in self.now.parts.items() if isinstance(part, Pages)}
-
-    @property
-    def carried(self) -> CarriedValues:
-        found = self.now.parts[CarriedValues.name]
-        assert isinstance(found, CarriedValues)
-        return found
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -153,10 +142,7 @@ class KVCache:
 
     def kept(self) -> dict[str, Tensor]:
         """All that a step reads: pages, what the rows carry, values of the prompt."""
-        found: dict[str, Tensor] = {}
-        for part in self.now.parts.values():
-            found |= part.reads()
-        return found
+        return {name: value for part in self.now.parts.values() for name, value in part.reads().items()}
 
     # --- a step ---
 
@@ -201,18 +187,15 @@ class KVCache:
         first = tell(torch.tensor(self.lengths, dtype=torch.int64), self.lengths)
         if min(counts, default=0) == 1 == max(counts):
             row, starts = self._one_each(len(counts))
-            found = {"starts": starts, "first": first, "row": row, "positions": first}
-            return self._with_tables(found)
-        count = torch.tensor(list(counts), dtype=torch.int64)
-        row = torch.repeat_interleave(count, output_size=sum(counts))
-        starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
-        torch.cumsum(count, 0, out=starts[1:])
-        tell(starts, [0, *itertools.accumulate(counts)])
-        positions = torch.arange(row.shape[0]) + (first - starts[:-1])[row]
+            positions = first
+        else:
+            count = torch.tensor(list(counts), dtype=torch.int64)
+            row = torch.repeat_interleave(count, output_size=sum(counts))
+            starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
+            torch.cumsum(count, 0, out=starts[1:])
+            tell(starts, [0, *itertools.accumulate(counts)])
+            positions = torch.arange(row.shape[0]) + (first - starts[:-1])[row]
         found = {"starts": starts, "first": first, "row": row, "positions": positions}
-        return self._with_tables(found)
-
-    def _with_tables(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.device.type != "cpu":
             found = {name: sent(t, self.device) for name, t in found.items()}
         return found | {name: group.table() for name, group in self.groups.items()}
@@ -228,10 +211,8 @@ class KVCache:
             reach = self._reach
             lost = [max(a, b - reach) for a, b in zip(now.lost, after, strict=True)]
             spoils = any(self._lacks(n, a) for n, a in zip(now.lengths, lost, strict=True))
-            then = then._replace(lost=lost)
-            self._now = self._back = now._replace(
-                lost=lost, unfinished="a call with new tokens" if spoils else ""
-            )
+            then, why = then._replace(lost=lost), "a call with new tokens" if spoils else ""
+            self._now = self._back = now._replace(lost=lost, unfinished=why)
         write = news[self.plan.stores[0].name] if self.plan.stores else None
         if callable(write):
             write()
@@ -354,9 +335,8 @@ class KVCache:
         self.rank = rank[0], rank[1]
         self.sizes, self.alone = saved_cache.sizes_of(state.get("sizes", {})), bool(state.get("alone", False))
         kept = state["groups"]
-        require(
-            isinstance(kept, dict) and kept.keys() == self.groups.keys(), "it has other pages than its plan"
-        )
+        same = isinstance(kept, dict) and kept.keys() == self.groups.keys()
+        require(same, "it has other pages than its plan")
         kept = {**kept, FixedValues.name: state["fixed"], CarriedValues.name: state["carried"]}
         parts = {name: part.restored(kept[name], lengths) for name, part in self._now.parts.items()}
         self._now = Contents(lengths, lost, parts)

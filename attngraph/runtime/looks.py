@@ -32,6 +32,10 @@ from attngraph.runtime.machine import Machine
 Values = Mapping[str, fx.Node]
 Tensors = Mapping[str, Tensor]
 Sizes = Mapping[str, int]
+About = tuple[ProgramGraph, Mapping[str, tuple[int, ...]], nn.Module]
+Gradients = Callable[[Tensor], tuple[Tensor | None, ...]]
+_SHAPES = 256
+"""Sizes of calls for which the shapes of results are kept."""
 
 
 class Looks:
@@ -43,19 +47,18 @@ class Looks:
     """
 
     def __init__(self, stage: ProgramGraph, owner: nn.Module) -> None:
-        results: Any = stage.graph.output_node().args[0]
-        pairs = list(zip(results, stage.outputs, strict=True))
+        pairs = list(zip(stage.results(), stage.outputs, strict=True))
         self.places = tuple(o.place for _, o in pairs if o.place is not None)
         self.nodes: tuple[fx.Node, ...] = tuple(node for node, o in pairs if o.place is not None)
         orders = {node.name: output.order for node, output in pairs}
         self.groups: list[_Group] = []
-        self.ties: dict[int, tuple[_Group, _Segment]] = {}
+        self.ties: dict[int, tuple[_Group, _Part]] = {}
         for look in dict.fromkeys(o.look for _, o in pairs):
             shown = {n.name: n for n, o in pairs if o.look == look and o.place is not None}
             tied = {int(o.name): n for n, o in pairs if o.look == look and o.place is None}
-            group = _Group(stage, shown, tied.values(), orders, owner)
+            group = _Group((stage, orders, owner), shown, tied.values())
             self.groups.append(group)
-            self.ties |= {number: (group, group.segment({"tied": node})) for number, node in tied.items()}
+            self.ties |= {number: (group, group.part({"tied": node})) for number, node in tied.items()}
         self._shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
 
     def run(
@@ -67,8 +70,8 @@ class Looks:
         made = {group: _OfCall(group, shapes) for group in self.groups}
 
         def tie(number: int, value: Tensor, kept: Sequence[Tensor]) -> Tensor:
-            group, segment = self.ties[number]
-            return made[group].tied(segment, value, dict(zip(segment.kept, kept, strict=True)))
+            group, part = self.ties[number]
+            return made[group].tied(part, value, dict(zip(part.kept, kept, strict=True)))
 
         with tying(tie):
             results = run()
@@ -79,39 +82,42 @@ class Looks:
         return results, [found[node.name] for node in self.nodes]
 
     def _shapes_for(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        shapes = self._shapes.setdefault(tuple(sizes.values()), {})
-        if not shapes:
-            shapes |= {node.name: _shape(node, dict(sizes)) for node in self.nodes}
+        shapes, known = self._shapes.setdefault(tuple(sizes.values()), {}), dict(sizes)
+        for node in self.nodes if not shapes else ():
+            extents = (
+                n if isinstance(n, int) else size_value(n.node.expr, known) for n in node.meta["val"].shape
+            )
+            shapes[node.name] = tuple(map(int, extents))
         if len(self._shapes) > _SHAPES:
             self._shapes = {}
         return shapes
 
 
-_SHAPES = 256
-"""Sizes of calls for which the shapes of results are kept."""
-
-
-def _shape(node: fx.Node, sizes: dict[str, int]) -> tuple[int, ...]:
-    extents = node.meta["val"].shape
-    return tuple(s if isinstance(s, int) else int(size_value(s.node.expr, sizes)) for s in extents)
-
-
 class _Part:
-    """Values of the stage, computed from what a call kept and from `given` values."""
+    """Values of the stage, computed from what a call kept and from `given` values: the nearest results that
+    others are tied to, which `before` computes.
 
-    def __init__(
-        self, stage: ProgramGraph, values: Values, given: Values, orders: Mapping[str, tuple[int, ...]],
-        owner: nn.Module,
-    ) -> None:  # fmt: skip
+    Args:
+        about: the stage, how results are laid out, and the module whose constants the stage names.
+    """
+
+    def __init__(self, about: About, values: Values, given: Values = MappingProxyType({})) -> None:
+        stage, orders, self.owner = about
+        self.values = values
         inputs = {node: Input(Rate.LOOK.value, name) for name, node in given.items()}
-        self.values, self.owner = values, owner
         self.graph = part_of(stage, values, inputs)
         names = [i.name for i in self.graph.inputs if i.kind == Rate.LOOK.value]
         self.given = [name for name in names if name in given]
-        self.kept = [name for name in names if name not in given]
+        self._before = _Part(about, {name: given[name] for name in self.given}) if self.given else None
+        kept = {name for name in names if name not in given}
+        self.kept = sorted(kept.union(self._before.kept if self._before else ()), key=int)
         self._orders = [orders.get(name, ()) for name in values]
         self._machine: Machine | None = None
         self._flows: dict[tuple[bool, ...], frozenset[str]] = {}
+
+    def before(self, kept: Tensors) -> dict[str, Tensor]:
+        """The values that it begins at."""
+        return self._before(kept) if self._before else {}
 
     def __call__(self, tensors: Tensors) -> dict[str, Tensor]:
         if self._machine is None:
@@ -134,43 +140,25 @@ class _Part:
         return self._flows.get(pattern, frozenset())
 
 
-class _Segment:
-    """Values of the stage as a `part` that begins at the nearest results that others are tied to. `before`
-    computes these."""
-
-    def __init__(self, part: _Part, before: _Part) -> None:
-        self.part, self.before = part, before
-        self.kept = sorted({*part.kept, *before.kept}, key=int)
-
-
 class _Group:
     """Results that are computed together, and the parts of the stage that do it. `handed_out`: those that
     others are tied to."""
 
-    def __init__(
-        self, stage: ProgramGraph, values: Values, tied: Iterable[fx.Node],
-        orders: Mapping[str, tuple[int, ...]], owner: nn.Module,
-    ) -> None:  # fmt: skip
-        self.values = values
-        self._about = stage, orders, owner
+    def __init__(self, about: About, values: Values, tied: Iterable[fx.Node]) -> None:
+        self.values, self._about = values, about
         above = computed_from(tied)
         floating = {n: v for n, v in values.items() if v.meta["val"].is_floating_point()}
         self.handed_out = {name: node for name, node in floating.items() if node in above}
-        self.first = self._part(self.handed_out)
-        self.alone = {name: self._part({name: node}) for name, node in self.handed_out.items()}
-        self.steps = {name: self.segment({name: node}) for name, node in self.handed_out.items()}
-        self.rest = self.segment({n: v for n, v in values.items() if n not in self.handed_out})
-        self.whole = self._part(values)
-        self.untied = _Segment(self.whole, self._part({}))
+        self.first = _Part(about, self.handed_out)
+        self.alone = {name: _Part(about, {name: node}) for name, node in self.handed_out.items()}
+        self.steps = {name: self.part({name: node}) for name, node in self.handed_out.items()}
+        self.rest = self.part({n: v for n, v in values.items() if n not in self.handed_out})
+        self.whole = _Part(about, values)
 
-    def segment(self, values: Values) -> _Segment:
+    def part(self, values: Values) -> _Part:
+        """Values as they follow from other results that others are tied to."""
         given = {name: node for name, node in self.handed_out.items() if name not in values}
-        part = self._part(values, given)
-        return _Segment(part, self._part({name: given[name] for name in part.given}))
-
-    def _part(self, values: Values, given: Values = MappingProxyType({})) -> _Part:
-        stage, orders, owner = self._about
-        return _Part(stage, values, given, orders, owner)
+        return _Part(self._about, values, given)
 
 
 class _OfCall:
@@ -190,34 +178,33 @@ class _OfCall:
         self.data: dict[str, Tensor] = {}
         self.look = Look(_computing(group.first, self.kept, self.data))
 
-    def tied(self, segment: _Segment, value: Tensor, kept: Tensors) -> Tensor:
+    def tied(self, part: _Part, value: Tensor, kept: Tensors) -> Tensor:
         """What takes the place of a fused value."""
         if _is_recorded(kept):
-            if not self.made.keys() >= {*segment.part.given}:
-                self.made = segment.before(kept) | self.made
-            return segment.part({**kept, **self.made})["tied"]
+            if not self.made.keys() >= {*part.given}:
+                self.made = part.before(kept) | self.made
+            return part({**kept, **self.made})["tied"]
         self.kept |= {name: tensor for name, tensor in kept.items() if name in self.group.first.kept}
-        return self._step(segment, "tied", kept, self.look.seen, value.clone, value)
+        return self._step(part, "tied", kept, self.look.seen, value.clone, value)
 
     def results(self, kept: Tensors) -> dict[str, Tensor]:
         """All results of the group. Where the call is recorded, to be repeated with other values, they are
         computed now."""
-        group, segment = self.group, self.group.rest
+        group, part = self.group, self.group.rest
         if _is_recorded(kept):
             first = group.first(kept) | self.made
-            return first | segment.part({**kept, **first})
+            return first | part({**kept, **first})
         if self.made:
             self.kept |= {name: kept[name] for name in group.first.kept}
             for name in group.handed_out:
                 self._hand_out(name)
-            look = Look(self._following(kept))
+            look = Look(self._computing_rest(kept))
         else:  # nothing is tied to them
-            segment = group.untied
-            look = Look(lambda grad: group.whole(kept))
+            part, look = group.whole, Look(lambda grad: group.whole(kept))
         flows = group.whole.flows(kept) if look.grad else ()
-        for name, node in segment.part.values.items():
+        for name, node in part.values.items():
             make = functools.partial(Unseen.of, look, name, node.meta["val"], self.shapes[name])
-            self.made[name] = self._step(segment, name, kept, look.seen, make) if name in flows else make()
+            self.made[name] = self._step(part, name, kept, look.seen, make) if name in flows else make()
         return self.made
 
     def _hand_out(self, name: str) -> None:
@@ -227,30 +214,33 @@ class _OfCall:
         example, shape, seen = self.group.handed_out[name].meta["val"], self.shapes[name], self.look.seen
         make = functools.partial(Unseen.of, self.look, name, example, shape)
         if self.look.grad and self.group.alone[name].flows(self.kept):
-            empty = functools.partial(_without_memory, shape, example)
+            about = {"dtype": example.dtype, "device": example.device}
+            empty = functools.partial(torch.empty_strided, shape, [0] * len(shape), **about)
             self.data[name] = self._step(self.group.steps[name], name, self.kept, seen, empty)
-            self.edges[name] = _Same.apply(lambda: empty().zero_(), self.data[name])
-            self.made[name] = of_operation(_Same.apply(make, self.edges[name]))
+            self.edges[name] = _following(self.data[name], lambda: empty().zero_())
+            self.made[name] = of_operation(_following(self.edges[name], make))
         else:
             self.made[name] = make()
 
     def _step(
-        self, segment: _Segment, name: str, kept: Tensors, seen: Seen, make: Callable[[], Tensor],
+        self, part: _Part, name: str, kept: Tensors, seen: Seen, make: Callable[[], Tensor],
         *value: Tensor,
     ) -> Tensor:  # fmt: skip
         """A value as one operation on results that were handed out and on what was kept; on the fused value
         too, as long as nobody has looked at these."""
-        for given in segment.part.given:
+        for given in part.given:
             self._hand_out(given)
-        edges = {name: self.edges[name] for name in segment.part.given if name in self.edges}
+        edges = {name: self.edges[name] for name in part.given if name in self.edges}
         if value and not edges:
             return value[0]
-        own = {name: kept[name] for name in segment.kept}
-        step = _Step(segment, name, own, edges, seen, bool(value))
+        own = {name: kept[name] for name in part.kept}
+        step = _Step(part, name, own, edges, seen, bool(value))
         waiting = (self.made[name] for name in edges)
-        return of_operation(_Operation.apply(step, make, *value, *waiting, *edges.values(), *own.values()))
+        return of_operation(
+            _Operation.apply(step.gradients, make, *value, *waiting, *edges.values(), *own.values())
+        )
 
-    def _following(self, kept: Tensors) -> Callable[[bool], dict[str, Tensor]]:
+    def _computing_rest(self, kept: Tensors) -> Callable[[bool], dict[str, Tensor]]:
         """Computes the results that nothing is tied to, from the others."""
         group, look, edges = self.group, self.look, self.edges
         made = {name: weakref.ref(self.made[name]) for name in group.handed_out}
@@ -262,7 +252,7 @@ class _OfCall:
             with torch.no_grad():
                 values = group.rest.before(kept)
             plain = {name: t for name, ref in made.items() if type(t := ref()) is Tensor}
-            return group.rest.part({**kept, **_joined(values, edges), **plain})
+            return group.rest({**kept, **_joined(values, edges), **plain})
 
         return compute
 
@@ -287,16 +277,12 @@ def _joined(values: Tensors, edges: Tensors) -> dict[str, Tensor]:
     return {name: edges[name] + value if name in edges else value for name, value in values.items()}
 
 
-def _without_memory(shape: Sequence[int], example: Tensor) -> Tensor:
-    return torch.empty_strided(shape, [0] * len(shape), dtype=example.dtype, device=example.device)
-
-
 @dataclasses.dataclass
 class _Step:
-    """One value of a segment in one call. `edges`: of the results that it follows from; `seen`: whether
+    """One value of a part in one call. `edges`: of the results that it follows from; `seen`: whether
     somebody has looked at these. `is_fused`: that otherwise the fused value has its gradients."""
 
-    segment: _Segment
+    part: _Part
     name: str
     kept: Tensors
     edges: Tensors
@@ -310,12 +296,12 @@ class _Step:
             return (grad, *(None for _ in (*self.edges, *self.edges, *self.kept)))
         again = torch.is_grad_enabled()
         with torch.no_grad():
-            values = self.segment.before(self.kept)
+            values = self.part.before(self.kept)
         with torch.enable_grad():
             # New tensors, none of which follows from another one.
             given = _joined(values, self.edges)
             kept = {name: tensor.view_as(tensor) for name, tensor in self.kept.items()}
-            found = self.segment.part({**kept, **given})[self.name]
+            found = self.part({**kept, **given})[self.name]
         inputs = [*(given[name] for name in self.edges), *kept.values()]
         wanted = [t for t in inputs if t.requires_grad]
         each = iter(torch.autograd.grad(found, wanted, grad, create_graph=again, allow_unused=True))
@@ -327,30 +313,22 @@ class _Step:
 
 
 class _Operation(torch.autograd.Function):
-    """A value as one operation."""
+    """A value as one operation on tensors, whose gradients it is told how to find."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, make: Callable[[], Tensor], *tensors: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.step, ctx.inputs = step, len(tensors)
+    def forward(ctx: Any, gradients: Gradients, make: Callable[[], Tensor], *tensors: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.gradients, ctx.inputs = gradients, len(tensors)
         ctx.set_materialize_grads(False)
         return make()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
-        return None, None, *([None] * ctx.inputs if grad is None else ctx.step.gradients(grad))
+        return None, None, *([None] * ctx.inputs if grad is None else ctx.gradients(grad))
 
 
-class _Same(torch.autograd.Function):
+def _following(tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
     """Another tensor that follows from one as if it were the same."""
-
-    @staticmethod
-    def forward(ctx: Any, make: Callable[[], Tensor], tensor: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.set_materialize_grads(False)
-        return make()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
-        return None, grad
+    return _Operation.apply(lambda grad: (grad,), make, tensor)  # type: ignore[no-any-return]
 
 
 def _is_recorded(kept: Tensors) -> bool:

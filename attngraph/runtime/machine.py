@@ -1,28 +1,30 @@
 """Runs a program graph: fetches its inputs, recomputes stages when needed, copies writes back.
 
-All graphs run on this class: compiled calls (`executable.py`), a decoder's step and its prompt stage
-(`step.py`), and models converted to fewer heads (`api/convert.py`).
+Inputs come from the arguments and the state of a call, or from the model that the graph serves. All graphs
+run on this class: compiled calls (`executable.py`), a decoder's step and its prompt stage (`step.py`), and
+models converted to fewer heads (`api/convert.py`).
 """
 
 import collections
 import contextlib
+import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
 from attngraph.capture.guards import ValueGuard
 from attngraph.capture.instead import LOCK
 from attngraph.errors import CheckError
-from attngraph.ir.graph.program_graph import Output, ProgramGraph, Rate
+from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate
 from attngraph.ir.modes import without_autocast
 from attngraph.ir.ops.declare import one_run
 from attngraph.ir.versions import version_of
-from attngraph.runtime.inputs import Inputs, own_tensor
-from attngraph.runtime.parallel.fully_sharded import is_fully_sharded
+from attngraph.runtime.parallel.fully_sharded import collected, is_fully_sharded
 
 Run = Callable[..., Sequence[Any]]
 Interpret = Callable[[fx.GraphModule], fx.Interpreter]
@@ -104,13 +106,15 @@ class Machine:
         with LOCK.call():
             weights = None if self._weights is None else self._weights.values(interpret)
             inputs = self._inputs(arguments, state, weights)
+            # The casts of autocast are part of the graph.
+            around = without_autocast(t.device.type for t in inputs if isinstance(t, Tensor))
             if interpret is not None:
-                with without_autocast(_devices(inputs)):
+                with around:
                     return list(interpret(self._module).run(*inputs))
             if self._overwritten and torch.is_grad_enabled():
                 # The backward pass needs their old contents.
                 inputs = [t.clone() if n in self._overwritten else t for n, t in enumerate(inputs)]
-            with without_autocast(_devices(inputs)), self._sharing():
+            with around, self._sharing():
                 results = self._run(*inputs)
             for number, line in self._checks:
                 if not results[number]:
@@ -165,11 +169,6 @@ def _stamp(tensor: Tensor) -> object:
     return object() if version is None else version
 
 
-def _devices(inputs: Sequence[Any]) -> Iterator[str]:
-    """The kinds of devices that tensors are on. (The casts of autocast are part of the graph.)"""
-    yield from {t.device.type for t in inputs if isinstance(t, Tensor)}
-
-
 def _target(output: Output, owner: nn.Module) -> Callable[[Any], Tensor] | None:
     """What gives the buffer or the argument that a result is written to; None for other results."""
     if output.kind == "argument":
@@ -184,3 +183,135 @@ def _target(output: Output, owner: nn.Module) -> Callable[[Any], Tensor] | None:
 def _plain(target: Tensor) -> Tensor:
     """The tensor as one that can be written to: gradients pass by a leaf."""
     return target.detach() if target.requires_grad and target.is_leaf else target
+
+
+Fetch = Callable[[Any], Tensor]
+
+
+class Inputs:
+    """Collects the tensors of a call in the order of a graph's inputs.
+
+    The model's own tensors, of which there are hundreds, are looked up by functions of C: what Python does
+    for each of them is a noticeable part of a token's time.
+    """
+
+    __slots__ = ("_elsewhere", "_names", "_order", "_own", "_passed", "_stores")
+
+    def __init__(self, graph: ProgramGraph, owner: nn.Module, names: Sequence[str] | None) -> None:
+        self._own: list[Fetch] = []
+        """How the tensors in `_stores`, by `_names`, are looked up where they are no plain tensors."""
+        self._stores: list[dict[str, Tensor | None]] = []
+        self._names: list[str] = []
+        self._elsewhere: list[Fetch] = []
+        """How the model's other tensors are looked up: constants, and tensors inside of others."""
+        self._passed: list[tuple[int, Fetch]] = []
+        """Which source of a call has each other input, and the function that gets it from there."""
+        placed, elsewhere, passed = list[int](), list[int](), list[int]()
+        for number, given in enumerate(graph.inputs):
+            if given.kind not in _OF_THE_MODEL:
+                self._passed.append(_passed(given, names))
+                passed.append(number)
+                continue
+            fetch = own_tensor(given, owner, graph.constants)
+            _, store, (name, *inside) = _place(given, owner)
+            if store is None or inside:
+                self._elsewhere.append(fetch)
+                elsewhere.append(number)
+            else:
+                self._own.append(fetch)
+                self._stores.append(store)
+                self._names.append(name)
+                placed.append(number)
+        numbers = [*placed, *elsewhere, *passed]
+        self._order = sorted(range(len(numbers)), key=numbers.__getitem__)
+
+    def own(self) -> list[Any]:
+        """The model's tensors, as it has them now."""
+        found: list[Any] = list(map(dict.get, self._stores, self._names))
+        if type(None) in map(type, found):  # parametrized, say
+            found = [fetch(None) for fetch in self._own]
+        return found + [fetch(None) for fetch in self._elsewhere]
+
+    def __call__(self, *sources: Any) -> list[Tensor]:
+        """The inputs of a call with these arguments, this state and these values of the weights stage."""
+        found: list[Any] = list(map(dict.get, self._stores, self._names))
+        if not _PLAIN.issuperset(map(type, found)):
+            found = [fetch(None) for fetch in self._own]
+        found += [fetch(None) for fetch in self._elsewhere]
+        found += [fetch(sources[source]) for source, fetch in self._passed]
+        return [found[place] for place in self._order]
+
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_OF_THE_MODEL = ("constant", "parameter", "buffer")
+_ARGUMENTS, _STATE, _OF_WEIGHTS = range(3)
+
+
+def _passed(given: Input, names: Sequence[str] | None) -> tuple[int, Fetch]:
+    """Which source of a call has an input that is no tensor of the model, and what gets it from there."""
+    if given.kind == "argument":
+        place = int(given.name)
+        return _ARGUMENTS, operator.itemgetter(place if names is None else names[place])
+    source = _OF_WEIGHTS if given.kind == Rate.WEIGHTS.value else _STATE
+    return source, operator.itemgetter(given.name)
+
+
+def _place(given: Input, owner: nn.Module) -> tuple[nn.Module, Any, list[str]]:
+    """The module that has a tensor, its dict of such tensors (None: a constant is in none), and the name
+    there; then names inside of the tensor."""
+    module, names = owner, given.name.split(".")
+    if given.kind == "constant":
+        return module, None, names
+    while names[0] in module._modules:
+        module = module.get_submodule(names.pop(0))
+    return module, module._parameters if given.kind == "parameter" else module._buffers, names
+
+
+def own_tensor(
+    given: Input, owner: nn.Module, constants: Mapping[str, Tensor], axis: Any = None
+) -> Fetch:  # fmt: skip
+    """The function that looks up a constant, a parameter or a buffer, or a tensor inside of one that wraps
+    others: its name follows that of the weight. Of a DTensor it is what this rank has along `axis`, a mesh of
+    one dimension, which must be all of it along others."""
+    if given.kind == "constant":
+        constant = constants[given.name]
+        return lambda _: constant
+    module, store, (name, *inside) = _place(given, owner)
+
+    def fetch(_: Any) -> Tensor:
+        tensor = store.get(name)
+        tensor = getattr(module, name) if tensor is None else tensor
+        return tensor if type(tensor) in _PLAIN else collected(tensor, given.name, axis)
+
+    return (lambda source: functools.reduce(getattr, inside, fetch(source))) if inside else fetch
+
+
+def require_own(given: Input, owner: nn.Module, constants: Mapping[str, Tensor], wanted: Any) -> None:
+    """Check that a model has the tensor that an input names, by nothing but names of weights: no other
+    attribute is looked up because a file says so.
+
+    Args:
+        wanted: a tensor of the type that the graph says, whose symbolic sizes may be any.
+
+    Raises:
+        ValueError: it has not, or one of another type.
+    """
+    if given.kind != "constant":
+        module, store, (name, *inside) = _place(given, owner)
+        known = store.get(name) is not None or parametrize.is_parametrized(module, name)
+        found: Any = getattr(module, name) if known else None
+        for part in inside:
+            parts = found.__tensor_flatten__()[0] if hasattr(found, "__tensor_flatten__") else ()
+            found = getattr(found, part) if part in parts else None
+        if not isinstance(found, Tensor):
+            raise ValueError(f"the model has no {given.kind} {given.label!r:.80}")
+    elif given.name not in constants:
+        raise ValueError(f"there is no constant {given.name!r:.80}")
+    found = own_tensor(given, owner, constants)(None)
+    if wanted is None:
+        return
+    sizes = zip(found.shape, wanted.shape, strict=False)
+    same = found.ndim == wanted.ndim and all(n == m for n, m in sizes if isinstance(m, int))
+    if not same or found.dtype != wanted.dtype:
+        types = (f"{t.dtype}{list(t.shape)}" for t in (found, wanted))
+        raise ValueError(f"{given.label} is {', not '.join(types)}")

@@ -53,15 +53,17 @@ def measure(
 
 
 def _time(call: Callable[[], object]) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait()
     start = time.perf_counter()
-    result = call()
+    _result = call()  # it is freed after the clock has stopped
+    wait()
+    return time.perf_counter() - start
+
+
+def wait() -> None:
+    """Until a GPU, if there is one, has done everything."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    spent = time.perf_counter() - start
-    del result
-    return spent
 
 
 def peak_memory(call: Callable[[], object]) -> int:

@@ -89,18 +89,13 @@ def pack(ids: Ids, mask: Tensor | None, device: Callable[[], torch.device]) -> P
         batch, width, *inner = ids.shape
         return Packed(ids.reshape(1, batch * width, *inner), [width] * batch)
     if mask.ndim > 2 and mask.shape == (len(ids), *[1] * (mask.ndim - 2), ids.shape[1]):
-        mask = _of_tokens(mask.flatten(1))
+        # Numbers that are never above zero are added to scores, so they are zero at real tokens.
+        is_added = mask.is_floating_point() and bool((mask <= 0).all())
+        mask = mask.flatten(1) == 0 if is_added else mask.flatten(1)
     if mask.shape != ids.shape[:2]:
         raise ValueError(f"attention_mask is {tuple(mask.shape)}, the tokens are {tuple(ids.shape[:2])}.")
     kept = mask.to(device=ids.device) != 0
     return Packed(ids[kept].unsqueeze(0), kept.sum(1).tolist(), kept)
-
-
-def _of_tokens(mask: Tensor) -> Tensor:
-    """A mask `[B, T]` that was given as `[B, 1, 1, T]`, nonzero at real tokens. Numbers that are never above
-    zero are added to scores, so they are zero at real tokens."""
-    is_added = mask.is_floating_point() and bool((mask <= 0).all())
-    return mask == 0 if is_added else mask
 
 
 def unpacked(logits: Tensor, packed: Packed) -> Tensor:

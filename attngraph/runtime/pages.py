@@ -48,14 +48,12 @@ class Pages(Part):
         self.rows: list[list[int]] = [[] for _ in range(rows)]
         self.users: list[int] = []
         self.free: list[int] = []
-        self.arenas: dict[tuple[Any, ...], tuple[list[Store], Tensor]] = {}
         self._table: Tensor | None = None
         self._views: tuple[list[Tensor], dict[str, Tensor]] = [], {}
         kinds: dict[tuple[Any, ...], list[Store]] = {}
         for store in stores:
             kinds.setdefault((store.shape, store.row_dim, store.token_dim, store.dtype), []).append(store)
-        for kind, members in kinds.items():
-            self.arenas[kind] = (members, self._empty(members, 0))
+        self.arenas = {kind: (members, self._empty(members, 0)) for kind, members in kinds.items()}
 
     def _empty(self, members: Sequence[Store], pages: int) -> Tensor:
         first = members[0]
@@ -129,14 +127,10 @@ class Pages(Part):
         """The indices of a row's pages that hold positions first .. last - 1."""
         if first >= last:
             return range(0)
-        if self.ring and last - first >= self.capacity:
-            return range(self.columns)
-        if self.ring:
-            start, end = first % self.capacity // self.page, (last - 1) % self.capacity // self.page
-            if (last - 1) // self.capacity > first // self.capacity:
-                return range(self.columns)
-            return range(start, end + 1)
-        return range(first // self.page, (last - 1) // self.page + 1)
+        if self.ring and (last - 1) // self.capacity > first // self.capacity:
+            return range(self.columns)  # it begins anew
+        start = first % self.capacity if self.ring else first
+        return range(start // self.page, (start + last - 1 - first) // self.page + 1)
 
     def _page_for(self, longest: int, limit: int | None) -> int:
         """For how many tokens a page is to have room in the contiguous layout where the longest row has so
@@ -146,9 +140,7 @@ class Pages(Part):
             return 0
         if self.config.max_length is not None:
             return self.own(self.config.max_length)
-        return (
-            max(most, 2 * self.page, 64) if limit is None else max(most, min(2 * self.page, self.own(limit)))
-        )
+        return max(most, max(2 * self.page, 64) if limit is None else min(2 * self.page, self.own(limit)))
 
     def with_room(self, firsts: Sequence[int], counts: Sequence[int], limit: int | None) -> "Pages":
         """Pages with the same contents, of which every row has unshared ones for its positions first .. first
@@ -193,23 +185,21 @@ class Pages(Part):
     def _make_room(self, count: int) -> None:
         """Have so many free pages. All are allocated at once, because what is kept is copied each time; a
         pool of pages at least doubles, so that growing a page at a time costs the same for each."""
-        more = count - len(self.free)
-        if more > 0:
-            self._enlarge(max(more, 4, len(self.users)) if self.paged else more)
-
-    def _take(self) -> int:
-        page = self.free.pop()
-        self.users[page] = 1
-        return page
-
-    def _enlarge(self, more: int) -> None:
-        count = len(self.users)
+        more, count = count - len(self.free), len(self.users)
+        if more <= 0:
+            return
+        more = max(more, 4, count) if self.paged else more
         for kind, (members, arena) in self.arenas.items():
             larger = self._empty(members, count + more)
             larger.narrow(1 + members[0].row_dim, 0, count).copy_(arena)
             self.arenas[kind] = members, larger
         self.users += [0] * more
         self.free += range(count + more - 1, count - 1, -1)
+
+    def _take(self) -> int:
+        page = self.free.pop()
+        self.users[page] = 1
+        return page
 
     def _stretched(self, length: int) -> "Pages":
         """Pages for so many tokens with the same contents."""
@@ -246,71 +236,47 @@ class Pages(Part):
         """Write the values of new tokens to their pages. `row` and `positions` of every token are on the
         device; `firsts` and `counts`, each row's first position and number of new tokens, say the same.
         Nothing is asked of a device, so that a CUDA graph can capture it."""
-        keep = self._last_ones(counts)
-        if keep is None and row.is_cpu and len(row) > FEW:
-            runs = list(itertools.islice(self._runs(firsts, counts), FEW + 1))
-            if len(runs) <= FEW:
-                self._write_runs(news, runs)
-                return
-        if keep is not None:
-            row, positions = row[keep], positions[keep]
-        places: Any
-        capacity = self.capacity
-        if len(row) <= FEW and row.is_cpu:  # separate copies are faster than indexing with a tensor
-            slots = [(r, p % capacity) for r, p in self._kept(firsts, counts)]
-            places = [(self.rows[r][slot // self.page], slot % self.page) for r, slot in slots]
-        else:
-            slot = positions % capacity
-            places = self.table()[row, slot // self.page], slot % self.page
+        runs = list(itertools.islice(self._runs(firsts, counts), FEW + 1)) if row.is_cpu else []
+        index: Any = None
+        if not row.is_cpu or len(runs) > FEW:
+            index = self._last_ones(counts)
+            slot = positions[index] % self.capacity
+            places = self.table()[row[index], slot // self.page], slot % self.page
         for members, arena in self.arenas.values():
             dims = members[0].row_dim, members[0].token_dim
-            values = [news[store.name].movedim(dims, (0, 1))[0] for store in members]
-            value = torch.stack(values if keep is None else [v[keep] for v in values])
             held = arena.movedim((1 + dims[0], 1 + dims[1]), (1, 2))
-            if isinstance(places, list):
-                for n, (page, place) in enumerate(places):
-                    held[:, page, place].copy_(value[:, n])
+            values = [news[store.name].movedim(dims, (0, 1))[0] for store in members]
+            if index is not None:
+                held[:, places[0], places[1]] = torch.stack([v[index] for v in values]).to(arena.dtype)
+                continue
+            if len(row) > FEW:  # copied store by store: together is one copy more, of little
+                pairs = list(zip(held.split(1), (v[None] for v in values), strict=True))
             else:
-                held[:, places[0], places[1]] = value.to(arena.dtype)
+                pairs = [(held, torch.stack(values))]
+            for to, value in pairs:
+                for page, place, begin, many in runs:
+                    to[:, page, place : place + many].copy_(value[:, begin : begin + many])
 
     def _runs(self, firsts: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """New tokens that are written to consecutive places: the page, the first place, the packed index of
-        the first token, and how many they are."""
+        the first token, and how many they are. (A ring buffer may be too small for all.)"""
         begin, capacity = 0, self.capacity
         for pages, first, count in zip(self.rows, firsts, counts, strict=True):
-            done = 0
+            done = max(0, count - capacity)
             while done < count:
-                slot = (first + done) % capacity
-                page, place = divmod(slot, self.page)
+                page, place = divmod((first + done) % capacity, self.page)
                 many = min(self.page - place, count - done)
                 yield pages[page], place, begin + done, many
                 done += many
             begin += count
 
-    def _write_runs(self, news: Mapping[str, Tensor], runs: Sequence[tuple[int, int, int, int]]) -> None:
-        for members, arena in self.arenas.values():
-            dims = members[0].row_dim, members[0].token_dim
-            for store, held in zip(members, arena, strict=True):
-                held, value = held.movedim(dims, (0, 1)), news[store.name].movedim(dims, (0, 1))[0]
-                for page, place, begin, many in runs:
-                    held[page, place : place + many].copy_(value[begin : begin + many])
-
-    def _last_ones(self, counts: Sequence[int]) -> Tensor | None:
-        """The packed indices of the new tokens that are written, if a ring buffer is too small for all."""
+    def _last_ones(self, counts: Sequence[int]) -> Any:
+        """The packed indices of the new tokens that are written: all, unless a ring buffer is too small."""
         if not self.ring or max(counts, default=0) <= self.capacity:
-            return None
-        ends = list(itertools.accumulate(counts))
+            return slice(None)
+        ends = itertools.accumulate(counts)
         spans = [range(end - min(n, self.capacity), end) for n, end in zip(counts, ends, strict=True)]
         return sent(torch.tensor([place for span in spans for place in span]), self.device)
-
-    def _kept(self, firsts: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
-        """The row and the position of each new token that is written."""
-        most = self.capacity if self.ring else max(counts, default=0)
-        return [
-            (row, position)
-            for row, (first, count) in enumerate(zip(firsts, counts, strict=True))
-            for position in range(first + count - min(count, most), first + count)
-        ]
 
     def reordered(self, rows: Sequence[int]) -> "tuple[Pages, list[tuple[int, int]]]":
         """Pages are shared where possible. What is there is needed as long as rows have the pages that they
@@ -334,8 +300,51 @@ class Pages(Part):
         }  # fmt: skip
 
     def restored(self, saved: Any, lengths: Sequence[int]) -> "Pages":
-        _fill(self, saved, self.name, lengths)
+        name = self.name
+        require(isinstance(saved, dict), f"{name} is no record")
+        lacking = {"arenas", "page", "rows", "users", "free"} - saved.keys()
+        require(not lacking, f"{name} lacks {', '.join(sorted(lacking))}")
+        page = number(saved["page"], f"{name}.page", 1)
+        wanted = self.page if self.paged or self.ring else page
+        require(page == wanted, f"{name} has pages of {page} tokens, not of {wanted}")
+        self.page, self.users = page, numbers(saved["users"], f"{name}.users", 0, len(lengths))
+        self._check_rows(saved, lengths)
+        self.rows, self.free = [list(pages) for pages in saved["rows"]], list(saved["free"])
+        arenas, places = saved["arenas"], set[int]()
+        same = type(arenas) is list and len(arenas) == len(self.arenas)
+        require(same, f"{name} has other values than its plan")
+        for (kind, (members, empty)), arena in zip(list(self.arenas.items()), arenas, strict=True):
+            first = members[0]
+            shape = [len(members), *first.shape]
+            shape[1 + first.row_dim], shape[1 + first.token_dim] = len(self.users), page
+            found = tensor(arena, f"{name}.{first.name}", shape, empty.dtype, self.device)
+            place = found.untyped_storage().data_ptr()
+            require(not found.numel() or place not in places, f"{name} has two values in one place")
+            places.add(place)
+            self.arenas[kind] = members, found
         return self
+
+    def _check_rows(self, saved: Any, lengths: Sequence[int]) -> None:
+        """Whether each row has the pages that it needs, and nobody else's."""
+        rows, name, users = saved["rows"], self.name, self.users
+        own = type(rows) is list and len(rows) == len(lengths) and len(set(map(id, rows))) == len(rows)
+        require(own, f"{name} has not one list of pages for each of {len(lengths)} rows")
+        counted: collections.Counter[int] = collections.Counter()
+        for row, (pages, length) in enumerate(zip(rows, lengths, strict=True)):
+            where = f"{name}.rows[{row}]"
+            numbers(pages, where, 0, len(users) - 1)
+            require(len(set(pages)) == len(pages), f"{where} has a page twice")
+            needed = -(-self.own(length) // self.page)
+            needed, most = (min(needed, self.columns), self.columns) if self.ring else (needed, len(users))
+            fits = needed <= len(pages) <= (most if self.paged else 1)
+            require(fits, f"{where} has {len(pages)} page(s) of {self.page} tokens for {length} tokens")
+            counted.update(pages)
+        same = all(counted[n] == count for n, count in enumerate(users))
+        require(same, f"{name}.users does not say how many rows use a page")
+        require(self.paged or max(users, default=0) <= 1, f"{name} has a page of two rows")
+        free = numbers(saved["free"], f"{name}.free", 0, len(users) - 1)
+        unused = [n for n, count in enumerate(users) if not count]
+        require(sorted(free) == unused, f"{name}.free is not the pages that no row uses")
 
 
 def all_pages(
@@ -391,62 +400,3 @@ class DividedPages(Pages):
         picked = {store.name: news[store.name].index_select(store.token_dim, places) for store in members}
         before, many = self._own_of(firsts, counts)
         super().write(picked, row[places], positions[places] // self.team, before, many)
-
-
-def _fill(group: Pages, kept: Any, name: str, lengths: Sequence[int]) -> None:
-    """Give pages what was saved of them, if it fits the rows of these lengths.
-
-    Raises:
-        CacheError: it does not.
-    """
-    require(isinstance(kept, dict), f"{name} is no record")
-    lacking = {"arenas", "page", "rows", "users", "free"} - kept.keys()
-    require(not lacking, f"{name} lacks {', '.join(sorted(lacking))}")
-    page = number(kept["page"], f"{name}.page", 1)
-    wanted = group.page if group.paged or group.ring else page
-    require(page == wanted, f"{name} has pages of {page} tokens, not of {wanted}")
-    users = numbers(kept["users"], f"{name}.users", 0, len(lengths))
-    _check_rows(group, kept, name, page, users, lengths)
-    arenas = kept["arenas"]
-    require(
-        type(arenas) is list and len(arenas) == len(group.arenas), f"{name} has other values than its plan"
-    )
-    places: set[int] = set()
-    for (kind, (members, empty)), arena in zip(list(group.arenas.items()), arenas, strict=True):
-        first = members[0]
-        shape = [len(members), *first.shape]
-        shape[1 + first.row_dim], shape[1 + first.token_dim] = len(users), page
-        found = tensor(arena, f"{name}.{first.name}", shape, empty.dtype, group.device)
-        place = found.untyped_storage().data_ptr()
-        require(not found.numel() or place not in places, f"{name} has two values in one place")
-        places.add(place)
-        group.arenas[kind] = members, found
-    group.page, group.users = page, users
-    group.rows, group.free = [list(pages) for pages in kept["rows"]], list(kept["free"])
-
-
-def _check_rows(
-    group: Pages, kept: Any, name: str, page: int, users: Sequence[int], lengths: Sequence[int]
-) -> None:  # fmt: skip
-    """Whether each row has the pages that it needs, and nobody else's."""
-    rows = kept["rows"]
-    own = type(rows) is list and len(rows) == len(lengths) and len(set(map(id, rows))) == len(rows)
-    require(own, f"{name} has not one list of pages for each of {len(lengths)} rows")
-    columns = -(-group.ring // page) if group.ring else None
-    counted: collections.Counter[int] = collections.Counter()
-    for number_, (pages, length) in enumerate(zip(rows, lengths, strict=True)):
-        where = f"{name}.rows[{number_}]"
-        numbers(pages, where, 0, len(users) - 1)
-        require(len(set(pages)) == len(pages), f"{where} has a page twice")
-        needed = -(-group.own(length) // page)
-        needed, most = (needed, len(users)) if columns is None else (min(needed, columns), columns)
-        most = most if group.paged else 1
-        fits = needed <= len(pages) <= most
-        require(fits, f"{where} has {len(pages)} page(s) of {page} tokens for {length} tokens")
-        counted.update(pages)
-    same = all(counted[n] == count for n, count in enumerate(users))
-    require(same, f"{name}.users does not say how many rows use a page")
-    require(group.paged or max(users, default=0) <= 1, f"{name} has a page of two rows")
-    free = numbers(kept["free"], f"{name}.free", 0, len(users) - 1)
-    unused = [n for n, count in enumerate(users) if not count]
-    require(sorted(free) == unused, f"{name}.free is not the pages that no row uses")

@@ -25,10 +25,11 @@ class Part:
     """Some values that a state keeps of every row."""
 
     name: str
+    values: dict[str, Tensor]
 
-    def reads(self) -> Mapping[str, Tensor]:
+    def reads(self) -> dict[str, Tensor]:
         """What a step reads of it, by name."""
-        raise NotImplementedError
+        return self.values
 
     @property
     def nbytes(self) -> int:
@@ -40,11 +41,7 @@ class Part:
         return self
 
     def check_crop(self, row: int, old: int, new: int) -> None:
-        """Check that a row can go back from `old` to `new` tokens.
-
-        Raises:
-            CacheError: it cannot.
-        """
+        """Check that a row can go back from `old` to `new` tokens; else it is a CacheError."""
 
     def cropped(self, before: Sequence[int], lengths: Sequence[int]) -> "Part":
         """What it was when rows that have `before` tokens had so many; `check_crop` has shown that they can
@@ -57,14 +54,10 @@ class Part:
 
     def saved(self) -> Any:
         """What `restored` reads."""
-        raise NotImplementedError
+        return self.values
 
     def restored(self, saved: Any, lengths: Sequence[int]) -> "Part":
-        """The same part with what was saved, of rows of these lengths.
-
-        Raises:
-            CacheError: it does not fit.
-        """
+        """The same part with what was saved, if that fits rows of these lengths; else it is a CacheError."""
         raise NotImplementedError
 
 
@@ -76,22 +69,13 @@ class FixedValues(Part):
     def __init__(self, plan: Sequence[Fixed], device: torch.device, values: Mapping[str, Tensor]) -> None:
         self.plan, self.device, self.values = tuple(plan), device, dict(values)
 
-    def reads(self) -> dict[str, Tensor]:
-        return self.values
-
     def having(self, values: Mapping[str, Tensor]) -> "FixedValues":
         return FixedValues(self.plan, self.device, values)
 
     def reordered(self, rows: Sequence[int]) -> tuple[Part, list[tuple[int, int]]]:
-        picked = {
-            about.name: _select_rows(self.values[about.name], about, rows)
-            for about in self.plan
-            if about.row_dim is not None and about.name in self.values
-        }
+        by_row = [about for about in self.plan if about.row_dim is not None and about.name in self.values]
+        picked = {about.name: _select_rows(self.values[about.name], about, rows) for about in by_row}
         return self.having(self.values | picked), []
-
-    def saved(self) -> dict[str, Tensor]:
-        return self.values
 
     def restored(self, saved: Any, lengths: Sequence[int]) -> Part:
         about = {value.name: value for value in self.plan}
@@ -115,8 +99,7 @@ def _select_rows(value: Tensor, about: Fixed, rows: Sequence[int]) -> Tensor:
     place = about.row_dim + (0 if about.together else 1)
     index = torch.tensor(list(rows), device=value.device)
     split = value.reshape(*value.shape[: about.row_dim], *shape, *value.shape[about.row_dim + 1 :])
-    picked: Tensor = torch.flatten(split.index_select(place, index), about.row_dim, about.row_dim + 1)
-    return picked
+    return torch.flatten(split.index_select(place, index), about.row_dim, about.row_dim + 1)
 
 
 class CarriedValues(Part):
@@ -132,7 +115,10 @@ class CarriedValues(Part):
     def __init__(self, plan: Sequence[Carried], rows: int, config: CacheConfig, device: torch.device) -> None:
         self.plan, self.device = tuple(plan), device
         self.wide = config.dtype == torch.float64
-        self.values = {about.name: self._zeros(about, rows) for about in self.plan}
+        self.values = {
+            about.name: torch.zeros((rows, *about.shape), dtype=self._dtype(about), device=device)
+            for about in self.plan
+        }
         self.snapshots = config.snapshots
         self.earlier: tuple[Kept, ...] = ()
         """Lengths of the rows before the latest calls, and what they carried."""
@@ -143,9 +129,6 @@ class CarriedValues(Part):
         other.values, other.earlier = values, kept[max(0, len(kept) - self.snapshots) :]
         return other
 
-    def _zeros(self, about: Carried, rows: int) -> Tensor:
-        return torch.zeros((rows, *about.shape), dtype=self._dtype(about), device=self.device)
-
     def _dtype(self, about: Carried) -> torch.dtype:
         return torch.float64 if self.wide and about.dtype.is_floating_point else about.dtype
 
@@ -153,9 +136,6 @@ class CarriedValues(Part):
     def nbytes(self) -> int:
         kept = [self.values, *(values for _, values in self.earlier)]
         return sum(t.nbytes for t in {id(t): t for values in kept for t in values.values()}.values())
-
-    def reads(self) -> dict[str, Tensor]:
-        return self.values
 
     def after(self, news: Mapping[str, Any], lengths: Sequence[int]) -> Part:
         if not self.plan:

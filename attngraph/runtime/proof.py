@@ -6,10 +6,9 @@ token (new pages, the rest of a page, freed slots) is filled with NaN.
 
 A decoder that was derived from traces of few sizes is compared with the model itself too, in its own dtype,
 on longer sequences. One whose cache rounds what it keeps is derived and proved without rounding first. Then
-both run
-side by side: after every call the wide cache is given what is read of the rounded one; so both must give the
-same logits, and what the wide one has just computed must be as near to what is read of the rounded one as
-`quantised.largest_error` says. How far the logits are from those without rounding is measured, not judged.
+both run side by side: after every call the wide cache is given what is read of the rounded one; so both must
+give the same logits, and what the wide one has just computed must be as near to what is read of the rounded
+one as `quantised.largest_error` says. How far the logits are from those without rounding is measured only.
 """
 
 import math
@@ -17,12 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from attngraph.capture.structure import flatten
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops.quantised import largest_error, widened
+from attngraph.ir.walk import reached
 from attngraph.meaning.check.comparison import Rule, compare
 from attngraph.report.cache_entry import Drift
 from attngraph.runtime.cache_config import CacheConfig
@@ -30,6 +29,7 @@ from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.machine import Machine
 from attngraph.runtime.step import Step
 from attngraph.runtime.step_sizes import Call
+from attngraph.runtime.verify import tensors_of
 
 aten = torch.ops.aten
 TOLERANCE = 1e-8
@@ -48,8 +48,6 @@ ROUNDING = {8: 1e-7, 4: 2e-3}
 STEPS: tuple[tuple[int, int], ...] = ((4, 2), (1, 1), (0, 3), (2, 1), (1, 1))
 """New tokens of two rows in each call: prompts, single tokens, none for one row, chunks. Both rows end at the
 same length. (More rows are like the second.)"""
-
-
 DIFFERENT = 4
 """So many different tokens tell one attention from another; where a prompt has fewer, others are taken."""
 _SAME_IDS = (
@@ -69,28 +67,23 @@ class Proved(NamedTuple):
 
 
 def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], result: int) -> Proved:
-    """Compare a decoder with the whole model.
+    """Compare a decoder with the whole model; that they differ is a NoDecoderError, as for all proofs here.
 
     Args:
         whole: the captured model; divided among ranks as the decoder is, if it is. step: the decoder
             derived from it.
         arguments: the arguments that it was captured with.
         result: the index of the logits among the whole graph's results.
-
-    Raises:
-        NoDecoderError: they differ.
     """
     with torch.no_grad():
         rows = arguments[step.name].shape[0]
         full, steps = _sample(step, arguments)
         state = _empty_state(step, full, steps)
         logits = found = torch.stack(_by_row((c, _advanced(step, state, full, c)) for c in steps))
-        machine = Machine(whole, step.owner, names=step.names)
+        machine, ranks = Machine(whole, step.owner, names=step.names), step.ranks
 
         def of_whole(given: Mapping[str, Any]) -> Tensor:
-            ranks = step.ranks
-            found: Tensor = ranks.one(machine(given, ranks.own(), ranks.exact)[result])
-            return found
+            return ranks.one(machine(given, ranks.own(), ranks.exact)[result])  # type: ignore[no-any-return]
 
         wanted = of_whole(full)
         if wanted.shape != found.shape and not step.plan.length.isdecimal():
@@ -116,25 +109,15 @@ def varied(whole: ProgramGraph, tokens: Tensor, place: int) -> Tensor:
     """The tokens to prove with: those of the prompt. If these are hardly different ones (all values that an
     attention weighs are equal then, whatever its weights), others of the vocabulary, from its middle because
     special tokens are at its ends. `place` is the number of the tokens among the tensors of the call."""
-    ids = next(
-        node for node, given in zip(whole.placeholders(), whole.inputs, strict=True)
-        if given.kind == "argument" and int(given.name) == place
-    )  # fmt: skip
-    limit = min(_tables_of(ids), default=0)
+    ids = next(n for n, i in whole.given().items() if i.kind == "argument" and int(i.name) == place)
+    same = list(reached([ids], lambda node: (u for u in node.users if u.target in _SAME_IDS)))
+    tables = (u for node in same for u in node.users if u.target is aten.embedding.default)
+    limit = min((int(t.args[0].meta["val"].shape[0]) for t in tables if t.args[1] in same), default=0)  # type: ignore[union-attr]
     if tokens.is_floating_point() or limit < DIFFERENT or len(set(tokens.flatten().tolist())) >= DIFFERENT:
         return tokens
     generator = torch.Generator().manual_seed(0)
     found = torch.randint(limit // 4, limit - limit // 4, tokens.shape, generator=generator)
     return found.to(tokens.device, tokens.dtype)
-
-
-def _tables_of(ids: fx.Node) -> Iterator[int]:
-    """How many entries the tables have in which ids are looked up as they are."""
-    for user in ids.users:
-        if user.target is aten.embedding.default and user.args[1] is ids:
-            yield int(user.args[0].meta["val"].shape[0])  # type: ignore[union-attr]
-        elif user.target in _SAME_IDS:
-            yield from _tables_of(user)
 
 
 def _sample(step: Step, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, ...], ...]]:
@@ -164,19 +147,14 @@ def _steps(step: Step, given: int, rows: int) -> tuple[tuple[int, int], ...]:
 
 
 def prove_longer(model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], result: int) -> None:
-    """Compare with the model itself on sequences that are longer than those it was traced for.
-
-    Raises:
-        NoDecoderError: they differ, or the model takes other tensors, which cannot be made up.
-    """
+    """Compare with the model itself on sequences that are longer than those it was traced for."""
     others = [n for n, value in arguments.items() if n != step.name and isinstance(value, Tensor)]
     if others:
         raise NoDecoderError(
             f"the model was traced for few numbers of tokens, and others cannot be tried, because it takes "
             f"{', '.join(others)} as well."
         )
-    given = arguments[step.name]
-    longer = LONGER
+    given, longer = arguments[step.name], LONGER
     if step.limit is not None:
         most = max(1, step.limit - sum(counts[0] for counts in LONGER[1:]))
         longer = ((min(LONGER[0][0], most), min(LONGER[0][1], most)), *LONGER[1:])
@@ -207,21 +185,12 @@ def prove_longer(model: Callable[..., Any], step: Step, arguments: Mapping[str, 
 def prove_alone(
     model: Callable[..., Any], examples: Sequence[Mapping[str, Any]], name: str, result: int
 ) -> None:
-    """Compare what the model gives for batches with what it gives for each of their sequences.
-
-    Raises:
-        NoDecoderError: they differ.
-    """
-
-    def logits(given: Mapping[str, Any], ids: Tensor) -> Tensor:
-        leaves = flatten(model(**{**given, name: ids}))[0]
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)][result]
-
+    """Compare what the model gives for batches with what it gives for each of their sequences."""
     with torch.no_grad():
         for given in examples:
-            whole = logits(given, given[name])
-            rows = torch.cat([logits(given, row[None]) for row in given[name]])
-            difference = compare(rows, whole, Rule(ROUNDING.get(whole.dtype.itemsize, 0.1)))
+            calls = (given[name], *given[name].split(1))
+            whole, *rows = (tensors_of(model(**{**given, name: ids}))[result] for ids in calls)
+            difference = compare(torch.cat(rows), whole, Rule(ROUNDING.get(whole.dtype.itemsize, 0.1)))
             if not difference.holds:
                 raise NoDecoderError(
                     f"a batch of {len(rows)} sequences gives something else than each of them ({difference})."
@@ -237,17 +206,13 @@ def of_few(problem: Exception) -> str:
 def _require_as_model(
     model: Callable[..., Any], step: Step, arguments: dict[str, Any], found: Tensor, result: int
 ) -> None:
-    """Compare the logits of one sequence with the model's own, where the graph is for its length.
-
-    Raises:
-        NoDecoderError: they differ.
-    """
+    """Compare the logits of one sequence with the model's own, where the graph is for its length."""
     tokens, length = arguments[step.name], len(found)
     rows = next((n for n in (1, 2) if not step.sizes.fault(Call(n, frozenset([length])))), 0)
     if not rows:
         return
-    leaves = flatten(model(**{**arguments, step.name: tokens.expand(rows, *tokens.shape[1:])}))[0]
-    wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor)][result][0]
+    call = {**arguments, step.name: tokens.expand(rows, *tokens.shape[1:])}
+    wanted = tensors_of(model(**call))[result][0]
     if wanted.shape != found.shape:  # one result for a sequence
         found = found[-1].reshape(wanted.shape)
     difference = compare(found, wanted, Rule(ROUNDING.get(wanted.dtype.itemsize, 0.1)))
@@ -281,8 +246,7 @@ def _advanced(step: Step, state: KVCache, full: Mapping[str, Any], counts: Seque
         n: torch.cat([full[n][row, at : at + count] for row, (at, count) in enumerate(places)]).unsqueeze(0)
         for n in step.arguments
     }
-    found: Tensor = step.advance(state, counts, given, run=step.ranks.exact)[0]
-    return found
+    return step.advance(state, counts, given, run=step.ranks.exact)[0]
 
 
 def poison(state: KVCache) -> None:
@@ -291,7 +255,7 @@ def poison(state: KVCache) -> None:
     smallest = min((group.reach for group in state.groups.values() if group.ring), default=0)
     for group in state.groups.values():
         kept = []
-        for length, lost in zip(state.lengths, state.lost, strict=True):
+        for length, lost in zip(state.lengths, state.now.lost, strict=True):
             own = group.own(length)
             longest = max(own, group.own(lost + smallest)) if group.ring else own
             kept.append(range(max(0, longest - group.capacity), own))
@@ -308,12 +272,8 @@ def poison(state: KVCache) -> None:
 
 
 def prove_storage(wide: Step, step: Step, proved: Proved) -> Drift:
-    """Compare `step`, which rounds, with `wide`, which does not and is proved; returns how far its logits are
-    from those.
-
-    Raises:
-        NoDecoderError: they differ, or a rounded value is not near to what was computed.
-    """
+    """Compare `step`, which rounds, with `wide`, which does not and is proved: also each rounded value with
+    what was computed. Returns how far its logits are from those."""
     full, steps = _sample(wide, proved.arguments)
     rounded, other = (_empty_state(one, full, steps) for one in (step, wide))
 
@@ -334,11 +294,7 @@ def prove_storage(wide: Step, step: Step, proved: Proved) -> Drift:
 
 
 def _read_rounded(step: Step, rounded: KVCache, wide: KVCache) -> None:
-    """Give the wide state what is read of the rounded one, if that is near enough to what it had.
-
-    Raises:
-        NoDecoderError: it is not.
-    """
+    """Give the wide state what is read of the rounded one, if that is near enough to what it had."""
     small, large = rounded.stores(), wide.stores()
     for scales in (s for s in step.plan.stores if s.scales_of):
         (about,) = (s for s in step.plan.stores if s.name == scales.scales_of)

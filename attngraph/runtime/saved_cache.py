@@ -40,11 +40,7 @@ def sizes_of(found: Any) -> dict[str, int]:
 
 
 def read(path: str | Path) -> Any:
-    """What a file of `torch.save` holds, without any code in it.
-
-    Raises:
-        CacheError: it is no such file, or unpacks to more than it is.
-    """
+    """What a file of `torch.save` holds, without any code in it, if it unpacks to no more than it is."""
     try:
         require(stat.S_ISREG(os.stat(path).st_mode), f"{path} is no plain file")
         with zipfile.ZipFile(path) as file:
@@ -97,11 +93,8 @@ def number(value: Any, name: str, least: int = 0, most: int = MOST) -> int:
 def _shown(values: Sequence[Any]) -> str:
     """The first of some values; of a number with thousands of digits that it has many."""
     first = values[0] if values else ""
-    return (
-        repr(first)[:40]
-        if type(first) is not int or abs(first) < 1 << 64
-        else "a number of more than 64 bits"
-    )
+    is_huge = type(first) is int and abs(first) >= 1 << 64
+    return "a number of more than 64 bits" if is_huge else repr(first)[:40]
 
 
 def device_of(text: Any) -> torch.device:
@@ -116,11 +109,7 @@ def device_of(text: Any) -> torch.device:
 
 
 def plan_of(state: Any) -> tuple[CachePlan, CacheConfig]:
-    """The plan and the options of a saved state, if they are possible.
-
-    Raises:
-        CacheError: they are not.
-    """
+    """The plan and the options of a saved state, if they are possible."""
     try:
         plan, config = made(CachePlan, state["plan"], "plan"), made(CacheConfig, state["config"], "config")
     except (ValueError, KeyError, TypeError) as problem:
@@ -142,24 +131,20 @@ def plan_of(state: Any) -> tuple[CachePlan, CacheConfig]:
 
 
 def tensor(
-    value: Any, name: str, shape: Sequence[int] | None, dtype: torch.dtype | None, device: Any
+    found: Any, name: str, shape: Sequence[int] | None, dtype: torch.dtype | None, device: Any
 ) -> Tensor:
     """A plain tensor of this shape, dtype and device (None: any)."""
-    plain = type(value) is Tensor and value.layout is torch.strided and not value.is_quantized
+    plain = type(found) is Tensor and found.layout is torch.strided and not found.is_quantized
     require(plain, f"{name} is no plain tensor")
-    found: Tensor = value
     require(found.device.type == device.type, f"{name} is on {found.device}, the state on {device}")
     require(dtype in (None, found.dtype), f"{name} is of {found.dtype}, not of {dtype}")
     if shape is not None:
         same = list(found.shape) == list(shape) and found.is_contiguous()
         require(same, f"{name} is {tuple(found.shape)}, not {tuple(shape)}")
-    end = (
-        found.storage_offset()
-        + sum((n - 1) * s for n, s in zip(found.shape, found.stride(), strict=True))
-        + 1
-    )
-    inside = not found.numel() or end * found.itemsize <= found.untyped_storage().nbytes()
+    last = sum((n - 1) * s for n, s in zip(found.shape, found.stride(), strict=True))
+    end = (found.storage_offset() + last + 1) * found.itemsize
+    inside = not found.numel() or end <= found.untyped_storage().nbytes()
     require(inside, f"{name} is larger than what the file holds of it")
     if found.dtype is torch.bool and found.numel():
         require(int(found.contiguous().view(torch.uint8).max()) <= 1, f"{name} has truths other than 0 and 1")
-    return found
+    return found  # type: ignore[no-any-return]

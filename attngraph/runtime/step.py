@@ -10,7 +10,6 @@ from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.errors import CacheError
 from attngraph.ir.graph.formula import are_few
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
-from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.token_program import prepare
 from attngraph.ir.versions import version_of
 from attngraph.report.report import CompileReport
@@ -43,6 +42,7 @@ class Step:
         assert graph.state is not None
         self.ranks = OneRank(graph.state) if ranks is None else ranks
         self.graph, self.plan, self.report = graph, self.ranks.plan, CompileReport()
+        self._keeps = graph.state  # the part of one rank
         self.sizes, self.owner, self.scope = sizes, owner, scope
         self.name, self.names, self.spread, self.limit = sizes.tokens, sizes.names, sizes.spread, sizes.limit
         self.traced: Any = None
@@ -52,12 +52,6 @@ class Step:
         self._prompt = None if prompt is None else Machine(prompt, owner, run, self.names)
         for each in (graph, *graph.stages.values()):
             prepare_programs(each)
-
-    @property
-    def _keeps(self) -> CachePlan:
-        """What the graph keeps: the part of one rank."""
-        assert self.graph.state is not None
-        return self.graph.state
 
     @property
     def arguments(self) -> frozenset[str]:
@@ -71,13 +65,10 @@ class Step:
 
     def takes(self, ids: Tensor) -> bool:
         """Whether the graph takes tokens of this kind: numbers, or embeddings of that width."""
-        given = zip(self.graph.placeholders(), self.graph.inputs, strict=True)
-        values = (
-            n.meta["val"] for n, i in given if i.kind == "argument" and self.names[int(i.name)] == self.name
-        )
-        return all(
-            v.is_floating_point() == ids.is_floating_point() and v.shape[2:] == ids.shape[2:] for v in values
-        )
+        given = ((n.meta["val"], i) for n, i in self.graph.given().items() if i.kind == "argument")
+        values = [value for value, i in given if self.names[int(i.name)] == self.name]
+        same = (v.is_floating_point() == ids.is_floating_point() for v in values)
+        return all(same) and all(v.shape[2:] == ids.shape[2:] for v in values)
 
     def traced_few(self) -> bool:
         """Whether the graph was traced for a few numbers of tokens, which say nothing of smaller or larger
@@ -138,16 +129,13 @@ class Step:
             picked = rows["row"] if one_each else torch.arange(sum(counts), device=state.device)
         kept = self.ranks.taken({**rows, **state.kept()})
         result, *news = self._step(arguments, {"picked": picked, **kept, **self.ranks.own()}, run)
-        keeps = self._keeps
-        names = [*(about.name for about in keeps.stores), *(about.name for about in keeps.carried)]
+        names = [about.name for about in (*self._keeps.stores, *self._keeps.carried)]
         state.write(self.ranks.kept(dict(zip(names, news, strict=True))), rows, counts)
-        found: Tensor = self.ranks.one(result)
-        return found
+        return self.ranks.one(result)  # type: ignore[no-any-return]
 
     def nothing(self, state: KVCache, shape: Sequence[int]) -> Tensor:
         """The logits (zeros) for a call without real tokens, whose mask has this shape."""
-        results: Any = self.graph.graph.output_node().args[0]
-        value: Tensor = results[0].meta["val"]
+        value: Tensor = self.graph.results()[0].meta["val"]
         return torch.zeros((*shape, int(value.shape[-1])), dtype=value.dtype, device=state.device)
 
 

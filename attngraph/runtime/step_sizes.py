@@ -10,12 +10,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
-from torch import Tensor
 
 from attngraph.capture.guards import size_value
 from attngraph.capture.sides import Sides, assumed, bound_above, in_words
-from attngraph.capture.structure import flatten
 from attngraph.ir.graph import ProgramGraph, holds
+from attngraph.runtime.verify import tensors_of
 
 ROWS, TOKENS = "sequences", "tokens"
 
@@ -58,7 +57,7 @@ class StepSizes:
         self._whole_table = tables if traced is not None and traced + 1 == tables else None
         """A length that the trace excludes, because a slice of the whole table would be the table itself."""
         self._tables = tables
-        limits = (tables, None if traced is None or traced + 1 == tables else traced)
+        limits = (tables, traced if self._whole_table is None else None)
         self.limit = min((n for n in limits if n is not None), default=None)
 
     @property
@@ -82,15 +81,17 @@ class StepSizes:
             yield sympy.Le(length, self.limit)
         if self.single:
             yield sympy.Eq(rows, 1)
+        table = self._whole_table
         for condition in self._conditions:
-            own = {str(s) for s in condition.free_symbols} == {self.length}
-            at_table = (
-                own
-                and self._whole_table is not None
-                and not holds(condition, {self.length: self._whole_table})
-            )
-            if not at_table and not (own and bound_above(condition) is not None):
-                yield condition
+            if self._is_own(condition):
+                at_table = table is not None and not holds(condition, {self.length: table})
+                if at_table or bound_above(condition) is not None:
+                    continue
+            yield condition
+
+    def _is_own(self, condition: Any) -> bool:
+        """Whether a condition is one of the number of tokens alone."""
+        return {str(s) for s in condition.free_symbols} == {self.length}
 
     def alike(self, call: Call, near: int) -> int | None:
         """A number of tokens about which the model would be given the same answers as about the longest row
@@ -107,7 +108,7 @@ class StepSizes:
     def of_inputs(self, inputs: Mapping[str, Any], rows: int, width: int) -> dict[str, int] | None:
         """The other sizes of a prompt's call, by symbol; None if the graph takes no inputs of this shape.
         `width`: the number of tokens in the longest row, padding included."""
-        given = {n: [x for x in flatten(value)[0] if isinstance(x, Tensor)] for n, value in inputs.items()}
+        given = {name: tensors_of(value) for name, value in inputs.items()}
         sizes, formulas = {self.rows: rows, self.length: width}, list[tuple[Any, int]]()
         for name, shape in zip(self.names, self.shapes, strict=True):
             if name == self.tokens or name in self.spread or name not in given:
@@ -126,18 +127,16 @@ class StepSizes:
 
     def fault(self, call: Call) -> str:
         """Why the graph is not right for a call; "" if it is."""
-        if not self.asks:
-            return ""
-        return next((why for n in sorted(call.lengths) if (why := self._fault(call, n))), "")
-
-    def _fault(self, call: Call, length: int) -> str:
-        key = call.rows, length, tuple(call.others.items())
-        if key not in self._known:
-            if len(self._known) > 4096:
-                self._known.clear()
-            sizes = {**call.others, self.length: length, self.rows: call.rows}
-            self._known[key] = next(self._faults(sizes, call.rows, length), "")
-        return self._known[key]
+        for length in sorted(call.lengths) if self.asks else ():
+            key = call.rows, length, tuple(call.others.items())
+            if key not in self._known:
+                if len(self._known) > 4096:
+                    self._known.clear()
+                sizes = {**call.others, self.length: length, self.rows: call.rows}
+                self._known[key] = next(self._faults(sizes, call.rows, length), "")
+            if self._known[key]:
+                return self._known[key]
+        return ""
 
     def _faults(self, sizes: dict[str, int], rows: int, length: int) -> Iterator[str]:
         if self.single and rows != 1:
@@ -151,18 +150,16 @@ class StepSizes:
             )
         shorter = {**sizes, self.length: length - 1}
         for condition in self._conditions:
-            own = {str(s) for s in condition.free_symbols} == {self.length}
-            whole = own and length == self._whole_table and holds(condition, shorter)
-            if not whole and not holds(condition, sizes):
+            is_whole = length == self._whole_table and self._is_own(condition) and holds(condition, shorter)
+            if not is_whole and not holds(condition, sizes):
                 words = in_words(condition, self._told)
                 yield f"the graph is for sizes with {words}, which is not so for {_counted(rows, length)}"
 
     def _most_traced(self) -> int | None:
         """The longest sequence that the trace is valid for, unless the model does something else with longer
         ones."""
-        own = [c for c in self._conditions if {str(s) for s in c.free_symbols} == {self.length}]
-        bounds = (bound_above(c) for c in own)
-        found = min((n for n in bounds if n is not None), default=None)
+        own = [c for c in self._conditions if self._is_own(c)]
+        found = min((n for c in own if (n := bound_above(c)) is not None), default=None)
         if found is None:
             return None
         while found > 0 and not all(holds(c, {self.length: found}) for c in own):

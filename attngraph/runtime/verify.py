@@ -87,22 +87,19 @@ class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if str(func) == "aten._grouped_mm.default":
-            found = _grouped(*args, **given)
-            if found is not None:
-                self.any = True
-                return EXPERT_ROWS(*found, torch.zeros(1, dtype=torch.int64, device=found[0].device))
-        return func(*args, **given)
+        found = _grouped(*args, **given) if str(func) == "aten._grouped_mm.default" else None
+        self.any |= found is not None
+        return func(*args, **given) if found is None else found
 
 
 def _grouped(
     x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The operands of such a product in float64, `[tokens, D]`, `[experts, D, H]` and where each expert's
-    tokens end; None for any other."""
+) -> Tensor | None:
+    """Such a product in float64, of `[tokens, D]` and `[experts, D, H]` (`offs`: where each expert's tokens
+    end); None for any other."""
     if offs is None or bias is not None or x.dtype != torch.float64 or (x.ndim, weight.ndim) != (2, 3):
         return None
-    return x, weight, offs
+    return EXPERT_ROWS(x, weight, offs, torch.zeros(1, dtype=torch.int64, device=x.device))  # type: ignore[no-any-return]
 
 
 def tensors_of(result: Any) -> list[Tensor]:
@@ -131,9 +128,5 @@ def logits_of_tokens(call: Callable[[int], Any], tokens: int) -> Tensor:
 
 def results_of(result: Any) -> list[Tensor]:
     """The tensors in what a side of a comparison returns, and its arrays (of numpy, say) as tensors."""
-    leaves = (leaf if isinstance(leaf, Tensor) else _from_array(leaf) for leaf in flatten(result)[0])
-    return [leaf for leaf in leaves if leaf is not None]
-
-
-def _from_array(leaf: Any) -> Tensor | None:
-    return torch.tensor(leaf.__array__()) if hasattr(leaf, "__array__") else None
+    known = (leaf for leaf in flatten(result)[0] if hasattr(leaf, "__array__"))  # as tensors have
+    return [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf.__array__()) for leaf in known]

@@ -31,8 +31,7 @@ from attngraph.report.dump import kernel_file
 from attngraph.report.report import CompileReport
 from attngraph.report.user_code import UserCode
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.inputs import own_tensor, require_own
-from attngraph.runtime.machine import Run
+from attngraph.runtime.machine import Run, own_tensor, require_own
 from attngraph.runtime.step import Step
 from attngraph.runtime.step_sizes import StepSizes
 from attngraph.saved import graphs

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.runtime.sampling import kept_weights, sample
+from attngraph.runtime.generate import kept_weights, sample
 
 pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
 

@@ -344,7 +344,7 @@ def test_only_what_holds_a_token_is_a_number_in_the_proof(layout: str, window: i
     def held() -> list[float]:
         """The positions of each row that are kept and were not overwritten, twice, for two heads."""
         (group,) = state.groups.values()
-        places = zip(state.lengths, state.lost, strict=True)
+        places = zip(state.lengths, state.now.lost, strict=True)
         firsts = [(max(lost, n - group.capacity, 0), n) for n, lost in places]
         return sorted(2 * [float(p) for first, n in firsts for p in range(first, n)])
 

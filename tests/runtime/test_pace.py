@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.ir import budgets
-from attngraph.runtime import pace
+from attngraph.runtime import graphs
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """A clock that only passes when it is told to."""
     now = [0.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(graphs.time, "perf_counter", lambda: now[0])
 
     def passes(seconds: float) -> None:
         now[0] += seconds
@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
 def test_the_faster_one_serves_after_few_turns(
     graph: float, model: float, turns: str, clock: Callable[[float], None]
 ) -> None:
-    paces, ran = pace.Paces(), list[str]()
+    paces, ran = graphs.Paces(), list[str]()
 
     def run(name: str, seconds: float) -> Callable[[], None]:
         def one() -> None:
@@ -90,7 +90,7 @@ def test_the_graph_serves_where_nothing_is_measured(
     if why == "many scores":
         monkeypatch.setattr(budgets, "TIMED_SCORES", 10)
     compiled = attngraph.compile(Layer(), min_scores=0 if why == "asked for" else None)
-    monkeypatch.setattr(pace.Paces, "serve", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(graphs.Paces, "serve", lambda *_: pytest.fail("measured"))
     with torch.set_grad_enabled(why == "gradients"):
         for _ in range(3):
             compiled(torch.randn(2, 6, 8))

@@ -16,17 +16,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from attngraph.capture.state.content import tensor_digest
 from attngraph.errors import DisagreementError
 from attngraph.ir.graph import ProgramGraph, format_file
 from attngraph.runtime.parallel.mesh import RankMesh
 
 
 def agree(mesh: RankMesh, what: str, text: str) -> None:
-    """Check that `text` is the same on all ranks; `what` says what it describes.
-
-    Raises:
-        DisagreementError: it is not; on every rank.
-    """
+    """Check that `text`, which describes `what`, is the same on all ranks; else all raise an error."""
     digest = hashlib.sha256(text.encode()).digest()
     number = int.from_bytes(digest[:8], "little", signed=True)
     found = mesh.gathered(torch.tensor([number]))
@@ -39,11 +36,7 @@ def agree(mesh: RankMesh, what: str, text: str) -> None:
 
 def agree_on_graph(mesh: RankMesh, graph: ProgramGraph) -> None:
     """Check that a graph and its stages are the same on all ranks. Process groups, which are called otherwise
-    on ranks of other lines of the mesh, are compared by their axis.
-
-    Raises:
-        DisagreementError: they are not; on every rank.
-    """
+    on ranks of other lines of the mesh, are compared by their axis."""
     text = "\n".join(line for part in (graph, *graph.stages.values()) for line in format_file(part))
     for number, axis in enumerate(mesh.axes):
         text = text.replace(f"'{axis.group}')", f"ranks of axis {number})")
@@ -79,13 +72,12 @@ def _about(tensor: Tensor, contents: bool) -> str:
     about = f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
     if not contents or tensor.is_floating_point() or tensor.is_complex():
         return about
-    numbers = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return f"{about} with contents {hashlib.sha256(numbers).hexdigest()[:16]}"
+    return f"{about} with contents {tensor_digest(tensor)[:16]}"
 
 
 def random_state() -> str:
     """The state of PyTorch's random numbers, as text."""
-    state = hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest()[:16]
+    state = tensor_digest(torch.get_rng_state())[:16]
     return f"random numbers: state {state} (torch.manual_seed makes it equal)"
 
 
@@ -102,12 +94,6 @@ def described(given: Any) -> str:
 
 def _described(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype)[6:]} {list(leaf.shape)}, contents {digest(leaf)}"
+        return f"{str(leaf.dtype)[6:]} {list(leaf.shape)}, contents {tensor_digest(leaf)[:16]}"
     plain = leaf is None or isinstance(leaf, (bool, int, float, str))
     return repr(leaf)[:200] if plain else type(leaf).__name__
-
-
-def digest(tensor: Tensor) -> str:
-    """A text that is equal for tensors of equal contents."""
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(bytes(flat.tolist())).hexdigest()[:16]

@@ -22,11 +22,8 @@ def is_fully_sharded(owner: nn.Module) -> bool:
 
 
 def collected(tensor: Any, name: str, axis: Any) -> Tensor:
-    """What a rank has of a parameter: all of it, or its part along `axis`, a one-dimensional mesh.
-
-    Raises:
-        PlacementError: it is divided along another axis.
-    """
+    """What a rank has of a parameter: all of it, or its part along `axis`, a one-dimensional mesh. That it is
+    divided along another axis is an error."""
     if not hasattr(tensor, "_local_tensor"):
         return tensor  # type: ignore[no-any-return]
     if tensor.device_mesh != axis and not all(p.is_replicate() for p in tensor.placements):
@@ -39,11 +36,8 @@ def collected(tensor: Any, name: str, axis: Any) -> Tensor:
 
 
 def require_whole_again(model: nn.Module) -> None:
-    """Check that parameters which `fully_shard` has just divided can be put together again.
-
-    Raises:
-        PlacementError: a rank had several runs of one, and was given a part of these.
-    """
+    """Check that parameters which `fully_shard` has just divided can be put together again: where a rank had
+    several runs of one, and was given a part of these, they cannot."""
     for name, parameter in model.named_parameters():
         placements: Any = getattr(parameter, "placements", (None,))
         *added, first = placements

@@ -69,12 +69,6 @@ class MeshAxis:
     group: str
     mesh: Any = None
 
-    def everything(self, own: Any) -> list[Any]:
-        """An object of every rank of the axis."""
-        found: list[Any] = [None] * self.count
-        torch.distributed.all_gather_object(found, own, group=self.mesh.get_group())
-        return found
-
 
 @dataclasses.dataclass(frozen=True)
 class RankMesh:
@@ -129,7 +123,9 @@ class RankMesh:
         """An object of every rank."""
         found = [own]
         for axis in reversed(self.axes):
-            found = [one for of_rank in axis.everything(found) for one in of_rank]
+            every: list[Any] = [None] * axis.count
+            torch.distributed.all_gather_object(every, found, group=axis.mesh.get_group())
+            found = [one for of_rank in every for one in of_rank]
         return found
 
 
@@ -139,8 +135,10 @@ def rank_mesh(mesh: Any, config: ShardConfig) -> RankMesh | None:
     Raises:
         TypeError: it is no mesh. ValueError: its axes have no names, or not those of the config.
     """
-    simulated = isinstance(mesh, SimulatedMesh)
-    if not simulated and not _is_device_mesh(mesh):
+    is_device_mesh = torch.distributed.is_available() and isinstance(
+        mesh, torch.distributed.device_mesh.DeviceMesh
+    )
+    if not isinstance(mesh, SimulatedMesh) and not is_device_mesh:
         raise TypeError(
             f"mesh must be a torch.distributed.device_mesh.DeviceMesh or a SimulatedMesh, found "
             f"{type(mesh).__name__}."
@@ -156,25 +154,13 @@ def rank_mesh(mesh: Any, config: ShardConfig) -> RankMesh | None:
     for field in ("tensor", "context"):
         name = getattr(config, field)
         if name in names:
-            found[field] = _axis(mesh, name)
+            axis = mesh[name] if is_device_mesh and mesh.ndim > 1 else mesh
+            found[field] = (
+                MeshAxis(axis.size(), axis.get_group().group_name, axis) if is_device_mesh
+                else MeshAxis(mesh.axes[name], name)
+            )  # fmt: skip
         elif name is not None and name != getattr(usual, field):
             raise ValueError(f"the mesh has no axis {name!r}; it has {', '.join(names)}.")
     several = {field: axis for field, axis in found.items() if axis.count > 1}
     one = dict(list(found.items())[:1])
     return RankMesh(config, **(several or one)) if found else None
-
-
-def _axis(mesh: Any, name: str) -> MeshAxis:
-    """One axis of a mesh."""
-    if isinstance(mesh, SimulatedMesh):
-        return MeshAxis(mesh.axes[name], name)
-    axis = mesh[name] if mesh.ndim > 1 else mesh
-    return MeshAxis(axis.size(), axis.get_group().group_name, axis)
-
-
-def _is_device_mesh(mesh: Any) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return isinstance(mesh, DeviceMesh)

@@ -3,11 +3,24 @@
 What a graph divides is `Shard`, or `_StridedShard` where a packed projection is cut in equal runs; everything
 else is replicated. Compiling replaces the parameters by DTensors of the whole shapes, so optimisers (made
 afterwards), state dicts, gradient clipping and checkpoints work; the first call lets each rank keep its part,
-in the same objects. While a graph is traced the model has stand-ins without memory in their place. Parameters
-on `meta` get memory for the rank's part alone (`loading.py` fills it)."""
+in the same objects. While a graph is traced the model has stand-ins without memory in their place.
+
+Weights are read part by part, so that no rank ever has a whole one:
+
+    with torch.device("meta"):
+        model = Model(config)                       # no memory
+    compiled = attngraph.compile(model, mesh=mesh)
+    compiled.place(ids)                             # memory for this rank's part, not filled yet
+    attngraph.load_weights(model, "weights.safetensors")
+
+`torch.distributed.checkpoint.load` does the same for its own files, except for packed projections, whose
+parts it refuses.
+"""
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +32,7 @@ from attngraph.ir.graph.ranks import Shard
 from attngraph.ir.versions import version_of
 from attngraph.meaning.check.ranks import PerRank, parts_of
 from attngraph.meaning.placement.table import Table
-from attngraph.runtime.inputs import own_tensor
+from attngraph.runtime.machine import own_tensor
 from attngraph.runtime.parallel.fully_sharded import is_fully_sharded
 from attngraph.runtime.parallel.mesh import MeshAxis, RankMesh
 
@@ -28,11 +41,7 @@ _WHOLE = "_attngraph_needed_whole"
 
 
 def require_undivided(model: nn.Module, ranks: RankMesh) -> None:
-    """Check that nobody else divides the parameters of a model.
-
-    Raises:
-        PlacementError: a parameter is a DTensor of another mesh, as after `fully_shard`.
-    """
+    """Check that no parameter of a model is a DTensor of another mesh, as after `fully_shard`."""
     own = None if ranks.tensor is None else ranks.tensor.mesh
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
@@ -51,24 +60,19 @@ def replicate(model: nn.Module, axis: MeshAxis) -> None:
     first trace."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    made: dict[int, nn.Parameter] = {}
-    for store, name, parameter in _parameters(model):
+    def whole(parameter: Tensor) -> Tensor:
         if isinstance(parameter, DTensor):
-            continue
-        if id(parameter) not in made:
-            local = _unfilled(parameter, axis.mesh.device_type) if parameter.is_meta else parameter.detach()
-            whole = DTensor.from_local(local, axis.mesh, [Replicate()], run_check=False)
-            made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        store[name] = made[id(parameter)]
+            return parameter
+        local = _unfilled(parameter, axis.mesh.device_type) if parameter.is_meta else parameter.detach()
+        made = DTensor.from_local(local, axis.mesh, [Replicate()], run_check=False)
+        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+    replace(model, whole)
 
 
 def distribute(graph: ProgramGraph, owner: nn.Module, axis: MeshAxis) -> None:
-    """Let each rank keep of the parameters what the graph says.
-
-    Raises:
-        PlacementError: another graph of the model divides a parameter otherwise, or it is no replicated
-        DTensor; or `fully_shard` was applied before.
-    """
+    """Let each rank keep of the parameters what the graph says, unless another graph of the model divides one
+    otherwise, it is no replicated DTensor, or `fully_shard` was applied before: these are errors."""
     from torch.distributed.tensor import DTensor
 
     assert graph.ranks is not None
@@ -106,10 +110,13 @@ def distribute(graph: ProgramGraph, owner: nn.Module, axis: MeshAxis) -> None:
         # The same object: optimisers refer to it.
         parameter._spec, parameter._local_tensor = made._spec, made._local_tensor
         parameter.grad = None
-    for parameter in owner.parameters():
-        local = getattr(parameter, "_local_tensor", parameter)
-        if has_no_memory(local):
-            local.untyped_storage().resize_(local.numel() * local.itemsize)
+    for local in unfilled(owner):
+        local.untyped_storage().resize_(local.numel() * local.itemsize)
+
+
+def unfilled(model: nn.Module) -> list[Tensor]:
+    """What this rank has of parameters of a model that have no memory yet."""
+    return [local for p in model.parameters() if has_no_memory(local := getattr(p, "_local_tensor", p))]
 
 
 def has_no_memory(tensor: Tensor) -> bool:
@@ -117,17 +124,8 @@ def has_no_memory(tensor: Tensor) -> bool:
     return not tensor.is_meta and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
-def is_unfilled(model: nn.Module) -> bool:
-    """Whether parameters of a model have no memory yet."""
-    return any(has_no_memory(getattr(p, "_local_tensor", p)) for p in model.parameters())
-
-
 def require_contents(model: Any) -> None:
-    """Check that the buffers of a model have contents: masks and positions are derived from them.
-
-    Raises:
-        PlacementError: one is on meta.
-    """
+    """Check that the buffers of a model have contents: masks and positions are derived from them."""
     for name, buffer in model.named_buffers() if isinstance(model, nn.Module) else ():
         if buffer.is_meta:
             raise PlacementError(
@@ -140,9 +138,8 @@ def _part(shard: Shard, whole: Tensor, rank: int) -> Tensor:
     """A rank's part of a parameter; without contents where the parameter has none."""
     if not has_no_memory(whole):
         return shard.of(whole, rank).contiguous()
-    return torch.empty_like(
-        shard.of(torch.empty_like(whole, device="meta"), rank), device=whole.device
-    ).contiguous()
+    part = shard.of(torch.empty_like(whole, device="meta"), rank)
+    return torch.empty_like(part, device=whole.device).contiguous()
 
 
 def _unfilled(parameter: Tensor, device: Any) -> Tensor:
@@ -154,20 +151,23 @@ def _unfilled(parameter: Tensor, device: Any) -> Tensor:
 
 def _inputs(graph: ProgramGraph) -> set[Input]:
     """The inputs of a graph and of its stages, without parameters that nothing uses."""
-    return {
-        i
-        for part in (graph, *graph.stages.values())
-        for node, i in zip(part.placeholders(), part.inputs, strict=True)
-        if node.users or i.kind != "parameter"
-    }
+    given = [pair for part in (graph, *graph.stages.values()) for pair in part.given().items()]
+    return {i for node, i in given if node.users or i.kind != "parameter"}
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Every place of a model that has a parameter: the module's store, the name, the parameter."""
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                yield module._parameters, name, parameter
+def replace(model: nn.Module, make: Callable[[Tensor], Tensor]) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Put what `make` gives for a parameter in every place that has it. Returns what was there: the module's
+    store, the name, the parameter."""
+    found: list[tuple[dict[str, Any], str, Tensor]] = [
+        (module._parameters, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    made = {id(parameter): make(parameter) for parameter in {id(p): p for *_, p in found}.values()}
+    for store, name, parameter in found:
+        store[name] = made[id(parameter)]
+    return found
 
 
 def _placement(shard: Shard, parameter: Tensor) -> Any:
@@ -184,24 +184,17 @@ def _placement(shard: Shard, parameter: Tensor) -> Any:
 def stand_ins(owner: nn.Module) -> Iterator[None]:
     """While a graph is traced: plain parameters of the whole shapes, without memory, instead of the model's.
     (A trace keeps weak references to what it saw, and such parameters could not be replaced.)"""
-    changed: list[tuple[dict[str, Any], str, Any]] = []
-    made: dict[int, nn.Parameter] = {}
+
+    def stand_in(parameter: Any) -> Tensor:
+        device = getattr(parameter, "_local_tensor", parameter).device
+        return nn.Parameter(_unfilled(parameter, device), requires_grad=parameter.requires_grad)
+
+    changed = replace(owner, stand_in)
     try:
-        for store, name, parameter in _parameters(owner):
-            if id(parameter) not in made:
-                made[id(parameter)] = _without_memory(parameter)
-            changed.append((store, name, parameter))
-            store[name] = made[id(parameter)]
         yield
     finally:
         for store, name, parameter in changed:
             store[name] = parameter
-
-
-def _without_memory(parameter: Any) -> nn.Parameter:
-    local = getattr(parameter, "_local_tensor", parameter)
-    whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=local.dtype, device="meta")
-    return nn.Parameter(_unfilled(whole, local.device), requires_grad=parameter.requires_grad)
 
 
 class Own:
@@ -211,8 +204,8 @@ class Own:
 
     def __init__(self, graph: ProgramGraph, owner: nn.Module, mesh: RankMesh, keeps: bool = False) -> None:
         assert graph.ranks is not None
-        self.mesh, self.ranks = mesh, graph.ranks
-        self._kept: dict[str, tuple[Any, Any]] | None = {} if keeps else None
+        self.mesh, self.ranks, self._keeps = mesh, graph.ranks, keeps
+        self._kept: dict[str, tuple[Any, Any]] = {}
         inputs = _inputs(graph)
         axis = mesh.tensor.mesh if mesh.tensor is not None and mesh.holds_parts else None
         self._shards = [
@@ -236,18 +229,96 @@ class Own:
     def _cut(self, name: str, shard: Shard, parameter: Tensor) -> Any:
         """The part of a parameter that every rank has whole; kept, where that was asked for, until the
         parameter changes."""
-        version = None if self._kept is None or torch.is_grad_enabled() else version_of(parameter)
+        version = version_of(parameter) if self._keeps and not torch.is_grad_enabled() else None
         stamp = parameter.data_ptr(), version, parameter.dtype, parameter.device
-        if self._kept is not None and version is not None and name in self._kept:
-            before, kept = self._kept[name]
-            if before == stamp:
-                return kept
-        part: Any
+        before, part = self._kept.get(name, (None, None))
+        if version is not None and before == stamp:
+            return part
         if self.mesh.is_simulated:
             part = parts_of(shard, parameter, self.ranks)
         else:
             whole = torch.ops.attngraph.sum_gradients(parameter, shard.group)
             part = shard.of(whole, self.mesh.place(shard.group))
-        if self._kept is not None and version is not None:
+        if version is not None:
             self._kept[name] = stamp, part
         return part
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Fill the parameters and buffers of a model from safetensors, of each only what this rank has.
+
+    Args:
+        path: a file; or a folder with `model.safetensors`, or with several files and
+            `model.safetensors.index.json`.
+
+    Raises:
+        PlacementError: a weight is missing, or has another shape; nothing is changed. FileNotFoundError.
+    """
+    with contextlib.ExitStack() as stack:
+        stored = dict(_stored(Path(path), stack))
+        wanted: dict[int, tuple[list[str], Tensor]] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            wanted.setdefault(id(tensor), ([], tensor))[0].append(name)
+        chosen = [(_named(names, tensor, stored), tensor) for names, tensor in wanted.values()]
+        with torch.no_grad():
+            for source, tensor in chosen:
+                local: Any = getattr(tensor, "_local_tensor", tensor)
+                local.copy_(_read(source, tensor))
+
+
+def _stored(path: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
+    """The weights in files, by name; nothing of them is read yet."""
+    from safetensors import safe_open
+
+    index = path / "model.safetensors.index.json"
+    files = [path / "model.safetensors" if path.is_dir() else path]
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise PlacementError(f"{index} names {outside[0]!r:.80}, which is no file beside it.")
+        files = [path / name for name in names]
+    for file in files:
+        if not file.exists():
+            raise FileNotFoundError(f"there is no {file}.")
+        opened = stack.enter_context(safe_open(str(file), framework="pt"))
+        yield from ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118
+
+
+def _named(names: list[str], tensor: Tensor, stored: Mapping[str, Any]) -> Any:
+    """What is stored of a weight, under one of its names."""
+    source = next((stored[name] for name in names if name in stored), None)
+    if source is None:
+        raise PlacementError(f"the files have no {names[0]}.")
+    if list(source.get_shape()) != list(tensor.shape):
+        found = list(source.get_shape())
+        raise PlacementError(f"{names[0]} is {list(tensor.shape)} in the model, and {found} in the files.")
+    if not _is_in_runs(tensor):
+        raise PlacementError(
+            f"{names[0]} is divided along two axes of the mesh, or unevenly.\nWhat to do: load weights "
+            "before fully_shard, or with torch.distributed.checkpoint."
+        )
+    return source
+
+
+def _is_in_runs(tensor: Any) -> bool:
+    """Whether a tensor is whole, or what a rank has of it are equal runs of one dimension."""
+    divided: list[Any] = [p for p in getattr(tensor, "placements", ()) if not p.is_replicate()]
+    if not divided:
+        return True
+    parts = tensor.device_mesh.size() * getattr(divided[0], "split_factor", 1)
+    return tensor.device_mesh.ndim == 1 and bool(tensor.shape[divided[0].dim] % parts == 0)
+
+
+def _read(source: Any, tensor: Any) -> Tensor:
+    """What this rank has of a stored weight: equal runs of one dimension, or all of it."""
+    placement = next((p for p in getattr(tensor, "placements", ()) if not p.is_replicate()), None)
+    if placement is None:
+        found: Tensor = source[...]
+        return found
+    dim, runs = placement.dim, getattr(placement, "split_factor", 1)
+    ranks, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
+    size = tensor.shape[dim] // (ranks * runs)
+    before = (slice(None),) * dim
+    starts = [(run * ranks + rank) * size for run in range(runs)]
+    return torch.cat([source[(*before, slice(start, start + size))] for start in starts], dim)

@@ -1,28 +1,30 @@
-"""The ranks of a mesh that run a model together: the hooks of `runtime/devices.py` for several devices."""
+"""The ranks of a mesh that run a model together: the hooks of `runtime/devices.py` for several devices.
+
+Simulated ranks run in this process, on the user's whole parameters, gradients included. Each gets its own
+copy of what all have whole, so that the gradient which the user sees is the one that a rank would compute,
+not the sum of all ranks' (`ir/ops/collectives.py` says which gradients collectives have). A process that is
+one rank of several keeps its own part of a decoder's state. Simulated ranks share one state, which has
+everything once for each rank: `kept0` of rank 1 is called `kept0@1` there.
+"""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from attngraph.capture.program.layouts import let_go
 from attngraph.errors import DisagreementError, NoDecoderError, PlacementError, SavedError
-from attngraph.ir.graph import Axis, ProgramGraph
+from attngraph.ir.graph import Axis, ProgramGraph, Ranks
+from attngraph.ir.ops.cached_attention import CachePlan
+from attngraph.meaning.check.oracle import Oracle
+from attngraph.meaning.check.ranks import PerRank, run_on_ranks
 from attngraph.runtime.devices import ONE, OneDevice, OneRank, Own, Runner
-from attngraph.runtime.parallel import parameters
-from attngraph.runtime.parallel.agree import (
-    agree,
-    agree_on_graph,
-    describe_call,
-    described,
-    draws_numbers,
-    random_state,
-)
+from attngraph.runtime.parallel import agree, parameters
 from attngraph.runtime.parallel.fetch_early import fetching_early
 from attngraph.runtime.parallel.mesh import RankMesh, ShardConfig, rank_mesh
-from attngraph.runtime.parallel.states import AllRanks, of_rank, on_all_ranks, simulated
 
 
 def devices_of(mesh: Any, shard: ShardConfig | None) -> OneDevice:
@@ -82,24 +84,25 @@ class SeveralDevices(OneDevice):
     def runs(self, graph: ProgramGraph, owner: nn.Module, run: Runner) -> tuple[Runner, Own]:
         if graph.ranks is None:
             return run, dict
-        if self.mesh.is_simulated:
-            return simulated, parameters.Own(graph, owner, self.mesh)
         self._distribute(graph, owner)
-        return lambda graph: fetching_early(run(graph)), parameters.Own(graph, owner, self.mesh)
+        runner = simulated if self.mesh.is_simulated else lambda graph: fetching_early(run(graph))
+        return runner, parameters.Own(graph, owner, self.mesh)
 
     def steps(self, graph: ProgramGraph, owner: nn.Module, run: Runner) -> tuple[Runner, OneRank]:
         if graph.ranks is None:
             return super().steps(graph, owner, run)
         assert graph.state is not None
+        self._distribute(graph, owner)
         own = parameters.Own(graph, owner, self.mesh, keeps=True)
         if self.mesh.is_simulated:
             return on_all_ranks, AllRanks(graph.state, own, graph.ranks)
-        self._distribute(graph, owner)
         rank = self.mesh.rank, self.mesh.count
         return run, OneRank(of_rank(graph.state, rank[0]), own, rank)
 
     def _distribute(self, graph: ProgramGraph, owner: nn.Module) -> None:
-        agree_on_graph(self.mesh, graph)
+        if self.mesh.is_simulated:
+            return
+        agree.agree_on_graph(self.mesh, graph)
         if self.mesh.tensor is not None and self.mesh.holds_parts:
             parameters.distribute(graph, owner, self.mesh.tensor)
 
@@ -111,9 +114,9 @@ class SeveralDevices(OneDevice):
             return make()
         with self._failing("the graph", contextlib.suppress(DisagreementError)):  # its own error is raised
             found = make()
-        if draws_numbers(found.captured.graph.graph) and not self._draws:
+        if agree.draws_numbers(found.captured.graph.graph) and not self._draws:
             self._draws = True
-            agree(self.mesh, "the state of random numbers", random_state())
+            agree.agree(self.mesh, "the state of random numbers", agree.random_state())
         return found
 
     def derived(self, make: Callable[[], Any]) -> Any:
@@ -121,7 +124,7 @@ class SeveralDevices(OneDevice):
             return make()
         with self._failing("the decoder", contextlib.nullcontext()):
             found = make()
-        agree(self.mesh, "the decoder", "derived")
+        agree.agree(self.mesh, "the decoder", "derived")
         return found
 
     @contextlib.contextmanager
@@ -133,19 +136,21 @@ class SeveralDevices(OneDevice):
             raise
         except Exception as problem:
             with around:
-                agree(self.mesh, what, f"none: {type(problem).__name__}: {problem}")
+                agree.agree(self.mesh, what, f"none: {type(problem).__name__}: {problem}")
             raise
 
     # --- to call ---
 
     def agree(self, what: str, *given: Any) -> None:
         if self.has_peers and self.mesh.config.agree:
-            agree(self.mesh, "the call", f"{what}\n{described(given)}")
+            agree.agree(self.mesh, "the call", f"{what}\n{agree.described(given)}")
 
     def agree_on_call(self, model: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         if not self.mesh.is_simulated and self.mesh.config.agree:
             training, tokens = getattr(model, "training", False), self.mesh.context is not None
-            agree(self.mesh, "the call", describe_call(tensors, leaves, training, self._draws, tokens))
+            agree.agree(
+                self.mesh, "the call", agree.describe_call(tensors, leaves, training, self._draws, tokens)
+            )
 
     def whose(self, rank: tuple[int, int]) -> str:
         own = not self.has_peers or rank == (self.mesh.rank, self.mesh.count)
@@ -168,7 +173,7 @@ class SeveralDevices(OneDevice):
         parameters.require_contents(model)
 
     def require_filled(self, model: Any) -> None:
-        if isinstance(model, nn.Module) and parameters.is_unfilled(model):
+        if isinstance(model, nn.Module) and parameters.unfilled(model):
             raise PlacementError(
                 "the model was made on meta, and its weights have not been loaded.\nWhat to do: "
                 "compiled.place(example), then attngraph.load_weights(model, path)."
@@ -184,3 +189,122 @@ class SeveralDevices(OneDevice):
 
     def require_savable(self, what: str) -> None:
         raise SavedError(f"the {what} is divided among ranks; a graph of several ranks is not saved yet.")
+
+
+class _Joined(torch.autograd.Function):
+    """A result that is equal on all ranks: one of them, whose gradient every rank gets."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor) -> Tensor:
+        ctx.count = len(values)
+        return values[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return (grad,) * ctx.count  # type: ignore[no-any-return]
+
+
+def simulated(graph: ProgramGraph) -> Callable[..., Sequence[Any]]:
+    """The function that computes a graph's results for all ranks."""
+    run = on_all_ranks(graph)
+    return lambda *inputs: [one_of_all(value) for value in run(*inputs)]
+
+
+def on_all_ranks(graph: ProgramGraph) -> Callable[..., Sequence[Any]]:
+    """The function that computes a graph's results for all ranks: a `PerRank` where they may differ."""
+    assert graph.ranks is not None
+    ranks = graph.ranks
+
+    def for_all(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not (value.requires_grad and torch.is_grad_enabled()):
+            return value
+        return PerRank([value, *(value.detach().requires_grad_() for _ in range(ranks.count - 1))])
+
+    def compute(node: fx.Node, args: Any, kwargs: Any) -> Any:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    return lambda *inputs: _run(graph.graph, map(for_all, inputs), compute, ranks)
+
+
+def _run(graph: fx.Graph, inputs: Iterable[Any], compute: Callable[..., Any], ranks: Ranks) -> Sequence[Any]:
+    order = [n for n in graph.nodes if n.op == "call_function"]
+    results: Any = graph.output_node().args[0]
+    given = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    return run_on_ranks(order, given, list(results), compute, ranks)
+
+
+def one_of_all(value: Any) -> Any:
+    """The value that all ranks have. (It is a bug in attngraph if they differ.)"""
+    if not isinstance(value, PerRank):
+        return value
+    if not isinstance(value[0], Tensor):
+        return value[0]
+    first, *others = (own.detach() for own in value)
+    if not all(torch.equal(own, first) or torch.allclose(own, first, equal_nan=True) for own in others):
+        raise RuntimeError("ranks have different results. Please report it.")
+    return _Joined.apply(*value) if first.is_floating_point() else value[0]
+
+
+class AllRanks(OneRank):
+    """A graph run for all ranks in this process."""
+
+    def __init__(self, plan: CachePlan, own: Callable[[], Mapping[str, Any]], ranks: Ranks) -> None:
+        self._names = [about.name for about in (*plan.stores, *plan.carried, *plan.fixed)]
+        self._teams = {store.table: store.team for store in plan.stores if store.team > 1}
+        self._ranks, self._count = ranks, ranks.count
+        super().__init__(_of_all(plan, ranks.count), own)
+
+    def exact(self, module: fx.GraphModule) -> Any:
+        return _ExactOnRanks(module, self._ranks)
+
+    def taken(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
+        teams = dict.fromkeys((n for n in self._names if _named(n, 0) in kept), self._count) | self._teams
+        return {**kept, **{
+            name: PerRank(kept[_named(name, rank % team)] for rank in range(self._count))
+            for name, team in teams.items()
+        }}  # fmt: skip
+
+    def kept(self, results: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {
+            _named(name, rank): value[rank] if isinstance(value, PerRank) else value
+            for name, value in results.items()
+            for rank in range(self._count)
+        }
+
+    def one(self, result: Any) -> Any:
+        return one_of_all(result)
+
+
+def _named(name: str, rank: int) -> str:
+    return f"{name}@{rank}"
+
+
+def of_rank(plan: CachePlan, rank: int) -> CachePlan:
+    """What one rank keeps, of ranks that may divide tokens."""
+    stores = tuple(dataclasses.replace(s, member=rank % s.team) for s in plan.stores)
+    return dataclasses.replace(plan, stores=stores)
+
+
+def _of_all(plan: CachePlan, count: int) -> CachePlan:
+    """What all ranks keep together."""
+    of_each = [of_rank(plan, rank) for rank in range(count)]
+
+    def every(field: str) -> tuple[Any, ...]:
+        same = zip(*(getattr(of, field) for of in of_each), strict=True)
+        return tuple(dataclasses.replace(v, name=_named(v.name, r)) for of in same for r, v in enumerate(of))
+
+    stores = every("stores")
+    scales = [i for i, _ in enumerate(stores) if stores[i].scales_of]
+    named = {i: _named(stores[i].scales_of, i % count) for i in scales}
+    stores = tuple(dataclasses.replace(s, scales_of=named.get(i, "")) for i, s in enumerate(stores))
+    return dataclasses.replace(plan, stores=stores, fixed=every("fixed"), carried=every("carried"))
+
+
+class _ExactOnRanks:
+    """Computes a graph in float64 for all ranks; results are those of every rank where they may differ."""
+
+    def __init__(self, module: fx.GraphModule, ranks: Ranks) -> None:
+        self.graph, self.ranks = module.graph, ranks
+
+    def run(self, *inputs: Any) -> Sequence[Any]:
+        return _run(self.graph, inputs, Oracle().compute, self.ranks)
