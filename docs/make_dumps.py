@@ -21,21 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
 
 import attngraph
-from attngraph import pipeline
-from attngraph.capture.trace import capture
-from attngraph.models.attention import AttentionConfig, HeadByHeadAttention
-from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
-from attngraph.models.linear_attention import LinearAttention, LinearAttentionConfig
-from attngraph.models.masked_attention import CausalAttention, CausalAttentionConfig, CausalSelfAttention
-from attngraph.models.mla import LatentAttention, MLAConfig
-from attngraph.models.relative_bias import RelativeBiasAttention, RelativeBiasConfig
+from attngraph.models.masked_attention import CausalAttention
 from attngraph.models.targets import seeded
-from attngraph.passes import Canonicalize, FuseAttention, MergeHeads
-from attngraph.passes.convert_heads import ConvertHeads
-from attngraph.report.dump import Dump
 from attngraph.report.picture import mask_map, to_svg
 from attngraph.report.programs import WELL_KNOWN
 
@@ -50,70 +39,13 @@ PICTURES = DOCS / "pictures"
 VERSION = re.compile(r"(?<=`python docs/make_dumps.py` with torch )\d+\.\d+")
 
 
-def _compiled(model: nn.Module, shape: tuple[int, ...], folder: Path, **options: str) -> None:
-    with torch.no_grad():
-        attngraph.compile(model.eval(), dump=folder, **options)(torch.randn(shape))
-
-
 def causal(folder: Path) -> None:
     """Causal attention alone: queries, keys and values are given."""
     with torch.no_grad():
         attngraph.compile(CausalAttention(), dump=folder)(*torch.randn(3, 2, 4, 7, 8))
 
 
-def heads(folder: Path) -> None:
-    """Two heads in a ModuleList."""
-    config = AttentionConfig(width=16, heads=2, key_width=8, value_width=8, bias=False)
-    _compiled(HeadByHeadAttention(config), (2, 7, 16), folder)
-
-
-def _latent_model() -> nn.Module:
-    config = MLAConfig(width=32, heads=4, latent=8, nope=16, value=16, rope=0)
-    return LatentAttention(config)
-
-
-def latent(folder: Path) -> None:
-    """Latent attention without positions: 4 heads of width 16 from a latent of 8."""
-    _compiled(_latent_model(), (2, 7, 32), folder, absorb="always")
-
-
-def folded(folder: Path) -> None:
-    """The same with weights multiplied ahead."""
-    _compiled(_latent_model(), (2, 7, 32), folder, absorb="fold")
-
-
-def linear(folder: Path) -> None:
-    """Causal attention without a softmax, at a length at which its square costs more."""
-    config = LinearAttentionConfig(width=16, heads=2, key_width=8, value_width=8, bias=False)
-    _compiled(LinearAttention(config), (1, 512, 16), folder)
-
-
-def biased(folder: Path) -> None:
-    """Attention of two heads with the bias of T5."""
-    config = RelativeBiasConfig(width=16, heads=2, key_width=8, value_width=8, bias=False)
-    _compiled(RelativeBiasAttention(config), (2, 7, 16), folder)
-
-
-def decoder(folder: Path) -> None:
-    """A decoder-only language model of one layer, as a decoder."""
-    config = DecoderLMConfig(vocab_size=32, layers=1, width=16, heads=2, max_tokens=64)
-    model = DecoderLM(config).eval()
-    attngraph.compile(model, cache=True, dump=folder).prefill(torch.zeros(1, 5, dtype=torch.int64))
-
-
-def converted(folder: Path) -> None:
-    """Attention of 4 heads, converted to 2 key/value heads."""
-    config = CausalAttentionConfig(width=32, heads=4, key_width=8, value_width=8, max_tokens=64, bias=False)
-    with torch.no_grad():
-        graph = capture(CausalSelfAttention(config).eval(), (torch.randn(2, 7, 32),), {}).graph
-        dump = Dump(folder)
-        pipeline.run(graph, (Canonicalize(), FuseAttention(), MergeHeads()), dump)
-        pipeline.run(graph, (ConvertHeads(2),), dump)
-
-
-CASES: dict[str, Callable[[Path], None]] = {
-    case.__name__: case for case in (causal, heads, latent, folded, linear, biased, decoder, converted)
-}
+CASES: dict[str, Callable[[Path], None]] = {case.__name__: case for case in (causal,)}
 
 
 @functools.cache

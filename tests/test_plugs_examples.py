@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
+import string
 import sys
 import types
 from pathlib import Path
@@ -48,11 +50,26 @@ def test_the_examples_of_the_page_run(page: dict[str, Any]) -> None:
 
 @needs_lm_eval
 def test_lm_eval_scores_a_derived_decoder_as_it_scores_the_model(
-    page: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    page: dict[str, Any],
 ) -> None:
+    instance = importlib.import_module("lm_eval.api.instance").Instance
+    tokenizers = importlib.import_module("tokenizers")
+    words = ["<unk>", "<s>", "</s>", *string.ascii_letters, *string.digits, " ", ".", ","]
+    characters = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>")
+    )
+    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    questions = [
+        instance("loglikelihood", {}, pair, 0) for pair in (("hello", " you"), ("one two", " three"))
+    ]
+
     (code,) = filter(is_for_lm_eval, EXAMPLES)
+    page["tokenizer"] = tokenizer
     exec(compile(code, "docs/plugs.md, lm-eval", "exec"), page)
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert len(page["evaluated"].loglikelihood(questions, disable_tqdm=True)) == 2
 
     config = transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=100, bos_token_id=1, eos_token_id=2
@@ -63,14 +80,14 @@ def test_lm_eval_scores_a_derived_decoder_as_it_scores_the_model(
         for parameter in stock.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.2 if parameter.ndim > 1 else 0.1)
     wrapped = attngraph.hf.generation_model(attngraph.compile(stock, cache=True))
-    request, tokenizer, found = page["Instance"], page["tokenizer"], []
+    found = []
     for model in (stock, wrapped):
         tested = page["HFLM"](
             pretrained=model, tokenizer=tokenizer, backend="causal", max_length=64, batch_size=2, device="cpu"
         )
-        scores = tested.loglikelihood(page["questions"], disable_tqdm=True)
+        scores = tested.loglikelihood(questions, disable_tqdm=True)
         until = {"until": ["qq"], "max_gen_toks": 12, "do_sample": False}
-        asked = [request("generate_until", {}, (text, until), 0) for text in ("hello", "one two three")]
+        asked = [instance("generate_until", {}, (text, until), 0) for text in ("hello", "one two three")]
         found.append((scores, tested.generate_until(asked, disable_tqdm=True)))
     (theirs, their_text), (ours, our_text) = found
     assert our_text == their_text

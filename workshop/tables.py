@@ -128,7 +128,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "forward h100": lambda: attention("h100.json", False),
     "backward h100": lambda: attention("h100.json", True),
     "decoding h100": lambda: decoding("h100.json"),
-    "about h200": lambda: about("h200.json"),
     "whole models": lambda: whole("whole.json"),
 }  # fmt: skip
 _PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n\n)(.*?)(\n\n<!-- end -->)", re.DOTALL)

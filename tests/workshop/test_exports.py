@@ -9,6 +9,8 @@ from workshop.bench.stock.exported import DECODERS, ENCODERS, HEADING, examine, 
 ROWS = [
     {"cell": "A", "kind": "decoder", "outcome": "equal", "attentions": 2, "onnx": 2, "pt2": 2,
      "onnx words": ["with a mask"]},
+    {"cell": "C", "kind": "decoder", "outcome": "equal", "attentions": 2, "onnx": 2, "pt2": 2,
+     "onnx words": ["with a mask"]},
     {"cell": "B", "kind": "encoder", "outcome": "refused", "reason": "ExportError: no"},
 ]  # fmt: skip
 
@@ -21,8 +23,8 @@ def test_the_table_replaces_the_last_part_of_its_page(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("# Export\n\nBefore.\n\n## Models of transformers\n") and "old table" not in text
     assert text.count(HEADING) == 1
-    assert "### Decoders: 1 of 1 equal" in text and "### Encoders: 0 of 1 equal" in text
-    assert "| A | 2 | 2 | 2 | with a mask | equal |" in text
+    assert "### Decoders: 2 of 2 equal" in text and "### Encoders: 0 of 1 equal" in text
+    assert "| A, C | 2 | 2 | 2 | with a mask | equal |" in text
     assert "| B |  |  |  |  | refused: ExportError: no |" in text
 
 

@@ -84,11 +84,11 @@ def test_the_page_prints_lost_rows_and_packages_that_are_missing(monkeypatch: py
         "attngraph: late M": {"outcome": "out of time", "reason": "longer than 9 s"},
     }  # fmt: skip
     found = page(models, rows)
-    assert "| here 1.0 | M | 1 of 3 | 3 pieces | 1e-07 | 30.0 | 4.0 + 9 |" in found
+    assert "| here 1.0 | M (1 of 3, 3 pieces) | 1 of 3 | 1e-07 | 30.0 | 4.0 + 9 |" in found
     assert "- not fused: a \\| b: M" in found
     assert "- in pieces: because: M" in found
-    assert "| late 1.0 | M | out of time |" in found
-    assert "| gone | M | not installed here, so not run |" in found
+    assert "| late 1.0 | M (out of time) |" in found
+    assert "| gone | M (not installed here, so not run) |" in found
     assert "timed on 1; of these, 1 take attngraph over 20 s" in summary(models, rows)
     assert not is_slow(ours, {"seconds": 40.0, "building": 0.0})
 

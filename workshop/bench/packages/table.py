@@ -33,24 +33,25 @@ One command makes this page, and goes on where it was cut off. The list of model
 
     python -m workshop packages --json rows.json --resume --table docs/packages.md
 
-- *fused*: of the softmax-like places, how many became attention. The others are listed with their reasons.
-- *graph*: whole, or the number of pieces that torch.compile captured it in, with the reason.
-- *difference*: of the result from the model's own, relative to its largest entry. If it is above
+- *models*: behind a name, how many of its softmax-like places are fused if not all are, and the number of
+  pieces that torch.compile captured it in if it is not one graph. The reasons stand below.
+- *fused*: of the softmax-like places of all models of the package, how many became attention.
+- *difference*: the largest of a result from the model's own, relative to its largest entry. If it is above
   {close:.0e}, both are compared with the model in float64.
-- *attngraph*, *torch.compile*: seconds of CPU of the first call, which compiles (torch.compile: with
+- *attngraph*, *torch.compile*: seconds of CPU of the models' first calls, which compile (torch.compile: with
   Inductor), each in a process of its own whose caches of kernels are empty; after the plus sign, seconds of
   the C and C++ compilers that it started. What is done once per process, as imports, is not counted.
 
 Machine: {machine}; Python {python}, PyTorch {torch}.
 """
 _COLUMNS = (
-    "\n| package | model | fused | graph | difference | attngraph, s | torch.compile, s |\n"
-    "|---|---|---|---|---|---|---|\n"
+    "\n| package | models | fused | difference | attngraph, s | torch.compile, s |\n"
+    "|---|---|---|---|---|---|\n"
 )
 
 
 def page(models: Sequence[Model], rows: Mapping[str, Row]) -> str:
-    """The page: a line per model, in the order of the list, then each reason with the models that have it."""
+    """The page: a line per package, in the order of the list, then each reason with its models."""
     packages = list(dict.fromkeys(model.package for model in models))
     head = _HEAD.format(
         models=len(models), packages=len(packages), summary=" ".join(summary(models, rows).split("\n")),
@@ -61,7 +62,10 @@ def page(models: Sequence[Model], rows: Mapping[str, Row]) -> str:
     for model in models:
         for reason in _notes(_rows(model, rows)[0]):
             reasons.setdefault(reason, []).append(in_one_cell(model.name))
-    lines = [_line(model, versions[model.package], rows) for model in models]
+    lines = [
+        _line(package, versions[package], [m for m in models if m.package == package], rows)
+        for package in packages
+    ]
     told = [f"- {reason}: {', '.join(names)}\n" for reason, names in reasons.items()]
     return "".join([head, _COLUMNS, *lines, "\n## Reasons\n\n", *told])
 
@@ -122,20 +126,30 @@ def _missed(row: Row) -> int:
     return found
 
 
-def _line(model: Model, version: str | None, rows: Mapping[str, Row]) -> str:
-    ours, theirs = _rows(model, rows)
-    if version is None:
-        cells = ["not installed here, so not run", "", "", "", ""]
-    elif "fused" not in ours:
-        cells = [ours.get("outcome", "not run"), "", "", "", _seconds(theirs)]
+def _line(package: str, version: str | None, models: Sequence[Model], rows: Mapping[str, Row]) -> str:
+    pairs = [_rows(model, rows) for model in models]
+    titles = "; ".join(_title(model, ours, version) for model, (ours, _) in zip(models, pairs, strict=True))
+    cells = [" ".join(filter(None, (package, version))), titles]
+    if ran := [ours for ours, _ in pairs if "fused" in ours]:
+        fused = sum(row["fused"] for row in ran)
+        furthest = max(ran, key=lambda row: row["difference"])
+        cells += [f"{fused} of {fused + sum(map(_missed, ran))}", _difference(furthest)]
+        cells += [_seconds(ran), _seconds([theirs for _, theirs in pairs])]
     else:
-        graph = f"{ours['graphs']} pieces" if ours["pieces"] else "whole"
-        cells = [
-            f"{ours['fused']} of {ours['fused'] + _missed(ours)}", graph, _difference(ours), _seconds(ours),
-            _seconds(theirs),
-        ]  # fmt: skip
-    named = [" ".join(filter(None, (model.package, version))), in_one_cell(model.name)]
-    return "| " + " | ".join([*named, *cells]) + " |\n"
+        cells += ["", "", "", ""]
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _title(model: Model, ours: Row, version: str | None) -> str:
+    """The name of a model, and what is not as it is for most."""
+    if version is None:
+        said = ["not installed here, so not run"]
+    elif "fused" not in ours:
+        said = [ours.get("outcome", "not run")]
+    else:
+        said = [f"{ours['fused']} of {ours['fused'] + _missed(ours)}"] * bool(_missed(ours))
+        said += [f"{ours['graphs']} pieces"] * bool(ours["pieces"])
+    return in_one_cell(model.name) + (f" ({', '.join(said)})" if said else "")
 
 
 def _difference(row: Row) -> str:
@@ -144,11 +158,12 @@ def _difference(row: Row) -> str:
     return f"{row['difference']:.0e}" + said.get(verdict(row), near)
 
 
-def _seconds(row: Row) -> str:
-    if "seconds" not in row:
-        return str(row.get("outcome", "not run"))
-    built = f" + {row['building']:.0f}" if row["building"] >= 0.5 else ""
-    return f"{row['seconds']:.1f}{built}"
+def _seconds(rows: Sequence[Row]) -> str:
+    """Of all rows that were timed, together, and how many were not."""
+    timed = [row for row in rows if "seconds" in row]
+    built = sum(row["building"] for row in timed)
+    text = f"{sum(row['seconds'] for row in timed):.1f}" + (f" + {built:.0f}" if built >= 0.5 else "")
+    return text + (f", {len(rows) - len(timed)} failed" if len(timed) < len(rows) else "")
 
 
 def _notes(row: Row) -> list[str]:

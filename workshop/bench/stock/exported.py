@@ -165,7 +165,7 @@ on {machine}. One command writes this part:
 
     python -m workshop exports --json rows.json --resume --table docs/export.md
 """
-_COLUMNS = ["class", "attentions", "Attention operations in ONNX", "SDPA in pt2", "what is said", "outcome"]
+_COLUMNS = ["classes", "attentions", "Attention operations in ONNX", "SDPA in pt2", "what is said", "outcome"]
 TASKS = Tasks(work, "workshop.bench.stock.preload")
 
 
@@ -180,15 +180,23 @@ def write(page: Path, rows: Sequence[Row]) -> None:
         found = [row for row in rows if row.get("kind") == kind]
         equal = sum(row["outcome"] == "equal" for row in found)
         parts.append(f"\n### {kind.capitalize()}s: {equal} of {len(found)} equal\n\n")
-        parts.append(markdown([_COLUMNS, *map(_line, found)]) + "\n")
+        parts.append(markdown([_COLUMNS, *_lines(found)]) + "\n")
     page.write_text("".join(parts), encoding="utf-8")
 
 
-def _line(row: Row) -> list[str]:
+def _lines(rows: Sequence[Row]) -> list[list[str]]:
+    """A line for all classes of which the same is said."""
+    classes: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        classes.setdefault(_said(row), []).append(row["cell"])
+    return [[", ".join(names), *said] for said, names in classes.items()]
+
+
+def _said(row: Row) -> tuple[str, ...]:
     numbers = [str(row.get(name, "")) for name in ("attentions", "onnx", "pt2")]
     words = "; ".join(w for w in row.get("onnx words", ()) if w)
     outcome = row["outcome"] + (f": {row['reason']}" if "reason" in row else "")
-    return [row["cell"], *numbers, in_one_cell(words), in_one_cell(outcome)]
+    return *numbers, in_one_cell(words), in_one_cell(outcome)
 
 
 def _versions() -> str:
