@@ -119,7 +119,7 @@ def to_svg(drawn: TileMap, title: str = "") -> str:
     sheet = Sheet(len(panels), shown.queries, shown.keys, _NARROW)
     sheet.write(title, "bold")
     headings = [_heading(panel) if len(panels) > 1 else "" for panel in panels]
-    sheet.panels(headings, lambda number, *at: _panel(panels[number].rows, *at, sheet.height))
+    sheet.panels(headings, lambda number, left, top: _panel(panels[number].rows, left, top, sheet.height))
     for note in _notes(shown, "square"):
         sheet.write(note)
     for state in shown.states():

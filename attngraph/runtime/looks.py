@@ -110,7 +110,7 @@ class _Part:
         self.given = [name for name in names if name in given]
         self._before = _Part(about, {name: given[name] for name in self.given}) if self.given else None
         kept = {name for name in names if name not in given}
-        self.kept = sorted(kept.union(self._before.kept if self._before else ()), key=int)
+        self.kept: list[str] = sorted(kept.union(self._before.kept if self._before else ()), key=int)
         self._orders = [orders.get(name, ()) for name in values]
         self._machine: Machine | None = None
         self._flows: dict[tuple[bool, ...], frozenset[str]] = {}

@@ -250,7 +250,7 @@ class Pages(Part):
                 held[:, places[0], places[1]] = torch.stack([v[index] for v in values]).to(arena.dtype)
                 continue
             if len(row) > FEW:  # copied store by store: together is one copy more, of little
-                pairs = list(zip(held.split(1), (v[None] for v in values), strict=True))
+                pairs = list(zip(torch.split(held, 1), (v[None] for v in values), strict=True))
             else:
                 pairs = [(held, torch.stack(values))]
             for to, value in pairs:

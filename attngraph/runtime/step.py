@@ -10,6 +10,7 @@ from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.errors import CacheError
 from attngraph.ir.graph.formula import are_few
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
+from attngraph.ir.ops.cached_attention import Carried, Store
 from attngraph.ir.ops.token_program import prepare
 from attngraph.ir.versions import version_of
 from attngraph.report.report import CompileReport
@@ -129,7 +130,8 @@ class Step:
             picked = rows["row"] if one_each else torch.arange(sum(counts), device=state.device)
         kept = self.ranks.taken({**rows, **state.kept()})
         result, *news = self._step(arguments, {"picked": picked, **kept, **self.ranks.own()}, run)
-        names = [about.name for about in (*self._keeps.stores, *self._keeps.carried)]
+        kept_anew: tuple[Store | Carried, ...] = (*self._keeps.stores, *self._keeps.carried)
+        names = [about.name for about in kept_anew]
         state.write(self.ranks.kept(dict(zip(names, news, strict=True))), rows, counts)
         return self.ranks.one(result)  # type: ignore[no-any-return]
 

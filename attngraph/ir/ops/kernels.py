@@ -141,7 +141,7 @@ def normalised(blocks: Sequence[Tensor], sink: Tensor | None) -> tuple[Sequence[
         blocks = [*blocks, sink.expand(*blocks[0].shape[:3], 1)]
     scores = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), -1)
     weights, lse = scores.softmax(-1), scores.logsumexp(-1)
-    return [weights] if len(blocks) == 1 else weights.split([b.shape[3] for b in blocks], -1), lse
+    return [weights] if len(blocks) == 1 else torch.split(weights, [b.shape[3] for b in blocks], -1), lse
 
 
 def dot(q: Tensor, k: Tensor) -> Tensor:

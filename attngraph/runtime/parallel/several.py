@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from attngraph.capture.program.layouts import let_go
 from attngraph.errors import DisagreementError, NoDecoderError, PlacementError, SavedError
 from attngraph.ir.graph import Axis, ProgramGraph, Ranks
-from attngraph.ir.ops.cached_attention import CachePlan
+from attngraph.ir.ops.cached_attention import CachePlan, Carried, Fixed, Store
 from attngraph.meaning.check.oracle import Oracle
 from attngraph.meaning.check.ranks import PerRank, run_on_ranks
 from attngraph.runtime.devices import ONE, OneDevice, OneRank, Own, Runner
@@ -249,7 +249,8 @@ class AllRanks(OneRank):
     """A graph run for all ranks in this process."""
 
     def __init__(self, plan: CachePlan, own: Callable[[], Mapping[str, Any]], ranks: Ranks) -> None:
-        self._names = [about.name for about in (*plan.stores, *plan.carried, *plan.fixed)]
+        kept: tuple[Store | Carried | Fixed, ...] = (*plan.stores, *plan.carried, *plan.fixed)
+        self._names = [about.name for about in kept]
         self._teams = {store.table: store.team for store in plan.stores if store.team > 1}
         self._ranks, self._count = ranks, ranks.count
         super().__init__(_of_all(plan, ranks.count), own)
