@@ -30,6 +30,7 @@ from attngraph.codegen.cpu import toolchain
 from attngraph.errors import SavedError
 from attngraph.ir import cache_folder
 from attngraph.ir.garbage import without_collections
+from attngraph.ir.kept import kept
 from attngraph.ir.records import made, plain
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.examples import Example
@@ -132,13 +133,11 @@ class Call:
             "call": self.described, "of": f"{name.__module__}.{getattr(name, '__qualname__', '')}",
         }  # fmt: skip
         self.owner = owner_of(target)
-        self._contents: dict[Scope, Content] = {}
 
+    @kept
     def content(self, scope: Scope) -> Content:
         """The state that counts in a scope."""
-        if scope not in self._contents:
-            self._contents[scope] = guards.describe_state(self.target, self.leaves, scope)
-        return self._contents[scope]
+        return guards.describe_state(self.target, self.leaves, scope)
 
     def known(self, files: Files) -> Known:
         """What a graph in files is put in place with."""

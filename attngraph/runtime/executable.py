@@ -137,18 +137,12 @@ def scores_per_attention(
             continue
         attentions += 1
         counts.append(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
-    formulas = [getattr(getattr(c, "node", None), "expr", sympy.Integer(0)) for c in counts]
-    fixed = sum(c for c in counts if isinstance(c, int))
-    total = sympy.Add(*formulas) + fixed
+    total = sympy.Add(*(c if isinstance(c, int) else c.node.expr for c in counts))
     if any(symbol_is_type(s, SymT.UNBACKED_INT) for s in total.free_symbols):
         return None
-    known: dict[tuple[int, ...], float] = {}
 
-    def scores(tensors: Sequence[Tensor]) -> float:
-        bound = sizes.bind(tuple(t.shape for t in tensors)) or {}
-        key = tuple(bound.values())
-        if key not in known:
-            known[key] = size_value(total, bound) / max(attentions, 1)
-        return known[key]
+    @functools.cache
+    def mean(bound: tuple[tuple[str, int], ...]) -> float:
+        return size_value(total, dict(bound)) / max(attentions, 1)
 
-    return scores
+    return lambda tensors: mean(tuple((sizes.bind(tuple(t.shape for t in tensors)) or {}).items()))

@@ -6,6 +6,7 @@ tokens in another way there. The number of sequences is that of the call's rows;
 alone."""
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class StepSizes:
         self._told = {self.rows: ROWS, self.length: TOKENS}
         self.asks = bool(self._conditions or sides.decisions or single)
         """Whether any call is to be looked at."""
-        self._known: dict[tuple[int, int, tuple[tuple[str, int], ...]], str] = {}
+        self._fault_of = functools.lru_cache(4096)(self._fault)
         traced = self._most_traced()
         self._whole_table = tables if traced is not None and traced + 1 == tables else None
         """A length that the trace excludes, because a slice of the whole table would be the table itself."""
@@ -127,24 +128,20 @@ class StepSizes:
 
     def fault(self, call: Call) -> str:
         """Why the graph is not right for a call; "" if it is."""
-        for length in sorted(call.lengths) if self.asks else ():
-            key = call.rows, length, tuple(call.others.items())
-            if key not in self._known:
-                if len(self._known) > 4096:
-                    self._known.clear()
-                sizes = {**call.others, self.length: length, self.rows: call.rows}
-                self._known[key] = next(self._faults(sizes, call.rows, length), "")
-            if self._known[key]:
-                return self._known[key]
-        return ""
+        if not self.asks:
+            return ""
+        others = tuple(call.others.items())
+        faults = (self._fault_of(call.rows, length, others) for length in sorted(call.lengths))
+        return next(filter(None, faults), "")
 
-    def _faults(self, sizes: dict[str, int], rows: int, length: int) -> Iterator[str]:
+    def _fault(self, rows: int, length: int, others: tuple[tuple[str, int], ...]) -> str:
         if self.single and rows != 1:
-            yield f"the graph is for calls of one sequence, and there are {rows}"
+            return f"the graph is for calls of one sequence, and there are {rows}"
+        sizes = {**dict(others), self.length: length, self.rows: rows}
         decision = self.sides.broken(sizes)
         if decision is not None:
             does = "raises an error" if decision.raises else "does something else"
-            yield (
+            return (
                 f"the model asks at {decision.line} whether {in_words(decision.relation, self._told)}, and "
                 f"{does} where that is not so, as for {_counted(rows, length)}"
             )
@@ -153,7 +150,8 @@ class StepSizes:
             is_whole = length == self._whole_table and self._is_own(condition) and holds(condition, shorter)
             if not is_whole and not holds(condition, sizes):
                 words = in_words(condition, self._told)
-                yield f"the graph is for sizes with {words}, which is not so for {_counted(rows, length)}"
+                return f"the graph is for sizes with {words}, which is not so for {_counted(rows, length)}"
+        return ""
 
     def _most_traced(self) -> int | None:
         """The longest sequence that the trace is valid for, unless the model does something else with longer
