@@ -66,12 +66,8 @@ class DerivedSteps:
         return tuple(dict.fromkeys(step for _, step in self._kept))
 
     def of_state(self, state: KVCache) -> Step:
-        """The graph that goes on with a state.
-
-        Raises:
-            CacheError: the state is another decoder's, or another rank's; the model has changed since the
-                prompt; or the state was loaded from a file, and no graph is for it.
-        """
+        """The graph that goes on with a state. It is a CacheError if that is another decoder's or rank's, if
+        the model has changed since the prompt, or if it was loaded and no graph is for it."""
         if state.origin is None:
             state.origin = self._origin_of_loaded(state)
         origin: Origin = state.origin
@@ -209,10 +205,6 @@ class DerivedSteps:
 
         Args:
             known: steps for such calls, but for other sizes, the latest first.
-
-        Raises:
-            CacheError: the call's rows are on different sides of a branch, or no graph is for its sizes.
-            NoDecoderError, CaptureError: none can be derived.
         """
         made, seen, problems = list[Step](), list(known), list[AttnGraphError]()
         waiting = call.towards(known[0], Size()) if known else [Size()]

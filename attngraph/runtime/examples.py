@@ -256,11 +256,7 @@ class Examples:
 
     def _compared(self, problem: NoDecoderError, derive: Derive) -> Step:
         """A step of a graph that is found by comparing traces of several sizes, at last of calls with one
-        sequence at a time.
-
-        Raises:
-            NoDecoderError: `problem`, if there is none either.
-        """
+        sequence at a time. If there is none either, `problem` is raised."""
         if any(isinstance(v, (Tensor, Spread)) for v in self._spread.values()):
             raise problem  # what belongs to other sizes cannot be made up
         calls = [self._call(self._spread, tokens, rows) for rows, tokens in SIZES]

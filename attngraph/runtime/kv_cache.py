@@ -78,11 +78,7 @@ class KVCache:
 
     @property
     def now(self) -> Contents:
-        """What the state has.
-
-        Raises:
-            CacheError: a call that did not end has written over some of it.
-        """
+        """What the state has; a CacheError if a call that did not end has written over some of it."""
         if self._now.unfinished:
             raise CacheError(self.unfinished)
         return self._now
@@ -153,11 +149,7 @@ class KVCache:
         return Call(1 if self.alone else self.rows, frozenset(after), self.sizes)
 
     def longest(self, counts: Sequence[int]) -> int:
-        """How many tokens the longest row has with `counts[r]` more of each row r.
-
-        Raises:
-            CacheError: they do not fit.
-        """
+        """How many tokens the longest row has with `counts[r]` more of each row r, if they fit."""
         if len(counts) != self.rows:
             raise CacheError(f"new tokens for {len(counts)} row(s), but the state has {self.rows}.")
         after = [n + c for n, c in zip(self.lengths, counts, strict=True)]
@@ -171,11 +163,7 @@ class KVCache:
         return longest
 
     def reserve(self, counts: Sequence[int]) -> None:
-        """Make room for `counts[r]` more tokens of each row r.
-
-        Raises:
-            CacheError: they do not fit; nothing is written.
-        """
+        """Make room for `counts[r]` more tokens of each row r; where they do not fit, nothing is written."""
         self.longest(counts)
         now, groups = self.now, self.groups
         roomy = {name: group.with_room(now.lengths, counts, self.limit) for name, group in groups.items()}
@@ -333,7 +321,10 @@ class KVCache:
         require(len(rank) == 2 and rank[0] < rank[1], f"it is of no rank: {rank!r:.40}")
         self.__init__(plan, 0, config, device, limit)  # type: ignore[misc]
         self.rank = rank[0], rank[1]
-        self.sizes, self.alone = saved_cache.sizes_of(state.get("sizes", {})), bool(state.get("alone", False))
+        sizes = state.get("sizes", {})
+        require(isinstance(sizes, dict), "sizes is no record")
+        self.sizes = {str(n): saved_cache.number(size, f"the size {n!r:.40}") for n, size in sizes.items()}
+        self.alone = bool(state.get("alone", False))
         kept = state["groups"]
         same = isinstance(kept, dict) and kept.keys() == self.groups.keys()
         require(same, "it has other pages than its plan")

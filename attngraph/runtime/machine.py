@@ -288,14 +288,8 @@ def own_tensor(
 
 def require_own(given: Input, owner: nn.Module, constants: Mapping[str, Tensor], wanted: Any) -> None:
     """Check that a model has the tensor that an input names, by nothing but names of weights: no other
-    attribute is looked up because a file says so.
-
-    Args:
-        wanted: a tensor of the type that the graph says, whose symbolic sizes may be any.
-
-    Raises:
-        ValueError: it has not, or one of another type.
-    """
+    attribute is looked up because a file says so; else it is a ValueError. `wanted`: a tensor of the type
+    that the graph says, whose symbolic sizes may be any."""
     if given.kind != "constant":
         module, store, (name, *inside) = _place(given, owner)
         known = store.get(name) is not None or parametrize.is_parametrized(module, name)

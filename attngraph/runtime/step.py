@@ -129,7 +129,8 @@ class Step:
             picked = rows["row"] if one_each else torch.arange(sum(counts), device=state.device)
         kept = self.ranks.taken({**rows, **state.kept()})
         result, *news = self._step(arguments, {"picked": picked, **kept, **self.ranks.own()}, run)
-        names = [about.name for about in (*self._keeps.stores, *self._keeps.carried)]
+        keeps: tuple[Any, ...] = (*self._keeps.stores, *self._keeps.carried)
+        names = [about.name for about in keeps]
         state.write(self.ranks.kept(dict(zip(names, news, strict=True))), rows, counts)
         return self.ranks.one(result)  # type: ignore[no-any-return]
 

@@ -53,11 +53,7 @@ class ModelWrapper(nn.Module):
 
     @__class__.setter
     def __class__(self, kind: type) -> None:
-        """Take what a tool adds to the class that this module is said to have, as `fully_shard` does.
-
-        Raises:
-            TypeError: `kind` is not derived from that class. PlacementError: as `require_whole_again`.
-        """
+        """Take what a tool adds to the class that this module is said to have, as `fully_shard` does."""
         _REAL_CLASS.__set__(self, _extended(type(self), kind, self.__class__))
         self._kind = kind
         require_whole_again(self)

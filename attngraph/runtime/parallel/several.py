@@ -28,11 +28,7 @@ from attngraph.runtime.parallel.mesh import RankMesh, ShardConfig, rank_mesh
 
 
 def devices_of(mesh: Any, shard: ShardConfig | None) -> OneDevice:
-    """The devices of a mesh of the user's.
-
-    Raises:
-        TypeError: it is no mesh. ValueError: its axes have no names, or not those of the config.
-    """
+    """The devices of a mesh of the user's (`rank_mesh`)."""
     found = rank_mesh(mesh, shard or ShardConfig())
     return ONE if found is None else SeveralDevices(found)
 
@@ -249,7 +245,8 @@ class AllRanks(OneRank):
     """A graph run for all ranks in this process."""
 
     def __init__(self, plan: CachePlan, own: Callable[[], Mapping[str, Any]], ranks: Ranks) -> None:
-        self._names = [about.name for about in (*plan.stores, *plan.carried, *plan.fixed)]
+        every: tuple[Any, ...] = (*plan.stores, *plan.carried, *plan.fixed)
+        self._names: list[str] = [about.name for about in every]
         self._teams = {store.table: store.team for store in plan.stores if store.team > 1}
         self._ranks, self._count = ranks, ranks.count
         super().__init__(_of_all(plan, ranks.count), own)
