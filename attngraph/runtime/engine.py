@@ -60,9 +60,9 @@ class Request:
 
     def draw(self) -> float:
         """The random number for the next token, the same however often it is asked for."""
-        numbers, generator = self._drawn
         if self.options.temperature == 0:
             return 0.0
+        numbers, generator = self._drawn
         if len(self.tokens) >= len(numbers):
             generator = generator.clone_state()
             drawn = [float(torch.rand((), generator=generator, dtype=torch.float64)) for _ in range(DRAWN)]
@@ -72,10 +72,8 @@ class Request:
 
     def is_complete(self) -> bool:
         """Whether it has its last token."""
-        options = self.options
-        return bool(self.tokens) and (
-            self.tokens[-1] in options.ends or len(self.tokens) >= options.max_new_tokens
-        )
+        has_ended = bool(self.tokens) and self.tokens[-1] in self.options.ends
+        return has_ended or len(self.tokens) >= self.options.max_new_tokens
 
     @property
     def longest(self) -> int:
@@ -154,9 +152,8 @@ class Engine:
             raise ValueError(
                 f"a prompt must be one sequence of at least one token, found a shape of {tuple(ids.shape)}."
             )
-        options = Options(
-            max_new_tokens, temperature, top_k, top_p, 1, as_tuple(eos_token_id), seed, None, 1.0
-        )
+        ends = as_tuple(eos_token_id)
+        options = Options(max_new_tokens, temperature, top_k, top_p, ends=ends, seed=seed)
         request = Request(self, ids, options)
         with self._lock:
             limits = (self.max_tokens, None if self.state is None else self.state.limit)

@@ -70,6 +70,8 @@ class KVCache:
         self.rank = (0, 1)
         """Whose part of the values this is: which rank, of how many."""
         self._ones: tuple[Tensor, Tensor] | None = None
+        """The row of each token, and the start of each row's tokens, if every row gets one new token. Kept by
+        the state, not by the process: a state of tensors without data has such ones here too."""
         parts: list[Part] = [*all_pages(plan.stores, rows, config, device)]
         parts += [CarriedValues(plan.carried, rows, config, device), FixedValues(plan.fixed, device, {})]
         self._now = Contents([0] * rows, [0] * rows, {part.name: part for part in parts})
@@ -134,11 +136,11 @@ class KVCache:
 
     def stores(self) -> dict[str, Tensor]:
         """The pages of every cached value, by name."""
-        return {name: pages for group in self.groups.values() for name, pages in group.reads().items()}
+        return {name: pages for group in self.groups.values() for name, pages in group.values.items()}
 
     def kept(self) -> dict[str, Tensor]:
         """All that a step reads: pages, what the rows carry, values of the prompt."""
-        return {name: value for part in self.now.parts.values() for name, value in part.reads().items()}
+        return {name: value for part in self.now.parts.values() for name, value in part.values.items()}
 
     # --- a step ---
 
@@ -174,7 +176,9 @@ class KVCache:
         """The "rows" inputs of a step, by name: which token belongs to which row, and the page tables."""
         first = tell(torch.tensor(self.lengths, dtype=torch.int64), self.lengths)
         if min(counts, default=0) == 1 == max(counts):
-            row, starts = self._one_each(len(counts))
+            if self._ones is None or len(self._ones[0]) != self.rows:
+                self._ones = torch.arange(self.rows), tell(torch.arange(self.rows + 1), range(self.rows + 1))
+            row, starts = self._ones
             positions = first
         else:
             count = torch.tensor(list(counts), dtype=torch.int64)
@@ -275,13 +279,6 @@ class KVCache:
             for part, pairs in copies:
                 part.copy_pages(pairs)
         self._now = then
-
-    def _one_each(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The row of each token, and the start of each row's tokens, if every row gets one new token. Kept by
-        the state, not by the process: a state of tensors without data has such ones here too."""
-        if self._ones is None or len(self._ones[0]) != rows:
-            self._ones = torch.arange(rows), tell(torch.arange(rows + 1), range(rows + 1))
-        return self._ones
 
     @serving
     def copy(self) -> "KVCache":

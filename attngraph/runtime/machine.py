@@ -152,8 +152,9 @@ class _ValuesOfWeights:
         if interpret is not None:
             return self._named(self.machine((), None, interpret))
         weights = self.machine._inputs((), None, None)
-        stamps = [(w.data_ptr(), _stamp(w), w.dtype, w.device, w.shape) for w in weights]
-        if stamps != self._stamps or is_fully_sharded(self._owner):
+        stamps = [(w.data_ptr(), version_of(w), w.dtype, w.device, w.shape) for w in weights]
+        is_counted = all(version is not None for _, version, *_ in stamps)
+        if stamps != self._stamps or not is_counted or is_fully_sharded(self._owner):
             with torch.no_grad():
                 self._current = self._named(self.machine(()))
             self._stamps = stamps
@@ -161,12 +162,6 @@ class _ValuesOfWeights:
 
     def _named(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self._names, values, strict=True))
-
-
-def _stamp(tensor: Tensor) -> object:
-    """What changes when a tensor is written to; where torch does not count, it is new each time."""
-    version = version_of(tensor)
-    return object() if version is None else version
 
 
 def _target(output: Output, owner: nn.Module) -> Callable[[Any], Tensor] | None:

@@ -76,10 +76,6 @@ class Pages(Part):
         self.arenas[kind] = members, arena
         self.values = self.values | dict(zip((s.name for s in members), arena.unbind(), strict=True))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(arena.nbytes for _, arena in self.arenas.values())
-
     def _copy(self) -> "Pages":
         """The same pages, of which other rows may have others."""
         other = copy.copy(self)

@@ -47,6 +47,8 @@ class Step:
         self.name, self.names, self.spread, self.limit = sizes.tokens, sizes.names, sizes.spread, sizes.limit
         self.traced: Any = None
         """What its trace depended on, for saving it."""
+        given = ((n.meta["val"], i) for n, i in graph.given().items() if i.kind == "argument")
+        self._tokens = [value for value, i in given if self.names[int(i.name)] == self.name]
         self._step = Machine(graph, owner, run, self.names)
         prompt = graph.stages.get(Rate.PROMPT)
         self._prompt = None if prompt is None else Machine(prompt, owner, run, self.names)
@@ -65,10 +67,8 @@ class Step:
 
     def takes(self, ids: Tensor) -> bool:
         """Whether the graph takes tokens of this kind: numbers, or embeddings of that width."""
-        given = ((n.meta["val"], i) for n, i in self.graph.given().items() if i.kind == "argument")
-        values = [value for value, i in given if self.names[int(i.name)] == self.name]
-        same = (v.is_floating_point() == ids.is_floating_point() for v in values)
-        return all(same) and all(v.shape[2:] == ids.shape[2:] for v in values)
+        same = (v.is_floating_point() == ids.is_floating_point() for v in self._tokens)
+        return all(same) and all(v.shape[2:] == ids.shape[2:] for v in self._tokens)
 
     def traced_few(self) -> bool:
         """Whether the graph was traced for a few numbers of tokens, which say nothing of smaller or larger

@@ -9,6 +9,7 @@ everything once for each rank: `kept0` of rank 1 is called `kept0@1` there.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -284,17 +285,15 @@ def of_rank(plan: CachePlan, rank: int) -> CachePlan:
 
 def _of_all(plan: CachePlan, count: int) -> CachePlan:
     """What all ranks keep together."""
-    of_each = [of_rank(plan, rank) for rank in range(count)]
 
-    def every(field: str) -> tuple[Any, ...]:
-        same = zip(*(getattr(of, field) for of in of_each), strict=True)
-        return tuple(dataclasses.replace(v, name=_named(v.name, r)) for of in same for r, v in enumerate(of))
+    def each(values: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(dataclasses.replace(v, name=_named(v.name, r)) for v in values for r in range(count))
 
-    stores = every("stores")
-    scales = [i for i, _ in enumerate(stores) if stores[i].scales_of]
-    named = {i: _named(stores[i].scales_of, i % count) for i in scales}
-    stores = tuple(dataclasses.replace(s, scales_of=named.get(i, "")) for i, s in enumerate(stores))
-    return dataclasses.replace(plan, stores=stores, fixed=every("fixed"), carried=every("carried"))
+    stores = tuple(
+        dataclasses.replace(s, member=rank % s.team, scales_of=s.scales_of and _named(s.scales_of, rank))
+        for s, rank in zip(each(plan.stores), itertools.cycle(range(count)), strict=False)
+    )
+    return dataclasses.replace(plan, stores=stores, fixed=each(plan.fixed), carried=each(plan.carried))
 
 
 class _ExactOnRanks:
