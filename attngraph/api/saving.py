@@ -271,8 +271,7 @@ def executable_for(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
     saved: Folder | None = None,
 ) -> Executable:  # fmt: skip
-    """An executable for a call, from what was compiled before or compiled now. That what was saved does not
-    fit is an error if it is strict."""
+    """An executable for a call, from what was compiled before (if strict, that must fit) or compiled now."""
     call = Call({"kind": "module"}, target, (args, kwargs), options, not isinstance(target, Skeleton))
     return _taken_or_made(
         call, saved,

@@ -137,8 +137,7 @@ class DerivedSteps:
         return found
 
     def of_call(self, packed: Packed, inputs: Mapping[str, Any], alone: bool = False) -> Step:
-        """The derived graph for calls like this one; derived now if there is none yet. `alone`: each row is a
-        call of its own."""
+        """The derived graph for calls like this one, or a new one. `alone`: each row is a call of its own."""
         model = self._model
         if isinstance(model, nn.Module) and model.training:
             raise NoDecoderError("the model is in training mode. Call model.eval() first.")

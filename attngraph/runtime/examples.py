@@ -133,8 +133,7 @@ class Examples:
         return step.sizes.fault(Call(rows or self.rows, lengths, others))
 
     def is_too_long(self, step: Step) -> bool:
-        """Whether no other graph can be for so many tokens: a table of positions has no more entries, or the
-        model raises an error."""
+        """Whether the model takes no more tokens in any graph: a table of positions ends, or it says so."""
         return step.limit is not None and step.limit < self.longest and step.sizes.is_final
 
     def towards(self, step: Step, size: Size) -> list[Size]:

@@ -70,8 +70,7 @@ class Executable:
         return self._sizes(tensors) is not None
 
     def __call__(self, tensors: Sequence[Tensor], given: Arguments = ((), {})) -> Any:
-        """The call's result, once what the model's forward sets is set: attributes of the model, and of
-        objects among the arguments (`given`)."""
+        """The call's result, once what forward sets is set: in the model, and in objects that are `given`."""
         writes: list[tuple[Tensor, Tensor]] = []
         run = functools.partial(self.machine, tensors, self.state(), later=writes)
         waiting: list[Tensor] = []

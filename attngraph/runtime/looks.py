@@ -138,8 +138,7 @@ class _Part:
 
 
 class _Group:
-    """Results that are computed together, and the parts of the stage that do it. `handed_out`: those that
-    others are tied to."""
+    """Results that are computed together, and how. `handed_out`: those that others are tied to."""
 
     def __init__(self, about: About, values: Values, tied: Iterable[fx.Node]) -> None:
         self.values, self._about = values, about
@@ -185,8 +184,7 @@ class _OfCall:
         return self._step(part, "tied", kept, self.look.seen, value.clone, value)
 
     def results(self, kept: Tensors) -> dict[str, Tensor]:
-        """All results of the group. Where the call is recorded, to be repeated with other values, they are
-        computed now."""
+        """All results of the group; computed now where the call is recorded, to be repeated."""
         group, part = self.group, self.group.rest
         if _is_recorded(kept):
             first = group.first(kept) | self.made

@@ -252,8 +252,7 @@ def _passed(given: Input, names: Sequence[str] | None) -> tuple[int, Fetch]:
 
 
 def _place(given: Input, owner: nn.Module) -> tuple[nn.Module, Any, list[str]]:
-    """The module that has a tensor, its dict of such tensors (None: a constant is in none), and the name
-    there; then names inside of the tensor."""
+    """The module that has a tensor, its dict of such (None for a constant), the name there, names inside."""
     module, names = owner, given.name.split(".")
     if given.kind == "constant":
         return module, None, names

@@ -130,8 +130,7 @@ class Pages(Part):
         return range(start // self.page, (start + last - 1 - first) // self.page + 1)
 
     def _page_for(self, longest: int, limit: int | None) -> int:
-        """For how many tokens a page is to have room in the contiguous layout where the longest row has so
-        many; 0 where there is enough."""
+        """In the contiguous layout: for how many tokens a page is to have room; 0 where there is enough."""
         most = self.own(longest)
         if most <= self.page or self.paged or self.ring:
             return 0
@@ -290,8 +289,7 @@ class Pages(Part):
         return sent(torch.tensor([place for span in spans for place in span]), self.device)
 
     def reordered(self, rows: Sequence[int]) -> "tuple[Pages, list[tuple[int, int]]]":
-        """Pages are shared where possible. What is there is needed as long as rows have the pages that they
-        had."""
+        """Pages are shared where possible. What is there is needed while rows have the pages they had."""
         other = self._copy()
         other.rows = [list(self.rows[r]) for r in rows]
         counts = collections.Counter(p for pages in other.rows for p in pages)

@@ -41,8 +41,7 @@ class Part:
         """Check that a row can go back from `old` to `new` tokens; else it is a CacheError."""
 
     def cropped(self, before: Sequence[int], lengths: Sequence[int]) -> "Part":
-        """What it was when rows that have `before` tokens had so many; `check_crop` has shown that they can
-        go back."""
+        """What it was when rows that have `before` tokens had so many, as `check_crop` has allowed."""
         return self
 
     def reordered(self, rows: Sequence[int]) -> "tuple[Part, list[tuple[int, int]]]":

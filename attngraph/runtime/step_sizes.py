@@ -75,8 +75,7 @@ class StepSizes:
         return self.limit == self._tables or (longer is not None and longer.raises)
 
     def strictly(self) -> Iterator[Any]:
-        """Conditions, besides the decisions, that hold for the sizes that the graph is for, and for no
-        others."""
+        """Conditions, besides the decisions, that hold for the sizes of the graph and for no others."""
         length, rows = (sympy.Symbol(name, integer=True) for name in (self.length, self.rows))
         if self.limit is not None:
             yield sympy.Le(length, self.limit)
@@ -154,8 +153,7 @@ class StepSizes:
         return ""
 
     def _most_traced(self) -> int | None:
-        """The longest sequence that the trace is valid for, unless the model does something else with longer
-        ones."""
+        """The longest sequence the trace is valid for, unless the model treats longer ones otherwise."""
         own = [c for c in self._conditions if self._is_own(c)]
         found = min((n for c in own if (n := bound_above(c)) is not None), default=None)
         if found is None:

@@ -62,8 +62,7 @@ class SimulatedMesh:
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxis:
-    """One axis of a mesh: its ranks, the name of their process group, and their one-dimensional DeviceMesh
-    (None where they are simulated)."""
+    """One axis: its ranks, the name of their process group, and their mesh (None where simulated)."""
 
     count: int
     group: str
@@ -72,8 +71,7 @@ class MeshAxis:
 
 @dataclasses.dataclass(frozen=True)
 class RankMesh:
-    """The ranks that run a model together: those of `tensor` divide heads, hidden units and vocabulary, those
-    of `context` tokens."""
+    """Ranks that run a model together: `tensor` divide heads, hidden units, vocabulary; `context` tokens."""
 
     config: ShardConfig
     tensor: MeshAxis | None = None
