@@ -1,7 +1,7 @@
 """The graphs over a cache that are derived for a model: one for each kind of call, at the first such call.
 
 Calls are of one kind if their keys are equal, as for graphs of whole sequences, and their sizes on one side
-of every branch that the model takes (`step_sizes.py`). A state belongs to the decoder that made it, and to
+of every branch that the model takes (`step.py`). A state belongs to the decoder that made it, and to
 the model as it was then."""
 
 import dataclasses
@@ -21,10 +21,9 @@ from attngraph.ir import budgets
 from attngraph.runtime.examples import Derive, Examples, Size
 from attngraph.runtime.generation_options import DECODER_IDS
 from attngraph.runtime.graphs import Fingerprints
-from attngraph.runtime.kv_cache import KVCache
+from attngraph.runtime.kv_cache import Call, KVCache
 from attngraph.runtime.packing import Packed
 from attngraph.runtime.step import Step
-from attngraph.runtime.step_sizes import Call
 
 MASK = "attention_mask"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -20,9 +20,8 @@ from attngraph.ir.modes import serving
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.generate import choose, generator_of
 from attngraph.runtime.generation_options import Options, as_tuple
-from attngraph.runtime.kv_cache import KVCache
+from attngraph.runtime.kv_cache import Call, KVCache
 from attngraph.runtime.packing import Packed, as_ids
-from attngraph.runtime.step_sizes import Call
 
 DRAWN = 16
 """Random numbers that are drawn at a time."""

@@ -21,9 +21,9 @@ from attngraph.capture.first_call import without_data
 from attngraph.capture.structure import Spread
 from attngraph.capture.trace import quiet
 from attngraph.errors import AttnGraphError, DisagreementError, NoDecoderError
+from attngraph.runtime.kv_cache import Call
 from attngraph.runtime.packing import Packed
 from attngraph.runtime.step import Step
-from attngraph.runtime.step_sizes import Call
 from attngraph.runtime.verify import tensors_of
 
 FAILURES = (RuntimeError, IndexError, ValueError)

@@ -25,9 +25,17 @@ from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.pages import Pages, all_pages, sent
 from attngraph.runtime.parts import CarriedValues, FixedValues, Part
 from attngraph.runtime.saved_cache import require
-from attngraph.runtime.step_sizes import Call
 
 SAVED = "attngraph cache 4"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The sizes of a call: rows, the lengths of those that have a result, other sizes by their symbol."""
+
+    rows: int
+    lengths: frozenset[int]
+    others: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Contents(NamedTuple):

@@ -25,10 +25,9 @@ from attngraph.ir.walk import reached
 from attngraph.meaning.check.comparison import Rule, compare
 from attngraph.report.cache_entry import Drift
 from attngraph.runtime.cache_config import CacheConfig
-from attngraph.runtime.kv_cache import KVCache
+from attngraph.runtime.kv_cache import Call, KVCache
 from attngraph.runtime.machine import Machine
 from attngraph.runtime.step import Step
-from attngraph.runtime.step_sizes import Call
 from attngraph.runtime.verify import tensors_of
 
 aten = torch.ops.aten
