@@ -225,8 +225,8 @@ class Decoder(ModelWrapper):
         limit: int | None,
     ) -> Tensor:  # fmt: skip
         """The new tokens, `[B, new]`. `limit`: the length at which a row's context rolls."""
-        (first,), state = self._begin(step, packed, inputs, packed.last())
-        lead = self.devices.lead
+        found, state = self._begin(step, packed, inputs, packed.last())
+        first, lead = found.squeeze(0), self.devices.lead
 
         def advance(tokens: Tensor, counts: list[int]) -> Tensor:
             one = Packed(tokens.unsqueeze(0), counts)
@@ -247,12 +247,11 @@ class Decoder(ModelWrapper):
             nonlocal step, state
             if limit is not None:
                 whole = self.pack([row[-limit:] for row in rows], None)
-                (found,), _ = self._begin(step, whole, {}, whole.last())
-                return found
+                return self._begin(step, whole, {}, whole.last())[0].squeeze(0)
             whole = self.pack(rows, None)
             step = self._derived.of_call(whole, inputs)
-            (found,), state = self._begin(step, whole, inputs, whole.last())
-            return found
+            found, state = self._begin(step, whole, inputs, whole.last())
+            return found.squeeze(0)
 
         return generate(first, renewing(advance, goes_on, anew, packed.rows()), prompts, options, lead)
 

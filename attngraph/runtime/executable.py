@@ -142,6 +142,6 @@ def scores_per_attention(
 
     @functools.cache
     def mean(bound: tuple[tuple[str, int], ...]) -> float:
-        return size_value(total, dict(bound)) / max(attentions, 1)
+        return float(size_value(total, dict(bound)) / max(attentions, 1))
 
     return lambda tensors: mean(tuple((sizes.bind(tuple(t.shape for t in tensors)) or {}).items()))

@@ -105,7 +105,7 @@ def renewing(
 
     def run(tokens: Tensor, counts: list[int]) -> Tensor:
         given = [row for row, count in enumerate(counts) if count]
-        for row, token in zip(given, tokens.split(1), strict=True):
+        for row, token in zip(given, torch.split(tokens, 1), strict=True):
             tokens_of[row] = torch.cat([tokens_of[row], token])
         kept = goes_on(given)
         if kept == given:
@@ -138,7 +138,7 @@ def search(
     finished: list[Finished] = [[] for _ in beams]
     for place in range(options.max_new_tokens):
         scores = without_ends(logits.double().log_softmax(-1), place, options)
-        for row, here in enumerate(scores.split([len(row) for row in beams])):
+        for row, here in enumerate(torch.split(scores, [len(row) for row in beams])):
             if beams[row]:
                 beams[row] = _continue(beams[row], here, finished[row], options, lead)
                 if _is_done(beams[row], finished[row], place + 1, options):
