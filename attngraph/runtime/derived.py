@@ -120,15 +120,11 @@ class DerivedSteps:
 
     def argument(self, inputs: Mapping[str, Any]) -> str:
         """The model's argument that takes the tokens."""
-        names = list(self.signature.parameters)
-        asked = self._tokens
-        if asked is not None:
-            if asked not in names:
-                raise ValueError(f"the model has no argument {asked!r}; it has {', '.join(names)}.")
-            return asked
-        if DECODER_IDS in names:
-            return DECODER_IDS
-        found = next((n for n in names if n not in inputs and n not in ("args", "kwargs")), None)
+        names, asked = list(self.signature.parameters), self._tokens
+        if asked is not None and asked not in names:
+            raise ValueError(f"the model has no argument {asked!r}; it has {', '.join(names)}.")
+        left = (n for n in names if n not in inputs and n not in ("args", "kwargs"))
+        found = asked or (DECODER_IDS if DECODER_IDS in names else next(left, None))
         if found is None:
             raise ValueError(
                 "the model has no argument left for the tokens; CacheConfig(tokens=...) names it."
@@ -172,10 +168,8 @@ class DerivedSteps:
 
     def _require_arguments(self, given: Collection[str]) -> None:
         """Raise TypeError if the model's forward needs arguments that are not given."""
-        needed = [
-            n for n, p in self.signature.parameters.items() if p.default is p.empty and p.kind in _NAMED
-        ]
-        missing = [n for n in needed if n not in given]
+        named = (p for p in self.signature.parameters.values() if p.kind in _NAMED)
+        missing = [p.name for p in named if p.default is p.empty and p.name not in given]
         if MASK in missing:
             raise TypeError(
                 f"the model's forward needs {MASK}, and a decoder gives it none: padding is removed before. "
