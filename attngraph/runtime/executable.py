@@ -12,7 +12,6 @@ from attngraph.capture.attributes import holder_of
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.given import at, holder
 from attngraph.capture.guards import ShapeGuard, size_value
-from attngraph.capture.state.scope import Scope
 from attngraph.capture.structure import unflatten
 from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, Rate, is_assertion
 from attngraph.ir.ops.others import laid_out
@@ -36,16 +35,18 @@ class Executable:
         report: what was done to the graph; set once it is known.
         scores: the mean number of scores of an attention in a call; None if not counted.
         asserts: whether a call may fail because of a condition on values that the model asserts.
-        traced: what its trace depended on, for saving it.
+        traced: what its trace depended on, for saving it. scope: what of the state around a call it does.
     """
 
-    __slots__ = ("asserts", "captured", "looks", "machine", "report", "scores", "sizes", "state", "traced")
+    __slots__ = (
+        "asserts", "captured", "looks", "machine", "report", "scope", "scores", "sizes", "state", "traced",
+    )  # fmt: skip
 
     def __init__(
         self, captured: Captured, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None,
         state: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:  # fmt: skip
-        self.captured, self.report = captured, CompileReport()
+        self.captured, self.report, self.scope = captured, CompileReport(), captured.scope
         self.traced: Any = None
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
         scores = scores_per_attention(captured.graph, self.sizes)
@@ -55,11 +56,6 @@ class Executable:
         stage = captured.graph.stages.get(Rate.LOOK)
         self.looks = None if stage is None else Looks(stage, owner)
         self.state = state
-
-    @property
-    def scope(self) -> Scope:
-        """What of the state around a call the graph depends on."""
-        return self.captured.scope
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the graph accepts a call with these tensors (of the dtypes that it was traced for)."""

@@ -182,6 +182,7 @@ class Step:
 
     Attributes:
         name: the model's argument that takes the tokens. names: the argument of each tensor of a call.
+        arguments, prompt_arguments: those with an entry for every token; those needed once for a prompt.
         report: what was done; set once it is known.
     """
 
@@ -202,18 +203,10 @@ class Step:
         self._step = Machine(graph, owner, run, self.names)
         prompt = graph.stages.get(Rate.PROMPT)
         self._prompt = None if prompt is None else Machine(prompt, owner, run, self.names)
+        self.arguments = frozenset(self._step.arguments)
+        self.prompt_arguments = frozenset(self._prompt.arguments if self._prompt else ())
         for each in (graph, *graph.stages.values()):
             prepare_programs(each)
-
-    @property
-    def arguments(self) -> frozenset[str]:
-        """The model's arguments that have an entry for every token."""
-        return frozenset(self._step.arguments)
-
-    @property
-    def prompt_arguments(self) -> frozenset[str]:
-        """The model's arguments that are needed once for a prompt."""
-        return frozenset(() if self._prompt is None else self._prompt.arguments)
 
     def takes(self, ids: Tensor) -> bool:
         """Whether the graph takes tokens of this kind: numbers, or embeddings of that width."""

@@ -50,11 +50,7 @@ class SimulatedMesh:
         for name, count in axes.items():
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"axis {name!r} must have at least one rank, found {count!r}.")
-        self.axes = axes
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...]:
-        return tuple(self.axes)
+        self.axes, self.mesh_dim_names = axes, tuple(axes)
 
     def __repr__(self) -> str:
         return f"SimulatedMesh({', '.join(f'{k}={v}' for k, v in self.axes.items())})"
