@@ -32,11 +32,13 @@ class Request:
 
     Attributes:
         tokens: the new tokens so far. finished: whether the request has ended. error: why it failed, if so.
+        longest: the most tokens that it can have, prompt included.
     """
 
     def __init__(self, engine: "Engine", prompt: Tensor, options: Options) -> None:
         self.engine, self.prompt, self.options = engine, prompt, options
         self.tokens: list[int] = []
+        self.longest = len(prompt) + options.max_new_tokens
         self.finished = False
         self.error: Exception | None = None
         self._drawn = list[float](), generator_of(options)
@@ -73,11 +75,6 @@ class Request:
         """Whether it has its last token."""
         has_ended = bool(self.tokens) and self.tokens[-1] in self.options.ends
         return has_ended or len(self.tokens) >= self.options.max_new_tokens
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that it can have, prompt included."""
-        return len(self.prompt) + self.options.max_new_tokens
 
     def __iter__(self) -> Iterator[int]:
         given = 0

@@ -111,6 +111,7 @@ class Examples:
     ) -> None:  # fmt: skip
         self._model, self._derive, self._signature = model, derive, signature
         self._name, self._packed, self._inputs, self.rows = name, packed, inputs, rows
+        self.longest = max(packed.counts, default=0)
 
     @functools.cached_property
     def _spread(self) -> dict[str, Any]:
@@ -119,10 +120,6 @@ class Examples:
             n: Spread(v.flatten(1), v.ndim - 2) if isinstance(v, Tensor) and _is_spread(v, width) else v
             for n, v in self._inputs.items()
         }
-
-    @property
-    def longest(self) -> int:
-        return max(self._packed.counts, default=0)
 
     def fault(self, step: Step, rows: int = 0) -> str:
         """Why a step is not right for the call, or for one of so many rows; "" if it is."""
@@ -168,8 +165,7 @@ class Examples:
         of a few more: multiples of the call's number of tokens and others, of those that it takes."""
         if all(self._accepts(self._call(self._inputs, n)) for n in (TOKENS, TOKENS + 2)):
             return
-        longest = max(self._packed.counts)
-        own = {n: None for n in (longest * -(-TOKENS // (longest + 1)), longest) if n > 2}
+        own = {n: None for n in (self.longest * -(-TOKENS // (self.longest + 1)), self.longest) if n > 2}
         for count in dict.fromkeys((*own, *OTHERS)):
             if count != TOKENS and self._accepts(self._call(self._inputs, count)):
                 yield Size(count)
