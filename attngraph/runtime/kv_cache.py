@@ -158,8 +158,8 @@ class KVCache:
                  if c and row not in unfinished)  # fmt: skip
         return Call(1 if self.alone else self.rows, frozenset(after), self.sizes)
 
-    def longest(self, counts: Sequence[int]) -> int:
-        """How many tokens the longest row has with `counts[r]` more of each row r, if they fit."""
+    def require_room(self, counts: Sequence[int]) -> None:
+        """Check that `counts[r]` more tokens of each row r fit."""
         if len(counts) != self.rows:
             raise CacheError(f"new tokens for {len(counts)} row(s), but the state has {self.rows}.")
         after = [n + c for n, c in zip(self.lengths, counts, strict=True)]
@@ -170,11 +170,10 @@ class KVCache:
                 f"row {row} has {self.lengths[row]} token(s) and gets {counts[row]} more, but at most "
                 f"{self.limit} fit (max_length, or the model's own limit). Nothing was written."
             )
-        return longest
 
     def reserve(self, counts: Sequence[int]) -> None:
         """Make room for `counts[r]` more tokens of each row r; where they do not fit, nothing is written."""
-        self.longest(counts)
+        self.require_room(counts)
         now, groups = self.now, self.groups
         roomy = {name: group.with_room(now.lengths, counts, self.limit) for name, group in groups.items()}
         if roomy != groups:

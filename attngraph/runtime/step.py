@@ -257,7 +257,7 @@ class Step:
                 "the prompt, so what is kept of the prompt does not go with it.\n"
                 "What to do: call prefill again."
             )
-        state.longest(counts)
+        state.require_room(counts)
         if run is None and self.sizes.asks:
             fault = self.sizes.fault(state.call(counts, unfinished))
             if fault:
