@@ -169,11 +169,7 @@ class About:
 
 
 class Folder:
-    """The graphs of a saved model, all read when it is opened.
-
-    Raises:
-        SavedError: a file is missing, or has changed.
-    """
+    """The graphs of a saved model, all read when it is opened: no file is missing, none has changed."""
 
     def __init__(self, path: Path, strict: bool) -> None:
         self.path, self.strict = path, strict
@@ -357,11 +353,7 @@ def save(
     path: str | Path, target: Callable[..., Any], found: Sequence[Executable | Step], options: Options,
     config: CacheConfig | None, weights: bool,
 ) -> Path:  # fmt: skip
-    """Write graphs as a saved model.
-
-    Raises:
-        SavedError: there is none, one has no form in files, or the folder cannot be written.
-    """
+    """Write graphs as a saved model, if there are any, and all have a form in files."""
     if not found:
         raise SavedError("nothing has been compiled yet: call the model once, then save it.")
     content = Content()

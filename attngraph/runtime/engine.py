@@ -195,9 +195,8 @@ class Engine:
     # --- parts of a step ---
 
     def _tidy(self) -> None:
-        """Free the places of requests that have ended. What an interrupted step computed, and nobody has
-        taken, is computed again; a request that cannot go back fails, and if the state cannot be used, all
-        do."""
+        """Free the places of requests that have ended. What an interrupted step computed and nobody has taken
+        is computed again; a request that cannot go back fails; all do if the state cannot be used."""
         if self.state is not None and self.state.unfinished:
             for request in self.places:
                 if request is not None:

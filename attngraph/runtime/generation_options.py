@@ -133,8 +133,7 @@ def prompts_of(model: object, name: str, inputs: dict[str, Any]) -> Any:
 
 def tokens_of(signature: inspect.Signature, asked: str | None, inputs: dict[str, Any]) -> Any:
     """The prompts of `prefill`, removed from the arguments: by the name that `CacheConfig(tokens=...)` gives,
-    or transformers' name, or else the only argument, if it is the model's first. Where that cannot be told,
-    an error says how to write the call."""
+    or transformers' name, or else the only argument, if it is the model's first."""
     known = asked or (DECODER_IDS if DECODER_IDS in signature.parameters else None)
     first = next((n for n in signature.parameters if n not in ("args", "kwargs")), "")
     name = known or (first if list(inputs) == [first] else "")

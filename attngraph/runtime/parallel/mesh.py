@@ -124,11 +124,8 @@ class RankMesh:
 
 
 def rank_mesh(mesh: Any, config: ShardConfig) -> RankMesh | None:
-    """The axes along which a mesh divides tensors; None where it does not.
-
-    Raises:
-        TypeError: it is no mesh. ValueError: its axes have no names, or not those of the config.
-    """
+    """The axes along which a mesh, if it is one and its axes have the names that the config says, divides
+    tensors; None where it does not."""
     is_device_mesh = torch.distributed.is_available() and isinstance(
         mesh, torch.distributed.device_mesh.DeviceMesh
     )
