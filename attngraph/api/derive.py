@@ -36,8 +36,7 @@ from attngraph.report.ranks import CacheRanksEntry
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.examples import FAILURES, Example
 from attngraph.runtime.proof import Proved, of_few, prove, prove_alone, prove_longer, prove_storage, varied
-from attngraph.runtime.step import Step
-from attngraph.runtime.step_sizes import StepSizes
+from attngraph.runtime.step import Step, StepSizes
 
 
 @LOCK.trace()

@@ -186,9 +186,8 @@ class Planner:
         )  # fmt: skip
 
     def _busiest_attending(self, entry: ContextEntry, whole: float) -> float:
-        """Operations of attention of the rank with most pairs, of ranks that divide tokens; all together have
-        `whole`. (What masks leave is counted before tokens are divided: on a rank's graph queries and
-        keys are different tokens.)"""
+        """Operations of attention of the rank with most pairs; all have `whole`. (What masks leave is
+        counted before tokens are divided: on a rank's graph queries and keys are different tokens.)"""
         if sum(axis.attentions for axis in entry.axes) < len(self.graph.attentions()):
             self.remarks.append("where context divides some attentions only, all of them are counted whole")
             return whole

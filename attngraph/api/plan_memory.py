@@ -157,8 +157,7 @@ def _zeros(parameter: Tensor) -> Tensor:
 
 
 def fill(model: nn.Module, inputs: Any) -> bool:
-    """Let parameters without memory be zeros that take none, in place; whether the model and its inputs then
-    have all other contents."""
+    """Let parameters without memory be zeros that take none, in place; whether all else then has contents."""
     replace(model, lambda p: nn.Parameter(_zeros(p), p.requires_grad) if p.is_meta else p)
     leaves = [*tree_leaves(inputs), *model.buffers()]  # and attributes of modules
     for module in model.modules():

@@ -23,38 +23,25 @@ def progress_line(options: Options) -> Iterator[Options]:
     if options.progress is not None or sys.stderr is None or not sys.stderr.isatty():
         yield options
         return
-    line = _Line()
-    try:
-        yield dataclasses.replace(options, progress=line)
-    finally:
-        line.end()
+    ended, began, stages = threading.Event(), time.perf_counter(), [""]
 
-
-class _Line(threading.Thread):
-    """Called with the name of each stage as it starts."""
-
-    def __init__(self) -> None:
-        super().__init__(name="attngraph progress", daemon=True)
-        self.began = time.perf_counter()
-        self.stage, self.ended, self.written = "", threading.Event(), False
-        self.start()
-
-    def __call__(self, stage: str) -> None:
-        self.stage = stage
-
-    def run(self) -> None:
-        while not self.ended.wait(SILENT):
-            seconds = time.perf_counter() - self.began
-            self._write(f"attngraph compiles: {seconds:.0f} s, {self.stage}")
-
-    def end(self) -> None:
-        self.ended.set()
-        self.join()
-        if self.written:
-            self._write("")
-
-    def _write(self, text: str) -> None:
+    def write(text: str) -> None:
         """Write over the line; a terminal that is gone is no reason to fail."""
         with contextlib.suppress(OSError, ValueError):
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-            self.written = True
+
+    def run() -> None:
+        written = False
+        while not ended.wait(SILENT):
+            write(f"attngraph compiles: {time.perf_counter() - began:.0f} s, {stages[-1]}")
+            written = True
+        if written:
+            write("")
+
+    line = threading.Thread(target=run, name="attngraph progress", daemon=True)
+    line.start()
+    try:
+        yield dataclasses.replace(options, progress=stages.append)
+    finally:
+        ended.set()
+        line.join()

@@ -32,8 +32,7 @@ def entries_of(graph: ProgramGraph) -> Iterator[AttentionEntry]:
 
 
 def programs_of(graph: ProgramGraph) -> tuple[TokenProgramEntry, ...]:
-    """The token programs of a graph and of the steps of its loops, equal ones once, with the source that is
-    emitted for few tokens."""
+    """Token programs of a graph and of its loops' steps, equal ones once, with the source for few tokens."""
     names: dict[str, dict[str, None]] = {}
     for node in graph.graph.nodes:
         for text in _programs_in(node):
@@ -55,8 +54,7 @@ def _programs_in(node: fx.Node) -> Iterator[str]:
 
 
 def _kernel(node: fx.Node) -> KernelEntry:
-    """The kernel of an attention, with its emitted source. Where the kernel is chosen at each call, the one
-    for rows with one new token."""
+    """An attention's kernel, with its source; where calls choose one, that for rows with one new token."""
     chosen = "", ""
     match nodes.called(node.target, fx.node.map_arg(node.args, lambda n: n.meta["val"]), {}):  # type: ignore[arg-type]
         case nodes.Attention(q=q, k=k, v=v, kernel=name) as found:
@@ -85,8 +83,7 @@ def later_of(captured: Captured) -> tuple[LaterEntry, ...]:
 
 
 def _later(part: ProgramGraph, names: tuple[str, ...]) -> LaterEntry:
-    """What is computed then. Multiplications are those of its products, as torch counts them, at the sizes of
-    the first call."""
+    """What is computed then; multiplications are counted by torch, at the sizes of the first call."""
     marked: dict[str, list[fx.Node]] = {}
     for node in part.graph.nodes:
         marked.setdefault(node.meta.get("of_attention", ""), []).append(node)

@@ -29,6 +29,7 @@ from attngraph.capture.structure import flatten
 from attngraph.codegen.cpu import toolchain
 from attngraph.errors import SavedError
 from attngraph.ir import cache_folder
+from attngraph.ir.kept import kept
 from attngraph.ir.modes import without_collections
 from attngraph.ir.records import made, plain
 from attngraph.runtime.cache_config import CacheConfig
@@ -132,13 +133,11 @@ class Call:
             "call": self.described, "of": f"{name.__module__}.{getattr(name, '__qualname__', '')}",
         }  # fmt: skip
         self.owner = owner_of(target)
-        self._contents: dict[Scope, Content] = {}
 
+    @kept
     def content(self, scope: Scope) -> Content:
         """The state that counts in a scope."""
-        if scope not in self._contents:
-            self._contents[scope] = guards.describe_state(self.target, self.leaves, scope)
-        return self._contents[scope]
+        return guards.describe_state(self.target, self.leaves, scope)
 
     def known(self, files: Files) -> Known:
         """What a graph in files is put in place with."""
@@ -170,11 +169,7 @@ class About:
 
 
 class Folder:
-    """The graphs of a saved model, all read when it is opened.
-
-    Raises:
-        SavedError: a file is missing, or has changed.
-    """
+    """The graphs of a saved model, all read when it is opened: no file is missing, none has changed."""
 
     def __init__(self, path: Path, strict: bool) -> None:
         self.path, self.strict = path, strict
@@ -272,8 +267,7 @@ def executable_for(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
     saved: Folder | None = None,
 ) -> Executable:  # fmt: skip
-    """An executable for a call, from what was compiled before or compiled now. That what was saved does not
-    fit is an error if it is strict."""
+    """An executable for a call, from what was compiled before (if strict, that must fit) or compiled now."""
     call = Call({"kind": "module"}, target, (args, kwargs), options, not isinstance(target, Skeleton))
     return _taken_or_made(
         call, saved,
@@ -359,11 +353,7 @@ def save(
     path: str | Path, target: Callable[..., Any], found: Sequence[Executable | Step], options: Options,
     config: CacheConfig | None, weights: bool,
 ) -> Path:  # fmt: skip
-    """Write graphs as a saved model.
-
-    Raises:
-        SavedError: there is none, one has no form in files, or the folder cannot be written.
-    """
+    """Write graphs as a saved model, if there are any, and all have a form in files."""
     if not found:
         raise SavedError("nothing has been compiled yet: call the model once, then save it.")
     content = Content()

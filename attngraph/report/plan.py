@@ -209,11 +209,11 @@ class Plan:
         return json.dumps(found, indent=2)
 
     def __str__(self) -> str:
-        columns = [column for column in _COLUMNS if column.training in (None, self.training)]
-        rows = [[column.head for column in columns]]
+        columns = [(head, text) for head, training, text in _COLUMNS if training in (None, self.training)]
+        rows = [[head for head, _ in columns]]
         for way, cost in self.estimates:
             assert way.share is not None
-            rows.append([column.text(way, way.share, cost) for column in columns])
+            rows.append([text(way, way.share, cost) for _, text in columns])
         first, *widths = (max(map(len, texts)) for texts in zip(*rows, strict=True))
         lines = ["  ".join(["", row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows]
         divided = {w.share.divided: w for w in reversed(self.ways) if w.share is not None}
@@ -228,34 +228,24 @@ class Plan:
         ])  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class _Column:
-    """A column of the table. `training`: of which plans; None: of all."""
-
-    head: str
-    text: Callable[[Way, Share, Estimate], str]
-    training: bool | None = None
-
-
-_COLUMNS = (
-    _Column("way", lambda way, share, cost: way.name),
-    _Column("ranks x groups", lambda way, share, cost: f"{way.ranks:,} x {way.groups:,}"),
-    _Column("weights", lambda way, share, cost: size(share.weights)),
-    _Column("gradients", lambda way, share, cost: size(share.weights), True),
-    _Column("optimiser", lambda way, share, cost: size(OPTIMISER * share.weights), True),
-    _Column("activations", lambda way, share, cost: size(share.kept), True),
-    _Column("cache/token", lambda way, share, cost: _or_none(size, share.cache), False),
-    _Column("sent/token", lambda way, share, cost: size(share.sent)),
-    _Column("received/token", lambda way, share, cost: size(share.received)),
-    _Column(
-        "sent/new token",
-        lambda way, share, cost: _or_none(size, None if share.cache is None else share.sent_new), False,
-    ),
-    _Column("a token", lambda way, share, cost: seconds(cost.token)),
-    _Column("a new token", lambda way, share, cost: _or_none(seconds, cost.new_token), False),
-    _Column("memory", lambda way, share, cost: size(cost.memory)),
-    _Column("fits", lambda way, share, cost: "yes" if cost.fits else "no"),
+_COLUMNS: tuple[tuple[str, bool | None, Callable[[Way, Share, Estimate], str]], ...] = (
+    ("way", None, lambda way, share, cost: way.name),
+    ("ranks x groups", None, lambda way, share, cost: f"{way.ranks:,} x {way.groups:,}"),
+    ("weights", None, lambda way, share, cost: size(share.weights)),
+    ("gradients", True, lambda way, share, cost: size(share.weights)),
+    ("optimiser", True, lambda way, share, cost: size(OPTIMISER * share.weights)),
+    ("activations", True, lambda way, share, cost: size(share.kept)),
+    ("cache/token", False, lambda way, share, cost: _or_none(size, share.cache)),
+    ("sent/token", None, lambda way, share, cost: size(share.sent)),
+    ("received/token", None, lambda way, share, cost: size(share.received)),
+    ("sent/new token", False,
+     lambda way, share, cost: _or_none(size, None if share.cache is None else share.sent_new)),
+    ("a token", None, lambda way, share, cost: seconds(cost.token)),
+    ("a new token", False, lambda way, share, cost: _or_none(seconds, cost.new_token)),
+    ("memory", None, lambda way, share, cost: size(cost.memory)),
+    ("fits", None, lambda way, share, cost: "yes" if cost.fits else "no"),
 )  # fmt: skip
+"""Of the table: the head; of which plans, those of training or others (None: of all); what is in it."""
 
 
 def _or_none(words: Callable[[float], str], number: float | None) -> str:

@@ -65,8 +65,7 @@ class CacheConfig:
 
     @property
     def rounded(self) -> str:
-        """The name of the dtype of 8 bits in which keys and values are kept, with scales; "" if they are
-        not."""
+        """The name of the dtype of 8 bits in which keys and values are kept with scales, or "" otherwise."""
         return str(self.dtype).removeprefix("torch.") if self.dtype in LARGEST else ""
 
     @property

@@ -110,8 +110,7 @@ class Decoder(ModelWrapper):
         ids = tokens_of(self._derived.signature, self.config_of_cache.tokens, inputs) if ids is None else ids
         packed = self.pack(ids, self._mask(attention_mask, inputs))
         step = self._derived.of_call(packed, inputs)
-        state = self._begin(step, packed, inputs)
-        logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
+        logits, state = self._begin(step, packed, inputs)
         return unpacked(logits, packed), state
 
     @serving
@@ -226,8 +225,8 @@ class Decoder(ModelWrapper):
         limit: int | None,
     ) -> Tensor:  # fmt: skip
         """The new tokens, `[B, new]`. `limit`: the length at which a row's context rolls."""
-        first, state = self._first(step, packed, inputs)
-        lead = self.devices.lead
+        found, state = self._begin(step, packed, inputs, packed.last())
+        first, lead = found.squeeze(0), self.devices.lead
 
         def advance(tokens: Tensor, counts: list[int]) -> Tensor:
             one = Packed(tokens.unsqueeze(0), counts)
@@ -247,11 +246,12 @@ class Decoder(ModelWrapper):
         def anew(rows: list[Tensor]) -> Tensor:
             nonlocal step, state
             if limit is not None:
-                return self._first(step, self.pack([row[-limit:] for row in rows], None), {})[0]
+                whole = self.pack([row[-limit:] for row in rows], None)
+                return self._begin(step, whole, {}, whole.last())[0].squeeze(0)
             whole = self.pack(rows, None)
             step = self._derived.of_call(whole, inputs)
-            found, state = self._first(step, whole, inputs)
-            return found
+            found, state = self._begin(step, whole, inputs, whole.last())
+            return found.squeeze(0)
 
         return generate(first, renewing(advance, goes_on, anew, packed.rows()), prompts, options, lead)
 
@@ -275,12 +275,6 @@ class Decoder(ModelWrapper):
         return drift_between(torch.cat(found, 1), wanted[:, 1:])
 
     # --- parts ---
-
-    def _first(self, step: Step, packed: Packed, inputs: dict[str, Any]) -> tuple[Tensor, KVCache]:
-        """The logits of the prompts' last tokens, and a state that holds the prompts."""
-        state = self._begin(step, packed, inputs)
-        arguments = self._arguments(step, packed, inputs)
-        return step.advance(state, packed.counts, arguments, packed.last())[0], state
 
     def _rolls(self, step: Step, context: str | None, num_beams: int) -> int | None:
         """The length at which a row's context begins to roll; None if it does not."""
@@ -320,11 +314,14 @@ class Decoder(ModelWrapper):
         """The graph that goes on with a state (`DerivedSteps.of_state`)."""
         return self._derived.of_state(state)
 
-    def _begin(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> KVCache:
+    def _begin(
+        self, step: Step, packed: Packed, inputs: Mapping[str, Any], picked: Tensor | None = None
+    ) -> tuple[Tensor, KVCache]:
+        """The logits of the prompts' tokens, or of those `picked`, and a state that holds the prompts."""
         state = self._empty(step, len(packed.counts), self.config_of_cache, packed)
         state.sizes = step.sizes.of_inputs(inputs, *packed.shape) or {}
         step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
-        return state
+        return step.advance(state, packed.counts, self._arguments(step, packed, inputs), picked), state
 
     def _empty(self, step: Step, rows: int, config: CacheConfig, packed: Packed) -> KVCache:
         state = KVCache(step.plan, rows, config, packed.ids.device, step.limit)

@@ -1,7 +1,7 @@
 """The graphs over a cache that are derived for a model: one for each kind of call, at the first such call.
 
 Calls are of one kind if their keys are equal, as for graphs of whole sequences, and their sizes on one side
-of every branch that the model takes (`step_sizes.py`). A state belongs to the decoder that made it, and to
+of every branch that the model takes (`step.py`). A state belongs to the decoder that made it, and to
 the model as it was then."""
 
 import dataclasses
@@ -21,10 +21,9 @@ from attngraph.ir import budgets
 from attngraph.runtime.examples import Derive, Examples, Size
 from attngraph.runtime.generation_options import DECODER_IDS
 from attngraph.runtime.graphs import Fingerprints
-from attngraph.runtime.kv_cache import KVCache
+from attngraph.runtime.kv_cache import Call, KVCache
 from attngraph.runtime.packing import Packed
 from attngraph.runtime.step import Step
-from attngraph.runtime.step_sizes import Call
 
 MASK = "attention_mask"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -66,12 +65,8 @@ class DerivedSteps:
         return tuple(dict.fromkeys(step for _, step in self._kept))
 
     def of_state(self, state: KVCache) -> Step:
-        """The graph that goes on with a state.
-
-        Raises:
-            CacheError: the state is another decoder's, or another rank's; the model has changed since the
-                prompt; or the state was loaded from a file, and no graph is for it.
-        """
+        """The graph that goes on with a state. It is a CacheError if that is another decoder's or rank's, if
+        the model has changed since the prompt, or if it was loaded and no graph is for it."""
         if state.origin is None:
             state.origin = self._origin_of_loaded(state)
         origin: Origin = state.origin
@@ -125,15 +120,11 @@ class DerivedSteps:
 
     def argument(self, inputs: Mapping[str, Any]) -> str:
         """The model's argument that takes the tokens."""
-        names = list(self.signature.parameters)
-        asked = self._tokens
-        if asked is not None:
-            if asked not in names:
-                raise ValueError(f"the model has no argument {asked!r}; it has {', '.join(names)}.")
-            return asked
-        if DECODER_IDS in names:
-            return DECODER_IDS
-        found = next((n for n in names if n not in inputs and n not in ("args", "kwargs")), None)
+        names, asked = list(self.signature.parameters), self._tokens
+        if asked is not None and asked not in names:
+            raise ValueError(f"the model has no argument {asked!r}; it has {', '.join(names)}.")
+        left = (n for n in names if n not in inputs and n not in ("args", "kwargs"))
+        found = asked or (DECODER_IDS if DECODER_IDS in names else next(left, None))
         if found is None:
             raise ValueError(
                 "the model has no argument left for the tokens; CacheConfig(tokens=...) names it."
@@ -141,8 +132,7 @@ class DerivedSteps:
         return found
 
     def of_call(self, packed: Packed, inputs: Mapping[str, Any], alone: bool = False) -> Step:
-        """The derived graph for calls like this one; derived now if there is none yet. `alone`: each row is a
-        call of its own."""
+        """The derived graph for calls like this one, or a new one. `alone`: each row is a call of its own."""
         model = self._model
         if isinstance(model, nn.Module) and model.training:
             raise NoDecoderError("the model is in training mode. Call model.eval() first.")
@@ -178,10 +168,8 @@ class DerivedSteps:
 
     def _require_arguments(self, given: Collection[str]) -> None:
         """Raise TypeError if the model's forward needs arguments that are not given."""
-        needed = [
-            n for n, p in self.signature.parameters.items() if p.default is p.empty and p.kind in _NAMED
-        ]
-        missing = [n for n in needed if n not in given]
+        named = (p for p in self.signature.parameters.values() if p.kind in _NAMED)
+        missing = [p.name for p in named if p.default is p.empty and p.name not in given]
         if MASK in missing:
             raise TypeError(
                 f"the model's forward needs {MASK}, and a decoder gives it none: padding is removed before. "
@@ -209,10 +197,6 @@ class DerivedSteps:
 
         Args:
             known: steps for such calls, but for other sizes, the latest first.
-
-        Raises:
-            CacheError: the call's rows are on different sides of a branch, or no graph is for its sizes.
-            NoDecoderError, CaptureError: none can be derived.
         """
         made, seen, problems = list[Step](), list(known), list[AttnGraphError]()
         waiting = call.towards(known[0], Size()) if known else [Size()]

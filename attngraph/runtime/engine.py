@@ -20,9 +20,8 @@ from attngraph.ir.modes import serving
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.generate import choose, generator_of
 from attngraph.runtime.generation_options import Options, as_tuple
-from attngraph.runtime.kv_cache import KVCache
+from attngraph.runtime.kv_cache import Call, KVCache
 from attngraph.runtime.packing import Packed, as_ids
-from attngraph.runtime.step_sizes import Call
 
 DRAWN = 16
 """Random numbers that are drawn at a time."""
@@ -33,11 +32,13 @@ class Request:
 
     Attributes:
         tokens: the new tokens so far. finished: whether the request has ended. error: why it failed, if so.
+        longest: the most tokens that it can have, prompt included.
     """
 
     def __init__(self, engine: "Engine", prompt: Tensor, options: Options) -> None:
         self.engine, self.prompt, self.options = engine, prompt, options
         self.tokens: list[int] = []
+        self.longest = len(prompt) + options.max_new_tokens
         self.finished = False
         self.error: Exception | None = None
         self._drawn = list[float](), generator_of(options)
@@ -60,9 +61,9 @@ class Request:
 
     def draw(self) -> float:
         """The random number for the next token, the same however often it is asked for."""
-        numbers, generator = self._drawn
         if self.options.temperature == 0:
             return 0.0
+        numbers, generator = self._drawn
         if len(self.tokens) >= len(numbers):
             generator = generator.clone_state()
             drawn = [float(torch.rand((), generator=generator, dtype=torch.float64)) for _ in range(DRAWN)]
@@ -72,15 +73,8 @@ class Request:
 
     def is_complete(self) -> bool:
         """Whether it has its last token."""
-        options = self.options
-        return bool(self.tokens) and (
-            self.tokens[-1] in options.ends or len(self.tokens) >= options.max_new_tokens
-        )
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that it can have, prompt included."""
-        return len(self.prompt) + self.options.max_new_tokens
+        has_ended = bool(self.tokens) and self.tokens[-1] in self.options.ends
+        return has_ended or len(self.tokens) >= self.options.max_new_tokens
 
     def __iter__(self) -> Iterator[int]:
         given = 0
@@ -154,9 +148,8 @@ class Engine:
             raise ValueError(
                 f"a prompt must be one sequence of at least one token, found a shape of {tuple(ids.shape)}."
             )
-        options = Options(
-            max_new_tokens, temperature, top_k, top_p, 1, as_tuple(eos_token_id), seed, None, 1.0
-        )
+        ends = as_tuple(eos_token_id)
+        options = Options(max_new_tokens, temperature, top_k, top_p, ends=ends, seed=seed)
         request = Request(self, ids, options)
         with self._lock:
             limits = (self.max_tokens, None if self.state is None else self.state.limit)
@@ -202,9 +195,8 @@ class Engine:
     # --- parts of a step ---
 
     def _tidy(self) -> None:
-        """Free the places of requests that have ended. What an interrupted step computed, and nobody has
-        taken, is computed again; a request that cannot go back fails, and if the state cannot be used, all
-        do."""
+        """Free the places of requests that have ended. What an interrupted step computed and nobody has taken
+        is computed again; a request that cannot go back fails; all do if the state cannot be used."""
         if self.state is not None and self.state.unfinished:
             for request in self.places:
                 if request is not None:

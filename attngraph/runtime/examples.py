@@ -21,9 +21,9 @@ from attngraph.capture.first_call import without_data
 from attngraph.capture.structure import Spread
 from attngraph.capture.trace import quiet
 from attngraph.errors import AttnGraphError, DisagreementError, NoDecoderError
+from attngraph.runtime.kv_cache import Call
 from attngraph.runtime.packing import Packed
 from attngraph.runtime.step import Step
-from attngraph.runtime.step_sizes import Call
 from attngraph.runtime.verify import tensors_of
 
 FAILURES = (RuntimeError, IndexError, ValueError)
@@ -111,6 +111,7 @@ class Examples:
     ) -> None:  # fmt: skip
         self._model, self._derive, self._signature = model, derive, signature
         self._name, self._packed, self._inputs, self.rows = name, packed, inputs, rows
+        self.longest = max(packed.counts, default=0)
 
     @functools.cached_property
     def _spread(self) -> dict[str, Any]:
@@ -119,10 +120,6 @@ class Examples:
             n: Spread(v.flatten(1), v.ndim - 2) if isinstance(v, Tensor) and _is_spread(v, width) else v
             for n, v in self._inputs.items()
         }
-
-    @property
-    def longest(self) -> int:
-        return max(self._packed.counts, default=0)
 
     def fault(self, step: Step, rows: int = 0) -> str:
         """Why a step is not right for the call, or for one of so many rows; "" if it is."""
@@ -133,8 +130,7 @@ class Examples:
         return step.sizes.fault(Call(rows or self.rows, lengths, others))
 
     def is_too_long(self, step: Step) -> bool:
-        """Whether no other graph can be for so many tokens: a table of positions has no more entries, or the
-        model raises an error."""
+        """Whether the model takes no more tokens in any graph: a table of positions ends, or it says so."""
         return step.limit is not None and step.limit < self.longest and step.sizes.is_final
 
     def towards(self, step: Step, size: Size) -> list[Size]:
@@ -169,8 +165,7 @@ class Examples:
         of a few more: multiples of the call's number of tokens and others, of those that it takes."""
         if all(self._accepts(self._call(self._inputs, n)) for n in (TOKENS, TOKENS + 2)):
             return
-        longest = max(self._packed.counts)
-        own = {n: None for n in (longest * -(-TOKENS // (longest + 1)), longest) if n > 2}
+        own = {n: None for n in (self.longest * -(-TOKENS // (self.longest + 1)), self.longest) if n > 2}
         for count in dict.fromkeys((*own, *OTHERS)):
             if count != TOKENS and self._accepts(self._call(self._inputs, count)):
                 yield Size(count)
@@ -256,11 +251,7 @@ class Examples:
 
     def _compared(self, problem: NoDecoderError, derive: Derive) -> Step:
         """A step of a graph that is found by comparing traces of several sizes, at last of calls with one
-        sequence at a time.
-
-        Raises:
-            NoDecoderError: `problem`, if there is none either.
-        """
+        sequence at a time. If there is none either, `problem` is raised."""
         if any(isinstance(v, (Tensor, Spread)) for v in self._spread.values()):
             raise problem  # what belongs to other sizes cannot be made up
         calls = [self._call(self._spread, tokens, rows) for rows, tokens in SIZES]

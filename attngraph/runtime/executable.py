@@ -12,7 +12,6 @@ from attngraph.capture.attributes import holder_of
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.given import at, holder
 from attngraph.capture.guards import ShapeGuard, size_value
-from attngraph.capture.state.scope import Scope
 from attngraph.capture.structure import unflatten
 from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, Rate, is_assertion
 from attngraph.ir.ops.others import laid_out
@@ -36,16 +35,18 @@ class Executable:
         report: what was done to the graph; set once it is known.
         scores: the mean number of scores of an attention in a call; None if not counted.
         asserts: whether a call may fail because of a condition on values that the model asserts.
-        traced: what its trace depended on, for saving it.
+        traced: what its trace depended on, for saving it. scope: what of the state around a call it does.
     """
 
-    __slots__ = ("asserts", "captured", "looks", "machine", "report", "scores", "sizes", "state", "traced")
+    __slots__ = (
+        "asserts", "captured", "looks", "machine", "report", "scope", "scores", "sizes", "state", "traced",
+    )  # fmt: skip
 
     def __init__(
         self, captured: Captured, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None,
         state: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:  # fmt: skip
-        self.captured, self.report = captured, CompileReport()
+        self.captured, self.report, self.scope = captured, CompileReport(), captured.scope
         self.traced: Any = None
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
         scores = scores_per_attention(captured.graph, self.sizes)
@@ -56,11 +57,6 @@ class Executable:
         self.looks = None if stage is None else Looks(stage, owner)
         self.state = state
 
-    @property
-    def scope(self) -> Scope:
-        """What of the state around a call the graph depends on."""
-        return self.captured.scope
-
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the graph accepts a call with these tensors (of the dtypes that it was traced for)."""
         return self.fits(tensors) and self.machine.is_valid()
@@ -70,8 +66,7 @@ class Executable:
         return self._sizes(tensors) is not None
 
     def __call__(self, tensors: Sequence[Tensor], given: Arguments = ((), {})) -> Any:
-        """The call's result, once what the model's forward sets is set: attributes of the model, and of
-        objects among the arguments (`given`)."""
+        """The call's result, once what forward sets is set: in the model, and in objects that are `given`."""
         writes: list[tuple[Tensor, Tensor]] = []
         run = functools.partial(self.machine, tensors, self.state(), later=writes)
         waiting: list[Tensor] = []
@@ -137,18 +132,12 @@ def scores_per_attention(
             continue
         attentions += 1
         counts.append(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
-    formulas = [getattr(getattr(c, "node", None), "expr", sympy.Integer(0)) for c in counts]
-    fixed = sum(c for c in counts if isinstance(c, int))
-    total = sympy.Add(*formulas) + fixed
+    total = sympy.Add(*(c if isinstance(c, int) else c.node.expr for c in counts))
     if any(symbol_is_type(s, SymT.UNBACKED_INT) for s in total.free_symbols):
         return None
-    known: dict[tuple[int, ...], float] = {}
 
-    def scores(tensors: Sequence[Tensor]) -> float:
-        bound = sizes.bind(tuple(t.shape for t in tensors)) or {}
-        key = tuple(bound.values())
-        if key not in known:
-            known[key] = size_value(total, bound) / max(attentions, 1)
-        return known[key]
+    @functools.cache
+    def mean(bound: tuple[tuple[str, int], ...]) -> float:
+        return float(size_value(total, dict(bound)) / max(attentions, 1))
 
-    return scores
+    return lambda tensors: mean(tuple((sizes.bind(tuple(t.shape for t in tensors)) or {}).items()))

@@ -210,8 +210,7 @@ def _best(
 
 
 def choose(logits: Tensor, options: Sequence[Options], drawn: Sequence[float]) -> Tensor:
-    """One token for each row of the logits `[R, V]`, int64 `[R]`, by the row's options and a random number in
-    [0, 1)."""
+    """One token for each row of the logits `[R, V]`, by its options and a random number in [0, 1)."""
     if all(o.temperature == 0 for o in options):
         return logits.argmax(-1)
 

@@ -116,15 +116,8 @@ def read_options(
 
 
 def prompts_of(model: object, name: str, inputs: dict[str, Any]) -> Any:
-    """The prompts, removed from the arguments by name; for an encoder-decoder model without any, the token
-    with which every answer begins, if the model's configuration names one.
-
-    Args:
-        name: the model's argument that takes the tokens.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The prompts, removed from the arguments by `name`, that of the model for tokens; for an encoder-decoder
+    model without any, the token with which every answer begins, if the model's configuration names one."""
     if "inputs" in inputs:
         inputs.setdefault("input_ids" if name == DECODER_IDS else name, inputs.pop("inputs"))
     if name in inputs:
@@ -140,11 +133,7 @@ def prompts_of(model: object, name: str, inputs: dict[str, Any]) -> Any:
 
 def tokens_of(signature: inspect.Signature, asked: str | None, inputs: dict[str, Any]) -> Any:
     """The prompts of `prefill`, removed from the arguments: by the name that `CacheConfig(tokens=...)` gives,
-    or transformers' name, or else the only argument, if it is the model's first.
-
-    Raises:
-        TypeError: it cannot be told which they are; says how to write the call.
-    """
+    or transformers' name, or else the only argument, if it is the model's first."""
     known = asked or (DECODER_IDS if DECODER_IDS in signature.parameters else None)
     first = next((n for n in signature.parameters if n not in ("args", "kwargs")), "")
     name = known or (first if list(inputs) == [first] else "")

@@ -90,13 +90,6 @@ class Graphs:
         """The graph that was traced last."""
         return next(reversed(self._kept.values()))[-1] if self._kept else None
 
-    def _nearest_key(self, key: Any, scope: Scope) -> Any:
-        """The key that differs from this one in the fewest entries, of these the latest; None without graphs
-        of the same scope."""
-        same = (known for other, known in self._kept if other == scope)
-        kept = [(sum(a != b for a, b in zip(known, key, strict=True)), known) for known in same]
-        return min(reversed(kept), key=lambda entry: entry[0])[1] if kept else None
-
     def find(self, key_of: KeyOf, tensors: Sequence[Tensor]) -> Executable | None:
         """The graph that serves a call with these tensors."""
         for scope in dict.fromkeys(scope for scope, _ in reversed(self._kept)):
@@ -122,9 +115,10 @@ class Graphs:
     ) -> None:
         """Count, and log, why none of the graphs serves a call; warn where one cause keeps coming."""
         key = key_of(scope)
-        nearest = self._nearest_key(key, scope)
-        if nearest is None:
+        same = [known for other, known in reversed(self._kept) if other == scope]
+        if not same:
             return
+        nearest = min(same, key=lambda known: sum(a != b for a, b in zip(known, key, strict=True)))
         found = change_between(nearest, key, model, leaves, scope)
         if found is None:
             found = change_of_sizes([g.sizes for g in self._kept.get((scope, key), ())], tensors)

@@ -113,11 +113,8 @@ class _Done(Exception):
 def chosen_names(
     at: str | Sequence[str] | None, known: Collection[str], missed: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The names that are meant by `at` (None: all). `missed` has the reasons why others were not fused.
-
-    Raises:
-        ValueError: a name that there is not; the message lists those that there are.
-    """
+    """The names that are meant by `at` (None: all), of those that there are. `missed`: why others were not
+    fused, by name."""
     if not isinstance(at, Iterable | None):
         raise TypeError(f"at takes the name of an attention, or several names, found {at!r}.")
     names = tuple(known) if at is None else (at,) if isinstance(at, str) else tuple(at)

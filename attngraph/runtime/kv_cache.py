@@ -25,9 +25,17 @@ from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.pages import Pages, all_pages, sent
 from attngraph.runtime.parts import CarriedValues, FixedValues, Part
 from attngraph.runtime.saved_cache import require
-from attngraph.runtime.step_sizes import Call
 
 SAVED = "attngraph cache 4"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The sizes of a call: rows, the lengths of those that have a result, other sizes by their symbol."""
+
+    rows: int
+    lengths: frozenset[int]
+    others: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Contents(NamedTuple):
@@ -70,6 +78,8 @@ class KVCache:
         self.rank = (0, 1)
         """Whose part of the values this is: which rank, of how many."""
         self._ones: tuple[Tensor, Tensor] | None = None
+        """The row of each token, and the start of each row's tokens, if every row gets one new token. Kept by
+        the state, not by the process: a state of tensors without data has such ones here too."""
         parts: list[Part] = [*all_pages(plan.stores, rows, config, device)]
         parts += [CarriedValues(plan.carried, rows, config, device), FixedValues(plan.fixed, device, {})]
         self._now = Contents([0] * rows, [0] * rows, {part.name: part for part in parts})
@@ -78,11 +88,7 @@ class KVCache:
 
     @property
     def now(self) -> Contents:
-        """What the state has.
-
-        Raises:
-            CacheError: a call that did not end has written over some of it.
-        """
+        """What the state has; a CacheError if a call that did not end has written over some of it."""
         if self._now.unfinished:
             raise CacheError(self.unfinished)
         return self._now
@@ -138,11 +144,11 @@ class KVCache:
 
     def stores(self) -> dict[str, Tensor]:
         """The pages of every cached value, by name."""
-        return {name: pages for group in self.groups.values() for name, pages in group.reads().items()}
+        return {name: pages for group in self.groups.values() for name, pages in group.values.items()}
 
     def kept(self) -> dict[str, Tensor]:
         """All that a step reads: pages, what the rows carry, values of the prompt."""
-        return {name: value for part in self.now.parts.values() for name, value in part.reads().items()}
+        return {name: value for part in self.now.parts.values() for name, value in part.values.items()}
 
     # --- a step ---
 
@@ -152,12 +158,8 @@ class KVCache:
                  if c and row not in unfinished)  # fmt: skip
         return Call(1 if self.alone else self.rows, frozenset(after), self.sizes)
 
-    def longest(self, counts: Sequence[int]) -> int:
-        """How many tokens the longest row has with `counts[r]` more of each row r.
-
-        Raises:
-            CacheError: they do not fit.
-        """
+    def require_room(self, counts: Sequence[int]) -> None:
+        """Check that `counts[r]` more tokens of each row r fit."""
         if len(counts) != self.rows:
             raise CacheError(f"new tokens for {len(counts)} row(s), but the state has {self.rows}.")
         after = [n + c for n, c in zip(self.lengths, counts, strict=True)]
@@ -168,15 +170,10 @@ class KVCache:
                 f"row {row} has {self.lengths[row]} token(s) and gets {counts[row]} more, but at most "
                 f"{self.limit} fit (max_length, or the model's own limit). Nothing was written."
             )
-        return longest
 
     def reserve(self, counts: Sequence[int]) -> None:
-        """Make room for `counts[r]` more tokens of each row r.
-
-        Raises:
-            CacheError: they do not fit; nothing is written.
-        """
-        self.longest(counts)
+        """Make room for `counts[r]` more tokens of each row r; where they do not fit, nothing is written."""
+        self.require_room(counts)
         now, groups = self.now, self.groups
         roomy = {name: group.with_room(now.lengths, counts, self.limit) for name, group in groups.items()}
         if roomy != groups:
@@ -186,7 +183,9 @@ class KVCache:
         """The "rows" inputs of a step, by name: which token belongs to which row, and the page tables."""
         first = tell(torch.tensor(self.lengths, dtype=torch.int64), self.lengths)
         if min(counts, default=0) == 1 == max(counts):
-            row, starts = self._one_each(len(counts))
+            if self._ones is None or len(self._ones[0]) != self.rows:
+                self._ones = torch.arange(self.rows), tell(torch.arange(self.rows + 1), range(self.rows + 1))
+            row, starts = self._ones
             positions = first
         else:
             count = torch.tensor(list(counts), dtype=torch.int64)
@@ -288,13 +287,6 @@ class KVCache:
                 part.copy_pages(pairs)
         self._now = then
 
-    def _one_each(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The row of each token, and the start of each row's tokens, if every row gets one new token. Kept by
-        the state, not by the process: a state of tensors without data has such ones here too."""
-        if self._ones is None or len(self._ones[0]) != rows:
-            self._ones = torch.arange(rows), tell(torch.arange(rows + 1), range(rows + 1))
-        return self._ones
-
     @serving
     def copy(self) -> "KVCache":
         """An independent copy of the state."""
@@ -333,7 +325,10 @@ class KVCache:
         require(len(rank) == 2 and rank[0] < rank[1], f"it is of no rank: {rank!r:.40}")
         self.__init__(plan, 0, config, device, limit)  # type: ignore[misc]
         self.rank = rank[0], rank[1]
-        self.sizes, self.alone = saved_cache.sizes_of(state.get("sizes", {})), bool(state.get("alone", False))
+        sizes = state.get("sizes", {})
+        require(isinstance(sizes, dict), "sizes is no record")
+        self.sizes = {str(n): saved_cache.number(size, f"the size {n!r:.40}") for n, size in sizes.items()}
+        self.alone = bool(state.get("alone", False))
         kept = state["groups"]
         same = isinstance(kept, dict) and kept.keys() == self.groups.keys()
         require(same, "it has other pages than its plan")

@@ -59,14 +59,14 @@ class Looks:
             group = _Group((stage, orders, owner), shown, tied.values())
             self.groups.append(group)
             self.ties |= {number: (group, group.part({"tied": node})) for number, node in tied.items()}
-        self._shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
+        self._shapes_for = functools.lru_cache(_SHAPES)(self._shapes)
 
     def run(
         self, run: Callable[[], Sequence[Any]], names: Sequence[str], sizes: Sizes
     ) -> tuple[Sequence[Any], list[Tensor]]:
         """The results of a call of these sizes, and those that wait. `names`: of the results that are kept;
         "" for the others."""
-        shapes = self._shapes_for(sizes)
+        shapes = self._shapes_for(tuple(sizes.items()))
         made = {group: _OfCall(group, shapes) for group in self.groups}
 
         def tie(number: int, value: Tensor, kept: Sequence[Tensor]) -> Tensor:
@@ -81,16 +81,13 @@ class Looks:
             found |= of_call.results({name: kept[name] for name in group.whole.kept})
         return results, [found[node.name] for node in self.nodes]
 
-    def _shapes_for(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        shapes, known = self._shapes.setdefault(tuple(sizes.values()), {}), dict(sizes)
-        for node in self.nodes if not shapes else ():
-            extents = (
-                n if isinstance(n, int) else size_value(n.node.expr, known) for n in node.meta["val"].shape
-            )
-            shapes[node.name] = tuple(map(int, extents))
-        if len(self._shapes) > _SHAPES:
-            self._shapes = {}
-        return shapes
+    def _shapes(self, sizes: tuple[tuple[str, int], ...]) -> dict[str, tuple[int, ...]]:
+        shapes = {node.name: node.meta["val"].shape for node in self.nodes}
+        known = dict(sizes)
+        return {
+            name: tuple(n if isinstance(n, int) else int(size_value(n.node.expr, known)) for n in shape)
+            for name, shape in shapes.items()
+        }
 
 
 class _Part:
@@ -141,8 +138,7 @@ class _Part:
 
 
 class _Group:
-    """Results that are computed together, and the parts of the stage that do it. `handed_out`: those that
-    others are tied to."""
+    """Results that are computed together, and how. `handed_out`: those that others are tied to."""
 
     def __init__(self, about: About, values: Values, tied: Iterable[fx.Node]) -> None:
         self.values, self._about = values, about
@@ -188,8 +184,7 @@ class _OfCall:
         return self._step(part, "tied", kept, self.look.seen, value.clone, value)
 
     def results(self, kept: Tensors) -> dict[str, Tensor]:
-        """All results of the group. Where the call is recorded, to be repeated with other values, they are
-        computed now."""
+        """All results of the group; computed now where the call is recorded, to be repeated."""
         group, part = self.group, self.group.rest
         if _is_recorded(kept):
             first = group.first(kept) | self.made

@@ -152,8 +152,9 @@ class _ValuesOfWeights:
         if interpret is not None:
             return self._named(self.machine((), None, interpret))
         weights = self.machine._inputs((), None, None)
-        stamps = [(w.data_ptr(), _stamp(w), w.dtype, w.device, w.shape) for w in weights]
-        if stamps != self._stamps or is_fully_sharded(self._owner):
+        stamps = [(w.data_ptr(), version_of(w), w.dtype, w.device, w.shape) for w in weights]
+        is_counted = all(version is not None for _, version, *_ in stamps)
+        if stamps != self._stamps or not is_counted or is_fully_sharded(self._owner):
             with torch.no_grad():
                 self._current = self._named(self.machine(()))
             self._stamps = stamps
@@ -161,12 +162,6 @@ class _ValuesOfWeights:
 
     def _named(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self._names, values, strict=True))
-
-
-def _stamp(tensor: Tensor) -> object:
-    """What changes when a tensor is written to; where torch does not count, it is new each time."""
-    version = version_of(tensor)
-    return object() if version is None else version
 
 
 def _target(output: Output, owner: nn.Module) -> Callable[[Any], Tensor] | None:
@@ -257,8 +252,7 @@ def _passed(given: Input, names: Sequence[str] | None) -> tuple[int, Fetch]:
 
 
 def _place(given: Input, owner: nn.Module) -> tuple[nn.Module, Any, list[str]]:
-    """The module that has a tensor, its dict of such tensors (None: a constant is in none), and the name
-    there; then names inside of the tensor."""
+    """The module that has a tensor, its dict of such (None for a constant), the name there, names inside."""
     module, names = owner, given.name.split(".")
     if given.kind == "constant":
         return module, None, names
@@ -288,14 +282,8 @@ def own_tensor(
 
 def require_own(given: Input, owner: nn.Module, constants: Mapping[str, Tensor], wanted: Any) -> None:
     """Check that a model has the tensor that an input names, by nothing but names of weights: no other
-    attribute is looked up because a file says so.
-
-    Args:
-        wanted: a tensor of the type that the graph says, whose symbolic sizes may be any.
-
-    Raises:
-        ValueError: it has not, or one of another type.
-    """
+    attribute is looked up because a file says so; else it is a ValueError. `wanted`: a tensor of the type
+    that the graph says, whose symbolic sizes may be any."""
     if given.kind != "constant":
         module, store, (name, *inside) = _place(given, owner)
         known = store.get(name) is not None or parametrize.is_parametrized(module, name)

@@ -42,11 +42,7 @@ class Packed:
 
 
 def as_ids(prompt: Any) -> Tensor:
-    """A prompt, or one row of several, as a tensor of token ids.
-
-    Raises:
-        TypeError: it holds no whole numbers.
-    """
+    """A prompt, or one row of several, as a tensor of token ids; a TypeError if it holds no whole numbers."""
     try:
         found = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError):
@@ -60,14 +56,7 @@ def as_ids(prompt: Any) -> Tensor:
 
 
 def pack(ids: Ids, mask: Tensor | None, device: Callable[[], torch.device]) -> Packed:
-    """All real tokens, packed.
-
-    Args:
-        device: of the model, where lists of prompts are put.
-
-    Raises:
-        ValueError: the shapes do not fit.
-    """
+    """All real tokens, packed. `device`: of the model, where lists of prompts are put."""
     if not isinstance(ids, Tensor):
         if mask is not None:
             raise ValueError("a list of prompts has no padding, so no attention_mask.")

@@ -37,23 +37,31 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Pages(Part):
-    """The pages of all stores with the same window, and which row has which page."""
+    """The pages of all stores with the same window, and which row has which page.
+
+    Where a team of ranks divides a cache's tokens, these are the pages of one member: of every row it keeps
+    each team-th token (`ir/ops/divided_attention.py`), in the pages of a row that is so much shorter; of a
+    window, in a ring so much smaller. Rows are told in numbers of all tokens."""
 
     def __init__(self, stores: Sequence[Store], rows: int, config: CacheConfig, device: torch.device) -> None:
-        self.name, self.window, self.config, self.device = stores[0].table, stores[0].window, config, device
-        window = self.window
-        self.ring = 0 if window is None else self.most_own(in_ring(window, config.rollback))
+        self.window, self.team, self.member = stores[0].window, stores[0].team, stores[0].member
+        self.name = stores[0].table if self.team == 1 else f"{stores[0].table}@{self.member}"
+        self.config, self.device = config, device
+        held = 0 if self.window is None else in_ring(self.window, config.rollback)
+        self.ring = own_count(held, self.team, 0)
         self.paged = config.layout == "paged"
         self.page = config.page if self.paged else self.ring or 1
         self.rows: list[list[int]] = [[] for _ in range(rows)]
         self.users: list[int] = []
         self.free: list[int] = []
         self._table: Tensor | None = None
-        self._views: tuple[list[Tensor], dict[str, Tensor]] = [], {}
         kinds: dict[tuple[Any, ...], list[Store]] = {}
         for store in stores:
             kinds.setdefault((store.shape, store.row_dim, store.token_dim, store.dtype), []).append(store)
-        self.arenas = {kind: (members, self._empty(members, 0)) for kind, members in kinds.items()}
+        self.arenas: dict[tuple[Any, ...], tuple[list[Store], Tensor]] = {}
+        self.values = {}
+        for kind, members in kinds.items():
+            self._put(kind, members, self._empty(members, 0))
 
     def _empty(self, members: Sequence[Store], pages: int) -> Tensor:
         first = members[0]
@@ -63,41 +71,30 @@ class Pages(Part):
         dtype = floating if floating and first.dtype.is_floating_point else first.dtype
         return memory.empty((len(members), *shape), dtype, self.device)
 
-    def reads(self) -> dict[str, Tensor]:
-        """The pages of every store, by name: the same tensors while they are where they were."""
-        arenas = [arena for _, arena in self.arenas.values()]
-        made, views = self._views
-        if len(made) != len(arenas) or any(a is not b for a, b in zip(made, arenas, strict=True)):
-            views = {
-                store.name: pages
-                for members, arena in self.arenas.values()
-                for store, pages in zip(members, arena.unbind(), strict=True)
-            }
-            self._views = arenas, views
-        return views
-
-    @property
-    def nbytes(self) -> int:
-        return sum(arena.nbytes for _, arena in self.arenas.values())
+    def _put(self, kind: tuple[Any, ...], members: list[Store], arena: Tensor) -> None:
+        """Have an arena. The pages of each store, which are read, are the same tensors until then."""
+        self.arenas[kind] = members, arena
+        self.values = self.values | dict(zip((s.name for s in members), arena.unbind(), strict=True))
 
     def _copy(self) -> "Pages":
         """The same pages, of which other rows may have others."""
         other = copy.copy(self)
+        other._table = None
         other.rows = [list(pages) for pages in self.rows]
         other.users, other.free, other.arenas = list(self.users), list(self.free), dict(self.arenas)
         return other
 
     def own(self, length: int) -> int:
         """How many of a row's first `length` tokens are kept here."""
-        return length
-
-    def most_own(self, count: int) -> int:
-        """The most of so many neighbouring tokens that are kept here."""
-        return count
+        return own_count(length, self.team, self.member)
 
     def _own_of(self, firsts: Sequence[int], counts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """The same first tokens and numbers of tokens, of those that are kept here."""
-        return firsts, counts
+        if self.team == 1:
+            return firsts, counts
+        before = [self.own(n) for n in firsts]
+        after = [self.own(n + count) for n, count in zip(firsts, counts, strict=True)]
+        return before, [b - a for a, b in zip(before, after, strict=True)]
 
     @property
     def columns(self) -> int:
@@ -114,7 +111,7 @@ class Pages(Part):
     @property
     def reach(self) -> int:
         """Of how many of a row's latest tokens those that are kept here are not overwritten."""
-        return self.capacity
+        return self.capacity * self.team
 
     def table(self) -> Tensor:
         if self._table is None:
@@ -133,8 +130,7 @@ class Pages(Part):
         return range(start // self.page, (start + last - 1 - first) // self.page + 1)
 
     def _page_for(self, longest: int, limit: int | None) -> int:
-        """For how many tokens a page is to have room in the contiguous layout where the longest row has so
-        many; 0 where there is enough."""
+        """In the contiguous layout: for how many tokens a page is to have room; 0 where there is enough."""
         most = self.own(longest)
         if most <= self.page or self.paged or self.ring:
             return 0
@@ -159,7 +155,6 @@ class Pages(Part):
             return found
         found = found if longer else self._copy()
         found._make_room(missing)
-        found._table = None
         for pages, places in zip(found.rows, needed, strict=True):
             for place in places:
                 while len(pages) <= place:
@@ -192,7 +187,7 @@ class Pages(Part):
         for kind, (members, arena) in self.arenas.items():
             larger = self._empty(members, count + more)
             larger.narrow(1 + members[0].row_dim, 0, count).copy_(arena)
-            self.arenas[kind] = members, larger
+            self._put(kind, members, larger)
         self.users += [0] * more
         self.free += range(count + more - 1, count - 1, -1)
 
@@ -208,7 +203,7 @@ class Pages(Part):
         for kind, (members, arena) in self.arenas.items():
             larger = other._empty(members, len(self.users))
             larger.narrow(1 + members[0].token_dim, 0, self.page).copy_(arena)
-            other.arenas[kind] = members, larger
+            other._put(kind, members, larger)
         return other
 
     def cropped(self, before: Sequence[int], lengths: Sequence[int]) -> "Pages":
@@ -226,7 +221,6 @@ class Pages(Part):
                 if other.users[page] == 0:
                     other.free.append(page)
             del pages[count:]
-        other._table = None
         return other
 
     def write(
@@ -236,26 +230,42 @@ class Pages(Part):
         """Write the values of new tokens to their pages. `row` and `positions` of every token are on the
         device; `firsts` and `counts`, each row's first position and number of new tokens, say the same.
         Nothing is asked of a device, so that a CUDA graph can capture it."""
+        if self.team > 1:
+            places = self._own_places(firsts, counts)
+            stores = (store for members, _ in self.arenas.values() for store in members)
+            news = {store.name: news[store.name].index_select(store.token_dim, places) for store in stores}
+            row, positions = row[places], positions[places] // self.team
+            firsts, counts = self._own_of(firsts, counts)
+        if not len(row):
+            return
         runs = list(itertools.islice(self._runs(firsts, counts), FEW + 1)) if row.is_cpu else []
         index: Any = None
         if not row.is_cpu or len(runs) > FEW:
             index = self._last_ones(counts)
             slot = positions[index] % self.capacity
-            places = self.table()[row[index], slot // self.page], slot % self.page
+            at = self.table()[row[index], slot // self.page], slot % self.page
         for members, arena in self.arenas.values():
             dims = members[0].row_dim, members[0].token_dim
             held = arena.movedim((1 + dims[0], 1 + dims[1]), (1, 2))
             values = [news[store.name].movedim(dims, (0, 1))[0] for store in members]
             if index is not None:
-                held[:, places[0], places[1]] = torch.stack([v[index] for v in values]).to(arena.dtype)
+                held[:, at[0], at[1]] = torch.stack([v[index] for v in values]).to(arena.dtype)
                 continue
             if len(row) > FEW:  # copied store by store: together is one copy more, of little
-                pairs = list(zip(torch.split(held, 1), (v[None] for v in values), strict=True))
+                pairs = [(to[None], value[None]) for to, value in zip(held, values, strict=True)]
             else:
                 pairs = [(held, torch.stack(values))]
             for to, value in pairs:
                 for page, place, begin, many in runs:
                     to[:, page, place : place + many].copy_(value[:, begin : begin + many])
+
+    def _own_places(self, firsts: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """The packed indices of the new tokens that are kept here."""
+        begin, own = 0, list[int]()
+        for first, count in zip(firsts, counts, strict=True):
+            own += range(begin + (self.member - first) % self.team, begin + count, self.team)
+            begin += count
+        return sent(torch.tensor(own, dtype=torch.int64), self.device)
 
     def _runs(self, firsts: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """New tokens that are written to consecutive places: the page, the first place, the packed index of
@@ -279,14 +289,12 @@ class Pages(Part):
         return sent(torch.tensor([place for span in spans for place in span]), self.device)
 
     def reordered(self, rows: Sequence[int]) -> "tuple[Pages, list[tuple[int, int]]]":
-        """Pages are shared where possible. What is there is needed as long as rows have the pages that they
-        had."""
+        """Pages are shared where possible. What is there is needed while rows have the pages they had."""
         other = self._copy()
         other.rows = [list(self.rows[r]) for r in rows]
         counts = collections.Counter(p for pages in other.rows for p in pages)
         other.users = [counts.get(page, 0) for page in range(len(self.users))]
         other.free = [page for page in range(len(self.users) - 1, -1, -1) if not other.users[page]]
-        other._table = None
         if self.paged:
             return other, []
         other._make_room(sum(max(0, count - 1) for count in other.users))
@@ -321,7 +329,7 @@ class Pages(Part):
             place = found.untyped_storage().data_ptr()
             require(not found.numel() or place not in places, f"{name} has two values in one place")
             places.add(place)
-            self.arenas[kind] = members, found
+            self._put(kind, members, found)
         return self
 
     def _check_rows(self, saved: Any, lengths: Sequence[int]) -> None:
@@ -355,48 +363,4 @@ def all_pages(
     for store in stores:
         tables.setdefault((store.table, store.member), []).append(store)
     for members in tables.values():
-        yield (Pages if members[0].team == 1 else DividedPages)(members, rows, config, device)
-
-
-class DividedPages(Pages):
-    """The pages of one member of a team of ranks that divide a cache's tokens.
-
-    Of every row a member keeps each team-th token (`ir/ops/divided_attention.py`), in the pages of a row that
-    is so much shorter; of a window, in a ring so much smaller. Rows are told in numbers of all tokens, as
-    they are to any other pages."""
-
-    def __init__(self, stores: Sequence[Store], rows: int, config: CacheConfig, device: torch.device) -> None:
-        self.team, self.member = stores[0].team, stores[0].member
-        super().__init__(stores, rows, config, device)
-        self.name = f"{stores[0].table}@{self.member}"
-
-    def own(self, length: int) -> int:
-        return own_count(length, self.team, self.member)
-
-    def most_own(self, count: int) -> int:
-        return own_count(count, self.team, 0)
-
-    @property
-    def reach(self) -> int:
-        return self.capacity * self.team
-
-    def _own_of(self, firsts: Sequence[int], counts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        before = [self.own(n) for n in firsts]
-        after = [self.own(n + count) for n, count in zip(firsts, counts, strict=True)]
-        return before, [b - a for a, b in zip(before, after, strict=True)]
-
-    def write(
-        self, news: Mapping[str, Tensor], row: Tensor, positions: Tensor, firsts: Sequence[int],
-        counts: Sequence[int],
-    ) -> None:  # fmt: skip
-        begin, own = 0, list[int]()
-        for first, count in zip(firsts, counts, strict=True):
-            own += range(begin + (self.member - first) % self.team, begin + count, self.team)
-            begin += count
-        places = sent(torch.tensor(own, dtype=torch.int64), self.device)
-        if not len(places):
-            return
-        members = (store for stores, _ in self.arenas.values() for store in stores)
-        picked = {store.name: news[store.name].index_select(store.token_dim, places) for store in members}
-        before, many = self._own_of(firsts, counts)
-        super().write(picked, row[places], positions[places] // self.team, before, many)
+        yield Pages(members, rows, config, device)

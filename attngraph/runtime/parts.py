@@ -26,15 +26,12 @@ class Part:
 
     name: str
     values: dict[str, Tensor]
-
-    def reads(self) -> dict[str, Tensor]:
-        """What a step reads of it, by name."""
-        return self.values
+    """What a step reads of it, by name."""
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated for it."""
-        return sum(t.nbytes for t in self.reads().values())
+        return sum(t.nbytes for t in self.values.values())
 
     def after(self, news: Mapping[str, Any], lengths: Sequence[int]) -> "Part":
         """What it is after a step that computed `news`. `lengths`: of the rows before the step."""
@@ -44,8 +41,7 @@ class Part:
         """Check that a row can go back from `old` to `new` tokens; else it is a CacheError."""
 
     def cropped(self, before: Sequence[int], lengths: Sequence[int]) -> "Part":
-        """What it was when rows that have `before` tokens had so many; `check_crop` has shown that they can
-        go back."""
+        """What it was when rows that have `before` tokens had so many, as `check_crop` has allowed."""
         return self
 
     def reordered(self, rows: Sequence[int]) -> "tuple[Part, list[tuple[int, int]]]":

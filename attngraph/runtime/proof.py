@@ -25,10 +25,9 @@ from attngraph.ir.walk import reached
 from attngraph.meaning.check.comparison import Rule, compare
 from attngraph.report.cache_entry import Drift
 from attngraph.runtime.cache_config import CacheConfig
-from attngraph.runtime.kv_cache import KVCache
+from attngraph.runtime.kv_cache import Call, KVCache
 from attngraph.runtime.machine import Machine
 from attngraph.runtime.step import Step
-from attngraph.runtime.step_sizes import Call
 from attngraph.runtime.verify import tensors_of
 
 aten = torch.ops.aten
@@ -134,8 +133,7 @@ def _sample(step: Step, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], t
 
 
 def _steps(step: Step, given: int, rows: int) -> tuple[tuple[int, int], ...]:
-    """The calls to compare; as many tokens as were traced, if the graph is of that number alone, or not for
-    their number."""
+    """The calls to compare; as many tokens as were traced, where the graph is for no others."""
     total = sum(count for count, _ in STEPS)
     call = Call(1 if step.sizes.single else rows, frozenset([total]))
     if not step.plan.length.isdecimal() and not step.sizes.fault(call):
@@ -163,16 +161,12 @@ def prove_longer(model: Callable[..., Any], step: Step, arguments: Mapping[str, 
     places = torch.randint(0, given.shape[1], (len(LONGER[0]), total), generator=generator)
     ids = torch.stack([row[picked] for row, picked in zip(given, places, strict=True)])
     state = KVCache(step.plan, len(ids), CacheConfig(), given.device)
-
-    def results() -> Iterator[tuple[Sequence[int], Tensor]]:
-        for counts in longer:
-            parts = [row[at : at + n] for row, at, n in zip(ids, state.lengths, counts, strict=True)]
-            new = {n: torch.cat(parts)[None] for n in step.arguments}
-            yield counts, step.advance(state, counts, new, unfinished=range(len(ids)))[0]
-
+    full, unfinished = dict.fromkeys(step.arguments, ids), range(len(ids))
+    news = ((counts, _next(step, state, full, counts)) for counts in longer)
     try:
         with torch.no_grad():
-            for row, found in zip(ids, _by_row(results()), strict=True):
+            results = ((c, step.advance(state, c, new, unfinished=unfinished)[0]) for c, new in news)
+            for row, found in zip(ids, _by_row(results), strict=True):
                 for length in (*range(1, min(BEGINNINGS, len(found))), len(found)):
                     call = {**arguments, step.name: row[None, :length]}
                     _require_as_model(model, step, call, found[:length], result)
@@ -241,12 +235,14 @@ def _advanced(step: Step, state: KVCache, full: Mapping[str, Any], counts: Seque
     """The results of the next tokens, so many of each row, in float64."""
     state.reserve(counts)
     poison(state)
+    return step.advance(state, counts, _next(step, state, full, counts), run=step.ranks.exact)[0]
+
+
+def _next(step: Step, state: KVCache, full: Mapping[str, Any], counts: Sequence[int]) -> dict[str, Tensor]:
+    """The arguments of the next tokens, so many of each row."""
     places = list(zip(state.lengths, counts, strict=True))
-    given = {
-        n: torch.cat([full[n][row, at : at + count] for row, (at, count) in enumerate(places)]).unsqueeze(0)
-        for n in step.arguments
-    }
-    return step.advance(state, counts, given, run=step.ranks.exact)[0]
+    parts = {n: [full[n][r, at : at + count] for r, (at, count) in enumerate(places)] for n in step.arguments}
+    return {n: torch.cat(each).unsqueeze(0) for n, each in parts.items()}
 
 
 def poison(state: KVCache) -> None:

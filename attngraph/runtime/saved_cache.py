@@ -33,12 +33,6 @@ def require(holds: Any, problem: str) -> None:
         raise CacheError(f"a saved cache cannot be used: {problem}.")
 
 
-def sizes_of(found: Any) -> dict[str, int]:
-    """The sizes of a prompt's other inputs, by name."""
-    require(isinstance(found, dict), "sizes is no record")
-    return {str(name): number(extent, f"the size {name!r:.40}") for name, extent in found.items()}
-
-
 def read(path: str | Path) -> Any:
     """What a file of `torch.save` holds, without any code in it, if it unpacks to no more than it is."""
     try:

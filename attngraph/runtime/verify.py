@@ -95,8 +95,7 @@ class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _grouped(
     x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor | None:
-    """Such a product in float64, of `[tokens, D]` and `[experts, D, H]` (`offs`: where each expert's tokens
-    end); None for any other."""
+    """Such a product in float64, `[tokens, D]` by `[experts, D, H]`; tokens end at `offs`; else None."""
     if offs is None or bias is not None or x.dtype != torch.float64 or (x.ndim, weight.ndim) != (2, 3):
         return None
     return EXPERT_ROWS(x, weight, offs, torch.zeros(1, dtype=torch.int64, device=x.device))  # type: ignore[no-any-return]

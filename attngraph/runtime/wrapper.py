@@ -53,11 +53,7 @@ class ModelWrapper(nn.Module):
 
     @__class__.setter
     def __class__(self, kind: type) -> None:
-        """Take what a tool adds to the class that this module is said to have, as `fully_shard` does.
-
-        Raises:
-            TypeError: `kind` is not derived from that class. PlacementError: as `require_whole_again`.
-        """
+        """Take what a tool adds to the class that this module is said to have, as `fully_shard` does."""
         _REAL_CLASS.__set__(self, _extended(type(self), kind, self.__class__))
         self._kind = kind
         require_whole_again(self)
@@ -143,8 +139,7 @@ def own_names(kind: Any) -> frozenset[str]:
 
 
 class _Extended:
-    """Of a wrapper that a tool extended: it finds the wrapper among the modules, where it looks for the one
-    that it extended, in place of the model."""
+    """Finds a wrapper that a tool extended among the modules, in place of the model, where the tool looks."""
 
     def modules(self) -> Iterator[nn.Module]:
         return (module for _, module in self.named_modules())
@@ -173,8 +168,7 @@ _REAL_CLASS: Any = vars(object)["__class__"]
 
 
 def _of_the_model(name: str) -> Callable[..., Any]:
-    """The model's method of this name, as a method of the wrapper: where the model returns itself, the
-    wrapper does."""
+    """The model's method as one of the wrapper, which returns itself where the model does."""
     plain = getattr(nn.Module, name)
 
     @functools.wraps(plain)

@@ -32,8 +32,7 @@ from attngraph.report.report import CompileReport
 from attngraph.report.user_code import UserCode
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.machine import Run, own_tensor, require_own
-from attngraph.runtime.step import Step
-from attngraph.runtime.step_sizes import StepSizes
+from attngraph.runtime.step import Step, StepSizes
 from attngraph.saved import graphs
 from attngraph.saved.folder import as_bytes
 from attngraph.saved.guards import Names, Traced

@@ -39,7 +39,12 @@ def fetching_early(module: Callable[..., Any]) -> Callable[..., Any]:
 def _order(graph: fx.Graph) -> list[fx.Node]:
     """The nodes in the order in which they run; a fetch stands where it begins and again where it ends."""
     nodes = list(graph.nodes)
-    before = _needed(nodes)
+    before, last = dict[fx.Node, list[fx.Node]](), list[fx.Node]()
+    for node in nodes:  # its operands, and before what draws random numbers, or does more, the last of these
+        before[node] = list(node.all_input_nodes)
+        if node.op == "call_function" and (is_random(node.target, node.args) or node.is_impure()):
+            before[node] += last
+            last = [node]
     waits: dict[fx.Node, int] = {}
     for node in nodes:
         waits[node] = max((waits[n] + (n.target is FETCH_KEYS) for n in before[node]), default=0)
@@ -59,15 +64,3 @@ def _order(graph: fx.Graph) -> list[fx.Node]:
             when = len(nodes) if node.op == "output" else waits[node]
             steps.append((when, int(node not in is_first), place[node], node))
     return [node for *_, node in sorted(steps, key=lambda step: step[:3])]
-
-
-def _needed(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """What must have run before each node: its operands, and for one that draws random numbers or does more
-    than compute, the last of these."""
-    found, last = {}, None
-    for node in nodes:
-        found[node] = list(node.all_input_nodes)
-        if node.op == "call_function" and (is_random(node.target, node.args) or node.is_impure()):
-            found[node] += [last] if last is not None else []
-            last = node
-    return found

@@ -22,8 +22,7 @@ def is_fully_sharded(owner: nn.Module) -> bool:
 
 
 def collected(tensor: Any, name: str, axis: Any) -> Tensor:
-    """What a rank has of a parameter: all of it, or its part along `axis`, a one-dimensional mesh. That it is
-    divided along another axis is an error."""
+    """What a rank has of a parameter: all, or its part along `axis`, a mesh of one dimension, no other."""
     if not hasattr(tensor, "_local_tensor"):
         return tensor  # type: ignore[no-any-return]
     if tensor.device_mesh != axis and not all(p.is_replicate() for p in tensor.placements):

@@ -50,11 +50,7 @@ class SimulatedMesh:
         for name, count in axes.items():
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"axis {name!r} must have at least one rank, found {count!r}.")
-        self.axes = axes
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...]:
-        return tuple(self.axes)
+        self.axes, self.mesh_dim_names = axes, tuple(axes)
 
     def __repr__(self) -> str:
         return f"SimulatedMesh({', '.join(f'{k}={v}' for k, v in self.axes.items())})"
@@ -62,8 +58,7 @@ class SimulatedMesh:
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxis:
-    """One axis of a mesh: its ranks, the name of their process group, and their one-dimensional DeviceMesh
-    (None where they are simulated)."""
+    """One axis: its ranks, the name of their process group, and their mesh (None where simulated)."""
 
     count: int
     group: str
@@ -72,8 +67,7 @@ class MeshAxis:
 
 @dataclasses.dataclass(frozen=True)
 class RankMesh:
-    """The ranks that run a model together: those of `tensor` divide heads, hidden units and vocabulary, those
-    of `context` tokens."""
+    """Ranks that run a model together: `tensor` divide heads, hidden units, vocabulary; `context` tokens."""
 
     config: ShardConfig
     tensor: MeshAxis | None = None
@@ -130,11 +124,8 @@ class RankMesh:
 
 
 def rank_mesh(mesh: Any, config: ShardConfig) -> RankMesh | None:
-    """The axes along which a mesh divides tensors; None where it does not.
-
-    Raises:
-        TypeError: it is no mesh. ValueError: its axes have no names, or not those of the config.
-    """
+    """The axes along which a mesh, if it is one and its axes have the names that the config says, divides
+    tensors; None where it does not."""
     is_device_mesh = torch.distributed.is_available() and isinstance(
         mesh, torch.distributed.device_mesh.DeviceMesh
     )

@@ -56,8 +56,7 @@ def require_undivided(model: nn.Module, ranks: RankMesh) -> None:
 
 
 def replicate(model: nn.Module, axis: MeshAxis) -> None:
-    """Make the parameters of a model DTensors that every rank has whole: what is divided is known after the
-    first trace."""
+    """Make parameters DTensors that every rank has whole: what is divided is known after the first trace."""
     from torch.distributed.tensor import DTensor, Replicate
 
     def whole(parameter: Tensor) -> Tensor:
@@ -156,8 +155,7 @@ def _inputs(graph: ProgramGraph) -> set[Input]:
 
 
 def replace(model: nn.Module, make: Callable[[Tensor], Tensor]) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Put what `make` gives for a parameter in every place that has it. Returns what was there: the module's
-    store, the name, the parameter."""
+    """Put what `make` gives in every place of a parameter. Returns what was there: store, name, parameter."""
     found: list[tuple[dict[str, Any], str, Tensor]] = [
         (module._parameters, name, parameter)
         for module in model.modules()
@@ -227,8 +225,7 @@ class Own:
         return found
 
     def _cut(self, name: str, shard: Shard, parameter: Tensor) -> Any:
-        """The part of a parameter that every rank has whole; kept, where that was asked for, until the
-        parameter changes."""
+        """The part of a whole parameter; kept, where that was asked for, until the parameter changes."""
         version = version_of(parameter) if self._keeps and not torch.is_grad_enabled() else None
         stamp = parameter.data_ptr(), version, parameter.dtype, parameter.device
         before, part = self._kept.get(name, (None, None))

@@ -9,6 +9,7 @@ everything once for each rank: `kept0` of rank 1 is called `kept0@1` there.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, fx, nn
 from attngraph.capture.program.layouts import let_go
 from attngraph.errors import DisagreementError, NoDecoderError, PlacementError, SavedError
 from attngraph.ir.graph import Axis, ProgramGraph, Ranks
-from attngraph.ir.ops.cached_attention import CachePlan, Carried, Fixed, Store
+from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.meaning.check.oracle import Oracle
 from attngraph.meaning.check.ranks import PerRank, run_on_ranks
 from attngraph.runtime.devices import ONE, OneDevice, OneRank, Own, Runner
@@ -28,11 +29,7 @@ from attngraph.runtime.parallel.mesh import RankMesh, ShardConfig, rank_mesh
 
 
 def devices_of(mesh: Any, shard: ShardConfig | None) -> OneDevice:
-    """The devices of a mesh of the user's.
-
-    Raises:
-        TypeError: it is no mesh. ValueError: its axes have no names, or not those of the config.
-    """
+    """The devices of a mesh of the user's (`rank_mesh`)."""
     found = rank_mesh(mesh, shard or ShardConfig())
     return ONE if found is None else SeveralDevices(found)
 
@@ -249,8 +246,8 @@ class AllRanks(OneRank):
     """A graph run for all ranks in this process."""
 
     def __init__(self, plan: CachePlan, own: Callable[[], Mapping[str, Any]], ranks: Ranks) -> None:
-        kept: tuple[Store | Carried | Fixed, ...] = (*plan.stores, *plan.carried, *plan.fixed)
-        self._names = [about.name for about in kept]
+        every: tuple[Any, ...] = (*plan.stores, *plan.carried, *plan.fixed)
+        self._names: list[str] = [about.name for about in every]
         self._teams = {store.table: store.team for store in plan.stores if store.team > 1}
         self._ranks, self._count = ranks, ranks.count
         super().__init__(_of_all(plan, ranks.count), own)
@@ -288,17 +285,15 @@ def of_rank(plan: CachePlan, rank: int) -> CachePlan:
 
 def _of_all(plan: CachePlan, count: int) -> CachePlan:
     """What all ranks keep together."""
-    of_each = [of_rank(plan, rank) for rank in range(count)]
 
-    def every(field: str) -> tuple[Any, ...]:
-        same = zip(*(getattr(of, field) for of in of_each), strict=True)
-        return tuple(dataclasses.replace(v, name=_named(v.name, r)) for of in same for r, v in enumerate(of))
+    def each(values: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(dataclasses.replace(v, name=_named(v.name, r)) for v in values for r in range(count))
 
-    stores = every("stores")
-    scales = [i for i, _ in enumerate(stores) if stores[i].scales_of]
-    named = {i: _named(stores[i].scales_of, i % count) for i in scales}
-    stores = tuple(dataclasses.replace(s, scales_of=named.get(i, "")) for i, s in enumerate(stores))
-    return dataclasses.replace(plan, stores=stores, fixed=every("fixed"), carried=every("carried"))
+    stores = tuple(
+        dataclasses.replace(s, member=rank % s.team, scales_of=s.scales_of and _named(s.scales_of, rank))
+        for s, rank in zip(each(plan.stores), itertools.cycle(range(count)), strict=False)
+    )
+    return dataclasses.replace(plan, stores=stores, fixed=each(plan.fixed), carried=each(plan.carried))
 
 
 class _ExactOnRanks:
