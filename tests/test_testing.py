@@ -345,12 +345,6 @@ def test_a_port_that_differs_fails_with_the_verdict(project: pytest.Pytester) ->
     )
 
 
-def test_the_example_without_pytest_runs(project: pytest.Pytester) -> None:
-    exec(compile(FILES["my_model.py"], "my_model.py", "exec"), names := {"__name__": "my_model"})
-    code = FILES["anywhere.py"].replace("from my_model import LocalAttention\n", "")
-    exec(compile(code, "anywhere.py", "exec"), names)
-
-
 def test_collecting_other_tests_loads_no_torch(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
