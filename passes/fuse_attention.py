@@ -23,6 +23,7 @@ from attngraph.ir.graph import Level, ProgramGraph
 from attngraph.ir.graph.program_graph import (
     RESULTS,
     is_empty,
+    is_size,
     keep_sizes,
     measured_sizes,
     memory_of,
@@ -32,7 +33,7 @@ from attngraph.ir.graph.program_graph import (
 from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes
-from attngraph.ir.walk import reached
+from attngraph.ir.walk import filled, reached
 from attngraph.meaning import Category, M, Meaning
 from attngraph.meaning.algebra.sizes import to_sympy
 from attngraph.meaning.attention.claim import Attention
@@ -45,7 +46,6 @@ from attngraph.meaning.attention.routing import describe_edges, find_choice, is_
 from attngraph.meaning.check.check import Checks
 from attngraph.passes.attention_entries import describe, describe_claim
 from attngraph.passes.build import Builder, Refused
-from attngraph.passes.follows_arguments import FollowsArguments
 from attngraph.passes.look_later import Kinds, take_results
 from attngraph.passes.proposal import Proposal
 from attngraph.passes.shared_scores import (
@@ -327,6 +327,31 @@ class _Fusion:
 
         products = (s for c, s in map(opened, reached([value], below)) if c is Category.CONTRACTION)
         return any(all(map(self.follows_arguments, sides)) for sides in products)
+
+
+class FollowsArguments:
+    """Which values of a graph are computed from arguments of the call, not from weights and constants alone.
+    What is known of a value is kept while its nodes stay."""
+
+    def __init__(self, graph: ProgramGraph) -> None:
+        self.graph = graph
+        self._known: dict[fx.Node, bool] = {}
+
+    def __call__(self, value: fx.Node) -> bool:
+        """Whether a value is computed from arguments. Sizes are not followed."""
+        known = self._known
+        if not known:
+            known |= {node: given.kind == "argument" for node, given in self.graph.given().items()}
+
+        def operands(node: fx.Node) -> list[fx.Node]:
+            return [] if is_size(node) else node.all_input_nodes
+
+        return filled(known, value, operands, lambda node: any(known[n] for n in operands(node)))
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Another value takes the place of one. Where the answer for it is another one, all is asked anew."""
+        if old in self._known and self(new) != self._known[old]:
+            self._known.clear()
 
 
 def _build(

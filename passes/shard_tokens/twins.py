@@ -84,8 +84,7 @@ class Twins:
 
     def _moved(self, builder: Builder, x: fx.Node, node: fx.Node, axes: Axes, op: Any) -> fx.Node:
         """`op` along the token axis of a node, which may be one digit of a dimension."""
-        place = self.space.place(axes, self.space.token)
-        assert place is not None
+        place = self.tokens.place(axes)
         digits = axes[place]
         if len(digits) == 1:
             return builder.call(op, x, place, *self.told)
@@ -106,9 +105,7 @@ class Twins:
     # --- token by token ---
 
     def _token_wise(self, builder: Builder, node: fx.Node, uses: Uses) -> fx.Node:
-        axes, shape = self.tokens.axes[node], self.meaning.shape(node)
-        place = self.space.place(axes, self.space.token)
-        assert place is not None
+        shape, place = self.meaning.shape(node), self.tokens.place(self.tokens.axes[node])
         given = {
             operand: self.entering.enter(operand) if wanted is None else self._own(builder, operand, wanted)
             for operand, wanted in uses.operands.items()

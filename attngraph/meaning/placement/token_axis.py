@@ -102,6 +102,12 @@ class TokenAxis:
             if node in self._computed:
                 self.whole[node] = str(reason)
 
+    def place(self, axes: Axes) -> int:
+        """The dimension of a divided value that holds the tokens."""
+        found = self.space.place(axes, self.space.token)
+        assert found is not None
+        return found
+
     def is_known(self, node: fx.Node) -> bool:
         """Whether every rank computes the value without asking, where it needs all of it."""
         return node not in self._computed
@@ -186,11 +192,10 @@ class TokenAxis:
 
     def _independent(self, node: fx.Node, axes: Axes, problem: Exception) -> Uses:
         """An operation of which only leading dimensions are known to be independent of each other."""
-        first, place = independent_dims(node), self.space.place(axes, self.space.token)
-        assert place is not None
+        first = independent_dims(node)
         if first is None:
             raise Unplaced(f"attngraph has no rule for the elements of {node.target}") from problem
-        if place >= first:
+        if self.place(axes) >= first:
             raise Unplaced("it is normalised over tokens")
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         mine = (*axes[:first], *((),) * (len(self._shape(source)) - first))
