@@ -57,11 +57,8 @@ class _Join:
         self._pairs: dict[tuple[fx.Node, fx.Node], bool] = {}
 
     def operand(self, cat: fx.Node) -> fx.Node:
-        """`[B, H, S, n]` for a concatenation of tensors `[B, 1, S, n]` along dimension 1.
-
-        Raises:
-            Refused: they are no such tensors, or no projections of one tensor.
-        """
+        """`[B, H, S, n]` for a concatenation of tensors `[B, 1, S, n]` along dimension 1; Refused where they
+        are no such tensors, or no projections of one tensor."""
         heads: list[fx.Node] = list(cat.args[0])  # type: ignore[arg-type]
         b, one, s, n = self.meaning.shape(heads[0])
         if cat.args[1] != 1 or not E.is_const(one, 1) or n.op != "const":

@@ -18,7 +18,7 @@ from attngraph.ir.graph import module_of, source_of
 from attngraph.ir.language import E
 from attngraph.ir.ops.others import EXPERT_ROWS
 from attngraph.meaning.check.ranks import RankChecks
-from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
+from attngraph.meaning.placement.demand import Unplaced, Use
 from attngraph.meaning.placement.elements import element, grouped, independent_dims
 from attngraph.meaning.placement.regions import Product, Regions
 from attngraph.meaning.placement.table import Cut, Table
@@ -132,8 +132,7 @@ class Experts:
             if told is None or not (node is last or self.regions.parameter_of(told.weight) is not None):
                 twins[node] = builder.again(node, operand)
                 continue
-            part = Part(How.SAME, (Use(told.weight, {0: blocks}),))
-            chain, demanded, _ = self.regions.followed(part)
+            chain, demanded, _ = self.regions.followed((Use(told.weight, {0: blocks}),))
             own = {n: c for n, c in demanded.items() if self.regions.is_parameter(n)}
             if any(decided.get(n, c) != c or cuts.get(n, c) != c for n, c in own.items()):
                 raise Unplaced("its parameters are divided otherwise elsewhere")

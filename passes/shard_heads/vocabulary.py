@@ -19,7 +19,7 @@ from attngraph.ir.graph import module_of, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import reached
 from attngraph.meaning.check.ranks import RankChecks
-from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
+from attngraph.meaning.placement.demand import Part, Unplaced, Use
 from attngraph.meaning.placement.regions import Product, Regions
 from attngraph.meaning.placement.table import Cut, Table
 from attngraph.meaning.rule import Category, Unliftable
@@ -163,7 +163,7 @@ class Vocabulary:
             last = len(node.meta["val"].shape) - 1
             wanted = {last: cut[dim]}
             part = self.regions.demand.part(node, wanted)
-            for use in part.uses:
+            for use in part:
                 if self.regions.is_parameter(use.operand) and use.cut:
                     shards[use.operand] = use.cut
             self.parts.build(self._weight_parts(product, table, cut), shards)
@@ -199,7 +199,7 @@ class Vocabulary:
             at, value = self._moved(node)
             if any(value.args[d] not in at for d in cut):
                 raise Unplaced(_OTHER_FORM)
-            part = Part(How.SAME, (Use(value.value, cut),))
+            part = (Use(value.value, cut),)
             cut = {at.index(value.args[d]): t for d, t in cut.items()}
             found.append((node, part, cut))
         return found

@@ -51,11 +51,7 @@ class Twins:
         self.begin, self.positions = begin, dict[torch.device, fx.Node]()
 
     def twin(self, node: fx.Node) -> fx.Node:
-        """What ranks compute for a divided node.
-
-        Raises:
-            Unplaced: it cannot be built.
-        """
+        """What ranks compute for a divided node; Unplaced where it cannot be built."""
         builder = Builder(self.graph, node)
         try:
             uses = self.tokens.uses[node]
