@@ -94,7 +94,7 @@ def find_latent(meaning: Meaning, k: fx.Node, v: fx.Node) -> Latent:
 
 
 def find_projection(meaning: Meaning, node: fx.Node, what: str) -> Stretch:
-    """What a tensor `[B, H, S, n]` is projected from; NoLatent where it is not one projection for each head."""
+    """What a tensor `[B, H, S, n]` is projected from; NoLatent if it is no projection for each head."""
     found = _stretches(meaning, node, what)
     if len(found) != 1 or found[0].up is None:
         raise NoLatent(f"its {what} are no projection of one tensor")
