@@ -129,7 +129,7 @@ class Experts:
             if any(decided.get(n, c) != c or cuts.get(n, c) != c for n, c in own.items()):
                 raise Unplaced("its parameters are divided otherwise elsewhere")
             cuts.update(own)
-            self.parts.build(((n, chain[n], demanded[n]) for n in reversed(chain)), own)
+            self.parts.build(dict(reversed(chain.items())), own | {n: demanded[n] for n in chain})
             weight = self.parts.twins[told.weight]
             twins[node] = builder.call(EXPERT_ROWS, operand(told.x), weight, operand(told.ends), first)
         return self.parts.added(product, twins[last], self.regions.tail(product)), cuts

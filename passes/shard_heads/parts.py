@@ -5,7 +5,7 @@ rank's parts of parameters, and for numbers that differ by rank. A value that ev
 through `sum_gradients`, where gradients flow.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,20 +50,18 @@ class Parts(Entering):
         """The twins of a region; returns the node that replaces its product. Unplaced where it cannot be
         computed by parts after all."""
         self.begin()
-        parts = ((node, part, region.cuts[node]) for node, part in region.parts.items())
-        self.build(parts, {n: region.cuts[n] for n in region.parameters})
+        self.build(region.parts, region.cuts)
         return self.product(region.product, region.part, region.tail)
 
     def begin(self) -> None:
         """Forget the twins of the last region."""
         self.twins, self.cuts, self.whole = {}, {}, {}
 
-    def build(self, parts: Iterable[tuple[fx.Node, Part, Cut]], parameters: Mapping[fx.Node, Cut]) -> None:
-        """Twins of parameters, and of nodes, operands first."""
-        for node, cut in parameters.items():
-            self.twins[node], self.cuts[node] = self.shard(node, cut), cut
-        for node, part, cut in parts:
-            self.twins[node], self.cuts[node] = self.twin(node, part, cut), cut
+    def build(self, parts: Mapping[fx.Node, Part], cuts: Mapping[fx.Node, Cut]) -> None:
+        """Twins of nodes, operands first, and before of what else is cut, which are parameters."""
+        for node in (*(n for n in cuts if n not in parts), *parts):
+            cut = self.cuts[node] = cuts[node]
+            self.twins[node] = self.twin(node, parts[node], cut) if node in parts else self.shard(node, cut)
 
     # --- one node ---
 
