@@ -154,12 +154,8 @@ class _Merge:
         queries); otherwise the number of heads."""
         count = len(keys)
         for length in range(count, 1, -1) if E.is_const(self.kv_each, 1) else ():
-            firsts = [place - place % length for place in range(count)]
-            if count % length == 0 and all(
-                self._same(side[first], each)
-                for side in (keys, values)
-                for first, each in zip(firsts, side, strict=True)
-            ):
+            pairs = ((s[n - n % length], each) for s in (keys, values) for n, each in enumerate(s))
+            if count % length == 0 and all(self._same(first, each) for first, each in pairs):
                 return count // length
         return count
 

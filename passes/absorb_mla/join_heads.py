@@ -115,13 +115,8 @@ class _Join:
         """One projection, by the concatenated weights, in place of one for each head."""
         first = nodes[0]
         axis = _WEIGHT_AXIS.get(first.target)
-        alike = all(
-            n.target is first.target
-            and len(n.args) == len(first.args)
-            and self._same(n.args[0], first.args[0])
-            for n in nodes
-        )
-        if axis is None or not alike or any(n.kwargs for n in nodes):
+        alike = len({(n.target, len(n.args), *n.kwargs) for n in nodes}) == 1 and not first.kwargs
+        if axis is None or not alike or not all(self._same(n.args[0], first.args[0]) for n in nodes):
             raise Refused(_APART)
         operands = [[n.args[place] for n in nodes] for place in range(1, len(first.args))]
         joined = [None if all(w is None for w in own) else self._weights(own, axis) for own in operands]
@@ -131,13 +126,9 @@ class _Join:
     def _weights(self, own: Sequence[object], axis: int) -> fx.Node:
         weights = [w for w in own if isinstance(w, fx.Node)]
         known = self.graph.given()
-        above = [n for n in region(weights, ()) if n.op == "placeholder"]
+        kinds = {known[n].kind for n in region(weights, ()) if n.op == "placeholder"}
         ranks = {len(w.meta["val"].shape) for w in weights}
-        if (
-            len(weights) < len(own)
-            or any(known[n].kind not in _WEIGHTS for n in above)
-            or not ranks <= {1, 2}
-        ):
+        if len(weights) < len(own) or not kinds <= {*_WEIGHTS} or not ranks <= {1, 2}:
             raise Refused(_APART)
         self.sources += weights
         self.weights.append(self.builder.call(aten.cat.default, weights, axis if ranks == {2} else 0))

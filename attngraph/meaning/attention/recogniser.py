@@ -164,12 +164,10 @@ class Recogniser:
                 return dots.look_into(self.meaning, formula, keys, of_value, node.meta["val"].dtype)
 
             joined = join(self.meaning, separated.pieces, look)
-            if separated.problem is not None and not (
-                isinstance(joined, list) and cover(self.meaning, joined, separated.divisor, look)
-            ):
-                return separated.problem
             if isinstance(joined, Refusal):
-                return joined
+                return separated.problem or joined
+            if separated.problem and not cover(self.meaning, joined, separated.divisor, look):
+                return separated.problem
             parts: list[KeyPart] = []
             for piece in joined:
                 part = key_part(piece.weighted, piece.keys, piece.score)
