@@ -185,13 +185,11 @@ class Recogniser:
     def _may_be_values(self, node: fx.Node) -> list[frozenset[fx.Node]]:
         """Exponentials that may belong to what is weighed (`p @ v.exp()`) and not to the weights: those that
         reach only one of the operands where results of exponentials are first multiplied with each other."""
-        while True:
-            sides = [self.near(n) for n in node.all_input_nodes if self.near(n)]
-            if len(sides) != 1:
-                break
-            node = next(n for n in node.all_input_nodes if self.near(n))
+        while len(below := list(filter(self.near, node.all_input_nodes))) == 1:
+            (node,) = below
             if str(node.target) in _EXPONENTIALS:
                 return []
+        sides = list(map(self.near, below))
         own = [side.difference(*(other for other in sides if other is not side)) for side in sides]
         return [side for side in reversed(own) if side]
 
