@@ -21,7 +21,6 @@ from attngraph.ir.graph import Input, Level, ProgramGraph, computed_from, is_siz
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Store, in_ring
 from attngraph.ir.ops.divided_attention import bytes_exchanged
-from attngraph.ir.ops.latent_attention import sizes_of
 from attngraph.ir.walk import reached
 from attngraph.meaning import Category, category_of
 from attngraph.meaning.masks.fold import any_fill, seen
@@ -202,9 +201,7 @@ class _Dividing:
         q = view.q.meta["val"]
         heads, width, value = q.shape[1], q.shape[3], node.meta["val"].shape[3]
         if isinstance(view, nodes.CachedLatentAttention):
-            up, down = (None if w is None else w.meta["val"] for w in (view.key_up, view.value_up))
-            about = sizes_of(q, view.latent.meta["val"], up, down, view.values)
-            width, value = about.latent + about.shared, view.values[1]
+            width, value = view.traced_sizes().latent + view.traced_sizes().shared, view.values[1]
         return bytes_exchanged(int(heads), int(width), int(value), q.dtype, team)
 
     # --- dividing ---

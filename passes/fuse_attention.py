@@ -23,6 +23,7 @@ from attngraph.ir.graph import Level, ProgramGraph
 from attngraph.ir.graph.program_graph import (
     RESULTS,
     is_empty,
+    is_size,
     keep_sizes,
     measured_sizes,
     memory_of,
@@ -32,7 +33,7 @@ from attngraph.ir.graph.program_graph import (
 from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes
-from attngraph.ir.walk import reached
+from attngraph.ir.walk import filled, reached
 from attngraph.meaning import Category, M, Meaning
 from attngraph.meaning.algebra.sizes import to_sympy
 from attngraph.meaning.attention.claim import Attention
@@ -43,19 +44,12 @@ from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE
 from attngraph.meaning.attention.routing import describe_edges, find_choice, is_of_one_key
 from attngraph.meaning.check.check import Checks
+from attngraph.passes import shared_scores
 from attngraph.passes.attention_entries import describe, describe_claim
 from attngraph.passes.build import Builder, Refused
-from attngraph.passes.follows_arguments import FollowsArguments
 from attngraph.passes.look_later import Kinds, take_results
 from attngraph.passes.proposal import Proposal
-from attngraph.passes.shared_scores import (
-    Found,
-    computed_again,
-    fusible,
-    join_values,
-    side_by_side,
-    used_elsewhere,
-)
+from attngraph.passes.shared_scores import Found
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import AttentionEntry, Missed
 
@@ -219,11 +213,12 @@ class _Fusion:
     def _fuse(self, old: fx.Node, claims: Sequence[Attention], weights: frozenset[fx.Node]) -> Refusal | None:
         """Check the claims, whose sum should equal the node, and apply them; or return why not."""
         found = Found(old, tuple(claims), weights)
-        together, elsewhere = [found], used_elsewhere(self.graph, self.meaning, [found], self.may_wait)
+        about, together = (self.graph, self.meaning), [found]
+        elsewhere = shared_scores.used_elsewhere(*about, together, self.may_wait)
         if elsewhere:
             self.waiting = [*(w for w in self.waiting if w.node is not old), found]
             sharing = [w for w in self.waiting if not w.starts.keys().isdisjoint(found.starts)]
-            together = fusible(self.graph, self.meaning, sharing, self.may_wait) if len(sharing) > 1 else []
+            together = shared_scores.fusible(*about, sharing, self.may_wait)
             if found not in together:
                 return Refusal(elsewhere[old])
         with Proposal(self.graph, old, self.checks) as proposal:
@@ -236,7 +231,7 @@ class _Fusion:
         replaced: dict[fx.Node, fx.Node] = {}
         entries: list[tuple[fx.Node, AttentionEntry]] = []
         notes: list[str] = []
-        groups = join_values(together)
+        groups = shared_scores.join_values(together)
         for group in groups:
             made = len(proposal.made)
             builder = proposal.at(max(each.node for each in group))
@@ -252,7 +247,7 @@ class _Fusion:
                     log.warning("refused %s at %s: %s", old, source_of(old), verdict.problem)
                     raise Refused(f"a fused node would not compute the same: {verdict.problem}")
             wholes = [n for n in proposal.made[made:] if nodes.view(n) is not None]
-            again = computed_again(group, groups)
+            again = shared_scores.computed_again(group, groups)
             for whole, claim in zip(wholes, claims, strict=True):
                 entry, said = describe_claim(claim, verdict, whole, self.graph)
                 entries.append((whole, dataclasses.replace(entry, again=again)))
@@ -329,6 +324,31 @@ class _Fusion:
         return any(all(map(self.follows_arguments, sides)) for sides in products)
 
 
+class FollowsArguments:
+    """Which values of a graph are computed from arguments of the call, not from weights and constants alone.
+    What is known of a value is kept while its nodes stay."""
+
+    def __init__(self, graph: ProgramGraph) -> None:
+        self.graph = graph
+        self._known: dict[fx.Node, bool] = {}
+
+    def __call__(self, value: fx.Node) -> bool:
+        """Whether a value is computed from arguments. Sizes are not followed."""
+        known = self._known
+        if not known:
+            known |= {node: given.kind == "argument" for node, given in self.graph.given().items()}
+
+        def operands(node: fx.Node) -> list[fx.Node]:
+            return [] if is_size(node) else node.all_input_nodes
+
+        return filled(known, value, operands, lambda node: any(known[n] for n in operands(node)))
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Another value takes the place of one. Where the answer for it is another one, all is asked anew."""
+        if old in self._known and self(new) != self._known[old]:
+            self._known.clear()
+
+
 def _build(
     builder: Builder, group: Sequence[Found], seeds: dict[Seed, fx.Node]
 ) -> tuple[dict[fx.Node, fx.Node], Sequence[Attention], list[fx.Node]]:
@@ -337,7 +357,7 @@ def _build(
     leaves: list[fx.Node] = []
     results: dict[fx.Node, fx.Node] = {}
     if len(group) > 1:
-        claims: Sequence[Attention] = [side_by_side([each.claims[0] for each in group])]
+        claims: Sequence[Attention] = [shared_scores.side_by_side([each.claims[0] for each in group])]
         whole, start = _build_one(builder, claims[0], leaves, seeds), E.ZERO
         for each in group:
             width = each.claims[0].value_dim

@@ -44,15 +44,15 @@ class MergeHeads:
 
     def run(self, graph: ProgramGraph) -> Outcome:
         outcome = Outcome()
-        found: dict[Hashable, list[fx.Node]] = {}
+        found: dict[tuple[fx.Node, Hashable], list[fx.Node]] = {}
         for node in graph.attentions():
             concatenation = _concatenated_by(node)
             if concatenation is not None:
                 found.setdefault((concatenation, _kind(node)), []).append(node)
-        groups = [heads for heads in found.values() if len(heads) > 1]
-        for heads in groups:
+        groups = [(concatenation, heads) for (concatenation, _), heads in found.items() if len(heads) > 1]
+        for concatenation, heads in groups:
             with Proposal(graph, heads[-1], survives=True) as proposal:
-                note = _Merge(proposal, heads).run()
+                note = _Merge(proposal, heads).run(concatenation)
             if proposal.problem:
                 note = f"heads at {source_of(heads[0])} are left apart: {proposal.problem}"
             outcome.notes += [note] if note else []
@@ -118,8 +118,8 @@ class _Merge:
         self.each = self.meaning.shape(self.views[0].q)[1]
         self.kv_each = self.meaning.shape(self.views[0].k)[1]
 
-    def run(self) -> str:
-        """Merge the group; returns what was done, or ""."""
+    def run(self, concatenation: fx.Node) -> str:
+        """Merge the group, whose results one node concatenates; returns what was done, or ""."""
         view = dependence(self.graph.graph)
         if any(nx.has_path(view, a, b) for a, b in itertools.combinations(self.heads, 2)):
             return ""
@@ -142,12 +142,10 @@ class _Merge:
         pairs = list(zip(results, parts, strict=True))
         error = max(self.proposal.check(result, part, leaves).error for result, part in pairs)
         whole.meta["attention"] = self._entry(merged, count, shared, error)
-        concatenation = _concatenated_by(self.heads[0])
         for result, part in pairs:
             result.replace_all_uses_with(part)
         sort(self.graph.graph)
-        if concatenation is not None:
-            self._replace_concatenation(concatenation, out)
+        self._replace_concatenation(concatenation, out)
         self.graph.clean()
         return f"merged {count} attentions at {source_of(whole)} into one of {count * each} heads"
 
@@ -156,12 +154,8 @@ class _Merge:
         queries); otherwise the number of heads."""
         count = len(keys)
         for length in range(count, 1, -1) if E.is_const(self.kv_each, 1) else ():
-            firsts = [place - place % length for place in range(count)]
-            if count % length == 0 and all(
-                self._same(side[first], each)
-                for side in (keys, values)
-                for first, each in zip(firsts, side, strict=True)
-            ):
+            pairs = ((s[n - n % length], each) for s in (keys, values) for n, each in enumerate(s))
+            if count % length == 0 and all(self._same(first, each) for first, each in pairs):
                 return count // length
         return count
 

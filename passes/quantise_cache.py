@@ -64,12 +64,8 @@ Reader = tuple[fx.Node, str]
 
 
 def _readers(meaning: Meaning, pages: fx.Node) -> list[Reader]:
-    """All that reads pages.
-
-    Raises:
-        Refused: something else than attention reads them, or other vectors than those of one
-            token and head.
-    """
+    """All that reads pages; Refused where it is something else than attention, or reads other vectors than
+    those of one token and head."""
     found: list[Reader] = []
     for value, user in uses_of(pages):
         view = nodes.view(user)

@@ -148,10 +148,8 @@ def join_values(found: Iterable[Found]) -> list[tuple[Found, ...]]:
 def _without_values(claim: Attention) -> object:
     """Equal for attentions that differ in their values alone."""
     dtypes = {n.meta["val"].dtype for n in (claim.node, *claim.v.bases)}
-    return (
-        claim.q, claim.k, claim.program, claim.reads, claim.sizes, claim.heads, claim.kv_heads,
-        len(claim.v.parts), frozenset(dtypes),
-    )  # fmt: skip
+    same = claim.q, claim.k, claim.program, claim.reads, claim.sizes
+    return *same, len(claim.v.parts), frozenset(dtypes)
 
 
 def computed_again(group: Sequence[Found], groups: Iterable[Sequence[Found]]) -> str:

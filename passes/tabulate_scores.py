@@ -103,11 +103,7 @@ def _along(value: Expr) -> str | None:
 
 
 class _Tables:
-    """The tables of one attention.
-
-    Args:
-        known: the tables so far, by what they are computed from.
-    """
+    """The tables of one attention. `known`: the tables so far, by what they are computed from."""
 
     def __init__(self, builder: Builder, view: Attention, known: dict[Any, fx.Node]) -> None:
         self.builder, self.view, self.known = builder, view, known

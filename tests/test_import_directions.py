@@ -49,7 +49,7 @@ FLOORS_INSIDE = {
     "codegen": ({"remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
     "passes": (
         {"attention_entries", "build", "proposal", "named", "look_later",
-         "shared_scores", "canonicalize", "slice_lists", "follows_arguments", "fuse_attention",
+         "shared_scores", "canonicalize", "slice_lists", "fuse_attention",
          "merge_heads", "absorb_mla", "reassociate_linear", "insert_kv_cache", "divide_cache", "tidy",
          "quantised_linear", "fuse_token_wise", "quantise_cache", "select_kernels", "convert_heads", "shard",
          "shard_heads", "shard_tokens"},

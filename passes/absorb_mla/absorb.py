@@ -27,7 +27,6 @@ from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import DOT, SCORE, E, Keep, Score, ScoreProgram
 from attngraph.ir.ops import cost
 from attngraph.ir.ops.cost import LatentSizes
-from attngraph.ir.ops.latent_attention import sizes_of
 from attngraph.ir.ops.nodes import Attention, AttentionOp, LatentAttention
 from attngraph.meaning import M, Meaning, size_expression
 from attngraph.meaning.attention.latent import Latent, Stretch, find_latent
@@ -77,23 +76,6 @@ class AbsorbMLA:
             products = {f"folded{number}": value for number, value in enumerate(needed)}
             move_to_stage(graph, Rate.WEIGHTS, products)
         return outcome
-
-
-@dataclasses.dataclass(frozen=True)
-class _Operands:
-    """The operands of an absorbed attention. The first `keys` elements of `shared` `[B, 1, S, C]` are the
-    key; the values[1] elements from values[0] on are what the value is projected from."""
-
-    q: fx.Node
-    shared: fx.Node
-    key_up: fx.Node | None
-    value_up: fx.Node | None
-    keys: int
-    values: tuple[int, int]
-
-    def sizes(self) -> LatentSizes:
-        up_k, up_v = (None if w is None else w.meta["val"] for w in (self.key_up, self.value_up))
-        return sizes_of(self.q.meta["val"], self.shared.meta["val"], up_k, up_v, self.values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,10 +150,10 @@ class _Absorption:
         proposal.replace(change.old, change.new)
         return change
 
-    def _operands(self, builder: Builder, node: fx.Node, found: Latent) -> _Operands:
-        """The latents side by side, the projections, and the query with its parts in the keys' order."""
-        q = Attention.of(node).q
-        keys = sorted(found.keys, key=lambda s: s.up is None)  # projected parts come first
+    def _operands(self, builder: Builder, node: fx.Node, found: Latent) -> LatentAttention:
+        """The attention with latents side by side, and the query's parts in the keys' order."""
+        view = Attention.of(node)
+        q, keys = view.q, sorted(found.keys, key=lambda s: s.up is None)  # projected parts come first
         offsets: dict[object, int] = {}
         parts: list[fx.Node] = []
         at = 0
@@ -186,32 +168,26 @@ class _Absorption:
             for s in (found.projected, found.values)
         )
         count = found.values.width if value_up is None else int(value_up.meta["val"].shape[2])
-        direct = sum(s.width for s in keys if s.up is None)
-        rank = 0 if key_up is None else int(key_up.meta["val"].shape[2])
         if any(a.start + a.width != b.start for a, b in itertools.pairwise(keys)):
             q = builder.call(aten.cat.default, [_part(builder, q, s.start, s.width) for s in keys], -1)
-        values = (offsets[found.values.of], count)
-        return _Operands(q, shared, key_up, value_up, rank + direct, values)
-
-    def _latent(self, builder: Builder, node: fx.Node, given: _Operands, found: Latent) -> _Change:
-        """With `latent_attention`, which chooses the order of multiplication at each call."""
-        view = Attention.of(node)
-        (old,) = node.users
-        sizes = given.sizes()
-        entry = self._decide(sizes, given)
-        latent = LatentAttention(
-            q=given.q, latent=given.shared, key_up=given.key_up, value_up=given.value_up, values=given.values,
+        return LatentAttention(
+            q=q, latent=shared, key_up=key_up, value_up=value_up, values=(offsets[found.values.of], count),
             reads=view.reads, sizes=view.sizes, program=view.program, absorb=self.options.absorb,
         )  # fmt: skip
-        new = builder.attention(latent)
-        new.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
-        return _Change(old, self._with_bias(builder, new, found.values), entry, (), (view.q,))
 
-    def _folded(self, proposal: Proposal, node: fx.Node, given: _Operands, found: Latent) -> _Change:
+    def _latent(self, builder: Builder, node: fx.Node, given: LatentAttention, found: Latent) -> _Change:
+        """With `latent_attention`, which chooses the order of multiplication at each call."""
+        (old,) = node.users
+        entry = self._decide(given)
+        new = builder.attention(given)
+        new.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
+        return _Change(old, self._with_bias(builder, new, found.values), entry, (), (Attention.of(node).q,))
+
+    def _folded(self, proposal: Proposal, node: fx.Node, given: LatentAttention, found: Latent) -> _Change:
         """Absorbed in plain operations, with products of weights computed in advance where possible."""
         view = Attention.of(node)
         (old,) = node.users
-        sizes = given.sizes()
+        sizes = given.traced_sizes()
         query, sources, wasted = given.q, [view.q], 0
         done: list[Folded] = []
         apart: list[str] = []
@@ -227,8 +203,10 @@ class _Absorption:
             if sizes.shared:
                 rest = _part(proposal, given.q, sizes.nope, sizes.shared)
                 query = proposal.call(aten.cat.default, [query, rest], -1)
-        k, v = (_part(proposal, given.shared, *place) for place in ((0, given.keys), given.values))
-        whole = proposal.attention(view.replace(q=query, k=k, v=v))
+        keys = _part(proposal, given.latent, 0, sizes.latent + sizes.shared)
+        whole = proposal.attention(
+            view.replace(q=query, k=keys, v=_part(proposal, given.latent, *given.values))
+        )
         mixed = result = proposal.call(operator.getitem, whole, 0)
         if given.value_up is not None:
             with proposal.attempt() as attempt:
@@ -243,7 +221,7 @@ class _Absorption:
                 turned = proposal.call(aten.transpose.int, given.value_up, 1, 2)
                 result = self._with_bias(proposal, _each_head(proposal, mixed, turned), found.values)
         before, after = (sum(f.before for f in done), sum(f.after for f in done))
-        entry = LatentEntry(int(given.shared.meta["val"].shape[3]), _width(view))
+        entry = LatentEntry(sizes.width, _width(view))
         if given.key_up is not None or given.value_up is not None:
             entry = LatentEntry(
                 sizes.width, sizes.expanded_width, "fold", None, 0.0, sizes.pair_absorbed,
@@ -269,12 +247,12 @@ class _Absorption:
         heads = int(new.meta["val"].shape[1])
         return builder.trace(lambda new, bias: new + of_each_head(bias, heads, 1), new, bias)  # type: ignore[no-any-return]
 
-    def _decide(self, sizes: LatentSizes, given: _Operands) -> LatentEntry:
+    def _decide(self, given: LatentAttention) -> LatentEntry:
         """The costs of both orders of multiplication; Refused where absorbing would be slower."""
-        fake, latent = given.q.meta["val"], given.shared.meta["val"]
-        device, itemsize, few = fake.device.type, fake.dtype.itemsize, None
+        sizes, q, latent = given.traced_sizes(), given.q.meta["val"], given.latent.meta["val"]
+        device, itemsize, few = q.device.type, q.dtype.itemsize, None
         if self.options.absorb == "auto":
-            self._require_gain(sizes, device, itemsize, fake.shape[2], latent.shape[2])
+            self._require_gain(sizes, device, itemsize, q.shape[2], latent.shape[2])
             few = cost.crossover(sizes, device, itemsize)
         return LatentEntry(
             sizes.width, sizes.expanded_width, self.options.absorb, few, sizes.crossover, sizes.pair_absorbed,

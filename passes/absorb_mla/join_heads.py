@@ -57,11 +57,8 @@ class _Join:
         self._pairs: dict[tuple[fx.Node, fx.Node], bool] = {}
 
     def operand(self, cat: fx.Node) -> fx.Node:
-        """`[B, H, S, n]` for a concatenation of tensors `[B, 1, S, n]` along dimension 1.
-
-        Raises:
-            Refused: they are no such tensors, or no projections of one tensor.
-        """
+        """`[B, H, S, n]` for a concatenation of tensors `[B, 1, S, n]` along dimension 1; Refused where they
+        are no such tensors, or no projections of one tensor."""
         heads: list[fx.Node] = list(cat.args[0])  # type: ignore[arg-type]
         b, one, s, n = self.meaning.shape(heads[0])
         if cat.args[1] != 1 or not E.is_const(one, 1) or n.op != "const":
@@ -118,13 +115,8 @@ class _Join:
         """One projection, by the concatenated weights, in place of one for each head."""
         first = nodes[0]
         axis = _WEIGHT_AXIS.get(first.target)
-        alike = all(
-            n.target is first.target
-            and len(n.args) == len(first.args)
-            and self._same(n.args[0], first.args[0])
-            for n in nodes
-        )
-        if axis is None or not alike or any(n.kwargs for n in nodes):
+        alike = len({(n.target, len(n.args), *n.kwargs) for n in nodes}) == 1 and not first.kwargs
+        if axis is None or not alike or not all(self._same(n.args[0], first.args[0]) for n in nodes):
             raise Refused(_APART)
         operands = [[n.args[place] for n in nodes] for place in range(1, len(first.args))]
         joined = [None if all(w is None for w in own) else self._weights(own, axis) for own in operands]
@@ -134,13 +126,9 @@ class _Join:
     def _weights(self, own: Sequence[object], axis: int) -> fx.Node:
         weights = [w for w in own if isinstance(w, fx.Node)]
         known = self.graph.given()
-        above = [n for n in region(weights, ()) if n.op == "placeholder"]
+        kinds = {known[n].kind for n in region(weights, ()) if n.op == "placeholder"}
         ranks = {len(w.meta["val"].shape) for w in weights}
-        if (
-            len(weights) < len(own)
-            or any(known[n].kind not in _WEIGHTS for n in above)
-            or not ranks <= {1, 2}
-        ):
+        if len(weights) < len(own) or not kinds <= {*_WEIGHTS} or not ranks <= {1, 2}:
             raise Refused(_APART)
         self.sources += weights
         self.weights.append(self.builder.call(aten.cat.default, weights, axis if ranks == {2} else 0))

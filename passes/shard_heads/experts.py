@@ -10,15 +10,13 @@ as it is: it is followed back by the element rules, whatever operations that are
 Where there are no more experts than ranks, or unequally many, hidden units are divided instead.
 """
 
-import dataclasses
-
 from torch import fx
 
 from attngraph.ir.graph import module_of, source_of
 from attngraph.ir.language import E
 from attngraph.ir.ops.others import EXPERT_ROWS
 from attngraph.meaning.check.ranks import RankChecks
-from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
+from attngraph.meaning.placement.demand import Unplaced, Use
 from attngraph.meaning.placement.elements import element, grouped, independent_dims
 from attngraph.meaning.placement.regions import Product, Regions
 from attngraph.meaning.placement.table import Cut, Table
@@ -27,14 +25,8 @@ from attngraph.passes.build import Builder
 from attngraph.passes.shard_heads.parts import Parts
 from attngraph.report.ranks import DividedEntry
 
-
-@dataclasses.dataclass(frozen=True)
-class _Mixture:
-    """The last product of a mixture, its experts, and the rows of tokens before it, operands first."""
-
-    product: Product
-    experts: int
-    inside: tuple[fx.Node, ...]
+Mixture = tuple[Product, int, list[fx.Node]]
+"""The last product of a mixture, its experts, and the rows of tokens before it, operands first."""
 
 
 class Experts:
@@ -53,7 +45,7 @@ class Experts:
                 continue
             try:
                 made, cuts = self._made(mixture, decided)
-                end = self.regions.tail(mixture.product)[-1:] or [node]
+                end = self.regions.tail(mixture[0])[-1:] or [node]
                 if self.checks.same_value(end[0], made, [*self.parts.whole, *cuts]).problem:
                     continue
             except Unplaced:
@@ -62,12 +54,12 @@ class Experts:
             end[0].replace_all_uses_with(made)
             self.meaning.forget_elements()
             self.graph.clean()
-            found.append(DividedEntry("experts", module_of(node), source_of(node), mixture.experts))
+            found.append(DividedEntry("experts", module_of(node), source_of(node), mixture[1]))
         return found[::-1]
 
     # --- finding ---
 
-    def _mixture(self, last: fx.Node) -> _Mixture | None:
+    def _mixture(self, last: fx.Node) -> Mixture | None:
         """The mixture that ends with a node, if ranks can have equally many experts, and more than one."""
         told = grouped(last)
         product = next(self.regions.products(last), None) if told is not None else None
@@ -79,10 +71,10 @@ class Experts:
         reached: dict[fx.Node, bool] = {}
         if not self._reaches(told.x, told.ends, reached):
             return None
-        inside = tuple(sorted(n for n, found in reached.items() if found))
+        inside = sorted(n for n, found in reached.items() if found)
         if any(user is not last and not reached.get(user) for node in inside for user in node.users):
             return None
-        return _Mixture(product, int(experts.value), inside)
+        return product, int(experts.value), inside
 
     def _reaches(self, node: fx.Node, ends: fx.Node, known: dict[fx.Node, bool]) -> bool:
         """Whether a node's rows are computed, each from the same row, from a product of the same tokens."""
@@ -115,10 +107,10 @@ class Experts:
 
     # --- building ---
 
-    def _made(self, mixture: _Mixture, decided: dict[fx.Node, Cut]) -> tuple[fx.Node, dict[fx.Node, Cut]]:
+    def _made(self, mixture: Mixture, decided: dict[fx.Node, Cut]) -> tuple[fx.Node, dict[fx.Node, Cut]]:
         """What ranks compute for a mixture, and what they have of its parameters."""
         self.parts.begin()
-        last, experts = mixture.product.node, mixture.experts
+        (product, experts, inside), last = mixture, mixture[0].node
         blocks = Table.blocks(experts, self.ranks)
         cuts: dict[fx.Node, Cut] = {}
         first = self.parts.number("experts", blocks.places[:, :1])
@@ -127,18 +119,17 @@ class Experts:
         def operand(node: fx.Node) -> fx.Node:
             return twins[node] if node in twins else self.parts.enter(node)
 
-        for node in (*mixture.inside, last):
+        for node in (*inside, last):
             told, builder = grouped(node), Builder(self.graph, node)
             if told is None or not (node is last or self.regions.parameter_of(told.weight) is not None):
                 twins[node] = builder.again(node, operand)
                 continue
-            part = Part(How.SAME, (Use(told.weight, {0: blocks}),))
-            chain, demanded, _ = self.regions.followed(part)
+            chain, demanded, _ = self.regions.followed((Use(told.weight, {0: blocks}),))
             own = {n: c for n, c in demanded.items() if self.regions.is_parameter(n)}
             if any(decided.get(n, c) != c or cuts.get(n, c) != c for n, c in own.items()):
                 raise Unplaced("its parameters are divided otherwise elsewhere")
             cuts.update(own)
-            self.parts.build(((n, chain[n], demanded[n]) for n in reversed(chain)), own)
+            self.parts.build(dict(reversed(chain.items())), own | {n: demanded[n] for n in chain})
             weight = self.parts.twins[told.weight]
             twins[node] = builder.call(EXPERT_ROWS, operand(told.x), weight, operand(told.ends), first)
-        return self.parts.added(mixture.product, twins[last], self.regions.tail(mixture.product)), cuts
+        return self.parts.added(product, twins[last], self.regions.tail(product)), cuts

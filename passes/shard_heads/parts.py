@@ -5,7 +5,7 @@ rank's parts of parameters, and for numbers that differ by rank. A value that ev
 through `sum_gradients`, where gradients flow.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from attngraph.ir.language import E, reindexed
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, SUM_GRADIENTS
 from attngraph.meaning import Meaning
-from attngraph.meaning.placement.demand import How, Part, Unplaced, Use, head_dims
+from attngraph.meaning.placement.demand import Part, Unplaced, Use, head_dims
 from attngraph.meaning.placement.elements import added_to
 from attngraph.meaning.placement.regions import Product, Region
 from attngraph.meaning.placement.table import Cut, Places, Table
@@ -35,11 +35,7 @@ _H = E.var("h")
 
 
 class Parts(Entering):
-    """Builds twins in one graph for the ranks of one axis.
-
-    Attributes:
-        whole: values of the model that the twins of the last region use whole.
-    """
+    """Builds twins in one graph for the ranks of one axis."""
 
     def __init__(self, graph: ProgramGraph, meaning: Meaning, axis: Axis) -> None:
         super().__init__(graph, axis)
@@ -51,26 +47,21 @@ class Parts(Entering):
         self.cuts: dict[fx.Node, Cut] = {}
 
     def region(self, region: Region) -> fx.Node:
-        """The twins of a region; returns the node that replaces its product.
-
-        Raises:
-            Unplaced: it cannot be computed by parts after all.
-        """
+        """The twins of a region; returns the node that replaces its product. Unplaced where it cannot be
+        computed by parts after all."""
         self.begin()
-        parts = ((node, part, region.cuts[node]) for node, part in region.parts.items())
-        self.build(parts, {n: region.cuts[n] for n in region.parameters})
+        self.build(region.parts, region.cuts)
         return self.product(region.product, region.part, region.tail)
 
     def begin(self) -> None:
         """Forget the twins of the last region."""
         self.twins, self.cuts, self.whole = {}, {}, {}
 
-    def build(self, parts: Iterable[tuple[fx.Node, Part, Cut]], parameters: Mapping[fx.Node, Cut]) -> None:
-        """Twins of parameters, and of nodes, operands first."""
-        for node, cut in parameters.items():
-            self.twins[node], self.cuts[node] = self.shard(node, cut), cut
-        for node, part, cut in parts:
-            self.twins[node], self.cuts[node] = self.twin(node, part, cut), cut
+    def build(self, parts: Mapping[fx.Node, Part], cuts: Mapping[fx.Node, Cut]) -> None:
+        """Twins of nodes, operands first, and before of what else is cut, which are parameters."""
+        for node in (*(n for n in cuts if n not in parts), *parts):
+            cut = self.cuts[node] = cuts[node]
+            self.twins[node] = self.twin(node, parts[node], cut) if node in parts else self.shard(node, cut)
 
     # --- one node ---
 
@@ -93,12 +84,12 @@ class Parts(Entering):
         return made
 
     def _made(self, builder: Builder, node: fx.Node, part: Part, cut: Cut) -> fx.Node:
-        if part.how is How.HEADS:
+        if nodes.view(node) is not None:
             return self._heads(builder, node, part, cut[1])
-        given = {use.operand: self._operand(builder, use) for use in part.uses}
+        given = {use.operand: self._operand(builder, use) for use in part}
         (first, *_) = given.values()
-        if part.how is How.PICK:
-            return self._moved(builder, node, part.uses[0], first, cut)
+        if part[0].sources:
+            return self._moved(builder, node, part[0], first, cut)
         if str(node.target) in RESIZED:
             return resized(builder, node, first, self._sizes(builder, node, cut))
         return on_parts(builder, node, given)
@@ -123,7 +114,7 @@ class Parts(Entering):
     def _heads(self, builder: Builder, node: fx.Node, part: Part, heads: Table) -> fx.Node:
         attention: Any = nodes.view(node)
         made: dict[str, Any] = {}
-        uses = iter(part.uses)
+        uses = iter(part)
         for name in ("q", *attention.key_names, *attention.projection_names):
             if getattr(attention, name) is not None:
                 made[name] = self._operand(builder, next(uses))
@@ -134,7 +125,7 @@ class Parts(Entering):
             reads.append(self.number("heads", heads.places))
         node = builder.attention(attention.replace(**made, reads=tuple(reads), program=program))
         if isinstance(attention, nodes.Attention):
-            node.meta["key_heads"] = part.uses[1].cut[1].places.tolist()
+            node.meta["key_heads"] = part[1].cut[1].places.tolist()
         return node
 
     # --- operands ---
@@ -244,7 +235,7 @@ class Parts(Entering):
         after `tail`, operations that follow it and are linear in it."""
         builder = Builder(self.graph, product.node)
         target: Any = product.node.target
-        given = {use.operand: self._operand(builder, use) for use in part.uses}
+        given = {use.operand: self._operand(builder, use) for use in part}
         if product.bias is None:
             return self.added(product, on_parts(builder, product.node, given), tail)
         if target not in _WITHOUT_BIAS or product.node.kwargs:
@@ -280,11 +271,7 @@ class Parts(Entering):
         return found if bias is None else builder.call(aten.add.Tensor, found, bias)
 
     def gathered(self, builder: Builder, mine: fx.Node, dim: int, table: Table) -> fx.Node:
-        """All of a dimension of which each rank has a part.
-
-        Raises:
-            Unplaced: nobody has some of it.
-        """
+        """All of a dimension of which each rank has a part; Unplaced where nobody has some of it."""
         flat = table.places.flatten().tolist()
         first = {index: place for place, index in reversed(list(enumerate(flat)))}
         if len(first) != table.extent:

@@ -68,9 +68,8 @@ class _Sharding:
             if not only_attention:
                 self.entries += Experts(self.regions, self.parts, self.checks).divide(self.decided)
             for node in list(self.graph.graph.nodes):
-                if node.users and any(
-                    self._divide(product, only_attention) for product in self.regions.products(node)
-                ):
+                products = self.regions.products(node) if node.users else ()
+                if any(self._divide(product, only_attention) for product in products):
                     self.graph.clean()
         self._gather()
         vocabulary = Vocabulary(self.regions, self.parts, self.checks)
@@ -78,8 +77,8 @@ class _Sharding:
         self.graph.clean()
         merge_sums(self.graph, self.meaning, self.parts)
         kept = self.parts.settle(runs)
-        unused = [i for i in self.graph.inputs if i.kind in ("shard", "places", "parameter")]
-        self.graph.drop_inputs(lambda node, given: given in unused and not node.users)
+        kinds = ("shard", "places", "parameter")
+        self.graph.drop_inputs(lambda node, given: given.kind in kinds and not node.users)
         reasons = {self.parts.names[n].name: reason for n, reason in self.reasons.items()} | kept
         self.ranks.entry = account(
             self.graph, self.ranks, self.axis.count, tuple(self.entries), sizes, reasons

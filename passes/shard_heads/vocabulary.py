@@ -19,7 +19,7 @@ from attngraph.ir.graph import module_of, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import reached
 from attngraph.meaning.check.ranks import RankChecks
-from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
+from attngraph.meaning.placement.demand import Part, Unplaced, Use
 from attngraph.meaning.placement.regions import Product, Regions
 from attngraph.meaning.placement.table import Cut, Table
 from attngraph.meaning.rule import Category, Unliftable
@@ -156,17 +156,18 @@ class Vocabulary:
         node, dim = product.node, next(iter(cut))
         self.parts.begin()
         shards: dict[fx.Node, Cut] = {table: cut}
+        weight_parts, weight_cuts = self._weight_parts(product, table, cut)
         if self._table_dim(product) == dim:  # what is summed over is divided
-            self.parts.build(self._weight_parts(product, table, cut), shards)
+            self.parts.build(weight_parts, shards | weight_cuts)
             new = self.parts.product(product, product.part(cut[dim]))
         else:
             last = len(node.meta["val"].shape) - 1
             wanted = {last: cut[dim]}
             part = self.regions.demand.part(node, wanted)
-            for use in part.uses:
+            for use in part:
                 if self.regions.is_parameter(use.operand) and use.cut:
                     shards[use.operand] = use.cut
-            self.parts.build(self._weight_parts(product, table, cut), shards)
+            self.parts.build(weight_parts, shards | weight_cuts)
             twin = self.parts.twin(node, part, wanted)
             new = self.parts.gathered(Builder(self.graph, node), twin, last, cut[dim])
         return self._proved(node, new, [*self.parts.whole, *shards], {})
@@ -189,9 +190,11 @@ class Vocabulary:
             raise Unplaced(_OTHER_FORM)
         return at, value
 
-    def _weight_parts(self, product: Product, table: fx.Node, cut: Cut) -> list[tuple[fx.Node, Part, Cut]]:
+    def _weight_parts(
+        self, product: Product, table: fx.Node, cut: Cut
+    ) -> tuple[dict[fx.Node, Part], dict[fx.Node, Cut]]:
         """The operations between the table and a product, which move its elements."""
-        found: list[tuple[fx.Node, Part, Cut]] = []
+        parts, cuts = dict[fx.Node, Part](), dict[fx.Node, Cut]()
         chain = [product.weight]
         while chain[-1] is not table:
             chain += chain[-1].all_input_nodes
@@ -199,10 +202,9 @@ class Vocabulary:
             at, value = self._moved(node)
             if any(value.args[d] not in at for d in cut):
                 raise Unplaced(_OTHER_FORM)
-            part = Part(How.SAME, (Use(value.value, cut),))
-            cut = {at.index(value.args[d]): t for d, t in cut.items()}
-            found.append((node, part, cut))
-        return found
+            parts[node] = (Use(value.value, cut),)
+            cut = cuts[node] = {at.index(value.args[d]): t for d, t in cut.items()}
+        return parts, cuts
 
     def _proved(
         self, old: fx.Node, new: fx.Node, leaves: list[fx.Node], below: dict[fx.Node, int]

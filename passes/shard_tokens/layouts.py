@@ -13,7 +13,8 @@ from attngraph.ir.ops.token_collectives import Layout
 from attngraph.meaning.check.region import numbers_at
 from attngraph.meaning.masks.tiles import pairs_of_ranks
 from attngraph.meaning.placement.demand import Unplaced
-from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis
+from attngraph.meaning.placement.elements import attention_of
+from attngraph.meaning.placement.token_axis import TokenAxis
 
 EVEN = 1.1
 """A rank may have this many times the mean of the pairs before tokens are divided in two runs."""
@@ -63,9 +64,8 @@ def pairs(graph: ProgramGraph, tokens: TokenAxis, layout: Layout, total: int) ->
     for node in graph.attentions():
         view = nodes.AttentionOp.of(node)
         keys = tokens.meaning.shape(view.keys[0])[2]
-        if keys is tokens.space.tokens and any(
-            isinstance(tokens.uses.get(n), AttentionUses) for n in (node, *node.users)
-        ):
+        divided = (n for n in (node, *node.users) if n in tokens.axes)
+        if keys is tokens.space.tokens and node in map(attention_of, divided):
             sizes = numbers_at(view.sizes, graph.hints)
             every.append(pairs_of_ranks(view.program, sizes, layout, total))
     return [sum(of) for of in zip(*every, strict=True)] or [1.0] * layout.ranks

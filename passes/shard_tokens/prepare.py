@@ -46,9 +46,8 @@ def _pairs(condition: Any, order: list[Any], hints: dict[str, int]) -> list[tupl
     """The factors of both sides that are equal in the example; None where there are others. `order`: the
     symbols of the inputs' sizes, in order of appearance."""
     sides = [sympy.Mul.make_args(side) for side in condition.args]
-    if len({len(factors) for factors in sides}) > 1 or any(
-        len(factors) < 2 or any(f not in order for f in factors) for factors in sides
-    ):
+    counts = {len(factors) for factors in sides}
+    if len(counts) > 1 or 1 in counts or any(f not in order for factors in sides for f in factors):
         return None
     pairs = list(zip(*(sorted(factors, key=order.index) for factors in sides), strict=True))
     return pairs if all(hints.get(str(a)) == hints.get(str(b)) for a, b in pairs) else None

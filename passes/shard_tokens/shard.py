@@ -9,27 +9,30 @@ the model computes, and knows no model, module or parameter by name.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
 from attngraph.ir.graph import Axis, ProgramGraph, Ranks, is_size, source_of
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language import Expr, parse
 from attngraph.ir.ops import nodes
+from attngraph.ir.ops.collectives import SUM_GRADIENTS
+from attngraph.ir.ops.token_collectives import ALL_TOKENS, FETCH_KEYS, TOKENS, Layout, needed_keys
 from attngraph.ir.walk import reached
 from attngraph.meaning import Meaning, is_part, size_expression
 from attngraph.meaning.check.ranks import RankChecks
+from attngraph.meaning.check.region import bytes_at, numbers_at, shape_at
+from attngraph.meaning.masks.words import describe
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.elements import attention_of
 from attngraph.meaning.placement.token_axis import QUERIES, TokenAxis
 from attngraph.passes.build import Builder
 from attngraph.passes.shard import Divide
-from attngraph.passes.shard_tokens.account import account
 from attngraph.passes.shard_tokens.layouts import choose_layout, pairs
 from attngraph.passes.shard_tokens.prepare import equate_factors, measure_inputs, sum_losses
 from attngraph.passes.shard_tokens.twins import Twins
-from attngraph.report.ranks import DividedTokens, WholeEntry
+from attngraph.report.ranks import ContextEntry, DividedTokens, FetchedEntry, WholeEntry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,3 +145,33 @@ def _connect(
             for user in outside:
                 user.replace_input_with(node, whole)
     graph.clean()
+
+
+def account(
+    graph: ProgramGraph, axis: Axis, axes: Sequence[DividedTokens], whole: Sequence[WholeEntry]
+) -> ContextEntry:
+    """The report's entry, with what ranks fetch of each other at the example's sizes. `axes`: how the tokens
+    are divided, for each size that counts some."""
+    summing = (n for n in graph.graph.nodes if n.target is SUM_GRADIENTS and str(n.args[-1]) == axis.group)
+    sums = [bytes_at(n.meta["val"], graph.hints) for n in summing]
+    return ContextEntry(axis.count, tuple(axes), tuple(_fetched(graph)), tuple(whole), (len(sums), sum(sums)))
+
+
+def _fetched(graph: ProgramGraph) -> Iterator[FetchedEntry]:
+    for node in graph.graph.nodes:
+        args: Any = node.args
+        if node.target is ALL_TOKENS:
+            ranks = args[3]
+            size = bytes_at(args[0].meta["val"], graph.hints) * (ranks - 1)
+            yield FetchedEntry("all tokens of a value", source_of(node), (size,) * ranks, (0,) * ranks)
+        if node.target is FETCH_KEYS:
+            _, reads, sizes, program, chunks, ranks, _ = args
+            layout, shape = Layout.of(chunks, ranks), shape_at(node.meta["val"], graph.hints)
+            total = shape[TOKENS]
+            needed = needed_keys(program, (), numbers_at(sizes, graph.hints), layout, total)
+            each = bytes_at(node.meta["val"], graph.hints) // total
+            owners = [int(needed[:, tokens].sum()) * each for tokens in layout.tokens(total)]
+            yield FetchedEntry(
+                "keys or values", source_of(node), tuple(int(n.sum()) * each for n in needed), tuple(owners),
+                describe(parse(program)), bool(reads),
+            )  # fmt: skip

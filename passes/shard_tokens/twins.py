@@ -22,7 +22,7 @@ from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.masks.tiles import visible_keys
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.elements import attention_of
-from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis, Uses, dropout_of
+from attngraph.meaning.placement.token_axis import TokenAxis, Uses, dropout_of
 from attngraph.meaning.tokens.facts import Axes
 from attngraph.passes.build import Builder
 from attngraph.passes.shard import IMPOSSIBLE, RESIZED, Entering, on_parts, resized
@@ -51,19 +51,14 @@ class Twins:
         self.begin, self.positions = begin, dict[torch.device, fx.Node]()
 
     def twin(self, node: fx.Node) -> fx.Node:
-        """What ranks compute for a divided node.
-
-        Raises:
-            Unplaced: it cannot be built.
-        """
+        """What ranks compute for a divided node; Unplaced where it cannot be built."""
         builder = Builder(self.graph, node)
         try:
-            uses = self.tokens.uses[node]
-            if isinstance(uses, Uses):
-                return self._token_wise(builder, node, uses)
-            attention: Any = attention_of(node)
+            attention = attention_of(node)
+            if attention is None:
+                return self._token_wise(builder, node, self.tokens.uses[node])
             if attention not in self.attentions:
-                self.attentions[attention] = self._attention(Builder(self.graph, attention), attention, uses)
+                self.attentions[attention] = self._attention(Builder(self.graph, attention), attention)
             made = self.attentions[attention]
             return builder.call(operator.getitem, made, node.args[1]) if is_part(node) else made
         except IMPOSSIBLE as problem:
@@ -84,8 +79,7 @@ class Twins:
 
     def _moved(self, builder: Builder, x: fx.Node, node: fx.Node, axes: Axes, op: Any) -> fx.Node:
         """`op` along the token axis of a node, which may be one digit of a dimension."""
-        place = self.space.place(axes, self.space.token)
-        assert place is not None
+        place = self.tokens.place(axes)
         digits = axes[place]
         if len(digits) == 1:
             return builder.call(op, x, place, *self.told)
@@ -106,9 +100,7 @@ class Twins:
     # --- token by token ---
 
     def _token_wise(self, builder: Builder, node: fx.Node, uses: Uses) -> fx.Node:
-        axes, shape = self.tokens.axes[node], self.meaning.shape(node)
-        place = self.space.place(axes, self.space.token)
-        assert place is not None
+        shape, place = self.meaning.shape(node), self.tokens.place(self.tokens.axes[node])
         given = {
             operand: self.entering.enter(operand) if wanted is None else self._own(builder, operand, wanted)
             for operand, wanted in uses.operands.items()
@@ -160,19 +152,21 @@ class Twins:
 
     # --- attention ---
 
-    def _attention(self, builder: Builder, node: fx.Node, uses: AttentionUses) -> fx.Node:
+    def _attention(self, builder: Builder, node: fx.Node) -> fx.Node:
         view: Any = nodes.view(node)
-        made: dict[str, Any] = {"q": self._own(builder, view.q, uses.q)}
-        for name, key, fetched in zip(view.key_names, view.keys, uses.fetched, strict=True):
-            made[name] = self._fetched(builder, view, key) if fetched else self.entering.enter(key)
+        rows, own_reads = self.tokens.rows, dict(self.tokens.own_reads(view))
+        made: dict[str, Any] = {"q": self._own(builder, view.q, rows)}
+        for name, key in zip(view.key_names, view.keys, strict=True):
+            divided = self.tokens.axes.get(key) == rows
+            made[name] = self._fetched(builder, view, key) if divided else self.entering.enter(key)
         for name in view.projection_names:
             weight = getattr(view, name)
             made[name] = None if weight is None else self.entering.enter(weight)
         reads = [
-            self._own(builder, r, uses.own_reads[n]) if n in uses.own_reads else self.entering.enter(r)
+            self._own(builder, r, own_reads[n]) if n in own_reads else self.entering.enter(r)
             for n, r in enumerate(view.reads)
         ]
-        program = reindexed(view.program, "q", E.read(len(reads), (E.var("q"),)), uses.own_reads)
+        program = reindexed(view.program, "q", E.read(len(reads), (E.var("q"),)), own_reads)
         if program is not view.program:
             device, call = view.q.meta["val"].device, self.begin.call
             if device not in self.positions:  # the numbers of a rank's tokens

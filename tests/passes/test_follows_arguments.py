@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from attngraph.capture.trace import capture
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.meaning.check.region import region
-from attngraph.passes.follows_arguments import FollowsArguments
+from attngraph.passes.fuse_attention import FollowsArguments
 
 
 class Layers(nn.Module):

@@ -14,6 +14,7 @@ from torch import fx
 
 from attngraph.ir.language import ScoreProgram, parse
 from attngraph.ir.ops import attention, divided_attention, history, latent_attention, others
+from attngraph.ir.ops.cost import LatentSizes
 
 assert attention and divided_attention and history and latent_attention and others
 # (imported for the ops that they register)
@@ -163,6 +164,11 @@ class LatentAttention(AttentionOp):
     values: Sequence[int]
     absorb: str = "auto"
     family: str = ""
+
+    def traced_sizes(self) -> LatentSizes:
+        """The sizes of a node's operands."""
+        up_k, up_v = (None if w is None else w.meta["val"] for w in (self.key_up, self.value_up))
+        return latent_attention.sizes_of(self.q.meta["val"], self.latent.meta["val"], up_k, up_v, self.values)
 
     def references(self) -> tuple[Self, ...]:
         return tuple(self.replace(absorb=way, family="reference") for way in ("always", "never"))

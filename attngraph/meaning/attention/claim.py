@@ -64,9 +64,9 @@ class Attention:
     """A claim: `node` equals attention(q, k, v, reads, sizes, program), seen through `output`.
 
     `scores` are the nodes that compute the dot, if there are any: several, if the model adds up products or
-    multiplies parts of the keys separately. `heads`, `kv_heads`, `head_dim` and `value_dim` are size
-    expressions, and so are `axes`: factors of `heads` that are other axes of what the model was given, first
-    those that keys have too and then those that queries alone have.
+    multiplies parts of the keys separately. `head_dim` and `value_dim` are size expressions, and so are
+    `axes`: factors of the number of heads that are other axes of what the model was given, first those that
+    keys have too and then those that queries alone have.
     """
 
     node: fx.Node
@@ -78,8 +78,6 @@ class Attention:
     reads: tuple[Source, ...]
     sizes: tuple[Expr, ...]
     output: tuple[ViewOp, ...]
-    heads: Expr
-    kv_heads: Expr
     head_dim: Expr
     value_dim: Expr
     axes: tuple[tuple[Expr, ...], tuple[Expr, ...]] = ((), ())
@@ -239,9 +237,7 @@ class _Writer:
             node, tuple(p.node for p in self.products if p.node is not None),
             Operand((query,)), Operand(keys), Operand(tuple((_plain(v),) for v in values)),
             *program.build(score, weight, sink), self._output(assigned),
-            heads=extent(assigned.heads), kv_heads=extent(assigned.kv_heads),
-            head_dim=width,
-            value_dim=extent(assigned.values),
+            head_dim=width, value_dim=extent(assigned.values),
             axes=(self._axes(assigned, assigned.kv_heads), self._axes(assigned, assigned.groups)),
         )  # fmt: skip
 

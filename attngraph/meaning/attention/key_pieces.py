@@ -69,6 +69,11 @@ class Piece:
         """Both formulas with other variables."""
         return M.substitute(self.score, names), M.substitute(self.weighted, names)
 
+    def moved(self, place: Expr) -> tuple[Expr, Expr]:
+        """Both with the one key at another place."""
+        score, weighted = self.at({self.keys[0]: place})
+        return M.canonical_binders(score), weighted
+
 
 # --- pairs of terms ---
 
@@ -213,11 +218,13 @@ def join(
         return Refusal(OVERLAP.format(len(pieces)))
     waiting, found = list(placed), []
     for template in _templates(placed):
-        alike = [p for p in waiting if template.covers(p)]
+        alike = [p for p in waiting if template.moved(p.at) == (p.piece.score, p.piece.weighted)]
         runs = _runs(alike) if len(alike) > 1 else []
         if runs:
             waiting = [p for p in waiting if p not in alike]
-            found += [template.over(*run, meaning.fresh) for run in runs]
+        for start, length in runs:
+            key = meaning.fresh(length)
+            found.append(Piece((key,), *template.moved(M.add(key, start))))
         if not waiting:
             break
     rest = [piece for piece, p in zip(pieces, placed, strict=True) if p in waiting]
@@ -234,8 +241,7 @@ def cover(
     piece, end = _opened(meaning, whole[0], look), E.ZERO
 
     def follows(part: Piece) -> bool:
-        score, _ = piece.at({piece.keys[0]: M.add(end, *part.keys)})
-        return M.canonical_binders(score) is part.score
+        return piece.moved(M.add(end, *part.keys))[0] is part.score
 
     waiting = [_opened(meaning, p, look) for p in parts]
     while waiting:
@@ -310,35 +316,16 @@ def _value(piece: Piece) -> Expr | None:
     return main[-1] if main else None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Template:
-    """One formula for several pieces, in terms of `place`, the key's index in the tensor of values."""
-
-    place: Expr
-    score: Expr
-    weighted: Expr
-
-    def at(self, where: Expr) -> tuple[Expr, Expr]:
-        score, weighted = Piece((), self.score, self.weighted).at({self.place: where})
-        return M.canonical_binders(score), weighted
-
-    def covers(self, placed: _Placed) -> bool:
-        return self.at(placed.at) == (placed.piece.score, placed.piece.weighted)
-
-    def over(self, start: Expr, length: Expr, fresh: Callable[[Expr], Expr]) -> Piece:
-        key = fresh(length)
-        return Piece((key,), *self.at(M.add(key, start)))
-
-
-def _templates(placed: Sequence[_Placed]) -> Iterator[_Template]:
-    """Formulas that may cover several pieces, distinct ones first from blocks, then from pairs of keys."""
+def _templates(placed: Sequence[_Placed]) -> Iterator[Piece]:
+    """Formulas that may cover several pieces, in terms of the key's index in the tensor of values: distinct
+    ones first from blocks, then from pairs of keys."""
     place = E.var("place", placed[0].extent)
     seen: set[tuple[Expr, Expr]] = set()
     for p in (p for p in placed if p.piece.keys):
         forms = p.piece.at({p.piece.keys[0]: M.sub(place, p.start)})
         if forms not in seen:
             seen.add(forms)
-            yield _Template(place, *forms)
+            yield Piece((place,), *forms)
     single = [p for p in placed if not p.piece.keys and p.start.op == "const"]
     single.sort(key=lambda p: p.start.value)
     middle = len(single) // 2
@@ -347,7 +334,7 @@ def _templates(placed: Sequence[_Placed]) -> Iterator[_Template]:
         score = generalised(_with_bounds(a.piece.score), _with_bounds(b.piece.score))
         weighted = generalised(_with_bounds(a.piece.weighted), _with_bounds(b.piece.weighted))
         if score is not None and weighted is not None:
-            yield _Template(place, score, weighted)
+            yield Piece((place,), score, weighted)
 
 
 def _runs(placed: Sequence[_Placed]) -> list[tuple[Expr, Expr]]:

@@ -81,11 +81,7 @@ class NoLatent(UnliftableBecause):
 
 
 def find_latent(meaning: Meaning, k: fx.Node, v: fx.Node) -> Latent:
-    """What keys `[B, G, S, D]` and values `[B, G, S, V]` are made from.
-
-    Raises:
-        NoLatent: from no latent.
-    """
+    """What keys `[B, G, S, D]` and values `[B, G, S, V]` are made from; NoLatent where that is no latent."""
     found = _stretches(meaning, v, "values")
     keys = _stretches(meaning, k, "keys", {s.source.base for s in found})
     if len(found) != 1:
@@ -98,11 +94,7 @@ def find_latent(meaning: Meaning, k: fx.Node, v: fx.Node) -> Latent:
 
 
 def find_projection(meaning: Meaning, node: fx.Node, what: str) -> Stretch:
-    """What a tensor `[B, H, S, n]` is projected from, if it is one projection for each head.
-
-    Raises:
-        NoLatent: it is not.
-    """
+    """What a tensor `[B, H, S, n]` is projected from; NoLatent if it is no projection for each head."""
     found = _stretches(meaning, node, what)
     if len(found) != 1 or found[0].up is None:
         raise NoLatent(f"its {what} are no projection of one tensor")

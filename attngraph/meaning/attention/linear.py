@@ -7,12 +7,12 @@ Without an exponential in between, the sum over keys can be taken first, at a co
 
 import itertools
 import operator
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
 from torch import fx
 
 from attngraph.ir import budgets
-from attngraph.ir.language import DOT, WEIGHT, E, Expr
+from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import M
 from attngraph.meaning.algebra.sums import open_sums
@@ -99,24 +99,17 @@ def examine(
     outer = M.mul(*(f for f in factors if f is not sums[0]), *fixed)
     refused: Refusal | None = None
     # Where values are a product too, either factor may be the scores: rather not one that is a layer.
-    tried: list[tuple[bool, Expr, list[Expr], frozenset[Expr], dots.Dot, dots.Spelled]] = []
-    for place, scores in enumerate(moving):
-        values = [*moving[:place], *moving[place + 1 :]]
-        if not values and ones is not None:
-            values = [E.read(ones, keys, "float")]
-        of_value = values[0].free if len(values) == 1 else frozenset[Expr]()
-        opened = dots.find_dot(meaning, scores, keys, of_value)
-        if opened is not None and values:
-            layer = any(side[-1][0].value in weights for side in (opened[0].q, opened[0].k))
-            tried.append((layer, scores, values, of_value, *opened))
-    for layer, scores, values, of_value, dot, spelled in sorted(tried, key=operator.itemgetter(0)):
-        score = M.substitute(scores, spelled)
-        if not is_product(meaning, scores) or len(values) != 1 or values[0].op != "read":
+    ways = list(_ways(meaning, moving, keys, ones))
+    layers = [any(side[-1][0].value in weights for side in (dot.q, dot.k)) for _, _, _, (dot, _) in ways]
+    for layer, (scores, values, of_value, (dot, spelled)) in sorted(
+        zip(layers, ways, strict=True), key=operator.itemgetter(0)
+    ):
+        score, is_product = M.substitute(scores, spelled), _is_product(meaning, scores)
+        if not is_product or len(values) != 1 or values[0].op != "read":
             if not layer and dot.q[0][0].free - set(dot.inner):
-                once = is_product(meaning, scores) and scores not in values
-                refused = Refusal(VARYING if once else NOT_LINEAR)
+                refused = Refusal(VARYING if is_product and scores not in values else NOT_LINEAR)
             continue
-        if any(n is not DOT and n.op == "read" for n in E.walk(score)):
+        if E.reads(score):
             continue
         masked = score if causal is None else M.where(causal, score, E.NEG_INF)
         try:
@@ -136,7 +129,21 @@ def _is_layer(node: Expr, weights: Set[fx.Node]) -> bool:
     return any(node.args[0] in read.free for read in reads)
 
 
-def is_product(meaning: Meaning, scores: Expr) -> bool:
+def _ways(
+    meaning: Meaning, moving: list[Expr], keys: tuple[Expr, ...], ones: fx.Node | None
+) -> Iterator[tuple[Expr, list[Expr], frozenset[Expr], tuple[dots.Dot, dots.Spelled]]]:
+    """The factors that may be scores, each with the others as values, their variables, and its dot."""
+    for place, scores in enumerate(moving):
+        values = [*moving[:place], *moving[place + 1 :]]
+        if not values and ones is not None:
+            values = [E.read(ones, keys, "float")]
+        of_value = values[0].free if len(values) == 1 else frozenset[Expr]()
+        opened = dots.find_dot(meaning, scores, keys, of_value)
+        if opened is not None and values:
+            yield scores, values, of_value, opened
+
+
+def _is_product(meaning: Meaning, scores: Expr) -> bool:
     """Whether scores are an element of a contraction as it is."""
     return scores.op == "read" and meaning.category(scores.value) is Category.CONTRACTION
 

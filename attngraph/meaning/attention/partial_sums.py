@@ -55,7 +55,7 @@ class PartialSums:
     def __init__(self, meaning: Meaning) -> None:
         self.meaning = meaning
         self._kinds: dict[fx.Node, Kind | None] = {}
-        self._values: dict[tuple[fx.Node, tuple[Expr, ...]], Value] = {}
+        self._values: dict[Expr, Value] = {}
         self._first: dict[fx.Node, fx.Node] = {}
         self._calls: dict[str, fx.Node] = {}
 
@@ -69,16 +69,6 @@ class PartialSums:
                 self._first[node] = self._calls.setdefault(f"{node.target} {call}", node)
             self._kinds[node] = self._find_kind(node) if node.op == "call_function" else None
         return self._kinds[node]
-
-    def _told_once(self, formula: Expr) -> Expr:
-        """A formula in which each tensor that is read is the first of those that are computed alike."""
-
-        def first(node: Expr, args: tuple[Expr, ...]) -> Expr:
-            if node.op == "read":
-                return E.read(self._first.get(node.value, node.value), args, node.kind)
-            return M.construct(node, args)
-
-        return E.rebuild(formula, first)
 
     @kept
     def pieces(self, node: fx.Node) -> frozenset[fx.Node]:
@@ -210,14 +200,22 @@ class PartialSums:
         return self._kinds.get(read.value) is not None
 
     def _element(self, read: Expr) -> Value:
-        key = read.value, read.args
-        if key not in self._values:
-            try:
-                element = self._told_once(self.meaning.element(*key))
-            except Unliftable as problem:
-                raise NotASum from problem
-            self._values[key] = self.value(element)
-        return self._values[key]
+        if read not in self._values:
+            self._values[read] = self.value(self._formula(read))
+        return self._values[read]
+
+    def _formula(self, read: Expr) -> Expr:
+        """An element in terms of the operands'; of tensors that are computed alike the first is read."""
+
+        def first(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            if node.op == "read":
+                return E.read(self._first.get(node.value, node.value), args, node.kind)
+            return M.construct(node, args)
+
+        try:
+            return E.rebuild(self.meaning.element(read.value, read.args), first)
+        except Unliftable as problem:
+            raise NotASum from problem
 
     def _exponential(self, exponent: Expr) -> Value:
         """e to a sum: logarithms in it are factors, and the rest stays an exponent."""
@@ -257,10 +255,7 @@ class PartialSums:
         if str(node.target) == "aten.log_sigmoid.default":  # whose rule has a form that cannot overflow
             inner = self.meaning.read(node.args[0], read.args)
             return M.neg(M.log(M.add(E.ONE, M.exp(M.neg(inner)))))
-        try:
-            return self._told_once(self.meaning.element(node, read.args))
-        except Unliftable as problem:
-            raise NotASum from problem
+        return self._formula(read)
 
     def _selection(self, condition: Expr, yes: Expr, no: Expr) -> Value:
         """Exponentials of which some are replaced by zero: these have scores of minus infinity."""

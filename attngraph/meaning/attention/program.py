@@ -65,8 +65,7 @@ def rewritten(formula: Expr, program: ScoreProgram) -> Expr:
 
 def _rows_are_numbers(masks: list[tuple[str, Expr, Expr]]) -> bool:
     """Whether no row is NaN: nothing read is infinite, and the first or the own key is always kept."""
-    values = [value for kind, value, _ in masks if kind == "score"]
-    if any(n.op == "read" for value in values for n in E.walk(value)):
+    if any(E.reads(value) for kind, value, _ in masks if kind == "score"):
         return False
     hidden = [value for kind, value, fill in masks if kind == "keep" and fill in (E.NEG_INF, LOWERED)]
     variables = {v.value: v for predicate in hidden for v in predicate.free}
@@ -208,16 +207,13 @@ class _Writer:
             return E.make("random", (seed, *counters), None, "float")
         if not node.args:
             return node
-        if node.op == "add":
-            return self._sum(node)
-        if node.op == "mul":
-            return self._product(node)
+        writers = {"add": self._sum, "mul": self._product, "le": self._at_most}
+        if node.op in writers:
+            return writers[node.op](node)
         if node.op == "recip":
             if node.args[0].op == "sqrt":
                 return operation("rsqrt", self.write(node.args[0].args[0]))
             return operation("div", E.ONE, self.write(node.args[0]))
-        if node.op == "le":
-            return self._at_most(node)
         is_unequal = node.op == "not" and node.args[0].op == "eq"
         if node.op == "eq" or is_unequal:
             sides = node.args[0].args if is_unequal else node.args
@@ -246,9 +242,7 @@ class _Writer:
 
     def _ordered(self, nodes: tuple[Expr, ...]) -> list[Expr]:
         """An order that does not depend on how nodes were built: indices first, then reads; ties by text."""
-        return sorted(
-            nodes, key=lambda n: (n.op == "const", any(m.op == "read" for m in E.walk(n)), _shape_key(n))
-        )
+        return sorted(nodes, key=lambda n: (n.op == "const", bool(E.reads(n)), _shape_key(n)))
 
     def _at_most(self, node: Expr) -> Expr:
         """left <= right, with the key on the left where it stands alone: `k <= q`, `k > q - 4`."""
@@ -258,13 +252,10 @@ class _Writer:
             factor, rest = M.coefficient(term)
             if rest.op == "var" and rest.value == "k" and factor in (1, -1):
                 other = M.sub(difference, term)
-                if factor == -1:
-                    return operation("le", self.write(rest), self.write(other))
-                bound = M.neg(other)
-                above = M.sub(bound, E.ONE)
-                if _weight_of(above) < _weight_of(bound):
-                    return operation("gt", self.write(rest), self.write(above))
-                return operation("ge", self.write(rest), self.write(bound))
+                above = ("ge", M.neg(other)), ("gt", M.sub(M.neg(other), E.ONE))
+                ways = above if factor == 1 else (("le", other),)
+                name, bound = min(ways, key=lambda way: len(list(E.walk(way[1]))))
+                return operation(name, self.write(rest), self.write(bound))
         return operation("le", self.write(left), self.write(right))
 
     def _sum(self, node: Expr) -> Expr:
@@ -313,13 +304,8 @@ def within(index: Expr, extent: Expr) -> Expr:
 
 def _is_of_large(term: Expr) -> bool:
     """Whether a term that is read from tensors is multiplied by a number that is far larger than scores."""
-    factor = M.coefficient(term)[0] if term.op != "const" else 0
-    reads = any(n.op == "read" for n in E.walk(term))
-    return reads and not isinstance(factor, str) and abs(factor) >= UNDERFLOWS
-
-
-def _weight_of(node: Expr) -> int:
-    return sum(1 for _ in E.walk(node))
+    factor = M.coefficient(term)[0] if E.reads(term) else 0
+    return not isinstance(factor, str) and abs(factor) >= UNDERFLOWS
 
 
 def _shape_key(node: Expr) -> str:

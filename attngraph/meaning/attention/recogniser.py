@@ -164,12 +164,10 @@ class Recogniser:
                 return dots.look_into(self.meaning, formula, keys, of_value, node.meta["val"].dtype)
 
             joined = join(self.meaning, separated.pieces, look)
-            if separated.problem is not None and not (
-                isinstance(joined, list) and cover(self.meaning, joined, separated.divisor, look)
-            ):
-                return separated.problem
             if isinstance(joined, Refusal):
-                return joined
+                return separated.problem or joined
+            if separated.problem and not cover(self.meaning, joined, separated.divisor, look):
+                return separated.problem
             parts: list[KeyPart] = []
             for piece in joined:
                 part = key_part(piece.weighted, piece.keys, piece.score)
@@ -187,13 +185,11 @@ class Recogniser:
     def _may_be_values(self, node: fx.Node) -> list[frozenset[fx.Node]]:
         """Exponentials that may belong to what is weighed (`p @ v.exp()`) and not to the weights: those that
         reach only one of the operands where results of exponentials are first multiplied with each other."""
-        while True:
-            sides = [self.near(n) for n in node.all_input_nodes if self.near(n)]
-            if len(sides) != 1:
-                break
-            node = next(n for n in node.all_input_nodes if self.near(n))
+        while len(below := list(filter(self.near, node.all_input_nodes))) == 1:
+            (node,) = below
             if str(node.target) in _EXPONENTIALS:
                 return []
+        sides = list(map(self.near, below))
         own = [side.difference(*(other for other in sides if other is not side)) for side in sides]
         return [side for side in reversed(own) if side]
 
@@ -263,12 +259,15 @@ class Recogniser:
     def _claim(self, node: fx.Node, output: tuple[Expr, ...], found: WeightedSum) -> Attention | Refusal:
         """The claim for one sum weighted by one softmax. Products that a condition chooses between are parts
         of the keys, or (if these are no views) all but one are read from what the model computed."""
-        opened = self._with_products(found, node.meta["val"].dtype)
+        dtype = node.meta["val"].dtype
+        looked = self._looked_into(found, dtype)
+        opened = self._with_products(looked, dtype)
         if isinstance(opened, Refusal):
             return opened
-        apart = self._with_products(found, node.meta["val"].dtype, apart=True)
-        if isinstance(apart, WeightedSum) and len(apart.parts) > len(opened.parts):
-            claim = self._widest(node, output, apart)
+        pieces = [p for part in looked.parts for p in score_sets.split_by_product(self.meaning, part)]
+        if len(pieces) > len(looked.parts):
+            apart = self._with_products(dataclasses.replace(looked, parts=tuple(pieces)), dtype)
+            claim = self._widest(node, output, apart) if isinstance(apart, WeightedSum) else apart
             if isinstance(claim, Attention):
                 return claim
         return self._widest(node, output, opened)
@@ -286,35 +285,35 @@ class Recogniser:
             else:
                 return claim
 
-    def _with_products(
-        self, found: WeightedSum, dtype: torch.dtype, apart: bool = False
-    ) -> WeightedSum | Refusal:
-        """The sum with its parts' dots, or why there is none. `apart`: chosen products become parts."""
-        opened = []  # with scores and weights in terms of contractions, each of which has one name
+    def _looked_into(self, found: WeightedSum, dtype: torch.dtype) -> WeightedSum:
+        """The sum with scores and weights in terms of contractions, each of which has one name."""
+        opened = []
         for part in found.parts:
             score, weight = (self._look_into(part, x, dtype) for x in (part.score, part.weight))
             looked = dataclasses.replace(part, score=dots.one_name(score), weight=weight)
             opened.append(score_sets.join_equal_products(self.meaning, looked))
         # A term that is the same for all keys (a subtracted maximum) changes no weight, except beside a sink.
         split = [split_by(part.score, part.keys) for part in opened]
-        shift = split[0][1]
+        shift, sink = split[0][1], found.sink
         kept = self._sources(*(moving for moving, _ in split), *(part.value for part in found.parts))
         has_gradient = self.gradients and not self._sources(shift) <= kept
-        sink = found.sink
         if has_gradient or any(fixed is not shift for _, fixed in split):
             # The gradient of a shift is zero, but it may be asked for.
             split = [(M.add(moving, fixed), E.ZERO) for moving, fixed in split]
         elif sink is not None:
             sink = M.sub(sink, shift)
+        parts = (dataclasses.replace(p, score=score) for p, (score, _) in zip(opened, split, strict=True))
+        return WeightedSum(tuple(parts), sink and self._look_into(opened[0], sink, dtype))
+
+    def _with_products(self, found: WeightedSum, dtype: torch.dtype) -> WeightedSum | Refusal:
+        """The sum with its parts' dots, or why there is none."""
         parts: list[KeyPart] = []
-        for part, (score, _) in zip(opened, split, strict=True):
-            whole = dataclasses.replace(part, score=score)
-            for piece in score_sets.split_by_product(self.meaning, whole) if apart else [whole]:
-                with_product = self._with_product(piece, dtype)
-                if isinstance(with_product, Refusal):
-                    return with_product
-                parts.append(with_product)
-        return WeightedSum(tuple(parts), sink and self._look_into(parts[0], sink, dtype))
+        for part in found.parts:
+            with_product = self._with_product(part, dtype)
+            if isinstance(with_product, Refusal):
+                return with_product
+            parts.append(with_product)
+        return dataclasses.replace(found, parts=tuple(parts))
 
     def _with_product(self, part: KeyPart, dtype: torch.dtype) -> KeyPart | Refusal:
         meaning, of_value = self.meaning, part.value.free

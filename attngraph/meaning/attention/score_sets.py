@@ -83,11 +83,8 @@ def _where(part: KeyPart, choice: Expr, shown: Expr, branch: int) -> KeyPart:
 
 def _products(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> list[Expr]:
     """The reads of contractions that vary over the keys."""
-    reads = (n for n in E.reads(node) if isinstance(n.value, fx.Node))
-    return [
-        n for n in dict.fromkeys(reads)
-        if not n.free.isdisjoint(keys) and meaning.category(n.value) is Category.CONTRACTION
-    ]  # fmt: skip
+    varied = (n for n in E.reads(node) if not n.free.isdisjoint(keys))
+    return [n for n in varied if meaning.category(n.value) is Category.CONTRACTION]
 
 
 _SUMS = ("aten.sum.dim_IntList", "aten.sum.default")

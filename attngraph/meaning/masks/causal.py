@@ -91,11 +91,9 @@ def _not_hidden(program: ScoreProgram, predicate: Expr) -> Causality:
     uses_places = {Q, K} & set(nodes)
     statements = program.keeps or (program.statements if uses_places else ())
     shown = "; ".join(map(format_statement, statements)) or "no mask"
-    witness = next(
-        (pair for pair in itertools.combinations(range(budgets.TOKEN_PAIRS + 1), 2)
-         if not _is_false(predicate, dict(zip((Q, K), map(E.const, pair), strict=True)))),
-        None,
-    )  # fmt: skip
+    pairs = itertools.combinations(range(budgets.TOKEN_PAIRS + 1), 2)
+    visible = ((q, k) for q, k in pairs if not _is_false(predicate, {Q: E.const(q), K: E.const(k)}))
+    witness = next(visible, None)
     why = f"it could not be shown to hide all later tokens ({shown})"
     return Causality(program, None, why, witness, shown)
 

@@ -58,17 +58,9 @@ def _numbers(shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(int(n) for n in shape)
 
 
-def _pairs(q: Sequence[Any], k: Sequence[Any], sizes: Sequence[Any], program: str) -> int:
+def _pairs(q: Sequence[Any], k: Sequence[Any], sizes: Sequence[Any], program: ScoreProgram) -> int:
     batch, heads, queries, _ = _numbers(q)
-    return computed_pairs(parse(program), batch, heads, queries, int(k[2]), _numbers(sizes))
-
-
-@register_flop_formula(ops.attention)
-def _attention(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], reads: Any, sizes: Sequence[int], program: str,
-    *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    return 2 * _pairs(q, k, sizes, program) * int(q[3] + v[3])
+    return computed_pairs(program, batch, heads, queries, int(k[2]), _numbers(sizes))
 
 
 @register_flop_formula(ops.attention_backward)
@@ -76,7 +68,7 @@ def _attention_backward(
     grad_out: Any, grad_lse: Any, out: Any, lse: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int],
     reads: Any, sizes: Sequence[int], program: str, *_: Any, **__: Any,
 ) -> int:  # fmt: skip
-    return 2 * _pairs(q, k, sizes, program) * int(3 * q[3] + 2 * v[3])
+    return 2 * _pairs(q, k, sizes, parse(program)) * int(3 * q[3] + 2 * v[3])
 
 
 @register_flop_formula(ops.token_program, get_raw=True)
@@ -105,6 +97,11 @@ def _pairs_of_rows(fresh: int, page: int, view: nodes.Cached) -> list[int]:
     return found
 
 
+def _attention(view: nodes.Attention) -> int:
+    pairs = _pairs(view.q.shape, view.k.shape, view.sizes, view.program)
+    return 2 * pairs * int(view.q.shape[3] + view.v.shape[3])
+
+
 def _cached_attention(view: nodes.CachedAttention) -> int:
     pairs = _pairs_of_rows(view.k.shape[2], view.k_pages.shape[2], view)
     return 2 * sum(pairs) * int(view.q.shape[3] + view.v.shape[3])
@@ -112,7 +109,7 @@ def _cached_attention(view: nodes.CachedAttention) -> int:
 
 def _latent_attention(view: nodes.LatentAttention) -> int:
     (batch, _heads, new, _width), keys = view.q.shape, view.latent.shape[2]
-    pairs = _pairs(view.q.shape, view.latent.shape, view.sizes, str(view.program))
+    pairs = _pairs(view.q.shape, view.latent.shape, view.sizes, view.program)
     return _of_latents(view, [(new, max(0, keys - new))] * batch, pairs, batch * new, batch * keys)
 
 
@@ -142,6 +139,7 @@ def _of_view(op: Any, formula: Callable[[Any], int]) -> None:
     register_flop_formula(op, get_raw=True)(counted)
 
 
+_of_view(ops.attention, _attention)
 _of_view(ops.cached_attention, _cached_attention)
 _of_view(ops.latent_attention, _latent_attention)
 _of_view(ops.cached_latent_attention, _cached_latent_attention)

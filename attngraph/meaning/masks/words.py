@@ -77,11 +77,8 @@ def named(fill: str) -> str:
 
 def remarks(program: str) -> list[str]:
     """What readers may not know of the numbers in a score program."""
-    return [
-        f"{number} is the largest {dtype}; finfo.min is its negative"
-        for dtype, number in LARGEST.items()
-        if number in program
-    ]
+    named = ((dtype, number) for dtype, number in LARGEST.items() if number in program)
+    return [f"{number} is the largest {dtype}; finfo.min is its negative" for dtype, number in named]
 
 
 def _conjuncts(node: Expr) -> list[Expr]:

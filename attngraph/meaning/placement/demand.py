@@ -7,7 +7,6 @@ heads are independent of each other), norms over the last dimensions, and the wa
 """
 
 import dataclasses
-import enum
 import functools
 import math
 import operator
@@ -41,45 +40,30 @@ class Unplaced(Exception):
     """A node cannot be computed by parts in this way: says why, for a user."""
 
 
-class How(enum.Enum):
-    """How a rank computes its part of a node."""
-
-    SAME = "the operation on its part of the operands; a view with sizes of its own"
-    PICK = "exactly what it needs, moved"
-    HEADS = "attention of its heads"
-
-
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What is needed of an operand. `sources`: for a PICK, the dimension of the result that each dimension
-    of the operand belongs to (None: of one index)."""
+    """What is needed of an operand. `sources`: where exactly this is moved, the dimension of the result that
+    each dimension of the operand belongs to (None: of one index)."""
 
     operand: fx.Node
     cut: Cut
     sources: tuple[int | None, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """How a node is computed by parts, and from what."""
-
-    how: How
-    uses: tuple[Use, ...]
+Part = tuple[Use, ...]
+"""What a node is computed from by parts. The operation is the node's own on its part of the operands, with
+other sizes if it is a view; where a `Use` has `sources`, it is that of moving exactly what is needed."""
 
 
 class Demand:
-    """`part(node, cut)`: how ranks compute this part of a node.
-
-    Raises:
-        Unplaced: no way is known.
-    """
+    """`part(node, cut)`: how ranks compute this part of a node; Unplaced where no way is known."""
 
     def __init__(self, meaning: Meaning, ranks: int) -> None:
         self.meaning, self.ranks = meaning, ranks
 
     def part(self, node: fx.Node, cut: Cut) -> Part:
         if node.target is operator.getitem and nodes.view(node.args[0]) is not None:  # type: ignore[arg-type]
-            return Part(How.SAME, (Use(node.args[0], cut),))  # type: ignore[arg-type]
+            return (Use(node.args[0], cut),)  # type: ignore[arg-type]
         if node.target in COLLECTIVES:
             raise Unplaced("it is a sum over ranks")
         attention = nodes.view(node)
@@ -111,7 +95,7 @@ class Demand:
             use = Use(read.value, found)
             if uses.setdefault(read.value, use).cut != found:
                 raise Unplaced(f"{node.target} reads its operand at two places")
-        return Part(How.SAME, tuple(uses.values()))
+        return tuple(uses.values())
 
     def _independent(self, node: fx.Node, cut: Cut) -> Part | None:
         """An operation of which only the leading dimensions are known to be independent of each other."""
@@ -122,7 +106,7 @@ class Demand:
             raise Unplaced("a norm needs all that it is computed over")
         weights = [a for a in node.all_input_nodes if a is not source]
         kept = {dim: table for dim, table in cut.items() if dim < first}
-        return Part(How.SAME, (Use(source, kept), *(Use(w, {}) for w in weights)))  # type: ignore[arg-type]
+        return (Use(source, kept), *(Use(w, {}) for w in weights))  # type: ignore[arg-type]
 
     # --- attention ---
 
@@ -141,7 +125,7 @@ class Demand:
             uses.append(Use(node, {dim: self.kv_heads(heads, total, self._number(node, dim))}))
         for number, tensor in enumerate(attention.reads):
             uses.append(Use(tensor, dict.fromkeys(head_dims(attention, number) or (), heads)))
-        return Part(How.HEADS, tuple(uses))
+        return tuple(uses)
 
     def _number(self, node: fx.Node, dim: int) -> int:
         extent = self.meaning.shape(node)[dim]
@@ -199,15 +183,15 @@ class Demand:
         if not moved:
             for d in odd:
                 del found[d]
-            return Part(How.SAME, (Use(source, found),))
+            return (Use(source, found),)
         if str(node.target) in VIEWS:
-            return Part(How.SAME, (Use(source, found),))
+            return (Use(source, found),)
         owners = [[v for v in at if _mentions(i, (v,))] for i in value.args]
         flat = [v for of in owners for v in of]
         if kept or any(len(of) > 1 for of in owners) or len(set(flat)) != len(flat):
             raise Unplaced(f"{node.target} mixes dimensions")
         sources = tuple(at.index(of[0]) if of else None for of in owners)
-        return Part(How.PICK, (Use(source, found, sources),))
+        return (Use(source, found, sources),)
 
     def _sets(
         self, dims: list[int], indices: Indices, shape: Indices, variables: Mapping[Expr, Table]

@@ -16,10 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import fx
 
 from attngraph.ir.graph import Input, ProgramGraph, computed_from, source_of
+from attngraph.ir.ops import nodes
 from attngraph.ir.walk import reached
 from attngraph.meaning.algebra.sums import sum_of_products
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.placement.demand import Demand, How, Part, Unplaced, Use
+from attngraph.meaning.placement.demand import Demand, Part, Unplaced, Use
 from attngraph.meaning.placement.elements import Tails, any_element, attention_of, category
 from attngraph.meaning.placement.table import Cut, Table, is_cut, united
 from attngraph.meaning.rule import ELEMENTWISE, Category
@@ -42,7 +43,7 @@ class Product:
     def part(self, table: Table) -> Part:
         """How ranks compute it that have these indices of what is summed over."""
         source = Use(self.source, {self.source_dim: table})
-        return Part(How.SAME, (source, Use(self.weight, {self.weight_dim: table})))
+        return source, Use(self.weight, {self.weight_dim: table})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Region:
 
     @property
     def attentions(self) -> list[fx.Node]:
-        return [n for n, p in self.parts.items() if p.how is How.HEADS]
+        return [n for n in self.parts if nodes.view(n) is not None]
 
     @property
     def parameters(self) -> list[fx.Node]:
@@ -160,7 +161,7 @@ class Regions:
         for node, part in region.parts.items():
             if any(user not in inside and not inside.issuperset(user.users) for user in node.users):
                 raise Unplaced("its input is needed whole elsewhere")
-            for use in (*part.uses, *region.part.uses):
+            for use in (*part, *region.part):
                 if use.operand in region.cuts or not is_cut(use.cut):
                     continue
                 kinds = {self.given[n].kind for n in computed_from([use.operand]) if n in self.given}
@@ -174,13 +175,13 @@ class Regions:
         demands: dict[fx.Node, list[Cut]] = {}
         queue: list[tuple[int, fx.Node]] = []
 
-        def ask(uses: tuple[Use, ...]) -> None:
+        def ask(uses: Part) -> None:
             for use in uses:
                 if use.operand not in demands:
                     heapq.heappush(queue, (-order[use.operand], use.operand))
                 demands.setdefault(use.operand, []).append(use.cut)
 
-        ask(part.uses)
+        ask(part)
         parts: dict[fx.Node, Part] = {}
         cuts: dict[fx.Node, Cut] = {}
         stops: dict[fx.Node, str] = {}
@@ -203,7 +204,7 @@ class Regions:
                     where = source_of(node)
                     stops[node] = f"{problem}{f' ({where})' if where else ''}"
                 continue
-            ask(parts[node].uses)
+            ask(parts[node])
         return parts, cuts, stops
 
     def _kept(self, product: Product, part: Part) -> Region:
@@ -216,7 +217,7 @@ class Regions:
         }
         kept: dict[fx.Node, Part] = {}
         for node in reversed(list(parts)):  # operands first
-            if is_cut(cuts[node]) or any(u.operand in inside for u in parts[node].uses):
+            if is_cut(cuts[node]) or any(u.operand in inside for u in parts[node]):
                 kept[node] = parts[node]
                 inside[node] = cuts[node]
         return Region(product, part, kept, inside, stops, self.tail(product))

@@ -44,16 +44,6 @@ class Uses:
     counts: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionUses:
-    """What a rank's queries need. `fetched`: whether keys are divided, so that a rank fetches those that it
-    lacks. `own_reads`: the tensors that scores read at the query alone, of which a rank needs its rows."""
-
-    q: Axes
-    fetched: tuple[bool, ...]
-    own_reads: Mapping[int, Axes]
-
-
 class TokenAxis:
     """The token axis of one graph.
 
@@ -61,7 +51,8 @@ class TokenAxis:
         token: the size that counts tokens. group: the process group of the ranks that divide them.
 
     Attributes:
-        axes: of every divided value, its dimensions as digits. uses: what it is computed from.
+        axes: of every divided value, its dimensions as digits. uses: what it is computed from, if it is no
+            attention. rows: the axes of queries and keys.
         whole: of values with tokens that are computed whole, why.
     """
 
@@ -69,7 +60,8 @@ class TokenAxis:
         self.graph, self.meaning, self.group = graph, meaning, group
         self.space = Space(E.var("t", token), None)
         self.axes: dict[fx.Node, Axes] = {}
-        self.uses: dict[fx.Node, Uses | AttentionUses] = {}
+        self.uses: dict[fx.Node, Uses] = {}
+        self.rows: Axes = ((), (), (self.space.token,), ())
         self.whole: dict[fx.Node, str] = {}
         self._called: set[fx.Node] = set()
         self._learned: set[fx.Node] = set()
@@ -101,6 +93,12 @@ class TokenAxis:
         except Unplaced as reason:
             if node in self._computed:
                 self.whole[node] = str(reason)
+
+    def place(self, axes: Axes) -> int:
+        """The dimension of a divided value that holds the tokens."""
+        found = self.space.place(axes, self.space.token)
+        assert found is not None
+        return found
 
     def is_known(self, node: fx.Node) -> bool:
         """Whether every rank computes the value without asking, where it needs all of it."""
@@ -134,9 +132,14 @@ class TokenAxis:
             raise Unplaced("it draws random numbers, which are those of one device")
         attention = attention_of(node)
         if attention is not None:
-            view: Any = nodes.view(attention)
-            self.uses[node] = found = self._attention(view)
-            self.axes[node] = found.q[: len(self._shape(node))]
+            view = nodes.AttentionOp.of(attention)
+            if isinstance(view, nodes.Cached):
+                raise Unplaced("attention over a cache")
+            if self._shape(view.q)[QUERIES] is not self.space.tokens:
+                raise Unplaced("queries of another sequence see it")
+            if self.axes.get(view.q, self.rows) != self.rows:
+                raise Unplaced("its queries are not arranged as [batch, heads, tokens, width]")
+            self.axes[node] = self.rows[: len(self._shape(node))]
             return
         problem = "its result is one for all tokens"
         for axes in self._divided(node):
@@ -186,11 +189,10 @@ class TokenAxis:
 
     def _independent(self, node: fx.Node, axes: Axes, problem: Exception) -> Uses:
         """An operation of which only leading dimensions are known to be independent of each other."""
-        first, place = independent_dims(node), self.space.place(axes, self.space.token)
-        assert place is not None
+        first = independent_dims(node)
         if first is None:
             raise Unplaced(f"attngraph has no rule for the elements of {node.target}") from problem
-        if place >= first:
+        if self.place(axes) >= first:
             raise Unplaced("it is normalised over tokens")
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         mine = (*axes[:first], *((),) * (len(self._shape(source)) - first))
@@ -199,21 +201,8 @@ class TokenAxis:
         weights = dict.fromkeys((n for n in node.all_input_nodes if not is_size(n) and n is not source), None)
         return Uses({**weights, source: mine})
 
-    # --- attention ---
-
-    def _attention(self, attention: nodes.AttentionOp) -> AttentionUses:
-        if isinstance(attention, nodes.Cached):
-            raise Unplaced("attention over a cache")
-        wanted: Axes = ((), (), (self.space.token,), ())
-        if self._shape(attention.q)[QUERIES] is not self.space.tokens:
-            raise Unplaced("queries of another sequence see it")
-        if self.axes.get(attention.q, wanted) != wanted:
-            raise Unplaced("its queries are not arranged as [batch, heads, tokens, width]")
-        fetched = tuple(self.axes.get(key) == wanted for key in attention.keys)
-        return AttentionUses(wanted, fetched, dict(self._own_reads(attention)))
-
-    def _own_reads(self, attention: nodes.AttentionOp) -> Iterator[tuple[int, Axes]]:
-        """The divided tensors that scores read at the query's own place."""
+    def own_reads(self, attention: nodes.AttentionOp) -> Iterator[tuple[int, Axes]]:
+        """The divided tensors that scores read at the query's own place, of which a rank needs its rows."""
         query = E.var("q")
         for number, tensor in enumerate(attention.reads):
             place = self.space.place(self.axes.get(tensor, ()), self.space.token)
