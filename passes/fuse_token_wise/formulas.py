@@ -122,11 +122,8 @@ class Formulas:
         return True
 
     def _of_own_row(self, found: Expr, args: tuple[Expr, ...], place: Place, rows: tuple[Expr, ...]) -> Expr:
-        """A part of a formula, with `TOKEN` in what is read of the same row.
-
-        Raises:
-            Unliftable: it reads another row.
-        """
+        """A part of a formula, with `TOKEN` in what is read of the same row. Raises `Unliftable`: it reads
+        another row."""
         if found.op != "read":
             return E.with_args(found, args)
         other, own = self.rows.of(found.value), set(rows)

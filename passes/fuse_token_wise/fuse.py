@@ -12,8 +12,8 @@ the operation is only worth it in compiled form.
 
 One step of a loop over tokens (`ir/language/step_program.py`) gives a row its result from its own token, what
 it carries, and weights. So a row is to a step what a token is to a decoder's graph, and steps are rewritten
-in the same way. Cells of recurrent networks, which PyTorch has as one operation each, are computed as what they
-consist of. What is not token-wise in this sense stays as the model has it.
+in the same way. Cells of recurrent networks, which PyTorch has as one operation each, are computed as what
+they consist of. What is not token-wise in this sense stays as the model has it.
 """
 
 import dataclasses

@@ -109,10 +109,7 @@ class Rows:
 
     def spread(self, node: fx.Node, at: tuple[Expr, ...], place: Place, rows: tuple[Expr, ...]) -> fx.Node:
         """A value that some rows share (the angles of a place, say), repeated for each, as `[rows, ...]`.
-
-        Raises:
-            Unliftable: it is read at another place than the row's.
-        """
+        Raises `Unliftable`: it is read at another place than the row's."""
         numbers = tuple(rows.index(a) if a in rows else None for a in at)
         used = [n for n in numbers if n is not None]
         shape = self.shape(node)

@@ -41,11 +41,7 @@ def computed_with(graph: ProgramGraph, number: int) -> frozenset[int]:
 
 def replace_number(node: fx.Node, number: int, value: Any, mode: Any) -> None:
     """Give an operation `value` wherever it has the number as a size (multiples of it alike), and infer its
-    result anew.
-
-    Raises:
-        NoDecoderError: it has one result for every few tokens.
-    """
+    result anew. Raises `NoDecoderError`: it has one result for every few tokens."""
 
     def changed(given: Any) -> Any:
         if isinstance(given, (list, tuple)):

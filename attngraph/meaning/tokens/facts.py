@@ -19,6 +19,7 @@ from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import Digits, M, is_example, ranges, recombined
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import Causality
+from attngraph.meaning.tokens.numbers import OfSizes
 
 Indices = tuple[Expr, ...]
 Axes = tuple[Digits, ...]
@@ -234,7 +235,7 @@ class Facts(dict[fx.Node, Fact]):
 
     def __init__(self, meaning: Meaning, space: Space) -> None:
         super().__init__()
-        self.meaning, self.space = meaning, space
+        self.meaning, self.space, self.of_sizes = meaning, space, OfSizes()
 
     def known(self, node: fx.Node) -> Fact | None:
         """What is known of a value that does not mix tokens; None for any other."""

@@ -139,11 +139,8 @@ class SumFinder:
             return None
 
     def _found(self, node: fx.Node, axes: Axes) -> Sums:
-        """How a value with these axes follows from carried sums.
-
-        Raises:
-            NoTerms, Unliftable: it does not, as far as this can tell; says why.
-        """
+        """How a value with these axes follows from carried sums. Raises `NoTerms`, `Unliftable`: it does not,
+        as far as this can tell; says why."""
         meaning, space = self._meaning, self.space
         own = own_variables(meaning.shape(node))
         at: Indices = tuple(

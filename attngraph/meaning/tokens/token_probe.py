@@ -25,10 +25,9 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region
 from attngraph.meaning.check.sample import Sample
-from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import tried
-from attngraph.meaning.tokens.facts import Axes, Space
-from attngraph.meaning.tokens.numbers import OfSizes, reach
+from attngraph.meaning.tokens.facts import Axes, Facts, Space
+from attngraph.meaning.tokens.numbers import reach
 
 ROWS, TOKENS = 2, 5
 EQUAL = elementwise(1e-10)
@@ -49,12 +48,12 @@ Result = tuple[Tensor, Tensor] | Exception
 class TokenProbe:
     """Test runs on one graph, at most `budgets.PROBES`: a graph that needs more is taken to mix tokens."""
 
-    def __init__(self, graph: ProgramGraph, space: Space, meaning: Meaning) -> None:
-        self.graph, self.space, self.meaning = graph, space, meaning
+    def __init__(self, graph: ProgramGraph, facts: Facts) -> None:
+        self.graph, self.space, self.meaning = graph, facts.space, facts.meaning
+        self.of_sizes = facts.of_sizes
         self.values = graph.known_values()
-        self.tokens = int(space.tokens.value) if space.is_of_one_length else TOKENS
+        self.tokens = int(facts.space.tokens.value) if facts.space.is_of_one_length else TOKENS
         """How many tokens each sequence of a test has."""
-        self.of_sizes = OfSizes()
         self.left = budgets.PROBES
         self.known: dict[Any, int] = {}
         self._latest: tuple[fx.Node | None, dict[Any, Callable[[int], Result]]] = None, {}

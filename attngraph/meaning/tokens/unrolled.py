@@ -114,11 +114,8 @@ class StepWriter:
         self.shared: list[fx.Node] = [] if other is None else other.shared
 
     def part(self, results: Sequence[fx.Node]) -> list[str]:
-        """The lines; each result has the row in its first dimension.
-
-        Raises:
-            NoLoop: something cannot be written.
-        """
+        """The lines; each result has the row in its first dimension. Raises `NoLoop`: something cannot be
+        written."""
         found = [self._turned(self._name(n), n, to_rows=True) for n in results]
         return [*self.lines, f"    return {', '.join(found)}"]
 
