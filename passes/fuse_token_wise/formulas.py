@@ -21,8 +21,7 @@ from attngraph.ir.ops.quantised import unpack
 from attngraph.meaning import Category, M, Meaning, Unliftable
 from attngraph.meaning.rule import tried
 from attngraph.meaning.rules.composed import COMPOSED
-from attngraph.passes.fuse_token_wise.rows import Place, Rows
-from attngraph.passes.fuse_token_wise.windows import Windows
+from attngraph.passes.fuse_token_wise.rows import Place, Rows, Windows
 from attngraph.passes.named import COMPENSATED, NAMED
 
 SMALL_FOLD = 1 << 14

@@ -91,6 +91,13 @@ class Space:
             for place, (digits, extent) in enumerate(zip(axes, shape, strict=True))
         )
 
+    def numbered(self, axes: Axes, own: Indices, token: int) -> Indices:
+        """The index of an element of the token of this number, whose other places are `own`."""
+        return tuple(
+            E.const(token) if self.token in digits else (self.row or E.ZERO) if digits else variable
+            for variable, digits in zip(own, axes, strict=True)
+        )
+
     def follows(self, axes: Axes, at: Indices) -> bool:
         """Whether elements `at` of a tensor with these axes belong to the same row and token as the
         result that is computed from them."""

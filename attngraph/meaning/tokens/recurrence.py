@@ -141,19 +141,15 @@ class SumFinder:
     def _found(self, node: fx.Node, axes: Axes) -> Sums:
         """How a value with these axes follows from carried sums. Raises `NoTerms`, `Unliftable`: it does not,
         as far as this can tell; says why."""
-        meaning, space = self._meaning, self.space
+        meaning = self._meaning
         own = own_variables(meaning.shape(node))
-        at: Indices = tuple(
-            E.const(THIRD) if space.token in digits else (space.row or E.ZERO) if digits else variable
-            for variable, digits in zip(own, axes, strict=True)
-        )
-        last = (E.const(self.tokens - 1) if index is E.const(THIRD) else index for index in at)
-        if self._is_constant(node, tuple(last)):
+        if self._is_constant(node, self.space.numbered(axes, own, self.tokens - 1)):
             raise _NotYet("its later tokens have no value yet")
         problem = NoTerms()
         for through in dict.fromkeys((self._from_sums(), frozenset[fx.Node]())):
             try:
                 unfolding = Unfolding(meaning, self.facts, self.tokens, through)
+                at = self.space.numbered(axes, own, THIRD)
                 terms = [_canonical(term) for term in unfolding.terms(node, at)]
                 sums, rest = _claims(terms, meaning.values)
             except NoTerms as why_not:
