@@ -2,9 +2,9 @@
 
 A row is computed by itself, with the same weights as the others. In a decoder's graph a row is a token, and
 all tokens are one sequence: the one dimension whose extent is no number. In a graph of whole sequences a row
-is what a product with a weight leaves apart: `[B, T, F] @ [F, G]` has `B * T` of them, whether sizes are known
-or not, and `[B * T, F]` has the same. A program sees such values as `[B * T, F]`, which is a view, or a copy
-where memory lies otherwise.
+is what a product with a weight leaves apart: `[B, T, F] @ [F, G]` has `B * T` of them, whether sizes are
+known or not, and `[B * T, F]` has the same. A program sees such values as `[B * T, F]`, which is a view, or a
+copy where memory lies otherwise.
 
 A decoder's step runs a causal convolution on all rows' tokens in order, with the few before them
 (`attngraph::with_earlier`), and picks the new tokens' results. An element of such a result reads the longer
