@@ -19,8 +19,7 @@ from attngraph.ir import budgets
 from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import computed, filled, reached
-from attngraph.meaning.algebra import M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.rule import RULES, Category
 
 
