@@ -220,7 +220,6 @@ def rerun(
 
 
 def _extents(node: fx.Node) -> set[Expr]:
-    """The extents of what a node gives, as formulas of sizes."""
     found = node.meta.get("val")
     tensors = found if isinstance(found, tuple | list) else [found]
     return {size_expression(s) for t in tensors if isinstance(t, torch.Tensor) for s in t.shape}

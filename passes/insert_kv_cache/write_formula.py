@@ -34,7 +34,6 @@ _TAKES_NUMBERS = {"add": "add", "mul": "mul", "mod": "remainder", "le": "le", "l
 
 
 def _of_tensors(op: str) -> Callable[..., Any] | None:
-    """An operation of tensors alone."""
     row = None if op in ("float", "int", "random") else operation_of(op)
     return torch.reciprocal if op == "recip" else None if row is None else row.torch
 

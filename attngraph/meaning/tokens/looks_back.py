@@ -75,8 +75,7 @@ class LooksBack:
             raise NotShown("its formula is too long") from None
 
     def require(self, node: fx.Node, axes: Axes) -> None:
-        """Nothing, if an element of the node at these axes looks back alone. Raises `NotShown`: or that could
-        not be shown."""
+        """Raise `NotShown` unless it is shown that an element of the node at these axes looks back alone."""
         formula = self.formula(node, axes)
         try:
             self._visit(formula, frozenset({self.space.token}))

@@ -130,5 +130,4 @@ def _may_move(node: fx.Node) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether a tensor holds whole numbers."""
     return isinstance(value, Tensor) and value.dtype != torch.bool and not value.is_floating_point()

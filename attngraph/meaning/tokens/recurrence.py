@@ -369,5 +369,5 @@ def _renamings(given: _Counter, wanted: _Counter, over: frozenset[Expr]) -> Iter
 
 
 def _is_summed(variable: Expr) -> bool:
-    """Whether this is a variable that a term is summed over (`recurrence.py` names them)."""
+    """Whether this is a variable that a term is summed over (`_canonical` names them)."""
     return variable.op == "var" and str(variable.value).startswith("n")

@@ -116,12 +116,8 @@ class TokenProbe:
                 if self.left <= 0:
                     return 0
                 self.left -= 1
-
-                def run(seed: int) -> Result:
-                    picks = selections[seed]
-                    return self._run(node, order, leaves, resolved, tokens, picks, seed, louder)
-
-                runs[key] = functools.cache(run)
+                given = node, order, leaves, resolved, tokens, selections, louder
+                runs[key] = functools.cache(functools.partial(self._run, *given))
             holds = self._holds(runs[key], axes, selections, tokens, louder > 1)
             self.known[key, axes] = len(steps) if holds else 0
         if self.known[key, axes]:
@@ -159,9 +155,11 @@ class TokenProbe:
 
     def _run(
         self, node: fx.Node, order: Sequence[fx.Node], leaves: Sequence[fx.Node],
-        resolved: Mapping[fx.Node, Axes], tokens: int, picks: Sequence[Pick], seed: int, louder: float,
+        resolved: Mapping[fx.Node, Axes], tokens: int, selections: Sequence[Sequence[Pick]], louder: float,
+        seed: int,
     ) -> Result:  # fmt: skip
-        """The node's value on all tokens and on these of them."""
+        """The node's value on all tokens and on the selection of this number."""
+        picks = selections[seed]
         run, given = self._inputs(leaves, ROWS, tokens, seed)
         if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
             return ValueError("it takes too much memory")
