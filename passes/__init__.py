@@ -92,16 +92,12 @@ def pass_named(text: str, own: Mapping[str, Any] | None = None) -> Pass:
     options = [f.name for f in fields if f.name not in ("name", "requires", "yields")]
     given: dict[str, Any] = {}
     for part in split(found[2] or ""):
-        option, _, value = part.partition("=")
-        if option.strip() not in options:
-            raise ValueError(
-                f"pass {name} has no option {option.strip()!r}; {meant(option.strip(), options)}"
-            )
+        option, _, value = (piece.strip() for piece in part.partition("="))
+        if option not in options:
+            raise ValueError(f"pass {name} has no option {option!r}; {meant(option, options)}")
         try:
-            given[option.strip()] = ast.literal_eval(value.strip())
+            given[option] = ast.literal_eval(value)
         except (ValueError, SyntaxError) as problem:
-            raise ValueError(f"pass {name}: {value.strip()!r} is no value for {option.strip()}.") from problem
-    made: Pass = (
-        step(**given) if isinstance(step, type) else dataclasses.replace(step, **given) if given else step
-    )
-    return made
+            raise ValueError(f"pass {name}: {value!r} is no value for {option}.") from problem
+    made = step(**given) if isinstance(step, type) else dataclasses.replace(step, **given) if given else step
+    return made  # type: ignore[no-any-return]

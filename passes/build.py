@@ -138,11 +138,7 @@ class Builder:
 
     def size(self, value: Expr, known: Mapping[Expr, Any] = _NOTHING) -> Any:
         """A number, or a node that computes the size. `known`: nodes of some sizes, or tensors and dimensions
-        that have them.
-
-        Raises:
-            NoSize: a symbol that is no tensor's dimension.
-        """
+        that have them. Raises `NoSize`: a symbol that is no tensor's dimension."""
         if value in known:
             found = known[value]
             return self.call(aten.sym_size.int, *found) if isinstance(found, tuple) else found
@@ -182,11 +178,7 @@ class Builder:
         raise NoSize(f"size {name} is no dimension of a tensor that is there before")
 
     def view(self, node: fx.Node, steps: tuple[ViewOp, ...]) -> fx.Node:
-        """`node` with the view steps applied.
-
-        Raises:
-            NoView: they lead outside of the tensor.
-        """
+        """`node` with the view steps applied. Raises `NoView`: they lead outside of the tensor."""
         for step in steps:
             sizes = [self.size(s) for s in step.sizes]
             match step.op:

@@ -69,35 +69,35 @@ class Canonicalize:
         results = set(graph.graph.output_node().all_input_nodes)
         returned = set(map(memory_of, results))
         differentiable = _differentiable(graph)
+
+        def remove(node: fx.Node, instead: Any = None) -> None:
+            removed[op_name(node)] += 1
+            if instead is not None:
+                node.replace_all_uses_with(instead)
+            graph.graph.erase_node(node)
+
         for node in list(graph.graph.nodes):
             target = str(node.target)
             if node.op != "call_function":
                 continue
             if target.startswith(_ASSERTIONS):
-                removed[op_name(node)] += 1
-                graph.graph.erase_node(node)
+                remove(node)
             elif node not in results and (
                 target.startswith(_IDENTITY)
                 or (target.startswith("aten.detach.") and node not in differentiable)
             ):
-                removed[op_name(node)] += 1
-                node.replace_all_uses_with(node.args[0])
-                graph.graph.erase_node(node)
+                remove(node, node.args[0])
             elif target == "aten.clone.default" and (
                 (memory := memory_of(node.args[0])).op != "placeholder" and memory not in returned
             ):  # nobody but the graph writes to the memory or looks into it: it need not be copied
                 if node.kwargs.get("memory_format") is torch.contiguous_format:
                     node.target, node.kwargs = aten.contiguous.default, {}
                 elif node not in returned and len({_strides(n) for n in (node, node.args[0])}) == 1:
-                    removed[op_name(node)] += 1
-                    node.replace_all_uses_with(node.args[0])
-                    graph.graph.erase_node(node)
+                    remove(node, node.args[0])
             elif target == "aten.einsum.default" and len(node.args[1]) > 2:
-                removed[op_name(node)] += 1
-                _two_at_a_time(graph, node)
+                remove(node, _two_at_a_time(graph, node))
             elif target == "aten.copy.default":
-                removed[op_name(node)] += 1
-                _copied(graph, node, node in returned)
+                remove(node, _copied(graph, node, node in returned))
             elif target == "aten.sym_size.int" and node.args[0].op != "placeholder":
                 # From sizes of inputs, so that the tensor it was read from can be removed.
                 with Proposal(graph, node) as proposal:  # refused where it depends on data
@@ -127,20 +127,19 @@ def _differentiable(graph: ProgramGraph) -> set[fx.Node]:
     return found
 
 
-def _copied(graph: ProgramGraph, node: fx.Node, returned: bool) -> None:
-    """Replace a `copy` into a tensor, which has no derivative, by the value copied."""
+def _copied(graph: ProgramGraph, node: fx.Node, returned: bool) -> fx.Node:
+    """The value that a `copy` into a tensor copies, which has no derivative itself."""
 
     def copied(whole: Any, value: Any) -> Any:
         value = value.to(node.meta["val"].dtype)
         value = value if value.shape == node.meta["val"].shape else value.expand_as(whole)
         return value.clone() if returned else value
 
-    node.replace_all_uses_with(Builder(graph, node).trace(copied, *node.args[:2]))
-    graph.graph.erase_node(node)
+    return Builder(graph, node).trace(copied, *node.args[:2])  # type: ignore[no-any-return]
 
 
-def _two_at_a_time(graph: ProgramGraph, node: fx.Node) -> None:
-    """Replace an einsum of many operands by einsums of two."""
+def _two_at_a_time(graph: ProgramGraph, node: fx.Node) -> fx.Node:
+    """An einsum of many operands by einsums of two."""
     builder = Builder(graph, node)
     operands: list[fx.Node] = list(node.args[1])  # type: ignore[arg-type]
     terms, output = subscripts(str(node.args[0]), [n.meta["val"].ndim for n in operands])
@@ -154,8 +153,7 @@ def _two_at_a_time(graph: ProgramGraph, node: fx.Node) -> None:
         (a, x), (b, y) = parts[i], parts[j]
         made = builder.call(aten.einsum.default, f"{a},{b}->{kept}", [x, y])
         parts = [part for place, part in enumerate(parts) if place not in (i, j)] + [(kept, made)]
-    node.replace_all_uses_with(parts[0][1])
-    graph.graph.erase_node(node)
+    return parts[0][1]
 
 
 def _kept(parts: list[tuple[str, fx.Node]], i: int, j: int, output: str) -> str:

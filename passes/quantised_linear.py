@@ -135,10 +135,7 @@ class _Products:
         if found is None:
             return None
         weight, zeros = found
-        zero = None
-        if zeros:  # what a term of the sum subtracts
-            factor, *rest = zeros[0].args if zeros[0].op == "mul" else (zeros[0],)
-            zero = rest[0] if len(rest) == 1 and E.is_const(factor, -1) else None
+        zero = _subtracted(zeros[0]) if zeros else None
         if len(zeros) > 1 or (zeros and (zero is None or scale is None)):
             return None
         dtypes = (torch.float32, torch.int32, *_INTEGERS)
@@ -197,6 +194,11 @@ class _Products:
         index = tuple(M.substitute(i, {v: recombined(d) for v, d in digits.items()}) for i in read.args)
         roles = tuple(tuple(d for v in role for d in digits.get(v, (v,))) for role in roles)
         return _Seen(read.value, layout.solve(self.meaning.shape(read.value), index, roles))
+
+
+def _subtracted(term: Expr) -> Expr | None:
+    """What a term of a sum subtracts."""
+    return term.args[1] if term.op == "mul" and len(term.args) == 2 and E.is_const(term.args[0], -1) else None
 
 
 def _is_read(value: Expr, *dtypes: torch.dtype) -> bool:

@@ -19,8 +19,7 @@ from attngraph.ir import budgets
 from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import computed, filled, reached
-from attngraph.meaning.algebra import M
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.rule import RULES, Category
 
 
@@ -182,7 +181,8 @@ def _range(numbers: Tensor, place: Expr) -> Expr | None:
     again = (numbers[1:] == numbers[0]).nonzero().flatten()
     each, period = int(changes[0]) + 1, int(again[0]) + 1 if len(again) else 0
     start, step = int(numbers[0]), int(numbers[each] - numbers[0])
-    if torch.equal(numbers, start + step * (places // each)):
+    last = start + step * ((len(numbers) - 1) // each)  # integers of a tensor may wrap around
+    if last == int(numbers[-1]) and torch.equal(numbers, start + step * (places // each)):
         digit = M.floordiv(place, E.const(each)) if each > 1 else place
     elif each == 1 and period and torch.equal(numbers, start + step * (places % period)):
         digit = M.mod(place, E.const(period))

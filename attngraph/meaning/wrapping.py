@@ -12,11 +12,8 @@ NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 
 
 def wrapped(value: Expr, in_full: Expr, limits: torch.iinfo) -> Expr:
-    """A whole number as an integer of 8 or 16 bits has it, where `in_full` is its formula.
-
-    Raises:
-        Unliftable: it may be a number that such an integer does not have, and was no integer before.
-    """
+    """A whole number as an integer of 8 or 16 bits has it, where `in_full` is its formula. Raises
+    `Unliftable`: it may be a number that such an integer does not have, and was no integer before."""
     low, high = ranges.bounds(ranges.polynomial(_with_bounds(in_full)))
     numbers = [(x or {}).get((), 0) for x in (low, high) if x is not None and set(x) <= {()}]
     if len(numbers) == 2 and numbers[0] >= limits.min and numbers[1] <= limits.max:

@@ -21,8 +21,7 @@ from attngraph.ir.ops.quantised import unpack
 from attngraph.meaning import Category, M, Meaning, Unliftable
 from attngraph.meaning.rule import tried
 from attngraph.meaning.rules.composed import COMPOSED
-from attngraph.passes.fuse_token_wise.rows import Place, Rows
-from attngraph.passes.fuse_token_wise.windows import Windows
+from attngraph.passes.fuse_token_wise.rows import Place, Rows, Windows
 from attngraph.passes.named import COMPENSATED, NAMED
 
 SMALL_FOLD = 1 << 14
@@ -122,11 +121,8 @@ class Formulas:
         return True
 
     def _of_own_row(self, found: Expr, args: tuple[Expr, ...], place: Place, rows: tuple[Expr, ...]) -> Expr:
-        """A part of a formula, with `TOKEN` in what is read of the same row.
-
-        Raises:
-            Unliftable: it reads another row.
-        """
+        """A part of a formula, with `TOKEN` in what is read of the same row. Raises `Unliftable`: it reads
+        another row."""
         if found.op != "read":
             return E.with_args(found, args)
         other, own = self.rows.of(found.value), set(rows)

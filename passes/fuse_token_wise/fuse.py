@@ -304,7 +304,6 @@ _CELLS: dict[Any, Callable[..., Any]] = {
 
 
 def _lines(step: ProgramGraph) -> list[str]:
-    """The text of a part."""
     names: dict[fx.Node, str] = {}
     lines: list[str] = []
     for node in step.graph.nodes:

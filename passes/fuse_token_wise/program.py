@@ -100,7 +100,6 @@ class Region:
     # --- definitions ---
 
     def _defined(self, node: fx.Node) -> int:
-        """The definition of a node's value."""
         if node not in self._of:
             formula = self.formulas[node]
             indices = tuple(a for a in formula.at if a.op == "var" and a is not TOKEN)

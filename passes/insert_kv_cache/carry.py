@@ -101,11 +101,7 @@ def _note(node: fx.Node, scan: Scan) -> str:
 
 
 def carry(step: Step, builder: Builder, node: fx.Node, scan: Sums) -> tuple[fx.Node, str]:
-    """A `Rewrite` of sums.
-
-    Raises:
-        RefutedError: it is none, or cannot be computed for new tokens.
-    """
+    """A `Rewrite` of sums. Raises `RefutedError`: it is none, or cannot be computed for new tokens."""
     sums = _Sums(step, builder, node, scan)
     try:
         new = sums.replace()
@@ -134,11 +130,8 @@ class _Sums:
         return FormulaWriter(self.builder, self.tokens, variables, dtype, self.node.meta["val"].device)
 
     def replace(self) -> fx.Node:
-        """The node that computes the value for new tokens.
-
-        Raises:
-            NotWritten: a formula of the claim cannot be written as operations.
-        """
+        """The node that computes the value for new tokens. Raises `NotWritten`: a formula of the claim cannot
+        be written as operations."""
         parts = [self._sum(part) for part in self.scan.sums]
         if not E.is_const(self.scan.rest, 0):
             parts.append(self._writer(self.scan.variables).tensor(self.scan.rest, self.scan.variables))
@@ -249,7 +242,7 @@ class _Sums:
         """So many tokens show what the operations do with more (`meaning/tokens/numbers.py`)."""
         if self.tokens.space.is_of_one_length:
             return 0
-        far = max(LENGTHS) + reach(order, self.graph.known_values(), self.tokens.probe.of_sizes)
+        far = max(LENGTHS) + reach(order, self.graph.known_values(), self.tokens.facts.of_sizes)
         needed = int(min(far, budgets.CARRY_TOKENS + 1))
         while needed > 3 and not self.graph.admits(self._sizes(needed, 2)):
             needed -= 1  # a table ends before

@@ -52,12 +52,12 @@ def give_every_token(graph: ProgramGraph, tokens: Tokens) -> str:
     pick = _last_token(tokens, tokens.cause(result))
     if pick is None:
         return ""
-    tail = _after(pick.node, result)
+    after, above = set(reached(pick.node.users, lambda n: n.users)), computed_from([result])
+    tail = [n for n in graph.graph.nodes if n in after and n in above]
     first, *others = tokens.meaning.shape(result)
     plain = others and all(isinstance(n, int) for n in result.meta["val"].shape[1:])
-    if tail is None or first is not tokens.space.rows or not plain:
-        return ""
-    if not all(_is_alike(tokens, node, tail, pick) for node in tail):
+    alike = all(_is_alike(tokens, node, tail, pick) for node in tail)
+    if first is not tokens.space.rows or not plain or not alike:
         return ""
     ids = next(n for n in tokens.facts if n.op == "placeholder" and tokens[n].kind is Kind.TOKEN)
     ends: Builder = Builder(graph, graph.graph.output_node())
@@ -100,29 +100,12 @@ def _last_token(tokens: Tokens, node: fx.Node) -> Pick | None:
     return Pick(node, operand, row, token, keeps)
 
 
-def _after(pick: fx.Node, result: fx.Node) -> list[fx.Node] | None:
-    """The nodes that lead from a node to the result, in order; None if something else uses one of them."""
-    above = computed_from([result])
-    below: dict[fx.Node, None] = {}
-    for node in pick.graph.nodes:
-        if node in above and any(n is pick or n in below for n in node.all_input_nodes):
-            below[node] = None
-    used = [user for node in (pick, *below) for user in node.users if user.op != "output" and user in above]
-    return list(below) if all(user in below for user in used) else None
-
-
 def _is_alike(tokens: Tokens, node: fx.Node, tail: list[fx.Node], pick: Pick) -> bool:
     """Whether a node after the pick depends on nothing else that belongs to rows or tokens."""
-    for operand in node.all_input_nodes:
-        if operand in tail or operand is pick.node:
-            continue
-        if is_size(operand):
-            value = tokens.meaning.renamed(size_expression(operand.meta["val"]))
-            if any(n is tokens.space.tokens for n in E.walk(value)):
-                return False
-        elif tokens[operand].kind is not Kind.FIXED or any(tokens[operand].axes):
-            return False
-    return True
+    others = [n for n in node.all_input_nodes if n not in tail and n is not pick.node]
+    sizes = [tokens.meaning.renamed(size_expression(n.meta["val"])) for n in others if is_size(n)]
+    counted = any(map(tokens.space.counts_tokens, sizes))
+    return not counted and all(tokens[n].is_shared for n in others if not is_size(n))
 
 
 def _as_rows(builder: Builder, pick: Pick) -> fx.Node:

@@ -8,6 +8,7 @@ sequences (`runtime/proof.py`). Used by `insert_kv_cache`.
 """
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -41,11 +42,7 @@ def computed_with(graph: ProgramGraph, number: int) -> frozenset[int]:
 
 def replace_number(node: fx.Node, number: int, value: Any, mode: Any) -> None:
     """Give an operation `value` wherever it has the number as a size (multiples of it alike), and infer its
-    result anew.
-
-    Raises:
-        NoDecoderError: it has one result for every few tokens.
-    """
+    result anew. Raises `NoDecoderError`: it has one result for every few tokens."""
 
     def changed(given: Any) -> Any:
         if isinstance(given, (list, tuple)):
@@ -81,11 +78,17 @@ def replace_number(node: fx.Node, number: int, value: Any, mode: Any) -> None:
 
 
 def repeated(
-    tokens: Tokens, builder: Builder, node: fx.Node, done: dict[fx.Node, fx.Node], sizes: dict[Expr, Any]
+    tokens: Tokens, builder: Builder, node: fx.Node, done: dict[fx.Node, fx.Node], sizes: dict[Expr, Any],
+    extents: Collection[Expr] = (),
 ) -> fx.Node:  # fmt: skip
-    """One operation on other operands: those in `done`, to which sizes computed from `sizes` are added."""
+    """One operation on other operands: those in `done`, to which sizes computed from `sizes` are added.
+    `extents`: sizes that some tensor has, and so are not negative."""
     for size in (n for n in node.all_input_nodes if is_size(n) and n not in done):
-        done[size] = builder.size(tokens.meaning.renamed(size_expression(size.meta["val"])), sizes)
+        formula = size_expression(size.meta["val"])
+        done[size] = builder.size(tokens.meaning.renamed(formula), sizes)
+        if formula in extents and isinstance(done[size], fx.Node):
+            # Torch does not see it in every formula of an unknown number.
+            torch._check(done[size].meta["val"] >= 0)
     count = builder.size(tokens.space.tokens, sizes) if tokens.space.is_of_one_length else None
     made = builder.again(node, lambda n: done.get(n, n))
     if count is not None:

@@ -11,9 +11,10 @@ minimum cut (`step.py`); those of the new tokens are results, written to the pag
 the step. Refuses, naming the operation, its line and a pair of tokens, where a token can see a later one.
 """
 
+import contextlib
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -172,32 +173,30 @@ class _Insertion:
     # --- positions ---
 
     def _shift(self, node: fx.Node, fact: Fact) -> None:
-        builder, positions = Builder(self.graph, node), self.inputs.rows("positions")
-        try:
-            new = ByIndex(builder, self.tokens, node, fact, positions).write()
-        except (NotWritten, NoSize) as problem:
-            raise NoDecoderError(
-                f"{op_name(node)} at {source_of(node)}: it follows from a token's place as {fact.formula!r}, "
-                f"and {problem} cannot be computed for other places."
-            ) from problem
-        self.tokens.facts[new] = dataclasses.replace(fact, formula=None)
-        self.made[node] = new
-        self.outcome.notes.append(f"{op_name(node)} at {source_of(node)} is computed from positions")
+        positions = self.inputs.rows("positions")
+        with self._replaced(node, f"it follows from a token's place as {fact.formula!r}", "other places"):
+            new = ByIndex(Builder(self.graph, node), self.tokens, node, fact, positions).write()
+            self.tokens.facts[new], self.made[node] = dataclasses.replace(fact, formula=None), new
+            self.outcome.notes.append(f"{op_name(node)} at {source_of(node)} is computed from positions")
 
     # --- what follows from earlier tokens ---
 
     def _rewrite(self, node: fx.Node, scan: Scan) -> None:
-        builder = Builder(self.graph, node)
+        whence = "computed from " * (type(scan) is Window) + scan.reason
+        with self._replaced(node, f"it is {whence}", "a few new tokens"):
+            new, note = _REWRITES[type(scan)](self.step, Builder(self.graph, node), node, scan)
+            self.tokens.facts[new], self.made[node] = self.tokens[node], new
+            self.outcome.notes.append(note)
+
+    @contextlib.contextmanager
+    def _replaced(self, node: fx.Node, what: str, of: str) -> Iterator[None]:
+        """Refuse where something cannot be written that would take the place of a value."""
         try:
-            new, note = _REWRITES[type(scan)](self.step, builder, node, scan)
+            yield
         except (NotWritten, NoSize) as problem:
-            whence = "computed from " * (type(scan) is Window) + scan.reason
             raise NoDecoderError(
-                f"{op_name(node)} at {source_of(node)}: it is {whence}, and {problem} cannot be computed for "
-                "a few new tokens."
+                f"{op_name(node)} at {source_of(node)}: {what}, and {problem} cannot be computed for {of}."
             ) from problem
-        self.tokens.facts[new], self.made[node] = self.tokens[node], new
-        self.outcome.notes.append(note)
 
     # --- attention ---
 

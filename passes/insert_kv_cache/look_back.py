@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph import is_size, op_name, source_of
+from attngraph.ir.graph import op_name, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops.history import history, with_earlier
 from attngraph.meaning.algebra import M, size_expression
@@ -199,28 +200,16 @@ def rerun(
 ) -> dict[fx.Node, fx.Node]:
     """The operations of a region on other sequences. `given`: what some of its operands are there, the first
     with its rows and tokens where the original has them."""
-    space, meaning = tokens.space, tokens.meaning
+    space = tokens.space
     operand, sequence = next(iter(given.items()))
     sizes: dict[Expr, Any] = {
         space.tokens: (sequence, tokens.token_dim(operand)), space.rows: (sequence, tokens.row_dim(operand)),
     }  # fmt: skip
     done: dict[fx.Node, fx.Node] = dict(given)
-    extents = {e for step in region for e in _extents(step)}
+    values = pytree.tree_leaves([step.meta.get("val") for step in region])
+    extents = {size_expression(n) for v in values if isinstance(v, torch.Tensor) for n in v.shape}
     for step in region:
-        for size in (n for n in step.all_input_nodes if is_size(n) and n not in done):
-            formula = size_expression(size.meta["val"])
-            done[size] = builder.size(meaning.renamed(formula), sizes)
-            if formula in extents and isinstance(done[size], fx.Node):
-                # Torch does not see it in every formula of an unknown number.
-                torch._check(done[size].meta["val"] >= 0)
-        done[step] = repeated(tokens, builder, step, done, sizes)
+        done[step] = repeated(tokens, builder, step, done, sizes, extents)
         if "attention" in step.meta:
             done[step].meta["attention"] = step.meta["attention"]
     return done
-
-
-def _extents(node: fx.Node) -> set[Expr]:
-    """The extents of what a node gives, as formulas of sizes."""
-    found = node.meta.get("val")
-    tensors = found if isinstance(found, tuple | list) else [found]
-    return {size_expression(s) for t in tensors if isinstance(t, torch.Tensor) for s in t.shape}

@@ -90,11 +90,8 @@ class StepInputs:
         return made
 
     def drop_unused(self) -> None:
-        """Remove inputs that are not used, except parameters.
-
-        Raises:
-            NoDecoderError: an input of the model other than the tokens is still needed.
-        """
+        """Remove inputs that are not used, except parameters. Raises `NoDecoderError`: an input of the model
+        other than the tokens is still needed."""
         for node, given in self.graph.given().items():
             if node.users and given.kind == "argument" and not self.tokens.depends_on_tokens(node):
                 user = source_of(next(iter(node.users)))
@@ -112,10 +109,7 @@ class KeptValues:
 
     def choose(self, readers: Sequence[fx.Node]) -> None:
         """Choose what is kept for the values that read earlier tokens: attentions, and windows of tokens.
-
-        Raises:
-            NoDecoderError: no set of values has a known number of bytes for each token.
-        """
+        Raises `NoDecoderError`: no set of values has a known number of bytes for each token."""
         operands = [o for node in readers for o in self._operands(node)]
         kept = self._cut(operands)
         for number, value in enumerate(kept):

@@ -34,7 +34,6 @@ _TAKES_NUMBERS = {"add": "add", "mul": "mul", "mod": "remainder", "le": "le", "l
 
 
 def _of_tensors(op: str) -> Callable[..., Any] | None:
-    """An operation of tensors alone."""
     row = None if op in ("float", "int", "random") else operation_of(op)
     return torch.reciprocal if op == "recip" else None if row is None else row.torch
 
@@ -54,19 +53,11 @@ class Writer:
         self._made: dict[tuple[bool, Expr], Any] = {}
 
     def read(self, node: Expr) -> fx.Node:
-        """An element of a tensor.
-
-        Raises:
-            NotWritten: it cannot be read here.
-        """
+        """An element of a tensor. Raises `NotWritten`: it cannot be read here."""
         raise NotImplementedError
 
     def index(self, variable: Expr) -> fx.Node:
-        """An index as numbers along its dimension.
-
-        Raises:
-            NotWritten: there is no such dimension.
-        """
+        """An index as numbers along its dimension. Raises `NotWritten`: there is no such dimension."""
         raise NotImplementedError
 
     def total(self, node: Expr) -> fx.Node:
@@ -212,11 +203,7 @@ class ByIndex(Writer):
         super().__init__(builder, len(self.shape), dtype, node.meta["val"].device)
 
     def write(self) -> fx.Node:
-        """The value.
-
-        Raises:
-            NotWritten: the formula cannot be written as operations on tensors.
-        """
+        """The value. Raises `NotWritten`: the formula cannot be written as operations on tensors."""
         assert self.fact.formula is not None
         digits = [d for dim in self.fact.axes for d in dim]
         if digits.count(self.space.token) != 1 or any(len(dim) > 1 for dim in self.fact.axes):
@@ -276,11 +263,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def extent_of(*variables: Expr) -> int:
-    """How many values the variables have together.
-
-    Raises:
-        NotWritten: no number says how many.
-    """
+    """How many values the variables have together. Raises `NotWritten`: no number says how many."""
     if any(v.args[0].op != "const" for v in variables):
         raise NotWritten("an axis whose length is not a number")
     return math.prod(int(v.args[0].value) for v in variables)

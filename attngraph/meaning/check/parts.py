@@ -257,7 +257,6 @@ def _places(extent: int, generator: torch.Generator) -> tuple[int, ...]:
 
 
 def _taken(value: Tensor, box: Box) -> Tensor:
-    """The part of a whole value."""
     for dim, indices in enumerate(box):
         if indices is not None:
             value = value.index_select(dim, torch.tensor(indices, device=value.device))

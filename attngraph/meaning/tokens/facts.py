@@ -20,6 +20,7 @@ from attngraph.meaning.algebra import Digits, M, is_example, ranges, recombined
 from attngraph.meaning.algebra.digits import taken_apart
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import Causality
+from attngraph.meaning.tokens.numbers import OfSizes
 
 Indices = tuple[Expr, ...]
 Axes = tuple[Digits, ...]
@@ -89,6 +90,13 @@ class Space:
         return tuple(
             recombined(digits) if digits else E.var(f"own{place}", extent)
             for place, (digits, extent) in enumerate(zip(axes, shape, strict=True))
+        )
+
+    def numbered(self, axes: Axes, own: Indices, token: int) -> Indices:
+        """The index of an element of the token of this number, whose other places are `own`."""
+        return tuple(
+            E.const(token) if self.token in digits else (self.row or E.ZERO) if digits else variable
+            for variable, digits in zip(own, axes, strict=True)
         )
 
     def follows(self, axes: Axes, at: Indices) -> bool:
@@ -228,7 +236,7 @@ class Facts(dict[fx.Node, Fact]):
 
     def __init__(self, meaning: Meaning, space: Space) -> None:
         super().__init__()
-        self.meaning, self.space = meaning, space
+        self.meaning, self.space, self.of_sizes = meaning, space, OfSizes()
 
     def known(self, node: fx.Node) -> Fact | None:
         """What is known of a value that does not mix tokens; None for any other."""

@@ -31,7 +31,6 @@ from attngraph.meaning.algebra import M, ranges
 from attngraph.meaning.masks.fold import HIDES
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.facts import Axes, Fact, Facts, Indices, Kind, Space, own_variables, place_text
-from attngraph.meaning.tokens.numbers import OfSizes
 from attngraph.meaning.tokens.opaque import compared, is_choice
 from attngraph.meaning.tokens.token_probe import TokenProbe
 from attngraph.meaning.tokens.windows import History
@@ -64,15 +63,11 @@ class LooksBack:
         self.facts, self.meaning, self.space, self.element = facts, facts.meaning, facts.space, element
         self._shown: set[tuple[Expr, frozenset[Expr]]] = set()
         self._lifted: dict[Expr, Expr] = {}
-        self.of_sizes = OfSizes()
         self._left = 0
 
     def formula(self, node: fx.Node, axes: Axes) -> Expr:
-        """An element of a node at these axes in terms of values that are known token by token.
-
-        Raises:
-            NotShown: an operation is not followed.
-        """
+        """An element of a node at these axes in terms of values that are known token by token. Raises
+        `NotShown`: an operation is not followed."""
         self._left = budgets.FORMULA_WORDS
         try:
             return self._formula(self.meaning.read(node, self.space.indices(axes, self.meaning.shape(node))))
@@ -80,11 +75,7 @@ class LooksBack:
             raise NotShown("its formula is too long") from None
 
     def require(self, node: fx.Node, axes: Axes) -> None:
-        """Nothing, if an element of the node at these axes looks back alone.
-
-        Raises:
-            NotShown: or that could not be shown.
-        """
+        """Raise `NotShown` unless it is shown that an element of the node at these axes looks back alone."""
         formula = self.formula(node, axes)
         try:
             self._visit(formula, frozenset({self.space.token}))
@@ -117,7 +108,7 @@ class LooksBack:
 
     def _is_leaf(self, node: fx.Node) -> bool:
         """Whether a formula reads a value; sizes, places and known patterns are written out instead."""
-        if self.facts.known(node) is None or self.of_sizes(node):
+        if self.facts.known(node) is None or self.facts.of_sizes(node):
             return False
         if node in self.meaning.values:
             with contextlib.suppress(Unliftable):
@@ -241,16 +232,14 @@ _GIVEN = (Kind.FIXED, Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
 
 
 class HistoryFinder:
-    """Looks for values of one graph that are computed from all earlier tokens. `why_not`: why that could not
-    be shown of those that were looked at in vain; `assumed`: of those that are taken to be such values
-    because the user says so (`assume_causal`)."""
+    """Looks for values of one graph that are computed from all earlier tokens. `assumed`: why that could not
+    be shown of those that are taken to be such values because the user says so (`assume_causal`)."""
 
     def __init__(
         self, facts: Facts, probe: TokenProbe, looks_back: LooksBack, assume_causal: bool
     ) -> None:  # fmt: skip
         self.facts, self.space, self.probe, self.looks_back = facts, facts.space, probe, looks_back
         self.assume_causal = assume_causal
-        self.why_not: dict[fx.Node, str] = {}
         self.assumed: dict[fx.Node, str] = {}
         self._of_all: set[fx.Node] = set()
         """Values for which a sum over all tokens is in the way, and what is computed from them."""
@@ -277,9 +266,9 @@ class HistoryFinder:
         except NotShown as why_not:
             if isinstance(why_not, OfAll):
                 self._of_all.add(node)
-            (self.assumed if self.assume_causal else self.why_not)[node] = str(why_not)
             if not self.assume_causal:
                 return None
+            self.assumed[node] = str(why_not)
         return History(inner, None, tuple(operands))
 
     def _is_given(self, node: fx.Node, fact: Fact) -> bool:
@@ -287,7 +276,7 @@ class HistoryFinder:
         views are in which rows and tokens are not dimensions of their own."""
         if fact.kind not in _GIVEN or isinstance(fact.scan, History):
             return False
-        return _stands_alone(self.space, fact.axes) and not self.looks_back.of_sizes(node)
+        return _stands_alone(self.space, fact.axes) and not self.facts.of_sizes(node)
 
     def _is_of_pairs(self, node: fx.Node) -> bool:
         """Whether a value has an entry for each pair of tokens, or is computed from such within one

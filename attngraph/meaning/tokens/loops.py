@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph import is_size, op_name, source_of
-from attngraph.ir.language import E, Expr
+from attngraph.ir.language import Expr
 from attngraph.ir.walk import minimum_cut, operands_first
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.facts import Axes, Facts, Indices, Scan, own_variables, read_by
@@ -87,10 +87,7 @@ class LoopFinder:
         own = own_variables(self.nodes.meaning.shape(node))
         found: list[tuple[fx.Node, Indices]] = []
         for token in reversed(range(self.tokens)):
-            at = tuple(
-                E.const(token) if self.nodes.space.token in digits else digits[0] if digits else own[dim]
-                for dim, digits in enumerate(axes)
-            )
+            at = self.nodes.space.numbered(axes, own, token)
             element = self.nodes.followed(self.nodes.meaning.element(node, at))
             if element.op != "read" or self.nodes.counts_tokens(element.value):
                 return None

@@ -72,7 +72,7 @@ def reach(
         name = str(node.target).removeprefix("aten.").partition(".")[0]
         places = node.op == "call_function" and not is_size(node) and is_of_places(node)
         scale[node] = max((scale[n] for n in node.all_input_nodes if n in scale), default=1.0)
-        for number in map(abs, _numbers(node, name, values, places)):
+        for number in map(abs, _numbers(node, values, places)):
             if number >= _NO_END:
                 continue
             if name in _DIVIDED and not is_size(node):
@@ -97,7 +97,7 @@ def _compares(node: fx.Node, is_of_places: OfSizes) -> bool:
     return name in ("eq", "ne", "lt", "le", "gt", "ge") and not is_whole and all(map(is_of_places, operands))
 
 
-def _numbers(node: fx.Node, name: str, values: Mapping[fx.Node, Tensor], places: bool) -> Iterator[float]:
+def _numbers(node: fx.Node, values: Mapping[fx.Node, Tensor], places: bool) -> Iterator[float]:
     """The numbers of one operation that may set places apart."""
     known = values.get(node)
     if is_size(node):
@@ -130,5 +130,4 @@ def _may_move(node: fx.Node) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether a tensor holds whole numbers."""
     return isinstance(value, Tensor) and value.dtype != torch.bool and not value.is_floating_point()

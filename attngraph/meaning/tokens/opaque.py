@@ -101,11 +101,8 @@ _AFTER_THE_FIRST = frozenset({"group_norm", "native_group_norm", "conv1d", "conv
 
 
 def element(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """An element of the node as a formula of elements of its operands.
-
-    Raises:
-        Unliftable: what it reads is not known.
-    """
+    """An element of the node as a formula of elements of its operands. Raises `Unliftable`: what it reads is
+    not known."""
     among_the_largest = chosen(meaning, node, at)
     if among_the_largest is not None:
         return among_the_largest

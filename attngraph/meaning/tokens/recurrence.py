@@ -139,24 +139,17 @@ class SumFinder:
             return None
 
     def _found(self, node: fx.Node, axes: Axes) -> Sums:
-        """How a value with these axes follows from carried sums.
-
-        Raises:
-            NoTerms, Unliftable: it does not, as far as this can tell; says why.
-        """
-        meaning, space = self._meaning, self.space
+        """How a value with these axes follows from carried sums. Raises `NoTerms`, `Unliftable`: it does not,
+        as far as this can tell; says why."""
+        meaning = self._meaning
         own = own_variables(meaning.shape(node))
-        at: Indices = tuple(
-            E.const(THIRD) if space.token in digits else (space.row or E.ZERO) if digits else variable
-            for variable, digits in zip(own, axes, strict=True)
-        )
-        last = (E.const(self.tokens - 1) if index is E.const(THIRD) else index for index in at)
-        if self._is_constant(node, tuple(last)):
+        if self._is_constant(node, self.space.numbered(axes, own, self.tokens - 1)):
             raise _NotYet("its later tokens have no value yet")
         problem = NoTerms()
         for through in dict.fromkeys((self._from_sums(), frozenset[fx.Node]())):
             try:
                 unfolding = Unfolding(meaning, self.facts, self.tokens, through)
+                at = self.space.numbered(axes, own, THIRD)
                 terms = [_canonical(term) for term in unfolding.terms(node, at)]
                 sums, rest = _claims(terms, meaning.values)
             except NoTerms as why_not:
@@ -376,5 +369,5 @@ def _renamings(given: _Counter, wanted: _Counter, over: frozenset[Expr]) -> Iter
 
 
 def _is_summed(variable: Expr) -> bool:
-    """Whether this is a variable that a term is summed over (`recurrence.py` names them)."""
+    """Whether this is a variable that a term is summed over (`_canonical` names them)."""
     return variable.op == "var" and str(variable.value).startswith("n")

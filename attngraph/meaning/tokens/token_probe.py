@@ -25,10 +25,9 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region
 from attngraph.meaning.check.sample import Sample
-from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import tried
-from attngraph.meaning.tokens.facts import Axes, Space
-from attngraph.meaning.tokens.numbers import OfSizes, reach
+from attngraph.meaning.tokens.facts import Axes, Facts, Space
+from attngraph.meaning.tokens.numbers import reach
 
 ROWS, TOKENS = 2, 5
 EQUAL = elementwise(1e-10)
@@ -49,12 +48,12 @@ Result = tuple[Tensor, Tensor] | Exception
 class TokenProbe:
     """Test runs on one graph, at most `budgets.PROBES`: a graph that needs more is taken to mix tokens."""
 
-    def __init__(self, graph: ProgramGraph, space: Space, meaning: Meaning) -> None:
-        self.graph, self.space, self.meaning = graph, space, meaning
+    def __init__(self, graph: ProgramGraph, facts: Facts) -> None:
+        self.graph, self.space, self.meaning = graph, facts.space, facts.meaning
+        self.of_sizes = facts.of_sizes
         self.values = graph.known_values()
-        self.tokens = int(space.tokens.value) if space.is_of_one_length else TOKENS
+        self.tokens = int(facts.space.tokens.value) if facts.space.is_of_one_length else TOKENS
         """How many tokens each sequence of a test has."""
-        self.of_sizes = OfSizes()
         self.left = budgets.PROBES
         self.known: dict[Any, int] = {}
         self._latest: tuple[fx.Node | None, dict[Any, Callable[[int], Result]]] = None, {}
@@ -117,12 +116,8 @@ class TokenProbe:
                 if self.left <= 0:
                     return 0
                 self.left -= 1
-
-                def run(seed: int) -> Result:
-                    picks = selections[seed]
-                    return self._run(node, order, leaves, resolved, tokens, picks, seed, louder)
-
-                runs[key] = functools.cache(run)
+                given = node, order, leaves, resolved, tokens, selections, louder
+                runs[key] = functools.cache(functools.partial(self._run, *given))
             holds = self._holds(runs[key], axes, selections, tokens, louder > 1)
             self.known[key, axes] = len(steps) if holds else 0
         if self.known[key, axes]:
@@ -160,9 +155,11 @@ class TokenProbe:
 
     def _run(
         self, node: fx.Node, order: Sequence[fx.Node], leaves: Sequence[fx.Node],
-        resolved: Mapping[fx.Node, Axes], tokens: int, picks: Sequence[Pick], seed: int, louder: float,
+        resolved: Mapping[fx.Node, Axes], tokens: int, selections: Sequence[Sequence[Pick]], louder: float,
+        seed: int,
     ) -> Result:  # fmt: skip
-        """The node's value on all tokens and on these of them."""
+        """The node's value on all tokens and on the selection of this number."""
+        picks = selections[seed]
         run, given = self._inputs(leaves, ROWS, tokens, seed)
         if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
             return ValueError("it takes too much memory")

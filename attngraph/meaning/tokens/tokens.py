@@ -73,7 +73,7 @@ class Tokens:
         self.facts = Facts(self.meaning, self.space)
         self.traced = token if isinstance(token, int) else graph.hints.get(str(size.value), 0)
         """How many tokens the traced sequences have."""
-        self.probe = TokenProbe(graph, self.space, self.meaning)
+        self.probe = TokenProbe(graph, self.facts)
         self._summed: set[fx.Node] = set()
         """Values that are sums over tokens, and what is computed from them: these are not looked at again."""
         self.looks_back = LooksBack(self.facts, self._element)

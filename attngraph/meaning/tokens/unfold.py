@@ -98,11 +98,8 @@ class Unfolding:
         self._along: dict[fx.Node, frozenset[int]] = {}
 
     def terms(self, node: fx.Node, at: Indices) -> Terms:
-        """An element of a node.
-
-        Raises:
-            NoTerms, Unliftable: it is no sum of products of single tokens' factors.
-        """
+        """An element of a node. Raises `NoTerms`, `Unliftable`: it is no sum of products of single tokens'
+        factors."""
         return self._unfold(self.meaning.element(node, at))
 
     # --- expressions ---

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from attngraph.ir.graph.program_graph import is_size
 from attngraph.ir.kept import kept
@@ -73,10 +74,9 @@ class Unrolled:
 
     def counts_tokens(self, node: fx.Node) -> bool:
         """Whether a tensor has a dimension for the tokens."""
-        value = node.meta.get("val")
-        tensors = [value] if isinstance(value, Tensor) else value if isinstance(value, (tuple, list)) else ()
-        extents = (n for t in tensors if isinstance(t, Tensor) for n in t.shape)
-        return any(self.space.tokens in E.walk(self.size(n)) for n in extents)
+        values = pytree.tree_leaves(node.meta.get("val"))
+        extents = (self.size(n) for t in values if isinstance(t, Tensor) for n in t.shape)
+        return any(map(self.space.counts_tokens, extents))
 
     def row_dim(self, node: fx.Node) -> int | None:
         """The dimension of a tensor that counts the rows, if there is one."""
@@ -114,11 +114,8 @@ class StepWriter:
         self.shared: list[fx.Node] = [] if other is None else other.shared
 
     def part(self, results: Sequence[fx.Node]) -> list[str]:
-        """The lines; each result has the row in its first dimension.
-
-        Raises:
-            NoLoop: something cannot be written.
-        """
+        """The lines; each result has the row in its first dimension. Raises `NoLoop`: something cannot be
+        written."""
         found = [self._turned(self._name(n), n, to_rows=True) for n in results]
         return [*self.lines, f"    return {', '.join(found)}"]
 

@@ -181,23 +181,20 @@ class WindowFinder:
         """The formula with the first token, where only the first token reads it, written as the token."""
         first, same = M.le(self.space.token, E.ZERO), M.eq(self.space.token, E.ZERO)
 
-        def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
-            if node is same:
-                return first
-            if node.op == "where" and node.args[0] is first:
-                return M.where(args[0], self._own(args[1]), args[2])
-            return M.construct(node, args)
-
-        return E.rebuild(formula, change)
-
-    def _own(self, formula: Expr) -> Expr:
-        def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        def at_token(node: Expr, args: tuple[Expr, ...]) -> Expr:
             fact = self.facts.known(node.value) if node.op == "read" else None
             if fact is None:
                 return M.construct(node, args)
             places = (self.space.token if digits == (self.space.token,) and E.is_const(index, 0) else index
                       for digits, index in zip(fact.axes, args, strict=True))  # fmt: skip
             return E.read(node.value, tuple(places), node.kind)
+
+        def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            if node is same:
+                return first
+            if node.op == "where" and node.args[0] is first:
+                return M.where(args[0], E.rebuild(args[1], at_token), args[2])
+            return M.construct(node, args)
 
         return E.rebuild(formula, change)
 
