@@ -192,7 +192,7 @@ def _by_definition(program: ScoreProgram, joined: Operands, env: Environment, pl
     scores = evaluate.scores(program, dot, env)
     if places.real is not None and places.own is not None:
         scores = scores.masked_fill(~places.real, -torch.inf).masked_fill(places.own, 0.0)
-    (weights, *_), _ = kernels.normalised([scores], evaluate.sink(program, env))
+    weights = kernels.normalised(scores, evaluate.sink(program, env))
     return kernels.grouped(evaluate.weights(program, weights, env, dot), v).to(joined.v.dtype)
 
 
