@@ -162,8 +162,7 @@ class Lowering:
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two sizes are one number or one symbol; nothing is assumed about symbols."""
-    left, right = (n if isinstance(n, int) else n.node.expr for n in (a, b))
-    return bool(left == right)
+    return str(a) == str(b)
 
 
 def _sdpa(q: Tensor, joined: Operands, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
