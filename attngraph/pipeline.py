@@ -65,8 +65,8 @@ class Pass(Protocol):
 
 @dataclasses.dataclass
 class Result(Outcome):
-    """The result of a pipeline: what its passes did. `captured` is the text of the graph before it, `code` the
-    user's lines that it comes from."""
+    """The result of a pipeline: what its passes did. `captured` is the text of the graph before it, `code`
+    the user's lines that it comes from."""
 
     captured: str = ""
     code: UserCode = dataclasses.field(default_factory=UserCode)
