@@ -123,16 +123,16 @@ def _read(
     """What a formula is, put together from what its names, numbers and operations are."""
 
     def read(tree: ast.expr) -> Any:
-        sign, parts = None, list[ast.expr]()
+        sign, parts = "", list[ast.expr]()
         match tree:
             case ast.Constant(value=int() | float() as known) if abs(known) <= LARGEST:
                 return number(known)
             case ast.Name(id=known):
                 return name(known)
             case ast.UnaryOp(op=op, operand=operand):
-                sign, parts = _SIGNS.get(type(op)), [operand]
+                sign, parts = _SIGNS.get(type(op), ""), [operand]
             case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]):
-                sign, parts = _SIGNS.get(type(op)), [left, right]
+                sign, parts = _SIGNS.get(type(op), ""), [left, right]
             case ast.Call(func=ast.Name(id=sign), args=[_, *_] as parts, keywords=[]):
                 pass
         if sign not in functions:
