@@ -64,16 +64,13 @@ class Pass(Protocol):
 
 
 @dataclasses.dataclass
-class Result:
-    """The result of a pipeline. `captured` is the text of the graph before it, `code` the user's lines that
-    it comes from."""
+class Result(Outcome):
+    """The result of a pipeline: what its passes did. `captured` is the text of the graph before it, `code`
+    the user's lines that it comes from."""
 
     captured: str = ""
     code: UserCode = dataclasses.field(default_factory=UserCode)
     records: list[PassRecord] = dataclasses.field(default_factory=list)
-    missed: list[Any] = dataclasses.field(default_factory=list)
-    others: list[Any] = dataclasses.field(default_factory=list)
-    obstacles: set[str] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +135,7 @@ def _run(
     graph: ProgramGraph, passes: Sequence[Pass], dump: Dump | None, progress: Callable[[str], None] | None
 ) -> Result:
     head, text = format_file(graph)
-    result = Result(text, user_code(graph))
+    result = Result(captured=text, code=user_code(graph))
     if dump is not None and dump.count == 0:
         dump.values(graph)
         dump.stage(CAPTURE, graph.level.name.lower(), [], head, text)

@@ -162,8 +162,7 @@ class Lowering:
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two sizes are one number or one symbol; nothing is assumed about symbols."""
-    left, right = (n if isinstance(n, int) else n.node.expr for n in (a, b))
-    return bool(left == right)
+    return str(a) == str(b)
 
 
 def _sdpa(q: Tensor, joined: Operands, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -192,7 +191,7 @@ def _by_definition(program: ScoreProgram, joined: Operands, env: Environment, pl
     scores = evaluate.scores(program, dot, env)
     if places.real is not None and places.own is not None:
         scores = scores.masked_fill(~places.real, -torch.inf).masked_fill(places.own, 0.0)
-    (weights, *_), _ = kernels.normalised([scores], evaluate.sink(program, env))
+    weights = kernels.normalised(scores, evaluate.sink(program, env))
     return kernels.grouped(evaluate.weights(program, weights, env, dot), v).to(joined.v.dtype)
 
 

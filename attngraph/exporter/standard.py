@@ -42,8 +42,6 @@ class Standard:
         scale: of the dot. softcap: 0 for none.
         queries: what queries are multiplied by besides; None for nothing.
         mask: statements that make the mask from scores of zero; empty for no mask.
-        causal: the mask only hides later keys.
-        fills: the mask has finite fills.
         sink: the score of one more key, whose value is zero.
         results: what results are multiplied by; None for nothing.
         blind_is_zero: a row that sees no key is zero, not NaN.
@@ -54,17 +52,24 @@ class Standard:
     softcap: float
     queries: Expr | None
     mask: tuple[Statement, ...]
-    causal: bool
-    fills: bool
     sink: Expr | None
     results: Expr | None
     blind_is_zero: bool
     sees_itself: bool
 
     @property
+    def causal(self) -> bool:
+        """Whether the mask only hides later keys."""
+        keep = self.mask[0] if len(self.mask) == 1 else None
+        if not isinstance(keep, Keep) or not keep.is_hard:
+            return False
+        limit = distance_limit(keep.predicate)
+        return limit is not None and limit[0] == "ahead" and E.is_const(limit[1], 0)
+
+    @property
     def adds(self) -> bool:
         """Whether the mask is more than which keys are seen."""
-        return self.fills or any(isinstance(s, Score) for s in self.mask)
+        return not all(isinstance(s, Keep) and s.is_hard for s in self.mask)
 
 
 def standard_form(program: ScoreProgram, dtype: torch.dtype) -> Standard:
@@ -79,7 +84,7 @@ def standard_form(program: ScoreProgram, dtype: torch.dtype) -> Standard:
         raise NotStandard("scores are multiplied by what depends on the key")
     return Standard(
         1.0 if constant is None else constant, reader.softcap, None if constant is not None else factor,
-        mask, _is_causal(mask), reader.fills, program.sink, reader.results,
+        mask, program.sink, reader.results,
         reader.blind_is_zero or program.sink is not None, all(_keeps_own(s) for s in mask),
     )  # fmt: skip
 
@@ -92,7 +97,7 @@ class _Reader:
         self.factor: Expr = ONE
         self.softcap = 0.0
         self.mask: list[Statement] = []
-        self.fills = self.blind_is_zero = False
+        self.blind_is_zero = False
         self.results: Expr | None = None
 
     def read(self, statement: Statement) -> None:
@@ -107,9 +112,8 @@ class _Reader:
                 pass
 
     def _score(self, value: Expr) -> None:
-        if _mentions(value, S.DOT) and (self.mask or self.softcap or not _is_one(self.factor)):
-            raise NotStandard("scores use the product of query and key in several places")
-        if _mentions(value, S.DOT) and _mentions(value, S.SCORE):
+        earlier = self.mask or self.softcap or not _is_one(self.factor) or _mentions(value, S.SCORE)
+        if _mentions(value, S.DOT) and earlier:
             raise NotStandard("scores use the product of query and key in several places")
         unit = S.DOT if _mentions(value, S.DOT) else S.SCORE
         caps = [n for n in E.walk(value) if n.op == "tanh" and _mentions(n, unit)]
@@ -148,19 +152,14 @@ class _Reader:
     def _keep(self, keep: Keep) -> None:
         if _mentions(keep.predicate, S.DOT) or _mentions(keep.predicate, S.SCORE):
             raise NotStandard("which keys are seen depends on the scores")
-        if keep.is_hard or keep.lowers:
-            self.mask.append(Keep(keep.predicate))
-            return
-        added = added_to_score(keep.fill)
-        if keep.fill.op == "const":
-            self.fills = True
-            self.mask.append(Keep(keep.predicate, E.const(self.stand_ins[float(keep.fill.value)])))
+        fill, added = E.NEG_INF, added_to_score(keep.fill)
+        if keep.fill.op == "const" and not keep.is_hard:
+            fill = E.const(self.stand_ins[float(keep.fill.value)])
         elif abs(added) < float("inf"):
-            self.fills = True
-            lowered = E.const(float(max(added, -LOWEST)))
-            self.mask.append(Keep(keep.predicate, operation("add", S.SCORE, lowered)))
-        else:
+            fill = operation("add", S.SCORE, E.const(float(max(added, -LOWEST))))
+        elif not (keep.is_hard or keep.lowers):
             raise NotStandard("hidden scores are replaced by a formula")
+        self.mask.append(Keep(keep.predicate, fill))
 
     def _weight(self, value: Expr) -> None:
         if _zeroes_nan(value):
@@ -235,13 +234,6 @@ def _zeroes_nan(value: Expr) -> bool:
     if value.op != "where" or value.args[0].op != "isnan" or value.args[0].args[0] is not S.WEIGHT:
         return False
     return E.is_const(value.args[1], 0) and value.args[2] is S.WEIGHT
-
-
-def _is_causal(mask: Sequence[Statement]) -> bool:
-    if len(mask) != 1 or not isinstance(mask[0], Keep) or not mask[0].is_hard:
-        return False
-    limit = distance_limit(mask[0].predicate)
-    return limit is not None and limit[0] == "ahead" and E.is_const(limit[1], 0)
 
 
 def _keeps_own(statement: Statement) -> bool:

@@ -74,12 +74,11 @@ def _rename(work: Path, path: Path, replace: bool) -> None:
             raise
         shutil.rmtree(aside, ignore_errors=True)
     else:
-        with contextlib.suppress(FileExistsError):  # another process was faster; what it wrote is as good
-            try:
-                work.rename(path)
-            except OSError:
-                if not path.exists():
-                    raise
+        try:
+            work.rename(path)
+        except OSError:
+            if not path.exists():
+                raise  # else another process was faster; what it wrote is as good
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -93,7 +92,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         same = False
     if not same or not isinstance(content, dict):
-        raise SavedError(f"{path / MANIFEST} has changed since it was written, or is cut off. Save it again.")
+        raise _changed(path / MANIFEST)
     if content.get("format") != FORMAT:
         raise SavedError(
             f"{path} has the format {content.get('format')!r:.80}; this version of attngraph reads {FORMAT}. "

@@ -122,27 +122,25 @@ def _read(
 ) -> Any:  # fmt: skip
     """What a formula is, put together from what its names, numbers and operations are."""
 
-    def made(sign: str, *parts: ast.expr) -> Any:
-        args = [read(part) for part in parts]
-        if sign == "**" or "Pow" in sign:
-            _check_power(*args)
-        return call(functions[sign], *args)
-
     def read(tree: ast.expr) -> Any:
+        sign, parts = "", list[ast.expr]()
         match tree:
             case ast.Constant(value=int() | float() as known) if abs(known) <= LARGEST:
                 return number(known)
             case ast.Name(id=known):
                 return name(known)
-            case ast.UnaryOp(op=op, operand=operand) if _SIGNS.get(type(op)) in functions:
-                return made(_SIGNS[type(op)], operand)
-            case ast.BinOp(left=left, op=op, right=right) if _SIGNS.get(type(op)) in functions:
-                return made(_SIGNS[type(op)], left, right)
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if _SIGNS.get(type(op)) in functions:
-                return made(_SIGNS[type(op)], left, right)
-            case ast.Call(func=ast.Name(id=known), args=[_, *_] as parts, keywords=[]) if known in functions:
-                return made(known, *parts)
-        raise ValueError(f"{ast.unparse(tree)!r} is no formula of sizes")
+            case ast.UnaryOp(op=op, operand=operand):
+                sign, parts = _SIGNS.get(type(op), ""), [operand]
+            case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]):
+                sign, parts = _SIGNS.get(type(op), ""), [left, right]
+            case ast.Call(func=ast.Name(id=sign), args=[_, *_] as parts, keywords=[]):
+                pass
+        if sign not in functions:
+            raise ValueError(f"{ast.unparse(tree)!r} is no formula of sizes")
+        args = [read(part) for part in parts]
+        if sign == "**" or "Pow" in sign:
+            _check_power(*args)
+        return call(functions[sign], *args)
 
     return read(tree)
 

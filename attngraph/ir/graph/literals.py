@@ -23,18 +23,13 @@ from torch import Tensor
 
 from attngraph.ir.dtypes import DTYPES
 
-_DTYPES_BY_NAME = {row.short: dtype for dtype, row in DTYPES.items() if row.short}
 _WORDS: dict[str, Any] = {
-    "None": None, "True": True, "False": False, "inf": float("inf"), "-inf": float("-inf"),
-    "nan": float("nan"),
+    "None": None, "True": True, "False": False, "inf": math.inf, "-inf": -math.inf, "nan": math.nan,
 }  # fmt: skip
-_TORCH = {
-    str(v): v
-    for v in (
-        torch.strided, torch.contiguous_format, torch.preserve_format, torch.channels_last,
-        torch.channels_last_3d,
-    )
-}  # fmt: skip
+_LAYOUTS = torch.strided, torch.contiguous_format, torch.preserve_format
+_WORDS |= {str(v): v for v in (*_LAYOUTS, torch.channels_last, torch.channels_last_3d)}
+_WORDS |= {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_WORDS |= {row.short: dtype for dtype, row in DTYPES.items() if row.short}
 _PLAIN = re.compile(r"[\w.\-]+")
 _PIECE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
 """A text in quotes, or one letter."""
@@ -103,14 +98,8 @@ def read_value(text: str) -> Any:
         return [read_value(part) for part in split(text[1:-1])]
     if text.startswith(("'", '"')):
         return ast.literal_eval(text)
-    if text in _DTYPES_BY_NAME:
-        return _DTYPES_BY_NAME[text]
-    if text in _TORCH:
-        return _TORCH[text]
     if _DEVICE.fullmatch(text):
         return torch.device(text)
-    if re.fullmatch(r"torch\.\w+", text) and isinstance(getattr(torch, text[6:], None), torch.dtype):
-        return getattr(torch, text[6:])
     for number in (int, float):
         try:
             return number(text)

@@ -149,17 +149,12 @@ class _Printer:
             self.names[node] = whole if is_first else f"{whole}.{place}"
             return []
         if node.target is torch.ops.attngraph.token_program.default:
-            return self._token_program(node)
+            given: Any = node.args[0]
+            named = ", ".join(f"r{number}={self._argument(value)}" for number, value in enumerate(given))
+            return self._line(node, f"{op_name(node)}({named})", node.meta["val"], str(node.args[1]))
         args = [self._argument(a) for a in node.args]
         args += [f"{k}={self._argument(v)}" for k, v in node.kwargs.items() if v is not None]
         return self._line(node, f"{_op(node)}({', '.join(args)})", node.meta.get("val"))
-
-    def _token_program(self, node: fx.Node) -> list[str]:
-        """The line of a token program, each tensor under its name in the program, and the program."""
-        given: Any = node.args[0]
-        args = ", ".join(f"r{number}={self._argument(value)}" for number, value in enumerate(given))
-        lines = self._line(node, f"{op_name(node)}({args})", node.meta["val"])
-        return lines + [f"          {line}" for line in str(node.args[1]).splitlines()]
 
     def _attention(self, node: fx.Node, attention: AttentionOp) -> list[str]:
         """The line of an attention (leading tensors by position, other arguments by name) and its program."""
@@ -176,20 +171,21 @@ class _Printer:
                 args.append(f"{name}={value}")
         value = node.meta["val"]
         result = value[0] if isinstance(value, tuple) else value  # the other result is the log-sum-exp
-        lines = self._line(node, f"{op_name(node)}({', '.join(args)})", result)
-        return lines + [f"          {line}" for line in str(attention.program).splitlines()]
+        return self._line(node, f"{op_name(node)}({', '.join(args)})", result, str(attention.program))
 
-    def _line(self, node: fx.Node, call: str, value: Any) -> list[str]:
+    def _line(self, node: fx.Node, call: str, value: Any, program: str = "") -> list[str]:
+        """A value's line, after that of its module if that is another, and its program."""
         self.names[node] = f"%{self.count}"
         self.count += 1
         text = f"  {self.names[node]} = {call} : {self._type(value)}"
         notes = [n for n in (source_of(node), node.meta.get("tokens", "")) if n]
         line = f"{text.ljust(_COLUMN)}  # {'; '.join(notes)}" if notes else text
+        found = [line, *(f"          {below}" for below in program.splitlines())]
         module = module_of(node)
         if module == self.module:
-            return [line]
+            return found
         self.module = module
-        return [f"  [{format_name('', module) if module else ''}]", line]
+        return [f"  [{format_name('', module) if module else ''}]", *found]
 
     def _type(self, value: Any, is_input: bool = False) -> str:
         if isinstance(value, (tuple, list)):

@@ -89,13 +89,10 @@ def caller_of(node: fx.Node) -> tuple[str, str]:
     calls itself, it is the model's own line, if that is known."""
     trace = node.meta.get("stack_trace") or ""
     (frames, own), (_, entered) = call_stack(trace), _frames(trace)
-    lines = {
-        n: linecache.getline(frames[n].path, frames[n].line).strip() for n in range(entered, len(frames))
-    }
-    is_other = {n for n in lines if frames[n].path != frames[-1].path}
-    others = [
-        n for n in sorted(is_other) if not PASSES_ON.search(lines[n])
-    ]  # a decorator calls nothing itself
+    called = frames[entered:]
+    lines = {n: linecache.getline(f.path, f.line).strip() for n, f in enumerate(called, entered)}
+    # A decorator calls nothing itself.
+    others = [n for n in lines if frames[n].path != frames[-1].path and not PASSES_ON.search(lines[n])]
     if not others:
         return "", ""
     place = own if own in others else others[-1]

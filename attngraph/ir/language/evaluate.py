@@ -207,28 +207,16 @@ def _read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
 
 
 def _read_view(number: int, args: tuple[Expr, ...], env: Environment) -> Tensor:
-    view = env.reads[number]
-    names: list[str] = []
-    for arg in args:
-        axis = len(names)
-        if arg.op == "const":
-            if not 0 <= arg.value < view.shape[axis]:
-                raise IndexError(f"r{number} is read at {arg.value} of a dimension of {view.shape[axis]}.")
-            view = view.select(axis, int(arg.value))
-        else:
-            lo, hi = env.tile.range(arg.value)
-            if hi > view.shape[axis]:
-                raise IndexError(
-                    f"r{number} is read at {arg.value} = {hi - 1} of a dimension of {view.shape[axis]}."
-                )
-            view = view.narrow(axis, lo, hi - lo)
-            names.append(arg.value)
-    order = sorted(range(len(names)), key=lambda i: S.INDICES.index(names[i]))
-    view = view.permute(order)
-    for axis, name in enumerate(S.INDICES):
-        if name not in names:
-            view = view.unsqueeze(axis)
-    return view
+    source, names = env.reads[number], [arg.value for arg in args if arg.op == "var"]
+    index: list[int | slice] = []
+    for extent, arg in zip(source.shape, args, strict=True):
+        first, end = (arg.value, arg.value + 1) if arg.op == "const" else env.tile.range(arg.value)
+        if first < 0 or end > extent:
+            place = arg.value if arg.op == "const" else f"{arg.value} = {end - 1}"
+            raise IndexError(f"r{number} is read at {place} of a dimension of {extent}.")
+        index.append(int(first) if arg.op == "const" else slice(first, end))
+    view = source[tuple(index)].permute(sorted(range(len(names)), key=lambda n: S.INDICES.index(names[n])))
+    return view[tuple(slice(None) if name in names else None for name in S.INDICES)]
 
 
 def counters(places: Sequence[Value], extents: Sequence[Value]) -> list[Value]:

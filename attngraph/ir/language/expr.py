@@ -38,7 +38,7 @@ BINARY: dict[str, tuple[str, int]] = {
 """Binary operations: how each is written and how tightly it binds. `not` binds at 3, a sign at 7."""
 
 COMPARISONS = frozenset({"eq", "ne", "le", "lt", "ge", "gt"})
-_NOT, _SIGN, _ATOM = 3, 7, 9
+NOT, _SIGN, _ATOM = 3, 7, 9
 _serial = itertools.count()
 _interned: "weakref.WeakValueDictionary[tuple[Any, ...], Expr]" = weakref.WeakValueDictionary()
 
@@ -196,7 +196,7 @@ def _format(node: Expr) -> tuple[str, int]:
         name = f"r{node.value}" if isinstance(node.value, int) else f"%{node.value}"
         return f"{name}[{', '.join(format_expr(a) for a in args)}]", _ATOM
     if op == "not":
-        return f"not {format_expr(args[0], _NOT)}", _NOT
+        return f"not {format_expr(args[0], NOT)}", NOT
     if op == "neg":
         # The sign is part of a literal, so the negation of 5 prints as -(5), unlike the number -5.
         inner = format_expr(args[0], _ATOM + 1 if args[0].op == "const" else _SIGN)

@@ -29,9 +29,8 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)"
     r"|(?P<sign>\*\*|//|<=|>=|==|!=|[-+*/%<>=()\[\],]))"
 )
-_COMPARE = {E.BINARY[op][0]: op for op in E.COMPARISONS}
-_SUM = {"+": "add", "-": "sub"}
-_PRODUCT = {"*": "mul", "/": "div", "//": "floordiv", "%": "mod"}
+_JOINING = {sign: op for op, (sign, _) in E.BINARY.items() if op != "pow"}
+"""Operations by their signs; an exponent binds more tightly than any sign before it."""
 _STATEMENTS: dict[str, type[Statement]] = {"keep": Keep, "sink": Sink, "s": Score, "p": Weight}
 _CONSTANTS = {"true": E.TRUE, "false": E.FALSE, "inf": E.INF, "nan": E.NAN}
 _VALUES = {"dot": S.DOT, "s": S.SCORE, "p": S.WEIGHT}
@@ -181,37 +180,17 @@ class _Parser:
             return f"`{last}` is a value, it takes no arguments"
         return _did_you_mean(found, ("and", "or", "else"))
 
-    def expression(self) -> Expr:
-        left = self.conjunction()
-        while self.accept("or"):
-            left = operation("or", left, self.conjunction())
-        return left
-
-    def conjunction(self) -> Expr:
-        left = self.negation()
-        while self.accept("and"):
-            left = operation("and", left, self.negation())
-        return left
-
-    def negation(self) -> Expr:
-        return operation("not", self.negation()) if self.accept("not") else self.comparison()
-
-    def comparison(self) -> Expr:
-        left = self.chain(_SUM)
-        sign = self.accept(*_COMPARE)
-        if sign is None:
-            return left
-        node = operation(_COMPARE[sign], left, self.chain(_SUM))
-        if self.tokens[self.place][1] in _COMPARE:
-            raise self.fail("`and` (comparisons do not chain)")
-        return node
-
-    def chain(self, signs: dict[str, str]) -> Expr:
-        """Operands joined by `signs`, grouped from the left; products stand inside sums."""
-        operand = self.signed if signs is _PRODUCT else functools.partial(self.chain, _PRODUCT)
-        left = operand()
-        while (sign := self.accept(*signs)) is not None:
-            left = operation(signs[sign], left, operand())
+    def expression(self, level: int = 1) -> Expr:
+        """Operands joined by signs that bind at this level or more tightly, grouped from the left."""
+        if level <= E.NOT and self.accept("not"):
+            left = operation("not", self.expression(E.NOT))
+        else:
+            left = self.signed()
+        while (op := _JOINING.get(self.tokens[self.place][1])) is not None and E.BINARY[op][1] >= level:
+            self.place += 1
+            left = operation(op, left, self.expression(E.BINARY[op][1] + 1))
+            if op in E.COMPARISONS and _JOINING.get(self.tokens[self.place][1]) in E.COMPARISONS:
+                raise self.fail("`and` (comparisons do not chain)")
         return left
 
     def signed(self) -> Expr:

@@ -104,12 +104,8 @@ def expanded_seconds(sizes: LatentSizes, new: int, held: int, line: Roofline, it
 
 def absorbing_pays(sizes: LatentSizes, rows: Iterable[tuple[int, int]], device: str, itemsize: int) -> bool:
     """Whether absorbing is cheaper for a call with so many (new, held) tokens in each row."""
-    line = roofline(device)
-    gain = 0.0
-    for new, held in rows:
-        gain += expanded_seconds(sizes, new, held, line, itemsize)
-        gain -= absorbed_seconds(sizes, new, held, line, itemsize)
-    return gain > 0
+    about = [(sizes, new, held, roofline(device), itemsize) for new, held in rows]
+    return sum(expanded_seconds(*each) - absorbed_seconds(*each) for each in about) > 0
 
 
 def keeping_pays(sizes: LatentSizes, device: str, itemsize: int) -> bool:

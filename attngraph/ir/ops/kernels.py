@@ -10,7 +10,6 @@ scores: together they are the parts weighted by their shares of the sum of all e
 a latent's cache, and the ranks' parts of a divided one.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -127,21 +126,34 @@ def attend(
         evaluate.scores(program, product, env, skip)
         for product, (_, _, env, skip) in zip(products, parts, strict=True)
     ]
-    weights, lse = normalised(blocks, evaluate.sink(program, parts[0][2]))
-    outs = [
-        grouped(evaluate.weights(program, weight, env, product), v)
-        for weight, product, (_, v, env, _) in zip(weights, products, parts, strict=False)
-    ]
-    return functools.reduce(torch.add, outs), lse
-
-
-def normalised(blocks: Sequence[Tensor], sink: Tensor | None) -> tuple[Sequence[Tensor], Tensor]:
-    """The softmax over blocks of scores, of which a sink is one more, and the log-sum-exps."""
+    top = torch.stack([b.amax(-1, keepdim=True) for b in blocks]).amax(0)
+    sink = evaluate.sink(program, parts[0][2])
     if sink is not None:
-        blocks = [*blocks, sink.expand(*blocks[0].shape[:3], 1)]
-    scores = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), -1)
-    weights, lse = scores.softmax(-1), scores.logsumexp(-1)
-    return [weights] if len(blocks) == 1 else torch.split(weights, [b.shape[3] for b in blocks], -1), lse
+        top = torch.maximum(top, sink)
+    # Subtracting the maximum affects only rounding, so it needs no gradient.
+    top = top.detach()
+    weights = [(b - top).exp() for b in blocks]
+    total = sum((w.sum(-1, keepdim=True) for w in weights), torch.zeros_like(top))
+    if sink is not None:
+        total = total + (sink - top).exp()
+    has_weights = program.changes_weights
+    out = None
+    for weight, product, (_, v, env, _) in zip(weights, products, parts, strict=True):
+        p = evaluate.weights(program, weight / total, env, product) if has_weights else weight
+        part = grouped(p, v)
+        out = part if out is None else out + part
+    assert out is not None
+    if not has_weights:
+        out = out / total
+    return out, (top + total.log()).squeeze(-1)
+
+
+def normalised(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """The softmax of scores that span all keys; a sink counts as one more key."""
+    if sink is None:
+        return scores.softmax(-1)
+    one_more = sink.expand(*scores.shape[:3], 1)
+    return torch.cat([scores, one_more], -1).softmax(-1)[..., : scores.shape[3]]
 
 
 def dot(q: Tensor, k: Tensor) -> Tensor:
@@ -177,6 +189,8 @@ class Reference(Kernel):
         dtype = accumulation_dtype(q.dtype)
         b, hq, sq, _ = q.shape
         env = environment(Tile((0, b), (0, hq), (0, sq), (0, k.shape[2])), reads, sizes, q)
+        if k.shape[2] == 0:
+            return _nothing_to_see(q, v, evaluate.sink(program, env))
         out, lse = attend(program, q.to(dtype), [(k.to(dtype), v.to(dtype), env, frozenset())])
         return out.to(v.dtype), lse
 
@@ -202,6 +216,15 @@ def gradients(
         results, given = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(results, wanted, given, allow_unused=True, materialize_grads=True))
     return [next(found) if t.requires_grad else None for t in inputs]
+
+
+def _nothing_to_see(q: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The result for no keys at all: an empty weighted sum, zeros as PyTorch's matmul gives."""
+    # Empty sums: zeros that depend on the inputs, so that their gradients are zeros rather than missing.
+    nothing = q[..., :0].sum() + v.sum()
+    out = v.new_zeros((*q.shape[:3], v.shape[3])) + nothing
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=accumulation_dtype(q.dtype))
+    return out, lse if sink is None else lse.unsqueeze(-1).maximum(sink).squeeze(-1)
 
 
 register(Reference())

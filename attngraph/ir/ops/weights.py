@@ -51,7 +51,7 @@ def _block(
     if 0 in tile.shape:
         return q.new_empty(tile.shape, dtype=env.dtype)
     dot = kernels.dot(q.to(env.dtype), k.to(env.dtype))
-    (weights, *_), _ = kernels.normalised([evaluate.scores(program, dot, env)], evaluate.sink(program, env))
+    weights = kernels.normalised(evaluate.scores(program, dot, env), evaluate.sink(program, env))
     return evaluate.weights(program, weights, env, dot)
 
 
