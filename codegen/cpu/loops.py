@@ -175,8 +175,22 @@ class _Call:
         self._add(("out", 0), out, out, moves=True)
         link = prepared.link(given, made, count)
         slots, copies = self._slots(prepared)
-        self._steps(code, link, slots, copies, prepared.members(count), prepared.facts.given_at)
-        self._hand_on()
+        members, phase = prepared.members(count), PLACES["PHASE"]
+        link.argument[PLACES["MEMBERS"]] = members
+        tables: list[ctypes.Array[Any]] = [
+            (_Stream * len(self.streams))(*self.streams), (_Slot * len(slots))(*slots),
+            (_Copied * len(copies))(*copies),
+        ]  # fmt: skip
+        call = _Loop(
+            native.address(link.function), ctypes.addressof(link.argument),
+            *map(ctypes.addressof, tables), ctypes.addressof(self.taking), len(self.taking), len(slots),
+            len(copies), phase, prepared.facts.given_at - phase, members,
+        )  # fmt: skip
+        native.run(code.attngraph_loop, call, members)
+        is_odd = torch.tensor(self.counts) % 2 == 1
+        for own, before, after in zip(self.carried, self.before, self.after, strict=True):
+            chosen = is_odd.view(-1, *(1,) * (before.ndim - 1))
+            own[self.rows] = torch.where(chosen, after, before)  # what a row hands on after its last step
         return out
 
     def _slots(self, prepared: Prepared) -> tuple[list[Any], list[Any]]:
@@ -197,28 +211,6 @@ class _Call:
             else:
                 copies.append(_Copied(written[at] if source[0] == "r" else self._of[source], to))
         return slots, copies
-
-    def _steps(
-        self, code: Any, link: Link, slots: list[Any], copies: list[Any], members: int, counters: int
-    ) -> None:
-        link.argument[PLACES["MEMBERS"]] = members
-        tables: list[ctypes.Array[Any]] = [
-            (_Stream * len(self.streams))(*self.streams), (_Slot * len(slots))(*slots),
-            (_Copied * len(copies))(*copies),
-        ]  # fmt: skip
-        call = _Loop(
-            native.address(link.function), ctypes.addressof(link.argument),
-            *map(ctypes.addressof, tables), ctypes.addressof(self.taking), len(self.taking), len(slots),
-            len(copies), PLACES["PHASE"], counters - PLACES["PHASE"], members,
-        )  # fmt: skip
-        native.run(code.attngraph_loop, call, members)
-
-    def _hand_on(self) -> None:
-        """Write what each row hands on after its last step."""
-        is_odd = torch.tensor(self.counts) % 2 == 1
-        for own, before, after in zip(self.carried, self.before, self.after, strict=True):
-            chosen = is_odd.view(-1, *(1,) * (before.ndim - 1))
-            own[self.rows] = torch.where(chosen, after, before)
 
 
 def _code() -> Any:

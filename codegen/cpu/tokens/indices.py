@@ -157,7 +157,7 @@ def _decided(value: Expr, known: dict[Expr, int]) -> Expr:
         if node.op == "where" and _is_of_index(node.args[0], known):
             (place,) = node.args[0].free
             return args[1] if _values(node.args[0], (place,))[known[place]] else args[2]
-        return node if node.op == "var" or not args else E.make(node.op, args, node.value, node.kind)
+        return E.with_args(node, args)
 
     return E.rebuild(value, leaf)
 

@@ -23,7 +23,7 @@ from attngraph.codegen.cpu.tokens.indices import RANKS
 from attngraph.codegen.cpu.tokens.schedule import PLACES, arranged, facts
 from attngraph.codegen.remarks import Remarks, UnsupportedError
 from attngraph.ir.dtypes import NAMED
-from attngraph.ir.language.token_program import Given, TokenProgram, parse
+from attngraph.ir.language.token_program import TokenProgram, parse
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.token_program import floating, memory_of_results, tokens_in, weight_rows
 
@@ -109,13 +109,6 @@ def _code(text: str) -> ctypes.CDLL:
     return code
 
 
-def _has_shape(tensor: Tensor, about: Given, tokens: int) -> bool:
-    """Whether a given tensor has as many elements as the program says, in each dimension."""
-    if about.packed is not None:
-        return 2 * tensor.nbytes == math.prod(n or 0 for n in about.shape)
-    return tensor.shape == tuple(tokens if n is None else n for n in about.shape)
-
-
 class Prepared:
     """A program and its library."""
 
@@ -147,12 +140,9 @@ class Prepared:
         if not tokens:
             return results
 
-        def ours() -> None:
-            self._in_blocks(self._by_link, self.at_once, given, results, tokens)
-
-        def with_pytorch() -> None:
-            self._in_blocks(self._around_products, self.most, given, results, tokens)
-
+        operands = given, results, tokens
+        ours = functools.partial(self._in_blocks, self._by_link, self.at_once, *operands)
+        with_pytorch = functools.partial(self._in_blocks, self._around_products, self.most, *operands)
         if not self._is_measured(tokens):
             ours()
             return results
@@ -216,7 +206,11 @@ class Prepared:
         if not kinds:
             return False
         tokens = tokens_in(self.program, given)
-        return all(_has_shape(t, about, tokens) for t, about in zip(given, self.program.given, strict=True))
+        return all(
+            2 * t.nbytes == math.prod(n or 0 for n in about.shape) if about.packed is not None
+            else t.shape == tuple(tokens if n is None else n for n in about.shape)
+            for t, about in zip(given, self.program.given, strict=True)
+        )  # fmt: skip
 
     def is_usable(self, number: int, tensor: Tensor) -> bool:
         """Whether the C can read a given tensor where it lies."""
@@ -239,7 +233,8 @@ class Prepared:
         """A call that computes everything, ready to run."""
         members = torch.get_num_threads()
         places, held = self._call(given, tokens, members)
-        facts, where = self.facts, [self.facts.place_of_result(about) for about in self.program.results]
+        facts = self.facts
+        where = [facts.place_of_result(number) for number in range(len(results))]
         few = tokens <= FEW
         room = (self.arranged * tokens if few else self.room) * members
         size = self.total * tokens + room

@@ -1,28 +1,26 @@
 """A token program as the source of a C library: loops for the definitions of each phase, and tables of the
 phases, which the functions of `c/phases.h` share among threads."""
 
+import collections
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from attngraph.codegen.cpu.expression import number_literal
 from attngraph.codegen.cpu.native import header
 from attngraph.codegen.cpu.source import indented
 from attngraph.codegen.cpu.tokens import products
-from attngraph.codegen.cpu.tokens.formula import Formula
 from attngraph.codegen.cpu.tokens.indices import RANKS, divided, require_in_range
 from attngraph.codegen.cpu.tokens.schedule import Group, facts
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.dtypes import NAMED
-from attngraph.ir.language import E, Expr, operation
+from attngraph.ir.language import E, Expr, Operation, operation, operation_of
 from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
 
 
 @functools.lru_cache(maxsize=1024)
 def write(text: str) -> str:
-    """The source of a program.
-
-    Raises:
-        UnsupportedError: the program has an operation that cannot be emitted as C.
-    """
+    """The source of a program. Raises UnsupportedError: the program has an operation that cannot be emitted
+    as C."""
     program = parse(text)
     require_in_range(program)
     products.require_whole_groups(program)
@@ -50,14 +48,14 @@ class _Emitter:
         table: list[str] = []
         for number, phase in enumerate(self.facts.phases):
             if phase.definitions:
-                yield self._tokens(f"tokens_{number}", phase.definitions)
+                yield self._function(f"tokens_{number}", phase.definitions, False)
                 table.append(f"{{0, 0, tokens_{number}}}")
                 continue
             groups = []
             for place, group in enumerate(phase.groups):
                 name = f"{number}_{place}"
                 if group.following:
-                    yield self._following(f"follow_{name}", group.following)
+                    yield self._function(f"follow_{name}", group.following, True)
                 factors = ",".join(map(self._factor, group.products))
                 yield [f"static const Factor factors_{name}[] = {{{factors}}};"]
                 groups.append(self._group(name, group))
@@ -124,25 +122,21 @@ class _Emitter:
             yield from ("}", "}")
         yield "}"
 
-    def _tokens(self, name: str, numbers: Sequence[int]) -> Iterator[str]:
-        """A function that computes definitions for tokens `t0 .. t1 - 1`."""
-        yield f"static void {name}(const int64_t *c, int64_t t0, int64_t t1) {{"
-        yield from self._pointers(numbers)
-        yield "for (int64_t t = t0; t < t1; ++t) {"
-        for number in numbers:
-            made, flat = _with_digits(self.facts.made[number])
-            for ranges, value in divided(made):
-                yield from self._loops(number, made, value, ranges, flat)
-        yield from ("}", "}")
-
-    def _following(self, name: str, numbers: Sequence[int]) -> Iterator[str]:
-        """A function that computes columns `c0 .. c1 - 1` of what follows from products."""
-        yield f"static void {name}(const int64_t *c, int64_t t0, int64_t t1, int64_t c0, int64_t c1) {{"
+    def _function(self, name: str, numbers: Sequence[int], columns: bool) -> Iterator[str]:
+        """A function that computes definitions for tokens `t0 .. t1 - 1`, or columns `c0 .. c1 - 1` of what
+        follows from products."""
+        more = ", int64_t c0, int64_t c1" * columns
+        yield f"static void {name}(const int64_t *c, int64_t t0, int64_t t1{more}) {{"
         yield from self._pointers(numbers)
         yield "for (int64_t t = t0; t < t1; ++t) {"
         for number in numbers:
             made = self.facts.made[number]
-            yield from self._loops(number, made, made.value, [("c0", "c1")], lambda names: names[0])
+            if columns:
+                yield from self._loops(number, made, made.value, [("c0", "c1")], lambda names: names[0])
+                continue
+            made, flat = _with_digits(made)
+            for ranges, value in divided(made):
+                yield from self._loops(number, made, value, ranges, flat)
         yield from ("}", "}")
 
     def _loops(
@@ -215,7 +209,7 @@ class _Emitter:
         return widened.format(f"g{number}[{' + '.join(terms) or '0'}]")
 
 
-def _fold(made: Definition, formula: Formula, target: str) -> Iterator[str]:
+def _fold(made: Definition, formula: "Formula", target: str) -> Iterator[str]:
     assert made.over is not None
     j, is_sum = made.over.value, made.fold == "sum"
     yield from ("{", *formula.before, f"float all = {'0.0f' if is_sum else '-INFINITY'};")
@@ -258,16 +252,99 @@ def _with_digits(made: Definition) -> tuple[Definition, Callable[[Sequence[str]]
         operation("floordiv", whole, E.const(divisor)): high, operation("mod", whole, E.const(divisor)): low,
         whole: operation("add", operation("mul", high, E.const(divisor)), low),
     }  # fmt: skip
-
-    value = _replaced(made.value, digits)
+    value = E.replaced(made.value, digits)
     return Definition((high, low), value), lambda names: f"{names[0]} * {divisor} + {names[1]}"
 
 
-def _replaced(value: Expr, places: dict[Expr, Expr]) -> Expr:
-    """The formula with these parts replaced, the largest first."""
-    if value in places:
-        return places[value]
-    if value.op == "var" or not value.args:
-        return value
-    args = tuple(_replaced(a, places) for a in value.args)
-    return value if args == value.args else E.make(value.op, args, value.value, value.kind)
+class Formula:
+    """A formula as an expression of C. What it mentions more than once has a name. So has what the innermost
+    loop does not change: it is computed before that loop. Within the branches of a selection nothing has a
+    name: only the branch that is chosen may be evaluated, because in the other an index may be out of range.
+
+    Args:
+        read: the C of a read, given the C of its indices.
+        inner: the index of the innermost loop around the formula, if there is a loop.
+
+    Attributes:
+        before: declarations that must stand before the innermost loop.
+        lines: declarations that must stand before the expression.
+    """
+
+    def __init__(self, value: Expr, read: Callable[[Expr, list[str]], str], inner: Expr | None) -> None:
+        self.read = read
+        self.before: list[str] = []
+        self.lines: list[str] = []
+        self._changing = {n for n in E.walk(value) if inner is None or any(m is inner for m in E.walk(n))}
+        self._is_before = False
+        self._names: dict[Expr, str] = {}
+        self._uses = collections.Counter(arg for n in E.walk(value) for arg in n.args)
+        self._conditional = {
+            inner
+            for n in E.walk(value)
+            if n.op == "where"
+            for branch in n.args[1:]
+            for inner in E.walk(branch)
+        }
+        self.code = self.real(value)
+
+    def real(self, node: Expr) -> str:
+        """A value as a float."""
+        if node.op == "const":
+            return number_literal(node)
+        return self.of(node) if node.kind in ("float", "any") else f"((float){self.of(node)})"
+
+    def of(self, node: Expr) -> str:
+        if node in self._names:
+            return self._names[node]
+        if node.op in ("const", "var") or node in self._conditional:
+            return self._of(node)
+        outer = self._is_before
+        self._is_before = outer or node not in self._changing
+        lines, first = (self.before if self._is_before else self.lines), self._is_before and not outer
+        code = self._of(node)
+        self._is_before = outer
+        if not first and (node.op == "read" or self._uses[node] < 2):
+            return code
+        kind = "float" if node.kind in ("float", "any") else "int64_t"
+        self._names[node] = f"x{len(self._names)}"
+        lines.append(f"const {kind} {self._names[node]} = {code};")
+        return self._names[node]
+
+    def _of(self, node: Expr) -> str:
+        match node.op:
+            case "const":
+                return number_literal(node) if node.kind == "float" else str(int(node.value))
+            case "var":
+                return str(node.value)
+            case "read":
+                return self.read(node, [self.of(a) for a in node.args])
+            case "where":
+                branches = (
+                    self.real(a) if node.kind in ("float", "any") else self.of(a) for a in node.args[1:]
+                )
+                return "({} ? {} : {})".format(self._truth(node.args[0]), *branches)
+            case "float":
+                return self.real(node.args[0])
+            case "isnan":
+                return f"({self.real(node.args[0])} != {self.real(node.args[0])})"
+            case "pow" if node.args[1].op == "const" and node.args[1].value in (2, 3, 4):
+                base = self.real(node.args[0])
+                return "(" + " * ".join([base] * int(node.args[1].value)) + ")"
+        row = operation_of(node.op)
+        if row is None:
+            raise UnsupportedError(f"`{node.op}`")
+        return self._operation(row, node)
+
+    def _operation(self, row: Operation, node: Expr) -> str:
+        whole = row.takes != "reals" and all(a.kind in ("int", "bool") for a in node.args)
+        if row.takes == "truths":
+            args = [self._truth(a) for a in node.args]
+        else:
+            args = [self.of(a) if whole else self.real(a) for a in node.args]
+        template = row.c if isinstance(row.c, str) else row.c[whole]
+        if not template:
+            raise UnsupportedError(f"`{node.op}`")
+        return template.format(*args, kind="long" if whole else "float")
+
+    def _truth(self, node: Expr) -> str:
+        return self.of(node) if node.kind == "bool" else f"({self.of(node)} != 0)"
