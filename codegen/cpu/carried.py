@@ -1,22 +1,200 @@
-"""What a decoder's step computes from earlier tokens other than by attention, by C (`c/carried.h`):
-`attngraph::running_sum` and `attngraph::last_tokens`. Float32, and what is carried also float64; other dtypes
-are left to PyTorch."""
+"""What a decoder's step does with tokens other than by attention, by C (`c/carried.h`): rows of tables by
+index (embeddings, tokens that are picked), whole numbers as numbers of another kind, new tokens to the pages
+of a cache, `attngraph::last_tokens` and `attngraph::running_sum`. What is computed is float32, and what is
+carried also float64; other dtypes are left to PyTorch.
 
-from collections.abc import Mapping, Sequence
+For PyTorch each is an operation or more. After the weights have passed through the caches, an operation of a
+few numbers takes tens of microseconds, in which the memory gives a megabyte of weights.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from attngraph.codegen.cpu import native
 from attngraph.codegen.cpu.native import Link, numbers, struct
 from attngraph.codegen.cpu.operands import rows_fit, table_range
 from attngraph.ir.ops.cached_attention import numbers_of
 
+aten = torch.ops.aten
 INNER, MOST_VECTORS = numbers("carried.h")["INNER"], numbers("carried.h")["MOST_VECTORS"]
 """Dimensions of a token, and vectors of a delta rule."""
+FEW = 4096
+"""The most whole numbers that one thread computes with."""
+SHARED = 1 << 18
+"""Bytes of new tokens that several threads write to their pages."""
 _STATES = {torch.float32: "float", torch.float64: "double"}
-_LastTokens, _Sums = struct("carried.h", "LastTokens"), struct("carried.h", "Sums")
+_Gather, _Numbers, _Paged, _Keep, _LastTokens, _Sums = (
+    struct("carried.h", name) for name in ("Gather", "Numbers", "Paged", "Keep", "LastTokens", "Sums")
+)
+
+
+# --- rows and numbers ---
+
+
+def link_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Link | None:
+    """The call of an operation on tensors that stay where they are, ready to run; None if it is not among
+    these copies, or not supported."""
+    made = _ROWS.get(target) or _NUMBERS.get(target)
+    return None if made is None else made(*args, **kwargs)
+
+
+def may_be_copy(node: fx.Node) -> bool:
+    """Whether `link_of` may support it."""
+    if node.target in _ROWS:
+        return True
+    value = node.all_input_nodes[0].meta.get("val") if node.target in _NUMBERS else None
+    return isinstance(value, Tensor) and value.dtype is torch.int64
+
+
+def _embedding(table: Tensor, index: Tensor, *_: Any, **__: Any) -> Link | None:
+    """Rows of a table. (What is left out matters for gradients alone.)"""
+    if table.ndim != 2 or table.stride(1) != 1:
+        return None
+    out = table.new_empty((*index.shape, table.shape[1]))
+    return _gather(table, index, out, table.shape[0], table.stride(0) * table.element_size())
+
+
+def _index_select(x: Tensor, dim: int, index: Tensor) -> Link | None:
+    dim %= max(x.ndim, 1)
+    if not x.is_contiguous() or any(n != 1 for n in x.shape[:dim]) or index.ndim != 1:
+        return None
+    shape = list(x.shape)
+    count, shape[dim] = shape[dim], len(index)
+    out = x.new_empty(shape)
+    return _gather(x, index, out, count, x.nbytes // max(count, 1))
+
+
+def _gather(table: Tensor, index: Tensor, out: Tensor, rows: int, stride: int) -> Link | None:
+    code = _code()
+    if code is None or not table.is_cpu or not _is_whole(index) or not out.numel():
+        return None
+    call = _Gather(
+        from_=table.data_ptr(), index=index.data_ptr(), to=out.data_ptr(), count=index.numel(), rows=rows,
+        stride=stride, bytes=out.nbytes // index.numel(),
+    )  # fmt: skip
+    counters = native.counters(call, "item", "bad")
+    return Link(code.attngraph_gather, call, counters, [out], [table, index], counters[1][0])
+
+
+def _plus(x: Tensor, other: Any, alpha: int = 1) -> Link | None:
+    return _numbers(x, other * alpha, torch.int64) if type(other) is int else None
+
+
+def _as(
+    x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
+) -> Link | None:
+    return _numbers(x, 0, dtype) if device in (None, x.device) else None
+
+
+def _numbers(x: Tensor, add: int, dtype: torch.dtype | None) -> Link | None:
+    code = _code()
+    if code is None or dtype not in (torch.int64, torch.float32) or not _is_whole(x) or x.numel() > FEW:
+        return None
+    out = torch.empty(x.shape, dtype=dtype)
+    call = _Numbers(from_=x.data_ptr(), count=x.numel(), add=add)
+    setattr(call, "real" if dtype is torch.float32 else "whole", out.data_ptr())
+    return Link(code.attngraph_numbers, call, native.counters(call, "item"), [out], [x])
+
+
+_Links = dict[Any, Callable[..., Link | None]]
+_ROWS: _Links = {aten.embedding.default: _embedding, aten.index_select.default: _index_select}
+_NUMBERS: _Links = {aten.add.Tensor: _plus, aten._to_copy.default: _as}
+
+
+# --- tokens and pages ---
+
+
+class _Tokens:
+    """New tokens of rows, and pages of earlier ones, in a `call` of C.
+
+    Attributes:
+        value: the tokens `[N, ...]`. inner: the dimensions of one.
+    """
+
+    def __init__(
+        self, call: Any, fresh: Tensor, rows: tuple[Tensor, Tensor, Tensor], row_dim: int, dim: int
+    ) -> None:
+        self.call, self.rows, self.dims = call, rows, (row_dim, dim)
+        self.is_one_row = fresh.shape[row_dim] == 1
+        self.value = fresh.movedim((row_dim, dim), (0, 1))[0]
+        self.inner = self.value.shape[1:]
+
+    def strides(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(n * tensor.element_size() for n in tensor.stride())
+
+    def whole(self, inner: Sequence[int], filler: int) -> tuple[int, ...]:
+        """A number for each of INNER dimensions."""
+        return (*(filler,) * (INNER - len(self.inner)), *inner)
+
+    def set_sizes(self) -> bool:
+        """Set what the C needs of the tokens and rows; False where they do not go together."""
+        table, starts, first = self.rows
+        if len(self.inner) > INNER or not self.value.is_cpu or not all(map(_is_whole, self.rows)):
+            return False
+        if not self.is_one_row or not rows_fit(len(self.value), starts, first):
+            return False
+        if table_range(table, len(first)) is None:
+            return False
+        call = self.call
+        call.fresh, call.bytes = self.value.data_ptr(), self.value.element_size()
+        call.table, call.starts, call.first = (t.data_ptr() for t in self.rows)
+        call.rows, call.columns, call.size = len(first), table.shape[1], self.whole(self.inner, 1)
+        call.token_stride, *inner = self.strides(self.value)
+        call.fresh_strides = self.whole(inner, 0)
+        return True
+
+    def move(self, pages: Tensor) -> bool:
+        """Read or write other pages; False where tokens do not fit there."""
+        store, call = pages.movedim(self.dims, (0, 1)), self.call
+        if store.shape[2:] != self.inner or store.dtype != self.value.dtype or not store.shape[1]:
+            return False
+        call.pages, call.page = store.data_ptr(), store.shape[1]
+        call.page_stride, call.slot_stride, *inner = self.strides(store)
+        call.page_strides = self.whole(inner, 0)
+        return True
+
+
+class Keeping:
+    """Writes new tokens of the rows of a cache to their pages."""
+
+    def __init__(self) -> None:
+        self._calls: list[Any] = []
+        self._held: list[Tensor] = []
+        self._all: Any = None
+        self._call, self._bytes = _Keep(), 0
+
+    def add(
+        self, fresh: Tensor, pages: Tensor, table: Tensor, starts: Tensor, first: Tensor, row_dim: int,
+        dim: int,
+    ) -> Callable[[Tensor], bool] | None:  # fmt: skip
+        """Also write these. Returns what makes it write to other pages, and says whether it can; None if
+        these are not supported."""
+        tokens = _Tokens(_Paged(), fresh, (table, starts, first), row_dim, dim)
+        value = tokens.value
+        if _code() is None or not value.numel() or not tokens.inner or value.stride(-1) != 1:
+            return None
+
+        def move(pages: Tensor) -> bool:
+            return tokens.move(pages) and pages.movedim(tokens.dims, (0, 1)).stride(-1) == 1
+
+        if not tokens.set_sizes() or not move(pages):
+            return None
+        self._calls.append(tokens.call)
+        self._held += [value, *tokens.rows]
+        self._all = (ctypes.c_void_p * len(self._calls))(*map(ctypes.addressof, self._calls))
+        self._call.all, self._call.count = ctypes.addressof(self._all), len(self._calls)
+        self._bytes += value.nbytes
+        return move
+
+    def run(self) -> None:
+        if self._calls:
+            self._call.item = 0
+            members = 1 if self._bytes < SHARED else torch.get_num_threads()
+            native.run(_code().attngraph_keep, self._call, members)
 
 
 class LastTokens:
@@ -34,46 +212,26 @@ class LastTokens:
         dim: int, back: int,
     ) -> Link | None:  # fmt: skip
         """The call, ready to run; None if it is not supported."""
-        code = _code()
-        value = new.movedim((row_dim, dim), (0, 1))[0]  # [N, ...]
-        rows = (table, starts, first)
-        inner = value.shape[1:]
-        if code is None or len(inner) > INNER or not _are_floats(pages, new) or not _are_whole(rows):
+        code, call = _code(), _LastTokens(back=back)
+        tokens = _Tokens(call.of, new, (table, starts, first), row_dim, dim)
+        if code is None or not _are_floats(pages, new) or not tokens.set_sizes() or not tokens.move(pages):
             return None
-        if not self._fit(value, pages.movedim((row_dim, dim), (0, 1)), *rows) or new.shape[row_dim] != 1:
-            return None
-        out = value.new_empty((value.shape[0], back + 1, *inner))
-        call = _LastTokens(
-            fresh=value.data_ptr(), out=out.data_ptr(), table=table.data_ptr(), starts=starts.data_ptr(),
-            first=first.data_ptr(), rows=first.shape[0], columns=table.shape[1], back=back,
-            token_stride=value.stride(0),
-        )  # fmt: skip
-        missing = INNER - len(inner)
-        call.size = (*(1,) * missing, *inner)
-        call.fresh_strides = (*(0,) * missing, *value.stride()[1:])
+        _, last = table_range(table, len(first)) or (0, 0)
+        if last >= max(pages.shape[row_dim], not max(numbers_of(first), default=0)):
+            return None  # rows have no such pages
+        out = tokens.value.new_empty((len(tokens.value), back + 1, *tokens.inner))
+        call.out, call.out_strides = out.data_ptr(), tokens.whole(tokens.strides(out)[2:], 0)
 
         def move(pages: Tensor) -> None:
-            store = pages.movedim((row_dim, dim), (0, 1))
-            assert store.shape[2:] == inner and store.dtype is torch.float32
-            call.pages, call.page = store.data_ptr(), store.shape[1]
-            call.page_stride, call.slot_stride = store.stride()[:2]
-            call.page_strides = (*(0,) * missing, *store.stride()[2:])
+            if not tokens.move(pages):
+                raise AssertionError("other pages than those of this cache")
 
-        move(pages)
+        held = [tokens.value, *tokens.rows]
         counters = native.counters(call, "item")
-        return Link(code.attngraph_last_tokens, call, counters, [out], [value, *rows], move_pages=move)
+        return Link(code.attngraph_last_tokens, call, counters, [out], held, move_pages=move)
 
-    @staticmethod
-    def _fit(value: Tensor, store: Tensor, table: Tensor, starts: Tensor, first: Tensor) -> bool:
-        """Whether new tokens `[N, ...]` and pages `[pages, page, ...]` go together, and rows have pages."""
-        if (
-            not rows_fit(len(value), starts, first)
-            or store.shape[2:] != value.shape[1:]
-            or not store.shape[1]
-        ):
-            return False
-        found = table_range(table, len(first))
-        return found is not None and found[1] < max(len(store), not max(numbers_of(first), default=0))
+
+# --- sums ---
 
 
 class RunningSum:
@@ -100,7 +258,7 @@ class RunningSum:
         vectors = 0 if left is None else left.shape[2]
         if code is None or not _are_floats(*present) or vectors > MOST_VECTORS or not state.is_cpu:
             return None
-        if not state.is_contiguous() or not _are_whole([starts]):
+        if not state.is_contiguous() or not _is_whole(starts):
             return None
         if not self._fit(given, vectors, state, starts):
             return None
@@ -154,8 +312,8 @@ def _are_floats(*tensors: Tensor) -> bool:
     return all(t.is_cpu and t.dtype is torch.float32 for t in tensors)
 
 
-def _are_whole(tensors: Sequence[Tensor]) -> bool:
-    return all(t.is_cpu and t.dtype is torch.int64 and t.is_contiguous() for t in tensors)
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.dtype is torch.int64 and tensor.is_contiguous()
 
 
 LAST_TOKENS, RUNNING_SUM = LastTokens(), RunningSum()

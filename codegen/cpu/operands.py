@@ -3,26 +3,17 @@
 C reads where shapes, strides and numbers in tensors point. In a graph that this process made they are what
 its passes proved; a graph from a file may give any tensor to any operand. What does not fit is left to
 PyTorch's operations, which raise errors of their own. Numbers of rows are looked at call by call, or, for
-calls that are recorded and run again, are those of the state that the decoder keeps (`are_of_the_state`).
+calls that are recorded and run again, are those of the state that the decoder keeps (`record/links.py`).
 """
 
 import itertools
-import operator
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from attngraph.ir.graph.program_graph import Input
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import CachePlan, Scales, numbers_of
-
-aten = torch.ops.aten
-_STARTS, _FIRST = Input("rows", "starts"), Input("rows", "first")
-_BY_SHAPE = (aten.sym_size.int, aten.zeros_like.default, aten.full_like.default)
-"""Operations to which the first operand is its shape alone."""
-_OF_SHAPES = (*_BY_SHAPE, aten.arange.default, aten.unsqueeze.default)
-"""Operations by which the table and the lengths of fixed keys are made of shapes."""
+from attngraph.ir.ops.cached_attention import Scales, numbers_of
 
 
 def rows_fit(tokens: int, starts: Tensor, *of_rows: Tensor) -> bool:
@@ -90,32 +81,3 @@ def most_tokens(program: ScoreProgram, reads: Sequence[Tensor]) -> int:
         for node, axis, index in program.places if index.op == "var" and index.value in ("q", "k")
     )  # fmt: skip
     return min(extents, default=1 << 31)
-
-
-def are_of_the_state(
-    kinds: Mapping[fx.Node, Input], plan: CachePlan | None, pages: Sequence[fx.Node], table: fx.Node | None,
-    starts: fx.Node, first: fx.Node | None, held: fx.Node | None,
-) -> bool:  # fmt: skip
-    """Whether operands that say which tokens belong to which row will hold, at every run, numbers that the
-    decoder's state vouches for: they are its inputs of those names, the table that of the pages; or they
-    follow from shapes alone, and then the pages are none of the state's."""
-    if kinds.get(starts) != _STARTS or (first is not None and kinds.get(first) != _FIRST):
-        return False
-    stores = {store.name: store for store in plan.stores} if plan is not None else {}
-    found = [stores.get(kinds[p].name) for p in pages if p in kinds and kinds[p].kind == "pages"]
-    if len(found) not in (0, len(pages)) or None in found:
-        return False
-    if not found:
-        return all(n is None or _follows_from_shapes(n) for n in (table, held))
-    names = {store.table for store in found if store is not None and store.team == 1}
-    if table is None or len(names) != 1 or kinds.get(table) != Input("rows", *names):
-        return False
-    return held is None or kinds.get(held) == _FIRST
-
-
-def _follows_from_shapes(node: fx.Node) -> bool:
-    """Whether a value is made of shapes alone: every tensor that it follows from counts by its shape."""
-    if node.target not in _OF_SHAPES and getattr(node.target, "__module__", "") != "_operator":
-        return False
-    operands = [n for n in node.all_input_nodes if node.target not in _BY_SHAPE or n is not node.args[0]]
-    return node.target is not operator.getitem and all(_follows_from_shapes(n) for n in operands)

@@ -1,4 +1,4 @@
-"""What a step copies by C (`cpu/record/copies.py`), against PyTorch, and in recorded steps of decoders."""
+"""What a step copies by C (`cpu/carried.py`), against PyTorch, and in recorded steps of decoders."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from attngraph.codegen.cpu.carried import Keeping, link_of
 from attngraph.codegen.cpu.native import Chain
 from attngraph.codegen.cpu.record import recording
-from attngraph.codegen.cpu.record.copies import Keeping, link_of
 
 aten = torch.ops.aten
 

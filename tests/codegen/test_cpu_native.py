@@ -11,8 +11,7 @@ from attngraph.codegen.cpu import native, toolchain
 STRUCTS = {
     "base.h": ("Read", "Call", "struct Gradients"),
     "chain.h": ("Link", "Counters", "Chain"),
-    "copies.h": ("Gather", "Numbers", "Kept", "Keep"),
-    "carried.h": ("LastTokens", "Sums"),
+    "carried.h": ("Gather", "Numbers", "Paged", "Keep", "LastTokens", "Sums"),
     "steps.h": ("Stream", "Slot", "Copied", "Loop", "One"),
 }
 

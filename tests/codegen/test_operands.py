@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
+from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM, Keeping
 from attngraph.codegen.cpu.decode import Decode
-from attngraph.codegen.cpu.record.copies import Keeping
 from attngraph.codegen.cpu.tokens.indices import require_in_range
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.codegen.remarks import UnsupportedError

@@ -1,44 +1,110 @@
-/* What a decoder's step computes from earlier tokens other than by attention: the last few tokens of each row, and
-   sums that are carried from token to token. Tokens starts[r] .. starts[r + 1] - 1 belong to row r. */
+/* What a decoder's step does with tokens other than by attention: rows of tables by index (embeddings, tokens that are
+   picked), whole numbers as numbers of another kind, new tokens to the pages of a cache, the last few tokens of each
+   row, and sums that are carried from token to token. Tokens starts[r] .. starts[r + 1] - 1 belong to row r. */
 
-/* ---- the last tokens ---- */
+/* ---- rows and numbers ---- */
+
+/* to[n] is row index[n] of `from`, which has `rows` rows of so many bytes, `stride` apart. */
+typedef struct {
+    const char *from;
+    const int64_t *index;
+    char *to;
+    int64_t count, rows, stride, bytes, item, bad;
+} Gather;
+
+void attngraph_gather(Gather *c) {
+    for (int64_t n; (n = take(&c->item)) < c->count;) {
+        int64_t row = c->index[n];
+        if (row >= 0 && row < c->rows) memcpy(c->to + n * c->bytes, c->from + row * c->stride, (size_t)c->bytes);
+        else c->bad = 1;
+    }
+}
+
+/* Whole numbers plus `add`: as they are, or as floats. One thread computes them: there are few. */
+typedef struct {
+    const int64_t *from;
+    int64_t *whole;
+    float *real;
+    int64_t count, add, item;
+} Numbers;
+
+void attngraph_numbers(Numbers *c) {
+    if (take(&c->item)) return;
+    for (int64_t n = 0; n < c->count; ++n) {
+        int64_t x = c->from[n] + c->add;
+        if (c->real) c->real[n] = (float)x;
+        else c->whole[n] = x;
+    }
+}
+
+/* ---- tokens and pages ---- */
 
 enum { INNER = 4 };
 
-/* out[token][j] is the row's token `back - j` places before: zero before the row's first, from the row's pages if an
-   earlier call computed it, else from `fresh`. Each token has `size` elements, in at most INNER dimensions. */
+/* New tokens of rows, the first at position first[r], and pages: position p of row r has place p % (columns * page) of
+   the row's pages. A token has `size` elements of `bytes` bytes, in at most INNER dimensions; strides are of bytes. */
 typedef struct {
-    const float *pages, *fresh;
-    float *out;
+    const char *fresh;
+    char *pages;
     const int64_t *table, *starts, *first;
-    int64_t rows, columns, page, back, page_stride, slot_stride, token_stride;
-    int64_t size[INNER], page_strides[INNER], fresh_strides[INNER];
-    int64_t item;
-} LastTokens;
+    int64_t rows, columns, page, bytes, token_stride, page_stride, slot_stride;
+    int64_t size[INNER], fresh_strides[INNER], page_strides[INNER];
+} Paged;
 
-INLINE void copy_token(const LastTokens *c, const float *from, const int64_t *stride, float *to) {
+static char *in_pages(const Paged *c, int64_t row, int64_t position) {
+    int64_t slot = position % (c->columns * c->page), page = c->table[row * c->columns + slot / c->page];
+    return c->pages + page * c->page_stride + slot % c->page * c->slot_stride;
+}
+
+INLINE void copy_token(const Paged *c, const char *from, const int64_t *stride, char *to, const int64_t *to_stride) {
+    const int64_t each = c->bytes, line = c->size[3] * each;
     for (int64_t a = 0; a < c->size[0]; ++a)
         for (int64_t b = 0; b < c->size[1]; ++b)
-            for (int64_t d = 0; d < c->size[2]; ++d, to += c->size[3]) {
-                const float *line = from + a * stride[0] + b * stride[1] + d * stride[2];
-                if (stride[3] == 1) memcpy(to, line, sizeof(float) * c->size[3]);
-                else for (int64_t e = 0; e < c->size[3]; ++e) to[e] = line[e * stride[3]];
+            for (int64_t d = 0; d < c->size[2]; ++d) {
+                const char *p = from + a * stride[0] + b * stride[1] + d * stride[2];
+                char *q = to + a * to_stride[0] + b * to_stride[1] + d * to_stride[2];
+                if (stride[3] == each) memcpy(q, p, (size_t)line);
+                else for (int64_t e = 0; e < c->size[3]; ++e) memcpy(q + e * each, p + e * stride[3], (size_t)each);
             }
 }
 
-void attngraph_last_tokens(LastTokens *c) {
-    int64_t each = c->size[0] * c->size[1] * c->size[2] * c->size[3];
-    for (int64_t item; (item = take(&c->item)) < c->starts[c->rows] * (c->back + 1);) {
-        int64_t r = 0, t = item / (c->back + 1), from = t - c->back + item % (c->back + 1);
-        float *to = c->out + item * each;
+/* So many of them, whose new tokens are written where they belong. Each is written by one thread: where a ring's places
+   are fewer than its new tokens, the last ones stay. */
+typedef struct {
+    const Paged *const *all;
+    int64_t count, item;
+} Keep;
+
+void attngraph_keep(Keep *k) {
+    for (int64_t n; (n = take(&k->item)) < k->count;) {
+        const Paged *c = k->all[n];
+        for (int64_t r = 0; r < c->rows; ++r)
+            for (int64_t t = c->starts[r]; t < c->starts[r + 1]; ++t)
+                copy_token(c, c->fresh + t * c->token_stride, c->fresh_strides,
+                           in_pages(c, r, c->first[r] + t - c->starts[r]), c->page_strides);
+    }
+}
+
+/* out[token][j] is the row's token `back - j` places before: zero before the row's first, from the row's pages if an
+   earlier call computed it, else from `fresh`. */
+typedef struct {
+    Paged of;
+    char *out;
+    int64_t back, out_strides[INNER], item;
+} LastTokens;
+
+void attngraph_last_tokens(LastTokens *k) {
+    const Paged *c = &k->of;
+    int64_t each = c->size[0] * c->size[1] * c->size[2] * c->size[3] * c->bytes;
+    for (int64_t item; (item = take(&k->item)) < c->starts[c->rows] * (k->back + 1);) {
+        int64_t r = 0, t = item / (k->back + 1), from = t - k->back + item % (k->back + 1);
+        char *to = k->out + item * each;
         while (t >= c->starts[r + 1]) ++r;
         int64_t position = c->first[r] + from - c->starts[r];
-        if (from >= c->starts[r]) copy_token(c, c->fresh + from * c->token_stride, c->fresh_strides, to);
-        else if (position < 0) memset(to, 0, sizeof(float) * each);
-        else {
-            int64_t slot = position % (c->columns * c->page), page = c->table[r * c->columns + slot / c->page];
-            copy_token(c, c->pages + page * c->page_stride + slot % c->page * c->slot_stride, c->page_strides, to);
-        }
+        if (from >= c->starts[r])
+            copy_token(c, c->fresh + from * c->token_stride, c->fresh_strides, to, k->out_strides);
+        else if (position < 0) memset(to, 0, (size_t)each);
+        else copy_token(c, in_pages(c, r, position), c->page_strides, to, k->out_strides);
     }
 }
 

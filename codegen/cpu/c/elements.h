@@ -35,10 +35,6 @@ INLINE float from_float8(uint8_t x) {
     return x & 0x80 ? -found : found;
 }
 
-INLINE uint16_t to_bfloat16(float x) {  /* to the nearest, ties to even */
-    union { float f; uint32_t i; } u = {.f = x};
-    return (uint16_t)(x != x ? 0x7fc0 : (u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
-}
 #ifdef __FLT16_MAX__
 INLINE _Float16 to_float16(float x) { return (_Float16)x; }
 #endif

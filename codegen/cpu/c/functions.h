@@ -11,6 +11,12 @@
 
 /* ---- elements ---- */
 
+INLINE float from_bfloat16(uint16_t x) { union { uint32_t i; float f; } u = {.i = (uint32_t)x << 16}; return u.f; }
+INLINE uint16_t to_bfloat16(float x) {  /* to the nearest, ties to even */
+    union { float f; uint32_t i; } u = {.f = x};
+    return (uint16_t)(x != x ? 0x7fc0 : (u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
+}
+
 #if defined(FLOAT32)
 typedef float Element;
 INLINE float widen(Element x) { return x; }
@@ -21,17 +27,11 @@ INLINE float widen(Element x) { return (float)x; }
 INLINE Element narrow(float x) { return (Element)x; }
 #else
 typedef uint16_t Element;
-INLINE float widen_bits(uint16_t x) { union { uint32_t i; float f; } u = {.i = (uint32_t)x << 16}; return u.f; }
-INLINE float widen(Element x) { return widen_bits(x); }
-INLINE Element narrow(float x) {        /* to the nearest, ties to even */
-    union { float f; uint32_t i; } u = {.f = x};
-    uint32_t rounded = (u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16;
-    return (Element)(x != x ? 0x7fc0 : rounded);
-}
+INLINE float widen(Element x) { return from_bfloat16(x); }
+INLINE Element narrow(float x) { return to_bfloat16(x); }
 #endif
 
 INLINE float from_float(float x) { return x; }
-INLINE float from_bfloat16(uint16_t x) { union { uint32_t i; float f; } u = {.i = (uint32_t)x << 16}; return u.f; }
 INLINE int from_bool(uint8_t x) { return x != 0; }
 INLINE int from_int32(int32_t x) { return x; }
 INLINE int64_t from_int64(int64_t x) { return x; }

@@ -2,29 +2,34 @@
 
 A call is kept with the addresses that it was made with. So its operands lie in memory that stays, where the
 call can be told of another place (pages of a cache, what rows carry), or are the numbers of rows that the
-decoder's state vouches for (`operands.py`).
+decoder's state vouches for (`Kinds.are_of_the_state`).
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
 
-from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
+from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM, link_of, may_be_copy
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.loops import LOOPS
 from attngraph.codegen.cpu.native import Link
-from attngraph.codegen.cpu.operands import are_of_the_state
-from attngraph.codegen.cpu.record.copies import link_of, may_be_copy
 from attngraph.codegen.cpu.tokens.run import TOKENS
-from attngraph.ir.graph.program_graph import ProgramGraph, Rate
+from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Rows
 from attngraph.ir.ops.history import last_tokens
 from attngraph.ir.ops.loop import loop
 from attngraph.ir.ops.running_sum import running_sum
 
+aten = torch.ops.aten
+_STARTS, _FIRST = Input("rows", "starts"), Input("rows", "first")
+_BY_SHAPE = (aten.sym_size.int, aten.zeros_like.default, aten.full_like.default)
+"""Operations to which the first operand is its shape alone."""
+_OF_SHAPES = (*_BY_SHAPE, aten.arange.default, aten.unsqueeze.default)
+"""Operations by which the table and the lengths of fixed keys are made of shapes."""
 _CHANGING = ("argument", "rows", "carried")
 """Kinds of inputs that are copied at every call, but for carried values that compiled code alone reads; all
 others are read where they lie."""
@@ -62,9 +67,31 @@ class Kinds:
         self, pages: Sequence[fx.Node], table: fx.Node | None, starts: fx.Node, first: fx.Node | None = None,
         held: fx.Node | None = None,
     ) -> bool:  # fmt: skip
-        """Whether the state vouches for the numbers of these operands, at every run."""
+        """Whether operands that say which tokens belong to which row will hold, at every run, numbers that
+        the decoder's state vouches for: they are its inputs of those names, the table that of the pages; or
+        they follow from shapes alone, and then the pages are none of the state's."""
+        plan = self.graph.state
         kinds = dict(zip(self.placeholders, self.graph.inputs, strict=True))
-        return are_of_the_state(kinds, self.graph.state, pages, table, starts, first, held)
+        if kinds.get(starts) != _STARTS or (first is not None and kinds.get(first) != _FIRST):
+            return False
+        stores = {store.name: store for store in plan.stores} if plan is not None else {}
+        found = [stores.get(kinds[p].name) for p in pages if p in kinds and kinds[p].kind == "pages"]
+        if len(found) not in (0, len(pages)) or None in found:
+            return False
+        if not found:
+            return all(n is None or _follows_from_shapes(n) for n in (table, held))
+        names = {store.table for store in found if store is not None and store.team == 1}
+        if table is None or len(names) != 1 or kinds.get(table) != Input("rows", *names):
+            return False
+        return held is None or kinds.get(held) == _FIRST
+
+
+def _follows_from_shapes(node: fx.Node) -> bool:
+    """Whether a value is made of shapes alone: every tensor that it follows from counts by its shape."""
+    if node.target not in _OF_SHAPES and getattr(node.target, "__module__", "") != "_operator":
+        return False
+    operands = [n for n in node.all_input_nodes if node.target not in _BY_SHAPE or n is not node.args[0]]
+    return node.target is not operator.getitem and all(_follows_from_shapes(n) for n in operands)
 
 
 def early_first(graph: fx.Graph) -> list[fx.Node]:
@@ -75,16 +102,12 @@ def early_first(graph: fx.Graph) -> list[fx.Node]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if _may_be_compiled(node) or not late.isdisjoint(node.all_input_nodes):
+        may_be_compiled = node.target in SEVERAL or node.target is last_tokens or may_be_copy(node)
+        may_be_compiled |= isinstance(nodes.view(node), nodes.CachedAttention)
+        if may_be_compiled or not late.isdisjoint(node.all_input_nodes):
             late.add(node)
         order[node in late].append(node)
     return [*order[0], *order[1]]
-
-
-def _may_be_compiled(node: fx.Node) -> bool:
-    if node.target in SEVERAL or node.target is last_tokens or may_be_copy(node):
-        return True
-    return isinstance(nodes.view(node), nodes.CachedAttention)
 
 
 class Carry(NamedTuple):
@@ -157,8 +180,8 @@ class Links:
         pages = [view.k_pages, view.v_pages, *(s for s in (view.k_scales, view.v_scales) if s is not None)]
         if not self.growing.intersection(node.all_input_nodes) <= set(pages):
             return None
-        if not all(map(self._is_settled_or_moves, pages)):
-            return None
+        if any(n in self.growing and n not in self.pages for n in pages):
+            return None  # compiled code can be told where an input is
         if not self.kinds.are_of_the_state(pages, view.table, view.starts, view.first, view.held):
             return None
         settled = self._settled
@@ -207,10 +230,6 @@ class Links:
 
     def _settled_operands(self, node: fx.Node) -> Any:
         return fx.map_arg(node.args, self._settled)
-
-    def _is_settled_or_moves(self, node: fx.Node) -> bool:
-        """Whether pages lie where they lay, or are an input: compiled code can be told where it is."""
-        return node not in self.growing or node in self.pages
 
     def _settled(self, node: fx.Node) -> Any:
         """A value in memory that stays: results of PyTorch's operations get memory of their own."""

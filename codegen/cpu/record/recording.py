@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import increment_version
 
+from attngraph.codegen.cpu.carried import Keeping
 from attngraph.codegen.cpu.native import Chain, Link
-from attngraph.codegen.cpu.record.copies import Keeping
 from attngraph.codegen.cpu.record.links import SEVERAL, Kinds, Links, early_first
 from attngraph.ir import budgets
 from attngraph.ir.ops import nodes
@@ -115,11 +115,16 @@ class Recording:
         self.keeping, self._movers = self._kept()
         self._write = None if self.keeping is None else self.keeping.run
         renewed = {self.results[r.place] for r in self.renewed}
-        self._set_results(renewed)
-        self.made: list[Any] | None = self._results(copied=[
-            output.kind != "pages" and value not in renewed
-            for output, value in zip(kinds.graph.outputs, self.results, strict=True)
-        ])  # fmt: skip
+        kinds_of_results = [output.kind for output in kinds.graph.outputs]
+        self._to_pages = [self.keeping is not None and kind == "pages" for kind in kinds_of_results]
+
+        def copied(fresh: set[Any]) -> list[bool]:
+            """Whether each result lies in memory that the next run writes to."""
+            pairs = zip(kinds_of_results, self.results, strict=True)
+            return [kind != "pages" and value not in fresh for kind, value in pairs]
+
+        self.made: list[Any] | None = self._results(copied(renewed))
+        self._copied = copied(renewed | {carry.after for carry in self.carries})
         self._set_inputs(inputs, renewed)
 
     # --- recording ---
@@ -241,16 +246,6 @@ class Recording:
                 return None, []
             movers.append(move)
         return (None, []) if results else (keeping, movers)
-
-    def _set_results(self, renewed: set[Any]) -> None:
-        """Whether each result is to be written to the pages of a cache by `keeping`, and whether it lies in
-        memory that the next run writes to."""
-        outputs, fresh = self.kinds.graph.outputs, renewed | {carry.after for carry in self.carries}
-        self._to_pages = [self.keeping is not None and output.kind == "pages" for output in outputs]
-        self._copied = [
-            output.kind != "pages" and value not in fresh
-            for output, value in zip(outputs, self.results, strict=True)
-        ]
 
     def _set_inputs(self, inputs: Sequence[Tensor], renewed: set[Any]) -> None:
         """What a run does with its inputs. Values that no run needs are dropped: they may be large, as this
