@@ -17,17 +17,14 @@ or that cannot be written, is logged and ignored.
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -35,10 +32,11 @@ from attngraph.codegen.cpu import native, toolchain
 from attngraph.codegen.remarks import Remarks
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Operands
+from attngraph.ir.records import made, plain, write_whole
 
 _log = logging.getLogger("attngraph.codegen.cpu")
 _Result = TypeVar("_Result")
-Times = Mapping[str, float]
+Times = dict[str, float]
 """Seconds by the name of a kernel."""
 TURNS = 3
 """How often the first process times each kernel; later ones do it once."""
@@ -137,32 +135,24 @@ def _table() -> dict[str, Measured]:
 
 
 def _path() -> Path:
-    return toolchain.folder() / f"chosen_{toolchain.machine()}_{_version()}.json"
-
-
-@functools.cache
-def _version() -> str:
-    """A digest of the C that is written by hand: other C takes other times."""
+    """Of the table. Other C, of what is written by hand, takes other times."""
     texts = [path.read_bytes() for path in sorted(native.FOLDER.glob("*.h"))]
-    return hashlib.sha256(b"".join(texts)).hexdigest()[:8]
+    version = hashlib.sha256(b"".join(texts)).hexdigest()[:8]
+    return toolchain.folder() / f"chosen_{toolchain.machine()}_{version}.json"
 
 
 def _read(path: Path) -> dict[str, Measured]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {str(kind): _measured(about) for kind, about in found.items()}
+        found: dict[str, Measured] = made(dict[str, Measured], json.loads(path.read_text(encoding="utf-8")))
+        for one in found.values():
+            if len(one.seconds) < 2 or not all(0 <= seconds < 1e6 for seconds in one.seconds.values()):
+                raise ValueError(f"{one} are no times of two kernels")
+        return found
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as problem:
+    except (OSError, ValueError) as problem:
         _log.warning("%s is no table of times and is not used: %r", path, problem)
         return {}
-
-
-def _measured(found: Mapping[str, Any]) -> Measured:
-    times = {str(name): float(seconds) for name, seconds in found["seconds"].items()}
-    if len(times) < 2 or not all(0 <= seconds < 1e6 for seconds in times.values()):
-        raise ValueError(f"{found} are no times of two kernels")
-    return Measured(times, int(found["processes"]))
 
 
 def _keep(kind: str, times: Times) -> Times:
@@ -175,9 +165,5 @@ def _keep(kind: str, times: Times) -> Times:
         stored[kind] = table[kind] = Measured(least, 1 + max((m.processes for m in others), default=0))
         _measured_here.add(kind)
         with contextlib.suppress(OSError):
-            content = json.dumps({kind: dataclasses.asdict(m) for kind, m in stored.items()}, indent=1)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(content)
-            os.replace(temporary, path)
+            write_whole(path, json.dumps(plain(stored), indent=1))
     return least

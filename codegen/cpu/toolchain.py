@@ -46,11 +46,8 @@ class CompilerError(Exception):
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """The C compiler's command: `$CC`, else cc, gcc or clang from PATH.
-
-    Raises:
-        CompilerError: there is none.
-    """
+    """The C compiler's command: `$CC`, else cc, gcc or clang from PATH. Raises CompilerError: there is
+    none."""
     asked = shlex.split(os.environ.get("CC", ""))
     names = [asked] if asked else [["cc"], ["gcc"], ["clang"]]
     for command in names:
@@ -88,20 +85,13 @@ def folder() -> Path:
         reason = cache_folder.why_not_safe(found)
     except OSError as error:
         reason = str(error)
-    if reason is None:
-        return found
-    return _temporary(str(found), reason)
+    return found if reason is None else Path(_temporary(str(found), reason).name)
 
 
 @functools.cache
-def _temporary(wanted: str, reason: str) -> Path:
+def _temporary(wanted: str, reason: str) -> tempfile.TemporaryDirectory[str]:
     _log.warning("compiled libraries are not kept in %s: %s", wanted, reason)
-    held = tempfile.TemporaryDirectory(prefix="attngraph-")
-    _HELD.append(held)
-    return Path(held.name)
-
-
-_HELD: list[tempfile.TemporaryDirectory[str]] = []
+    return tempfile.TemporaryDirectory(prefix="attngraph-")
 
 
 @functools.cache
@@ -124,11 +114,7 @@ def begin(source: str) -> None:
 
 def build(source: str) -> tuple[ctypes.CDLL, float]:
     """The library of a source, from the cache or compiled now, and the seconds that compiling took (0 if
-    cached).
-
-    Raises:
-        CompilerError: there is no compiler, it failed, or the compiled library does not load.
-    """
+    cached). Raises CompilerError: there is no compiler, it failed, or the compiled library does not load."""
     path = _entry(source)
     made, is_ours = _claimed(path)
     if is_ours:
@@ -228,31 +214,24 @@ def _is_whole(path: Path) -> bool:
 
 
 def _compile(source: str, path: Path) -> None:
-    """Make the library of a source.
-
-    Raises:
-        CompilerError: the compiler fails, or makes no file, or none can be written.
-    """
+    """Make the library of a source. Raises CompilerError: the compiler fails, or makes no file, or none can
+    be written."""
+    command = [*compiler(), *FLAGS, "-x", "c", "-", "-o", path.name, "-lm"]
     try:
-        _compile_to(source, path)
-    except OSError as error:
-        raise CompilerError(f"{shlex.join(compiler())} made no library {path}: {error}") from error
-
-
-def _compile_to(source: str, path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as work:
-        made = Path(work) / path.name
-        command = [*compiler(), *FLAGS, "-x", "c", "-", "-o", str(made), "-lm"]
-        try:
+        with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as work:
+            made = Path(work) / path.name
+            command[-2] = str(made)
             done = subprocess.run(
                 command, input=source, capture_output=True, text=True, timeout=300, check=False
             )
-        except subprocess.SubprocessError as error:
-            raise CompilerError(f"{shlex.join(command)}: {error}") from error
-        if done.returncode != 0:
-            raise CompilerError(f"{shlex.join(command)} failed: {done.stderr.strip()[-2000:]}")
-        data = made.read_bytes()
-        with made.open("ab") as file:
-            file.write(hashlib.sha256(data).digest())
-        made.chmod(0o700)
-        made.replace(path)
+            if done.returncode != 0:
+                raise CompilerError(f"{shlex.join(command)} failed: {done.stderr.strip()[-2000:]}")
+            data = made.read_bytes()
+            with made.open("ab") as file:
+                file.write(hashlib.sha256(data).digest())
+            made.chmod(0o700)
+            made.replace(path)
+    except subprocess.SubprocessError as error:
+        raise CompilerError(f"{shlex.join(command)}: {error}") from error
+    except OSError as error:
+        raise CompilerError(f"{shlex.join(compiler())} made no library {path}: {error}") from error

@@ -9,10 +9,10 @@ multiprocessor:
                 "decode of 16 queries, bfloat16, 128 wide, values 128, causal": [16, 64, 4, 3]},
      "programs": {"decode of 16 queries, bfloat16, 128 wide, values 128, causal": 4}}
 
-A line's numbers are those of `Blocks`: queries, keys, warps, stages. Tables of devices that we measured are
-shipped in `tuned/`. Those that a user measures (`attngraph.codegen.triton.tune`) are stored beside the
-emitted kernels as `tuned_<device>.json`, and take precedence. Without an entry the rules of `blocks.py`
-apply. Malformed tables are logged and ignored; tables measured with another version of Triton are logged.
+A line's numbers are those of `Blocks`: queries, keys, warps, stages. What a user measures
+(`attngraph.codegen.triton.tune`) is stored beside the emitted kernels as `tuned_<device>.json`. Without an
+entry the rules of `blocks.py` apply. Malformed tables are logged and ignored; tables measured with another
+version of Triton are logged.
 """
 
 import dataclasses
@@ -39,9 +39,6 @@ SPLIT = "rows in two tiles"
 """Follow the sizes of such blocks in a table."""
 AHEAD = "products a tile ahead"
 _WORDS = {SPLIT: "split", AHEAD: "ahead"}
-_SHIPPED = Path(__file__).parent / "tuned"
-
-
 _FEW = (128, 1024)
 """Calls of at most so many queries have entries of their own: they fill a GPU otherwise."""
 _UP_TO = ", up to "
@@ -82,9 +79,9 @@ def find(name: str, line: str, Sq: int) -> Blocks | None:
     return blocks
 
 
-def table(name: str) -> dict[str, Blocks]:
-    """The blocks of a device: those shipped, overridden by those that the user measured."""
-    return {line: blocks for found in tables(name) for line, blocks in found.blocks.items()}
+def table(name: str) -> Mapping[str, Blocks]:
+    """The blocks of a device."""
+    return measured(name).blocks
 
 
 _written = 0
@@ -95,9 +92,9 @@ def changes() -> int:
     return _written
 
 
-def programs(name: str) -> dict[str, int]:
+def programs(name: str) -> Mapping[str, int]:
     """The best measured number of programs per multiprocessor, for attention over a cache."""
-    return {line: count for found in tables(name) for line, count in found.programs.items()}
+    return measured(name).programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,23 +107,19 @@ class Table:
 
 
 @functools.lru_cache(maxsize=16)
-def tables(name: str) -> tuple[Table, ...]:
-    """The tables of a device, the user's last."""
-    paths = (_SHIPPED / f"{_slug(name)}.json", _own(name)) if name else ()
-    found = {path: _read(path) for path in paths}
-    for path, one in found.items():
-        if one.blocks and one.triton != _version():
-            again = "`attngraph.codegen.triton.tune` measures anew"
-            _log.warning("%s was measured with Triton %s, not %s; %s", path, one.triton, _version(), again)
-    return tuple(found.values())
+def measured(name: str) -> Table:
+    """The table of a device; empty where it has no name."""
+    path = _own(name)
+    found = _read(path) if name else Table({}, {})
+    if found.blocks and found.triton != _version():
+        again = "`attngraph.codegen.triton.tune` measures anew"
+        _log.warning("%s was measured with Triton %s, not %s; %s", path, found.triton, _version(), again)
+    return found
 
 
 def _own(name: str) -> Path:
-    return store.directory() / f"tuned_{_slug(name)}.json"
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    return store.directory() / f"tuned_{slug}.json"
 
 
 def _read(path: Path) -> Table:
@@ -181,6 +174,6 @@ def add(name: str, found: Mapping[str, Blocks], counts: Mapping[str, int] | None
         for line, blocks in sorted(lines.items())
     }, "programs": dict(sorted(numbers.items()))}  # fmt: skip
     write_whole(path, json.dumps(content, indent=1))
-    tables.cache_clear()
+    measured.cache_clear()
     global _written
     _written += 1

@@ -139,11 +139,6 @@ def _backward(
     return [_Choices(tuned.key_of_call("backward", program, operands), choose, call, wanted)]
 
 
-def _on_device(device: torch.device) -> Timer:
-    clock = Clock(str(device))
-    return lambda call: clock.medians({"": call})[""][0]
-
-
 def _options(operands: Operands) -> list[Blocks]:
     q, _, v = operands
     return list(choices(max(q.shape[3], v.shape[3]), q.dtype, device.shared_memory(q.device)))
@@ -230,19 +225,15 @@ def _best(line: _Choices[C], times: Mapping[C, float]) -> C | None:
     exact = line.wanted() if times else []
     eps = max((torch.finfo(t.dtype).eps for t in exact if t is not None), default=0.0)
     for option in sorted(times, key=lambda option: times[option]):
-        _spoil(exact)
+        # Memory that is given out next holds NaN, so that what a kernel forgets to write is seen.
+        spoilt = [torch.full_like(t, math.nan) for t in exact if t is not None and t.is_floating_point()]
+        del spoilt
         pairs = zip(line.call(option), exact, strict=True)
         wrong = next(filter(None, (difference(one, other, eps) for one, other in pairs)), "")
         if not wrong:
             return option
         _log.warning("%s are fast but wrong %s, and not kept: %s", option, line.line, wrong)
     return None
-
-
-def _spoil(like: Results) -> None:
-    """Leave NaN in memory that is given out next, so that what a kernel forgets to write is seen."""
-    spoilt = [torch.full_like(t, math.nan) for t in like if t is not None and t.is_floating_point()]
-    del spoilt
 
 
 def difference(found: Tensor | None, wanted: Tensor | None, eps: float) -> str:
@@ -308,58 +299,42 @@ _CYCLES = 2e9
 """About as many a second does a GPU's clock have."""
 
 
-class Clock:
-    """Times calls on a device, with its cache emptied before each.
-
-    Args:
-        turn: called before the first measurement; it returns when nothing else uses the device.
-    """
-
-    def __init__(self, device: str, turn: Callable[[], None] = lambda: None) -> None:
-        self.device = device
-        self.is_cuda = device.startswith("cuda")
-        self.flush = torch.empty(128 << 20 if self.is_cuda else 1, dtype=torch.int32, device=device)
-        self._turn = functools.cache(turn)
-
-    def once(self, call: Callable[[], object]) -> float:
-        """Seconds of the device."""
-        return self._both(call, self._both(call, 0.0)[1])[0]
-
-    def _both(self, call: Callable[[], object], before_it: float) -> tuple[float, float]:
-        """Seconds of the device, and of the host until it has launched everything. The device is kept busy
-        for longer than that: for `before_it` seconds, and half as many again."""
-        if not self.is_cuda:
-            self.flush.zero_()
-            start = time.perf_counter()
-            call()
-            return (spent := time.perf_counter() - start), spent
-        event: Any = torch.cuda.Event
-        sleep: Any = torch.cuda._sleep
-        before, after = event(enable_timing=True), event(enable_timing=True)
-        torch.cuda.synchronize()
-        self.flush.zero_()
-        sleep(int(1.5 * before_it * _CYCLES))
-        before.record()
+def timed(call: Callable[[], object], flush: Tensor, before_it: float = 0.0) -> tuple[float, float]:
+    """Seconds of the device, whose cache is emptied by writing to `flush` before, and of the host until it
+    has launched everything. The device is kept busy for longer than that: for `before_it` seconds, and half
+    as many again."""
+    if not flush.is_cuda:
+        flush.zero_()
         start = time.perf_counter()
         call()
-        spent = time.perf_counter() - start
-        after.record()
-        torch.cuda.synchronize()
-        return float(before.elapsed_time(after)) / 1e3, spent
+        return (spent := time.perf_counter() - start), spent
+    event: Any = torch.cuda.Event
+    sleep: Any = torch.cuda._sleep
+    before, after = event(enable_timing=True), event(enable_timing=True)
+    torch.cuda.synchronize()
+    flush.zero_()
+    sleep(int(1.5 * before_it * _CYCLES))
+    before.record()
+    start = time.perf_counter()
+    call()
+    spent = time.perf_counter() - start
+    after.record()
+    torch.cuda.synchronize()
+    return float(before.elapsed_time(after)) / 1e3, spent
 
-    def medians(
-        self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
-    ) -> dict[str, tuple[float, float]]:
-        """Median seconds of each call, and of its launch; calls take turns."""
-        self._turn()
-        for call in calls.values():
-            self._both(call, 0.0)
-        launched = {name: self._both(call, 0.0)[1] for name, call in calls.items()}
-        spent: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-        for _ in range(rounds):
-            for name, call in calls.items():
-                spent[name].append(self._both(call, launched[name]))
-        return {
-            name: (statistics.median(d for d, _ in found), statistics.median(h for _, h in found))
-            for name, found in spent.items()
-        }
+
+def memory_to_flush(device: torch.device | str) -> Tensor:
+    """As much as a device's cache holds."""
+    is_cuda = torch.device(device).type == "cuda"
+    return torch.empty(128 << 20 if is_cuda else 1, dtype=torch.int32, device=device)
+
+
+def _on_device(device: torch.device) -> Timer:
+    flush = memory_to_flush(device)
+
+    def median(call: Callable[[], object]) -> float:
+        timed(call, flush)
+        launched = timed(call, flush)[1]
+        return statistics.median(timed(call, flush, launched)[0] for _ in range(ROUNDS))
+
+    return median

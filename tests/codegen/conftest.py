@@ -100,7 +100,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Caches of this test's own, ours and triton's; where ours holds emitted kernels and tables."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "compiled"))
-    caches = (store.directory, launch.load, tuned.tables)
+    caches = (store.directory, launch.load, tuned.measured)
     for kept in caches:
         kept.cache_clear()
     yield tmp_path / "attngraph" / "triton"

@@ -380,17 +380,6 @@ def test_a_table_of_another_triton_is_told_and_begun_anew(
     assert caplog.text.count("was measured with") == 1
 
 
-@pytest.mark.usefixtures("cache")
-def test_what_a_user_measured_goes_before_what_is_shipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuned, "_SHIPPED", tmp_path)
-    (tmp_path / "a_gpu.json").write_text('{"blocks": {"a": [64, 64, 4, 2], "b": [64, 64, 8, 2]}}')
-    assert tuned.table("A GPU")["a"] == Blocks(64, 64, 4, 2)
-    tuned.add("A GPU", {"a": Blocks(32, 32, 4, 1)})
-    assert tuned.table("A GPU") == {"a": Blocks(32, 32, 4, 1), "b": Blocks(64, 64, 8, 2)}
-
-
 @pytest.mark.parametrize(
     ("text", "kind"),
     [

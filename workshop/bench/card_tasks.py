@@ -26,10 +26,11 @@ from attngraph.codegen.triton import device as devices
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.codegen.triton.tuning import Clock, difference
+from attngraph.codegen.triton.tuning import difference
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.cached_attention import Rows, row_by_row
 from workshop.bench import gpu
+from workshop.bench.clock import Clock
 from workshop.bench.scorecard.budgets import triton_version
 from workshop.bench.scorecard.cells import CELLS, DOCUMENTS, Cell
 from workshop.harness import short

@@ -32,8 +32,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import attngraph
 from attngraph.cli.terminal import TargetError
 from attngraph.codegen import triton
-from attngraph.codegen.triton.tuning import Clock
 from attngraph.meaning.check.comparison import Rule, compare
+from workshop.bench.clock import Clock
 from workshop.harness import Cell, Options, Row, Suite
 
 WINDOW, CAP = 1024, 30.0
