@@ -183,11 +183,8 @@ def _pool(members: int) -> ThreadPoolExecutor:
 
 
 class Chain:
-    """Links that run one after another, many times, all of them by one call (`c/chain.h`).
-
-    Raises:
-        CompilerError: there is no compiler.
-    """
+    """Links that run one after another, many times, all of them by one call (`c/chain.h`). Raises
+    CompilerError: there is no compiler."""
 
     def __init__(self, links: Sequence[Link]) -> None:
         self.links = list(links)

@@ -21,10 +21,10 @@ from attngraph.codegen.cpu.expression import Writer
 from attngraph.codegen.cpu.native import header, numbers
 from attngraph.codegen.cpu.soft import UNDERFLOW
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.codegen.scalar.chain import Chain
 from attngraph.codegen.scalar.form import Place
 from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
 from attngraph.codegen.scalar.weights import Multiple, is_multiple, refuse_dots, weight_multiple
+from attngraph.codegen.scalar.writer import Chain
 from attngraph.ir.dtypes import DTYPES, SCALED
 from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, Score, ScoreProgram, Weight, operation, parse
 from attngraph.ir.language.derivative import derivative
@@ -68,10 +68,7 @@ class Source:
 
 class Draft:
     """The source of a plan while it is built: functions over a tile, and the numbers that a call must pass.
-
-    Raises:
-        UnsupportedError: the program has an operation that cannot be emitted as C.
-    """
+    Raises UnsupportedError: the program has an operation that cannot be emitted as C."""
 
     def __init__(self, plan: Plan) -> None:
         if parse(plan.program.text) != plan.program:
@@ -124,11 +121,8 @@ class Draft:
 
 @functools.lru_cache(maxsize=256)
 def write(plan: Plan) -> Source:
-    """The source of a plan.
-
-    Raises:
-        UnsupportedError: the program has an operation that cannot be emitted as C, or the derivative of one.
-    """
+    """The source of a plan. Raises UnsupportedError: the program has an operation that cannot be emitted as
+    C, or the derivative of one."""
     draft = Draft(plan)
     if isinstance(plan, BackwardPlan):
         return _write_backward(draft, plan)

@@ -43,12 +43,10 @@ class Tiled(kernels.Kernel):
             return kernels.KERNELS["reference"].forward(program, operands, reads, sizes)
         require_in_range(program, operands, reads, sizes)
         work = _Work(program, operands, reads, tuple(sizes))
-        b, h, sq, _ = q.shape
-        dv = v.shape[3]
-        out = kernels.empty_result(v, (b, h, sq, dv))
+        out = kernels.empty_result(v, (*q.shape[:3], v.shape[3]))
         lse = torch.empty(q.shape[:3], dtype=work.q.dtype, device=q.device)
         for tile in work.tiles():
-            part, part_lse = work.attend(tile)
+            _, part, part_lse = work.attend(tile)
             place = (slice(*tile.b), slice(None), slice(*tile.q))
             out[place], lse[place] = part, part_lse
         return out, lse
@@ -106,28 +104,25 @@ class _Work:
             for q0 in range(0, sq, BLOCK):
                 yield Tile((b0, min(b0 + batches, b)), (0, h), (q0, min(q0 + BLOCK, sq)), (0, keys))
 
-    def attend(self, tile: Tile) -> tuple[Tensor, Tensor]:
+    def attend(self, tile: Tile) -> tuple[tuple[Run, ...], Tensor, Tensor]:
+        """The keys that are computed, the output and the log-sum-exp."""
         q = self.q[slice(*tile.b), :, slice(*tile.q)] * self.scale
         for runs, is_enough in self._choices(tile):
             out, lse = kernels.attend(self.program, q, [self._part(tile, run) for run in runs])
             if is_enough(lse):
-                return out, lse
+                return runs, out, lse
         raise AssertionError("unreachable")
 
     def _choices(self, tile: Tile) -> Iterator[tuple[tuple[Run, ...], Callable[[Tensor], bool]]]:
         """Sets of keys to compute, the smallest first, each with the condition on the log-sum-exp under which
         it was sufficient. If a row sees no key, or a NaN, all keys are needed."""
         softly, hard = (None if found is None else found[tile.q[0] // BLOCK] for found in self.runs)
-        if softly:
-            yield softly, functools.partial(self._hidden, runs=softly)
+        if softly:  # whether keys hidden by a finite fill have a weight of zero in every row of the block
+            count = sum(run.stop - run.start for run in softly)
+            yield softly, lambda lse: soft.hides(self.program, lse, count, self.dot, self.sizes)
         if hard:
             yield hard, lambda lse: bool(lse.isfinite().all())
         yield (Run(0, tile.k[1], frozenset()),), lambda lse: True
-
-    def _hidden(self, lse: Tensor, runs: tuple[Run, ...]) -> bool:
-        """Whether keys hidden by a finite fill have a weight of zero in every row of the block."""
-        count = sum(run.stop - run.start for run in runs)
-        return soft.hides(self.program, lse, count, self.dot, self.sizes)
 
     def _part(
         self, tile: Tile, run: Run, k: Tensor | None = None, v: Tensor | None = None,
@@ -142,10 +137,7 @@ class _Work:
     def add_gradients(self, tile: Tile, grads: tuple[Tensor, Tensor], totals: list[Tensor | None]) -> None:
         """Recompute one block with autograd and add its gradients to `totals` (q, k, v, reads)."""
         with torch.no_grad():
-            q = self.q[slice(*tile.b), :, slice(*tile.q)] * self.scale
-            for runs, is_enough in self._choices(tile):
-                if is_enough(kernels.attend(self.program, q, [self._part(tile, r) for r in runs])[1]):
-                    break
+            runs, _, _ = self.attend(tile)
         place = (slice(*tile.b), slice(None), slice(*tile.q))
         with torch.enable_grad():
             q = self.q[place].detach().requires_grad_(totals[0] is not None)

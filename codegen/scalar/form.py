@@ -93,11 +93,8 @@ class Lowering:
         self._most = float((_LARGE if index == "long" else SMALL) - 1)
 
     def __call__(self, node: Expr) -> Scalar:
-        """The value of an expression.
-
-        Raises:
-            UnsupportedError: an integer too large for every kind, or an unknown operation.
-        """
+        """The value of an expression. Raises UnsupportedError: an integer too large for every kind, or an
+        unknown operation."""
         if node not in self._found:
             self._found[node] = self._lower(node)
         return self._found[node]

@@ -70,11 +70,8 @@ class ReadGradient:
 
 @functools.lru_cache(maxsize=1024)
 def read_gradients(program: ScoreProgram, wanted: tuple[int, ...]) -> tuple[ReadGradient, ...]:
-    """The sums that a program's kernels compute for the reads with these numbers.
-
-    Raises:
-        UnsupportedError: an operation without a derivative, or a read whose index depends on scores.
-    """
+    """The sums that a program's kernels compute for the reads with these numbers. Raises UnsupportedError: an
+    operation without a derivative, or a read whose index depends on scores."""
     scored = [s.value if isinstance(s, Score) else s.fill for s in program.statements
               if isinstance(s, (Score, Keep))]  # fmt: skip
     multiple = weight_multiple(program)

@@ -7,8 +7,7 @@ from data is not known here (`follows_from_data`).
 """
 
 import functools
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from attngraph.ir.language import E, Environment, Expr, Tile, evaluate
 from attngraph.ir.language.score import INDICES, ScoreProgram
 from attngraph.ir.ops.kernels import Operands, accumulation_dtype
-from attngraph.meaning.algebra.intervals import Cut, Grid, bounds
+from attngraph.meaning.algebra.intervals import Box, Cut, Grid, bounds, interval
 
 _BLOCKS = 256
 """Into about how many blocks an axis is divided at most."""
@@ -29,8 +28,6 @@ def require_in_range(
     program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
 ) -> None:
     """Raise IndexError where an index that follows from positions and sizes is out of range."""
-    if not _computed(program):
-        return
     q, k, _ = operands
     problem = _problem_of(program, (*q.shape[:3], k.shape[2]), reads, sizes, accumulation_dtype(q.dtype))
     if problem is not None:
@@ -43,17 +40,12 @@ def are_in_range(
     """Whether all indices of positions are in range, for rows that grow from step to step: those that are
     computed are looked at up to the next power of two, and if that is too far, as far as `extents` say."""
     far = dict(zip(INDICES, extents, strict=True))
-    if any(reads[number].shape[axis] < far[name] for number, axis, name in _plain(program)):
+    plain = ((node.value, axis, index.value) for node, axis, index in program.places if index.op == "var")
+    if any(reads[number].shape[axis] < far[name] for number, axis, name in plain):
         return False
     (b, h, *ends) = extents
     ahead: Extents = (b, h, *(1 << (n - 1).bit_length() for n in ends))  # type: ignore[assignment]
     return any(_problem_of(program, found, reads, sizes, dtype) is None for found in (ahead, extents))
-
-
-@functools.lru_cache(maxsize=1024)
-def _plain(program: ScoreProgram) -> tuple[tuple[int, int, str], ...]:
-    """For each read at an index variable: the tensor's number, the axis, and the variable."""
-    return tuple((node.value, axis, index.value) for node, axis, index in program.places if index.op == "var")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,51 +101,21 @@ def _range(
     index: Expr, extent: int, extents: Extents, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[int, int]:
     """The least and the largest value of an index, or any two in range if all are."""
-    known = _whole(index, dict(zip(INDICES, extents, strict=True)), sizes)
-    if known is not None and known[0] >= 0 and known[1] < extent:
-        return known
+    b, h, q, k = ((0.0, stop - 1.0) for stop in extents)
+    low, high = interval(index, Box(b, h, q, k, sizes), {})
+    if low >= 0 and high < extent:
+        return int(low), int(high)
     names = {n.value for n in index.free}
     stops = [stop if name in names else 1 for name, stop in zip(INDICES, extents, strict=True)]
     cuts = [Cut(0, stop, max(_STEP, -(-stop // _BLOCKS))) for stop in stops]
-    low, high = 0, 0
-    for place in _doubtful(index, extent, cuts, sizes).tolist():
-        spans = [
-            (n * cut.step, min((n + 1) * cut.step, cut.stop)) for n, cut in zip(place, cuts, strict=True)
-        ]
-        env = Environment(Tile(*spans), (), sizes, dtype, torch.device("cpu"))
-        value = evaluate.evaluate(index, env, {})
-        least, most = torch.as_tensor(value).aminmax()
-        low, high = min(low, int(least)), max(high, int(most))
-    return low, high
-
-
-def _whole(index: Expr, extents: Mapping[str, int], sizes: tuple[int, ...]) -> tuple[int, int] | None:
-    """Bounds of an index over all positions by whole numbers alone, which is quick; None: not so simple."""
-    match index.op:
-        case "const" if isinstance(index.value, int):
-            return index.value, index.value
-        case "size":
-            return (sizes[int(index.value[1:])],) * 2
-        case "var":
-            return 0, extents[index.value] - 1
-        case "add" | "sub" | "mul" | "min" | "max":
-            first, second = (_whole(arg, extents, sizes) for arg in index.args)
-            if first is None or second is None:
-                return None
-            pairs = [(a, b) for a in first for b in second]
-            found = [_COMBINED[index.op](a, b) for a, b in pairs]
-            return min(found), max(found)
-    return None
-
-
-_COMBINED: Mapping[str, Callable[[int, int], int]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": min, "max": max,
-}  # fmt: skip
-
-
-def _doubtful(index: Expr, extent: int, cuts: Sequence[Cut], sizes: tuple[int, ...]) -> Tensor:
-    """The places, `[n, 4]`, of the blocks in which the index is not known to be in range."""
-    b, h, q, k = cuts
-    grid = Grid(b, h, q, k, sizes)
+    least, most = 0, 0
+    grid = Grid(cuts[0], cuts[1], cuts[2], cuts[3], sizes)
     found = bounds(index, grid, {})
-    return (~((found.low >= 0) & (found.high < extent))).expand(grid.shape).nonzero()
+    doubtful = ~((found.low >= 0) & (found.high < extent))
+    for place in doubtful.expand(grid.shape).nonzero().tolist():
+        tile = [(n * cut.step, min((n + 1) * cut.step, cut.stop)) for n, cut in zip(place, cuts, strict=True)]
+        env = Environment(Tile(*tile), (), sizes, dtype, torch.device("cpu"))
+        value = evaluate.evaluate(index, env, {})
+        low, high = map(int, torch.as_tensor(value).aminmax())
+        least, most = min(least, low), max(most, high)
+    return least, most

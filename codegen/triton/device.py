@@ -5,6 +5,7 @@ import functools
 import importlib
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,52 +49,42 @@ def no_device(q: Tensor) -> str | None:
 @functools.cache
 def _too_old(device: torch.device) -> str | None:
     """Why kernels do not run on this GPU, or None."""
-    if torch.version.hip is not None or not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"needs compute capability 8.0, this GPU has {major}.{minor}" if major < 8 else None
+    found = capability(device)
+    return None if found is None or found[0] >= 8 else (
+        f"needs compute capability 8.0, this GPU has {found[0]}.{found[1]}"
+    )  # fmt: skip
 
 
 @functools.cache
+def _about(device: torch.device) -> Any:
+    """PyTorch's properties of the GPU; None if there is none."""
+    is_there = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device) if is_there else None
+
+
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return 65536
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 0) or 65536)
+    return int(getattr(_about(device), "shared_memory_per_block_optin", 0) or 65536)
 
 
-@functools.cache
 def name_of(device: torch.device) -> str:
     """PyTorch's name of the GPU; empty if there is none."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_properties(device).name)
+    return str(getattr(_about(device), "name", ""))
 
 
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return int(getattr(_about(device), "multi_processor_count", 1))
 
 
-@functools.cache
 def shared_of_multiprocessor(device: torch.device) -> int:
     """Bytes of shared memory that the programs on one multiprocessor have together."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return shared_memory(device)
-    properties = torch.cuda.get_device_properties(device)
-    return max(int(getattr(properties, "shared_memory_per_multiprocessor", 0)), shared_memory(device))
+    return max(int(getattr(_about(device), "shared_memory_per_multiprocessor", 0)), shared_memory(device))
 
 
-@functools.cache
 def capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU; None for other devices."""
-    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return major, minor
+    about = None if torch.version.hip is not None else _about(device)
+    return None if about is None else (about.major, about.minor)
 
 
 def is_captured(device: torch.device) -> bool:

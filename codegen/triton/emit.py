@@ -45,11 +45,8 @@ class Kernel:
 
 
 def emit(plan: Plan) -> Kernel:
-    """The forward kernel of a plan.
-
-    Raises:
-        UnsupportedError: the score program has an operation that cannot be emitted; says which.
-    """
+    """The forward kernel of a plan. Raises UnsupportedError: the score program has an operation that cannot
+    be emitted; says which."""
     formulas, ahead, name = Formulas(plan, "BLOCK_Q, BLOCK_K"), plan.blocks.ahead, name_of(plan)
     whole, edge = formulas.tile(plan.keeps_of_whole_tiles, False), formulas.tile(at_the_end(plan), True)
     values = {
@@ -71,11 +68,8 @@ def emit(plan: Plan) -> Kernel:
 
 
 def emit_backward(plan: BackwardPlan) -> Kernel:
-    """The backward kernels of a plan, which have the same arguments; `name` is that of the first.
-
-    Raises:
-        UnsupportedError: the program has an operation whose derivative cannot be emitted; says which.
-    """
+    """The backward kernels of a plan, which have the same arguments; `name` is that of the first. Raises
+    UnsupportedError: the program has an operation whose derivative cannot be emitted; says which."""
     formulas, reads = Formulas(plan, "OWN, OTHER"), read_gradients(plan.program, plan.wanted)
     at_end, whole = at_the_end(plan), plan.keeps_of_whole_tiles
     # A read's sum, where it is stored, and what is added.
@@ -145,11 +139,8 @@ def pair(read: ReadGradient, number: int, tile: GradientTile) -> SimpleNamespace
 
 
 def emit_decode(plan: DecodePlan) -> Kernel:
-    """The two kernels of attention over a cache; `name` is that of the first, the other is JOIN.
-
-    Raises:
-        UnsupportedError: the score program has an operation that cannot be emitted; says which.
-    """
+    """The two kernels of attention over a cache; `name` is that of the first, the other is JOIN. Raises
+    UnsupportedError: the score program has an operation that cannot be emitted; says which."""
     formulas, name = Formulas(plan, "BLOCK_Q, BLOCK_K"), f"decode_{name_of(plan)}"
     held, new = formulas.tile((), True), formulas.tile((), True)
     keys, Dv = plan.Dv if plan.shared else plan.D, P.padded(plan.Dv)  # `keys`: elements in a key's first tile

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.codegen.scalar.chain import Chain, use_score
 from attngraph.codegen.scalar.form import Lowering, Place, Scalar
 from attngraph.codegen.scalar.read_gradients import ReadGradient
 from attngraph.codegen.scalar.read_ranges import follows_from_data
 from attngraph.codegen.scalar.weights import Multiple, weight_multiple
-from attngraph.codegen.scalar.writer import ATOM, COMPARE, PRODUCT, SIGN, SUM
+from attngraph.codegen.scalar.writer import ATOM, COMPARE, PRODUCT, SIGN, SUM, Chain, use_score
 from attngraph.codegen.scalar.writer import Writer as Common
 from attngraph.codegen.triton import fold
 from attngraph.codegen.triton.fold import NOTHING

@@ -109,7 +109,7 @@ class Plan:
     @functools.cached_property
     def _guarded(self) -> dict[int, tuple[int, ...]]:
         axes: dict[int, set[int]] = {}
-        for node in (n for e in self.program.expressions for n in E.walk(e) if n.op == "read"):
+        for node in reads_of(self.program):
             own = {i for i, arg in enumerate(node.args) if not is_checked_at_launch(arg)}
             axes.setdefault(node.value, set()).update(own)
         return {number: tuple(sorted(found)) for number, found in axes.items()}
@@ -284,7 +284,7 @@ def tiles_read(program: ScoreProgram) -> int:
 
 def reads_of(program: ScoreProgram) -> set[Expr]:
     """The elements that the program reads."""
-    return {n for e in program.expressions for n in E.walk(e) if n.op == "read"}
+    return {n for e in program.expressions for n in E.reads(e)}
 
 
 def window_of(program: ScoreProgram) -> int:
