@@ -7,6 +7,7 @@ fast and wrong.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import statistics
@@ -263,13 +264,10 @@ def difference(found: Tensor | None, wanted: Tensor | None, eps: float) -> str:
 def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
     """Block sizes worth measuring for a width, large tiles first."""
     row = padded(width) * dtype.itemsize
-    for q in (128, 64, 32):
-        for k in (128, 64, 32):
-            for warps in (8, 4):
-                for stages in (3, 2, 1):
-                    fits = (q + 2 * stages * k) * row <= shared
-                    if fits and q * (padded(width) + k) <= _NUMBERS // 2 * (warps // 4):
-                        yield Blocks(q, k, warps, stages)
+    for q, k, warps, stages in itertools.product((128, 64, 32), (128, 64, 32), (8, 4), (3, 2, 1)):
+        fits = (q + 2 * stages * k) * row <= shared
+        if fits and q * (padded(width) + k) <= _NUMBERS // 2 * (warps // 4):
+            yield Blocks(q, k, warps, stages)
 
 
 def split_choices(options: Sequence[Blocks], operands: Operands) -> Iterator[Blocks]:
@@ -287,11 +285,9 @@ def ahead_choices(options: Sequence[Blocks], capability: tuple[int, int] | None)
 def decode_choices(first: Blocks, width: int) -> Iterator[Blocks]:
     """Block sizes worth measuring over a cache, besides those of the rule: of the same height, since the
     number of queries of a group is given."""
-    for k in (16, 32, 64, 128):
-        for warps in (4, 8):
-            for stages in (1, 2, 3):
-                if k * padded(width) <= _NUMBERS // 2:
-                    yield dataclasses.replace(first, k=k, warps=warps, stages=stages)
+    for k, warps, stages in itertools.product((16, 32, 64, 128), (4, 8), (1, 2, 3)):
+        if k * padded(width) <= _NUMBERS // 2:
+            yield dataclasses.replace(first, k=k, warps=warps, stages=stages)
 
 
 ROUNDS = 9
