@@ -140,9 +140,12 @@ class Prepared:
         if not tokens:
             return results
 
-        operands = given, results, tokens
-        ours = functools.partial(self._in_blocks, self._by_link, self.at_once, *operands)
-        with_pytorch = functools.partial(self._in_blocks, self._around_products, self.most, *operands)
+        def ours() -> None:
+            self._in_blocks(self._by_link, self.at_once, given, results, tokens)
+
+        def with_pytorch() -> None:
+            self._in_blocks(self._around_products, self.most, given, results, tokens)
+
         if not self._is_measured(tokens):
             ours()
             return results
