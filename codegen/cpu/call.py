@@ -101,9 +101,7 @@ class Run:
         if not (self.set_numbers() and self.set_reads()):
             return False
         call = self.call
-        for name, tensor in (("q", self.q), ("k", self.k), ("v", self.v), ("out", out)):
-            setattr(call, name, tensor.data_ptr())
-            setattr(call, f"{name}_stride", tensor.stride()[:3])
+        self.place(q=self.q, k=self.k, v=self.v, out=out)
         call.lse = lse.data_ptr()
         call.B, call.H, call.Sq, call.D = self.q.shape
         call.Hkv, call.Sk, call.Dv = self.k.shape[1], self.k.shape[2], self.v.shape[3]
@@ -111,6 +109,12 @@ class Run:
         call.scale = self.scale
         self.set_maps()
         return True
+
+    def place(self, **operands: Tensor) -> None:
+        """Set where these lie, with their strides."""
+        for name, tensor in operands.items():
+            setattr(self.call, name, tensor.data_ptr())
+            setattr(self.call, f"{name}_stride", tensor.stride()[:3])
 
     def padded(self, width: int) -> int:
         """A width rounded up to a multiple of the vector length."""

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import native, source
-from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Library, Run, library
+from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Library, Run, library
 from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.operands import attention_fits, most_tokens, rows_fit, table_range
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.codegen.scalar.form import SMALL
 from attngraph.ir.dtypes import FLOATS, SCALED
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import memory
@@ -64,12 +63,10 @@ class Decode:
             here = q.index_select(2, tokens)
             sums = None if lse is None else lse.new_empty(here.shape[:3])
             k, v = (n if n.shape[2] == 0 else n.index_select(2, tokens) for n in new)
-            if is_long:
-                part: Tensor | None = row_by_row(
-                    program, here, (k, v), pages, reads, sizes, own, "cpu", scales, sums
-                )
-            else:
-                part = made.attend(here, (k, v), pages, reads, tuple(sizes), _Rows(own), scales, sums)
+            part: Tensor | None = (
+                row_by_row(program, here, (k, v), pages, reads, sizes, own, "cpu", scales, sums) if is_long
+                else made.attend(here, (k, v), pages, reads, tuple(sizes), _Rows(own), scales, sums)
+            )  # fmt: skip
             if part is None:
                 return None
             out.index_copy_(2, tokens, part)
@@ -156,8 +153,10 @@ class _Prepared:
     def items(q: Tensor, k: Tensor, rows: "_Rows", whatever_lengths: bool = False) -> int:
         """How many blocks of queries and heads there are."""
         group = q.shape[1] // k.shape[1]
-        step = _queries_of_item(group)
-        blocks = rows.most_blocks(step, q.shape[2]) if whatever_lengths else rows.blocks(step)
+        step = _step(group)
+        tokens = q.shape[2]
+        most = min(tokens, (tokens + rows.count * (step - 1)) // step)  # however they are divided
+        blocks = most if whatever_lengths else rows.blocks(step)
         return blocks * k.shape[1] * -(-group // BLOCK_Q)
 
     def link(
@@ -174,25 +173,20 @@ class _Prepared:
         )
         if not fits:
             return None
-        call, held = Call(), [*new]
-        if sizes or reads or max(*q.shape, *k.shape) >= SMALL:
-            run = Run(self.made, self.program, (q, k, v), reads, sizes)
-            if not (run.set_numbers() and run.set_reads()):
-                return None
-            call, held = run.call, [*held, *run.held]
-        in_place = all(t.stride(3) == 1 for t in (q, k, v, *(t for t in new if t.shape[2])))
-        if at_once and (rows.copies or not in_place):
+        run = Run(self.made, self.program, (q, k, v), reads, sizes)
+        if not (run.set_numbers() and run.set_reads()):
+            return None
+        are_copied = run.q is not q or run.k is not k or run.v is not v
+        if at_once and (rows.copies or are_copied or any(t.stride(3) != 1 for t in new if t.shape[2])):
             return None  # copies would keep the values of this call
-        q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
-        _, h, _, d = q.shape
-        dv = v.shape[3]
+        (q, k, v), call = (run.q, run.k, run.v), run.call
+        (_, h, _, d), dv = q.shape, v.shape[3]
         out = _empty(q, dv)
+        run.place(q=q, out=out)
         _move_pages(call, k, v, *scales)
-        call.q, call.out = q.data_ptr(), out.data_ptr()
-        call.q_stride = q.stride()[:3]
-        call.out_stride = out.stride()[:3]
         call.B, call.H, call.Hkv, call.Sq, call.D, call.Dv = rows.count, h, k.shape[1], q.shape[2], d, dv
-        call.wide, call.scale = -(-dv // self.made.lanes) * self.made.lanes, self.scale
+        call.wide, call.scale = run.padded(dv), self.scale
+        held = [*new]
         if new[0].shape[2] > 0:
             k_new, v_new = (t if t.stride(3) == 1 else t.contiguous() for t in new)
             held += [k_new, v_new]
@@ -201,37 +195,30 @@ class _Prepared:
             call.v_new_stride = v_new.stride()[1:3]
         call.table, call.starts, call.first, call.held = rows.places
         call.columns, call.window = rows.columns, self.window
-        counters = self._share(call, q, k, rows, at_once, held)
+        counters = self._share(run, rows, at_once)
         if not at_once:  # a link that stays is told where they are
             held += [k, v, *(by for by in scales if by is not None)]
         return Link(
-            self.function, call, counters, [out], [q, *held, *rows.held],
+            self.function, call, counters, [out], [q, *held, *run.held, *rows.held],
             native.counters(call, "bad")[0][0], lambda *pages: _move_pages(call, *pages),
         )  # fmt: skip
 
-    def _share(
-        self, call: Any, q: Tensor, k: Tensor, rows: "_Rows", at_once: int | None, held: list[Tensor]
-    ) -> list[tuple[int, int]]:
-        """Set how threads share the work, with memory for them, which `held` keeps alive. Returns the
-        counters."""
-        threads = torch.get_num_threads()
-        call.step = _queries_of_item(call.H // call.Hkv)
-        items = self.items(q, k, rows, bool(at_once))
+    def _share(self, run: Run, rows: "_Rows", at_once: int | None) -> list[tuple[int, int]]:
+        """Set how threads share the work, with memory for them. Returns the counters."""
+        threads, call = torch.get_num_threads(), run.call
+        call.step = _step(call.H // call.Hkv)
+        items = self.items(run.q, run.k, rows, bool(at_once))
         most = -(-threads // items)
         call.parts = min(most, max(1, rows.longest // LEAST_KEYS))
         call.most = most if at_once and most > 1 else 0
         allocated = call.most or call.parts
         counters = native.counters(call, "slot", "bad", "member")
         if allocated > 1:
-            partial = torch.empty(items * allocated * BLOCK_Q * (call.wide + 2), dtype=torch.float32)
-            arrived = torch.zeros(items, dtype=torch.int64)
-            held += [partial, arrived]
-            call.partial, call.arrived = partial.data_ptr(), arrived.data_ptr()
+            call.partial = run.floats(items * allocated * BLOCK_Q * (call.wide + 2))
+            call.arrived = run.zeros(items)
             counters.append((call.arrived, items * 8))
-        area = (BLOCK_Q + BLOCK_K) * (call.D + call.wide) + 64
-        scratch = torch.empty((at_once or min(threads, items * call.parts)) * area + 8, dtype=torch.float32)
-        held.append(scratch)
-        call.scratch_size, call.scratch = area, scratch.data_ptr()
+        call.scratch_size = area = (BLOCK_Q + BLOCK_K) * (call.D + call.wide) + 64
+        call.scratch = run.floats((at_once or min(threads, items * call.parts)) * area + 8)
         return counters
 
 
@@ -246,7 +233,8 @@ def _move_pages(
         call.k_scale_stride, call.v_scale_stride = k_scales.stride(), v_scales.stride()
 
 
-def _queries_of_item(group: int) -> int:
+def _step(group: int) -> int:
+    """The queries of an item."""
     return max(1, BLOCK_Q // min(group, BLOCK_Q))
 
 
@@ -308,10 +296,6 @@ class _Rows:
     def blocks(self, step: int) -> int:
         """The number of blocks of `step` queries in all rows together."""
         return len(self.counts) if max(self.counts) <= step else sum(-(-n // step) for n in self.counts)
-
-    def most_blocks(self, step: int, tokens: int) -> int:
-        """The most such blocks, however so many tokens are divided between the rows."""
-        return min(tokens, (tokens + self.count * (step - 1)) // step)
 
 
 _last = threading.local()

@@ -47,21 +47,20 @@ class Writer(Common):
         self.line(f"{'int' if is_truth else 'float'} {name} = {code}")
 
     def leaf(self, value: Scalar) -> tuple[str, int]:
-        return self._leaf(value), ATOM
-
-    def _leaf(self, value: Scalar) -> str:
         node = value.source
         if value.op == "name":
-            return str(node.value or node.op)
-        if value.op == "number":
+            code = str(node.value or node.op)
+        elif value.op == "number":
             self.numbers.setdefault(node, value.kind)
             place = list(self.numbers).index(node)
-            return f"c->real[{place}]" if value.kind == "float" else f"(int)c->whole[{place}]"
-        if value.kind == "float":
-            return number_literal(node)
-        if value.kind == "long":
-            return f"INT64_C({node.value!r})"
-        return f"({node.value!r})" if node.value < 0 else str(int(node.value))
+            code = f"c->real[{place}]" if value.kind == "float" else f"(int)c->whole[{place}]"
+        elif value.kind == "float":
+            code = number_literal(node)
+        elif value.kind == "long":
+            code = f"INT64_C({node.value!r})"
+        else:
+            code = f"({node.value!r})" if node.value < 0 else str(int(node.value))
+        return code, ATOM
 
     def cast(self, value: Scalar) -> tuple[str, int]:
         (arg,) = value.args

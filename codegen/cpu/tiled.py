@@ -117,16 +117,12 @@ class _Work:
         """Sets of keys to compute, the smallest first, each with the condition on the log-sum-exp under which
         it was sufficient. If a row sees no key, or a NaN, all keys are needed."""
         softly, hard = (None if found is None else found[tile.q[0] // BLOCK] for found in self.runs)
-        if softly:
-            yield softly, functools.partial(self._hidden, runs=softly)
+        if softly:  # whether keys hidden by a finite fill have a weight of zero in every row of the block
+            count = sum(run.stop - run.start for run in softly)
+            yield softly, lambda lse: soft.hides(self.program, lse, count, self.dot, self.sizes)
         if hard:
             yield hard, lambda lse: bool(lse.isfinite().all())
         yield (Run(0, tile.k[1], frozenset()),), lambda lse: True
-
-    def _hidden(self, lse: Tensor, runs: tuple[Run, ...]) -> bool:
-        """Whether keys hidden by a finite fill have a weight of zero in every row of the block."""
-        count = sum(run.stop - run.start for run in runs)
-        return soft.hides(self.program, lse, count, self.dot, self.sizes)
 
     def _part(
         self, tile: Tile, run: Run, k: Tensor | None = None, v: Tensor | None = None,

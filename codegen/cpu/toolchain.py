@@ -216,11 +216,11 @@ def _is_whole(path: Path) -> bool:
 def _compile(source: str, path: Path) -> None:
     """Make the library of a source. Raises CompilerError: the compiler fails, or makes no file, or none can
     be written."""
-    command = [*compiler(), *FLAGS, "-x", "c", "-", "-o", path.name, "-lm"]
+    command = [*compiler(), *FLAGS, "-x", "c", "-", "-o"]
     try:
         with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as work:
             made = Path(work) / path.name
-            command[-2] = str(made)
+            command += [str(made), "-lm"]
             done = subprocess.run(
                 command, input=source, capture_output=True, text=True, timeout=300, check=False
             )

@@ -28,8 +28,6 @@ def require_in_range(
     program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
 ) -> None:
     """Raise IndexError where an index that follows from positions and sizes is out of range."""
-    if not _computed(program):
-        return
     q, k, _ = operands
     problem = _problem_of(program, (*q.shape[:3], k.shape[2]), reads, sizes, accumulation_dtype(q.dtype))
     if problem is not None:
@@ -42,17 +40,12 @@ def are_in_range(
     """Whether all indices of positions are in range, for rows that grow from step to step: those that are
     computed are looked at up to the next power of two, and if that is too far, as far as `extents` say."""
     far = dict(zip(INDICES, extents, strict=True))
-    if any(reads[number].shape[axis] < far[name] for number, axis, name in _plain(program)):
+    plain = ((node.value, axis, index.value) for node, axis, index in program.places if index.op == "var")
+    if any(reads[number].shape[axis] < far[name] for number, axis, name in plain):
         return False
     (b, h, *ends) = extents
     ahead: Extents = (b, h, *(1 << (n - 1).bit_length() for n in ends))  # type: ignore[assignment]
     return any(_problem_of(program, found, reads, sizes, dtype) is None for found in (ahead, extents))
-
-
-@functools.lru_cache(maxsize=1024)
-def _plain(program: ScoreProgram) -> tuple[tuple[int, int, str], ...]:
-    """For each read at an index variable: the tensor's number, the axis, and the variable."""
-    return tuple((node.value, axis, index.value) for node, axis, index in program.places if index.op == "var")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -116,18 +109,13 @@ def _range(
     stops = [stop if name in names else 1 for name, stop in zip(INDICES, extents, strict=True)]
     cuts = [Cut(0, stop, max(_STEP, -(-stop // _BLOCKS))) for stop in stops]
     least, most = 0, 0
-    for place in _doubtful(index, extent, cuts, sizes).tolist():
+    grid = Grid(cuts[0], cuts[1], cuts[2], cuts[3], sizes)
+    found = bounds(index, grid, {})
+    doubtful = ~((found.low >= 0) & (found.high < extent))
+    for place in doubtful.expand(grid.shape).nonzero().tolist():
         tile = [(n * cut.step, min((n + 1) * cut.step, cut.stop)) for n, cut in zip(place, cuts, strict=True)]
         env = Environment(Tile(*tile), (), sizes, dtype, torch.device("cpu"))
         value = evaluate.evaluate(index, env, {})
         low, high = map(int, torch.as_tensor(value).aminmax())
         least, most = min(least, low), max(most, high)
     return least, most
-
-
-def _doubtful(index: Expr, extent: int, cuts: Sequence[Cut], sizes: tuple[int, ...]) -> Tensor:
-    """The places, `[n, 4]`, of the blocks in which the index is not known to be in range."""
-    b, h, q, k = cuts
-    grid = Grid(b, h, q, k, sizes)
-    found = bounds(index, grid, {})
-    return (~((found.low >= 0) & (found.high < extent))).expand(grid.shape).nonzero()

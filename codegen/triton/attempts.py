@@ -24,13 +24,14 @@ from attngraph.codegen.triton.plan import Blocks, Plan
 from attngraph.ir.language.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.triton")
-_failed: set[tuple[Plan, torch.device]] = set()
+_failed: set[tuple[Hashable, torch.device]] = set()
 _said = Remarks()
 IN_CAPTURE = (
     "Raised while a CUDA graph was being captured, where kernels cannot be compiled or loaded and no other "
     "tiles are tried: make a call of these shapes once before the capture."
 )
 P = TypeVar("P", bound=Plan)
+K = TypeVar("K")
 R = TypeVar("R")
 
 
@@ -47,25 +48,34 @@ def smaller(blocks: Blocks) -> list[Blocks]:
 
 def run(plan: P, device: torch.device, call: Callable[[P], R], otherwise: Callable[[], R]) -> R:
     """Make the call with the first blocks that run, beginning with the plan's own; else call `otherwise`."""
-    problem = ""
+    problems: list[str] = []
     for blocks in _in_order(plan.blocks):
         chosen = plan if blocks == plan.blocks else dataclasses.replace(plan, blocks=blocks)
-        if _failed and (chosen, device) in _failed:
-            continue
-        try:
-            return call(chosen)
-        except (IndexError, torch.OutOfMemoryError):
-            raise  # the fault is in the caller's tensors
-        except Exception as error:  # compilers and drivers fail in many ways
-            if is_captured(device):
-                error.add_note(IN_CAPTURE)
-                raise
-            _failed.add((chosen, device))
-            problem = f"{type(error).__name__}: {error}".strip()
+        found, problem = once(chosen, device, call)
+        if found is not None:
+            return found
+        if problem:
+            problems.append(problem)
             _say(plan, f"{blocks} does not run on {device}, smaller tiles are tried: {problem}")
-    if problem:
+    if problems:
         _say(plan, f"no tiles run on {device}, PyTorch's operations instead")
     return otherwise()
+
+
+def once(plan: K, device: torch.device, call: Callable[[K], R]) -> tuple[R | None, str]:
+    """The result of a call. None where it does not run, and why, unless that was told before."""
+    if _failed and (plan, device) in _failed:
+        return None, ""
+    try:
+        return call(plan), ""
+    except (IndexError, torch.OutOfMemoryError):
+        raise  # the fault is in the caller's tensors
+    except Exception as error:  # compilers and drivers fail in many ways
+        if is_captured(device):
+            error.add_note(IN_CAPTURE)
+            raise
+        _failed.add((plan, device))
+        return None, f"{type(error).__name__}: {error}".strip()
 
 
 def _in_order(blocks: Blocks) -> Iterator[Blocks]:
@@ -91,7 +101,6 @@ def remarks(program: ScoreProgram) -> tuple[str, ...]:
 
 MOST = 4096
 """Plans that are kept, of one kernel."""
-K = TypeVar("K")
 
 
 class KeptPlans(Generic[K]):

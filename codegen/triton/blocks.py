@@ -53,10 +53,12 @@ def blocks_for(
     single = _SINGLE if _is_exact(D, Dv) else _SINGLE_PADDED
     wanted = (single if dtype is torch.float32 else _HALF)[width]
     q, k, warps, stages = wanted.q, wanted.k, wanted.warps, wanted.stages
+    # Where a tile is computed with masks of its padding, or with a third loop over what a fill hides.
+    takes_registers = not _is_exact(D, Dv) or P.largest_filled(program) is not None
     has_groups = dtype is not torch.float32 and shared > _MUCH and (capability or (9, 0))[0] < 10
     if has_groups and width < 512:
         q, k, warps, stages = _measured(program, D, Dv)
-    elif width == 128 and (P.tiles_read(program) or (shared <= _MUCH and _takes_registers(program, D, Dv))):
+    elif width == 128 and (P.tiles_read(program) or (shared <= _MUCH and takes_registers)):
         k = max(16, k // (4 if P.tiles_read(program) and shared <= _MUCH else 2))
     elif width == 64 and shared <= _MUCH and dtype is not torch.float32:
         q, k, warps = 64, 32, 4  # room for two programs on a multiprocessor
@@ -76,7 +78,8 @@ def blocks_for(
     if Sq < q:
         q, warps = P.padded(Sq), min(warps, 4)
     own, of_values = (sum(P.in_two(n)) if split else P.padded(n) for n in (D, Dv))
-    row = (own + of_values) * dtype.itemsize + 4 * q * P.tiles_read(program) + 16 * _keys_read(program)
+    keys_read = sum(S.index("k") in n.free and S.index("q") not in n.free for n in P.reads_of(program))
+    row = (own + of_values) * dtype.itemsize + 4 * q * P.tiles_read(program) + 16 * keys_read
     tile = own * dtype.itemsize
 
     def taken() -> int:
@@ -122,11 +125,6 @@ def _in_two_tiles(program: ScoreProgram, D: int, Dv: int, shared: int) -> tuple[
     if max(keys, values) <= 96:
         return 64, 64, 4, 3
     return (64, 32, 4, 2) if values > 128 else (128, 32, 8, 2)
-
-
-def _takes_registers(program: ScoreProgram, D: int, Dv: int) -> bool:
-    """Whether a tile is computed with masks of its padding, or with a third loop over what a fill hides."""
-    return not _is_exact(D, Dv) or P.largest_filled(program) is not None
 
 
 def _is_exact(D: int, Dv: int) -> bool:
@@ -243,8 +241,3 @@ def _blocks_of_latents(lanes: int, shared: int, capability: tuple[int, int] | No
     if lanes > 16:
         return Blocks(64, 64, 8, 2) if measured and lanes > 32 else Blocks(32, 32, 4, 2)
     return Blocks(16, 32, 4, 3) if measured else Blocks(16, 64, 8, 2)
-
-
-def _keys_read(program: ScoreProgram) -> int:
-    """How many tensor elements the program reads for each key alone."""
-    return sum(S.index("k") in n.free and S.index("q") not in n.free for n in P.reads_of(program))

@@ -28,7 +28,7 @@ from attngraph.codegen.triton.device import capability, is_interpreted, name_of,
 from attngraph.codegen.triton.emit import OF_KEYS, OF_QUERIES, OF_READ, emit, emit_backward
 from attngraph.codegen.triton.plan import DTYPES, WIDEST, BackwardPlan, Blocks, Plan, Read
 from attngraph.codegen.triton.store import described, is_describable, is_wide, launch_kernel, loading
-from attngraph.ir.language import E, ScoreProgram
+from attngraph.ir.language import ScoreProgram
 from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
 
 UNCHECKED = (
@@ -262,14 +262,13 @@ def unsupported(program: ScoreProgram) -> str | None:
 def _check_reads(program: ScoreProgram, q: Tensor, k: Tensor, reads: Sequence[Tensor]) -> None:
     """Raise ValueError where a tensor that is read by a plain index is too short."""
     extents = dict(zip("bhqk", (*q.shape[:3], k.shape[2]), strict=True))
-    for node in (n for e in program.expressions for n in E.walk(e) if n.op == "read"):
-        for axis, (arg, extent) in enumerate(zip(node.args, reads[node.value].shape, strict=True)):
-            needed = extents[arg.value] if arg.op == "var" else arg.value + 1 if arg.op == "const" else 0
-            if extent < needed:
-                raise ValueError(
-                    f"attention: `{node}` needs {needed} elements along axis {axis}, "
-                    f"r{node.value} has shape {tuple(reads[node.value].shape)}."
-                )
+    for node, axis, index in program.places:
+        needed = extents[index.value] if index.op == "var" else index.value + 1 if index.op == "const" else 0
+        if reads[node.value].shape[axis] < needed:
+            raise ValueError(
+                f"attention: `{node}` needs {needed} elements along axis {axis}, "
+                f"r{node.value} has shape {tuple(reads[node.value].shape)}."
+            )
 
 
 def differentiate(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.codegen.triton.attempts import IN_CAPTURE
+from attngraph.codegen.triton import attempts
 from attngraph.codegen.triton.decode import FEW
 from attngraph.codegen.triton.device import is_captured, no_device
 from attngraph.codegen.triton.emit import emit_sums
@@ -24,12 +24,10 @@ _log = logging.getLogger("attngraph.codegen.triton")
 class RunningSum:
     """`attngraph::running_sum` where no row has more than FEW new tokens."""
 
-    def __init__(self) -> None:
-        self._failed: set[tuple[SumsPlan, torch.device]] = set()
-
+    @staticmethod
     def run(
-        self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
-        starts: Tensor, inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
+        q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
+        inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
         less_one: bool = False,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         given = {"q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right}
@@ -37,22 +35,13 @@ class RunningSum:
         if no_device(v) is not None or not _are_served(present, state) or longest(starts, v) > FEW:
             return None
         plan = plan_of(present, state, inclusive, less_one)
-        if (plan, v.device) in self._failed:
-            return None
-        try:
-            return launch_sums(plan, present, state, starts)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # compilers and drivers fail in many ways
-            if is_captured(v.device):
-                error.add_note(IN_CAPTURE)
-                raise
-            self._failed.add((plan, v.device))
+        found, problem = attempts.once(plan, v.device, lambda p: launch_sums(p, present, state, starts))
+        if problem:
             _log.warning(
                 "running sums are computed by PyTorch's operations on %s, since their kernel does not run: "
-                "%s: %s", v.device, type(error).__name__, error,
+                "%s", v.device, problem,
             )  # fmt: skip
-            return None
+        return found
 
 
 def longest(starts: Tensor, v: Tensor) -> int:

@@ -7,6 +7,7 @@ fast and wrong.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import statistics
@@ -225,19 +226,15 @@ def _best(line: _Choices[C], times: Mapping[C, float]) -> C | None:
     exact = line.wanted() if times else []
     eps = max((torch.finfo(t.dtype).eps for t in exact if t is not None), default=0.0)
     for option in sorted(times, key=lambda option: times[option]):
-        _spoil(exact)
+        # Memory that is given out next holds NaN, so that what a kernel forgets to write is seen.
+        spoilt = [torch.full_like(t, math.nan) for t in exact if t is not None and t.is_floating_point()]
+        del spoilt
         pairs = zip(line.call(option), exact, strict=True)
         wrong = next(filter(None, (difference(one, other, eps) for one, other in pairs)), "")
         if not wrong:
             return option
         _log.warning("%s are fast but wrong %s, and not kept: %s", option, line.line, wrong)
     return None
-
-
-def _spoil(like: Results) -> None:
-    """Leave NaN in memory that is given out next, so that what a kernel forgets to write is seen."""
-    spoilt = [torch.full_like(t, math.nan) for t in like if t is not None and t.is_floating_point()]
-    del spoilt
 
 
 def difference(found: Tensor | None, wanted: Tensor | None, eps: float) -> str:
@@ -267,13 +264,10 @@ def difference(found: Tensor | None, wanted: Tensor | None, eps: float) -> str:
 def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
     """Block sizes worth measuring for a width, large tiles first."""
     row = padded(width) * dtype.itemsize
-    for q in (128, 64, 32):
-        for k in (128, 64, 32):
-            for warps in (8, 4):
-                for stages in (3, 2, 1):
-                    fits = (q + 2 * stages * k) * row <= shared
-                    if fits and q * (padded(width) + k) <= _NUMBERS // 2 * (warps // 4):
-                        yield Blocks(q, k, warps, stages)
+    for q, k, warps, stages in itertools.product((128, 64, 32), (128, 64, 32), (8, 4), (3, 2, 1)):
+        fits = (q + 2 * stages * k) * row <= shared
+        if fits and q * (padded(width) + k) <= _NUMBERS // 2 * (warps // 4):
+            yield Blocks(q, k, warps, stages)
 
 
 def split_choices(options: Sequence[Blocks], operands: Operands) -> Iterator[Blocks]:
@@ -291,11 +285,9 @@ def ahead_choices(options: Sequence[Blocks], capability: tuple[int, int] | None)
 def decode_choices(first: Blocks, width: int) -> Iterator[Blocks]:
     """Block sizes worth measuring over a cache, besides those of the rule: of the same height, since the
     number of queries of a group is given."""
-    for k in (16, 32, 64, 128):
-        for warps in (4, 8):
-            for stages in (1, 2, 3):
-                if k * padded(width) <= _NUMBERS // 2:
-                    yield dataclasses.replace(first, k=k, warps=warps, stages=stages)
+    for k, warps, stages in itertools.product((16, 32, 64, 128), (4, 8), (1, 2, 3)):
+        if k * padded(width) <= _NUMBERS // 2:
+            yield dataclasses.replace(first, k=k, warps=warps, stages=stages)
 
 
 ROUNDS = 9

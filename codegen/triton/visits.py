@@ -93,11 +93,6 @@ def find(
     return _from_tensors(program, cuts, own, reads, device, turned)
 
 
-def forget() -> None:
-    """Forget the lists that are cached, but for those that captured graphs use."""
-    _of_shapes.clear()
-
-
 Cuts = tuple[Cut, Cut, Cut, Cut]
 
 

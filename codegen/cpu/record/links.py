@@ -102,16 +102,12 @@ def early_first(graph: fx.Graph) -> list[fx.Node]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if _may_be_compiled(node) or not late.isdisjoint(node.all_input_nodes):
+        may_be_compiled = node.target in SEVERAL or node.target is last_tokens or may_be_copy(node)
+        may_be_compiled |= isinstance(nodes.view(node), nodes.CachedAttention)
+        if may_be_compiled or not late.isdisjoint(node.all_input_nodes):
             late.add(node)
         order[node in late].append(node)
     return [*order[0], *order[1]]
-
-
-def _may_be_compiled(node: fx.Node) -> bool:
-    if node.target in SEVERAL or node.target is last_tokens or may_be_copy(node):
-        return True
-    return isinstance(nodes.view(node), nodes.CachedAttention)
 
 
 class Carry(NamedTuple):
@@ -184,8 +180,8 @@ class Links:
         pages = [view.k_pages, view.v_pages, *(s for s in (view.k_scales, view.v_scales) if s is not None)]
         if not self.growing.intersection(node.all_input_nodes) <= set(pages):
             return None
-        if not all(map(self._is_settled_or_moves, pages)):
-            return None
+        if any(n in self.growing and n not in self.pages for n in pages):
+            return None  # compiled code can be told where an input is
         if not self.kinds.are_of_the_state(pages, view.table, view.starts, view.first, view.held):
             return None
         settled = self._settled
@@ -234,10 +230,6 @@ class Links:
 
     def _settled_operands(self, node: fx.Node) -> Any:
         return fx.map_arg(node.args, self._settled)
-
-    def _is_settled_or_moves(self, node: fx.Node) -> bool:
-        """Whether pages lie where they lay, or are an input: compiled code can be told where it is."""
-        return node not in self.growing or node in self.pages
 
     def _settled(self, node: fx.Node) -> Any:
         """A value in memory that stays: results of PyTorch's operations get memory of their own."""

@@ -23,7 +23,7 @@ from attngraph.codegen.cpu.tokens.indices import RANKS
 from attngraph.codegen.cpu.tokens.schedule import PLACES, arranged, facts
 from attngraph.codegen.remarks import Remarks, UnsupportedError
 from attngraph.ir.dtypes import NAMED
-from attngraph.ir.language.token_program import Given, TokenProgram, parse
+from attngraph.ir.language.token_program import TokenProgram, parse
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.token_program import floating, memory_of_results, tokens_in, weight_rows
 
@@ -107,13 +107,6 @@ def _code(text: str) -> ctypes.CDLL:
         address = ctypes.cast(product.attngraph_product, ctypes.c_void_p)
         ctypes.c_void_p.in_dll(code, kind.name).value = address.value
     return code
-
-
-def _has_shape(tensor: Tensor, about: Given, tokens: int) -> bool:
-    """Whether a given tensor has as many elements as the program says, in each dimension."""
-    if about.packed is not None:
-        return 2 * tensor.nbytes == math.prod(n or 0 for n in about.shape)
-    return tensor.shape == tuple(tokens if n is None else n for n in about.shape)
 
 
 class Prepared:
@@ -216,7 +209,11 @@ class Prepared:
         if not kinds:
             return False
         tokens = tokens_in(self.program, given)
-        return all(_has_shape(t, about, tokens) for t, about in zip(given, self.program.given, strict=True))
+        return all(
+            2 * t.nbytes == math.prod(n or 0 for n in about.shape) if about.packed is not None
+            else t.shape == tuple(tokens if n is None else n for n in about.shape)
+            for t, about in zip(given, self.program.given, strict=True)
+        )  # fmt: skip
 
     def is_usable(self, number: int, tensor: Tensor) -> bool:
         """Whether the C can read a given tensor where it lies."""

@@ -170,7 +170,7 @@ def test_layers_of_a_model_and_of_its_backward_pass_share_their_lists(
 def test_lists_that_a_captured_graph_uses_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, blocks = operands(), Blocks(32, 16)
     program, other = parse("keep q - k < 9"), parse("keep q - k < 7")
-    visits.forget()
+    visits._of_shapes.clear()
     before = visits.find(program, blocks, tensors, (), ())
     monkeypatch.setattr(visits, "is_captured", lambda device: True)
     assert visits.find(program, blocks, tensors, (), ()) is before
