@@ -78,7 +78,7 @@ def to_svg(weights: Tensor, title: str = "") -> str:
     sheet = Sheet(max(count, 2), drawn.queries, drawn.keys, 0)
     sheet.write(title, "bold")
     headings = [f"head {head}" for head in range(count)]
-    sheet.panels(headings, lambda head, *at: _panel(drawn, head, *at, sheet.height))
+    sheet.panels(headings, lambda head, left, top: _panel(drawn, head, left, top, sheet.height))
     for note in drawn.notes():
         sheet.write(note)
     words = f"Attention weights of {drawn.heads} heads. {'. '.join(drawn.notes())}."

@@ -4,6 +4,7 @@ A call is cut: tensors keep their values, and lose the last places of every dime
 of features stay.
 """
 
+import copy
 import dataclasses
 import itertools
 import time
@@ -23,14 +24,14 @@ def make_smallest(numbers: Numbers, until: float) -> None:
     found, last = numbers.difference, numbers.last
     if found is None or last is None or found.code in ("candidate-ended", "candidate-late"):
         return
-    (call, example, manner), numbers.probing = last, True
-    kept = numbers.tried, numbers.skipped, numbers.worst, numbers.apart
+    (call, example, manner), probe = last, copy.copy(numbers)
+    probe.probing = True
 
     def differs(smaller: Call) -> bool:
-        numbers.difference = None
+        probe.difference = None
         if time.monotonic() < until:
-            numbers.compare(smaller, example, manner)
-        return numbers.difference is not None and numbers.difference.code == found.code
+            probe.compare(smaller, example, manner)
+        return probe.difference is not None and probe.difference.code == found.code
 
     counts = dict(_places(call))
     for group in _groups(counts):
@@ -41,7 +42,6 @@ def make_smallest(numbers: Numbers, until: float) -> None:
             fewest, below = (count, below) if is_enough else (fewest, count)
         counts |= dict.fromkeys(group, fewest)
     call = _cut(call, counts)
-    numbers.tried, numbers.skipped, numbers.worst, numbers.apart = kept
     numbers.difference = dataclasses.replace(found, smallest=described(call))
     numbers.least = call[0] or call[1]
 
