@@ -33,7 +33,8 @@ def make_smallest(numbers: Numbers, until: float) -> None:
             probe.compare(smaller, example, manner)
         return probe.difference is not None and probe.difference.code == found.code
 
-    counts = dict(_places(call))
+    shapes = enumerate(t.shape[: t.ndim - is_plain(t)] for t in tensors_in(call))  # of what may be cut
+    counts = {(number, d): n for number, shape in shapes for d, n in enumerate(shape)}
     for group in _groups(counts):
         fewest, below = counts[group[0]], 0  # it differs at `fewest`, and not at `below`
         while fewest - below > 1:
@@ -44,12 +45,6 @@ def make_smallest(numbers: Numbers, until: float) -> None:
     call = _cut(call, counts)
     numbers.difference = dataclasses.replace(found, smallest=described(call))
     numbers.least = call[0] or call[1]
-
-
-def _places(call: Call) -> Iterator[tuple[Place, int]]:
-    """The dimensions of a call that may be cut, and how many places each has."""
-    for number, tensor in enumerate(tensors_in(call)):
-        yield from (((number, d), n) for d, n in enumerate(tensor.shape[: tensor.ndim - is_plain(tensor)]))
 
 
 def _groups(counts: dict[Place, int]) -> Iterator[list[Place]]:
