@@ -69,12 +69,9 @@ def attn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     found: list[Checked] = []
     request.node.stash[_COMPILED] = found
     written = request.config.stash.setdefault(_WRITTEN, [])
-    return Attn(
-        found,
-        lambda: tmp_path_factory.mktemp("attngraph"),
-        request.path.parent / "golden",
-        written.append if request.config.getoption("attngraph_update") else None,
-    )
+    update = written.append if request.config.getoption("attngraph_update") else None
+    goldens = request.path.parent / "golden"
+    return Attn(found, lambda: tmp_path_factory.mktemp("attngraph"), goldens, update)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -108,10 +105,8 @@ def _sections(checked: "Checked", number: int, graphs: bool) -> list[tuple[str, 
         folders = dict.fromkeys(str(path.parent) for paths in checked.files.values() for path in paths)
         where = "\n".join([*folders, "(pytest --attngraph-graphs prints them here)"])
         return [*found, (f"{title}: graphs after each pass", where)] if folders else found
-    for name, paths in checked.files.items():
-        text = "\n".join(_cut(path) for path in paths)
-        found.append((f"{title}: graph after {name}", text))
-    return found
+    cut = ((name, "\n".join(map(_cut, paths))) for name, paths in checked.files.items())
+    return [*found, *((f"{title}: graph after {name}", text) for name, text in cut)]
 
 
 def _cut(path: Path) -> str:

@@ -147,11 +147,7 @@ def _table(found: dict[str, Measurement]) -> str:
 
 def _write_page(compiled: CompiledModule, inputs: tuple[Any, ...], page: Path, title: str) -> None:
     """Write the report as a page, with what a sample input shows (times of operations, and weights of one of
-    each group of equal attentions), and print its name.
-
-    Raises:
-        DumpError: it cannot be written.
-    """
+    each group of equal attentions), and print its name."""
     report, times, weights = compiled.report, None, dict[str, Tensor]()
     try:
         times = compiled.times(*inputs)

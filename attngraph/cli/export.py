@@ -16,7 +16,13 @@ from attngraph.exporter.formats import require_place
 
 
 def run(options: argparse.Namespace) -> int:
-    _check(options)
+    try:  # before anything is built
+        format = FORMATS.get(options.format or options.out.suffix.removeprefix("."))
+        if format is not None:
+            format.require()
+        require_place(options.out)
+    except ExportError as problem:
+        raise TargetError(str(problem)) from problem
     tell = Progress()
     tell(f"building {options.target}")
     model, inputs = load_target(options.target, batch=options.batch, tokens=options.tokens)
@@ -43,18 +49,3 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(report)
     return 0
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Refuse, before anything is built, what cannot be written.
-
-    Raises:
-        TargetError: says why not.
-    """
-    try:
-        format = FORMATS.get(options.format or options.out.suffix.removeprefix("."))
-        if format is not None:
-            format.require()
-        require_place(options.out)
-    except ExportError as problem:
-        raise TargetError(str(problem)) from problem

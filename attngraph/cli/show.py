@@ -76,7 +76,8 @@ def _subject(text: str, queries: int, keys: int, sizes: dict[int, int]) -> Subje
     program = parse(known.text if known else _read_program(text))
     unused = [n for n in sizes if n >= program.sizes]
     if unused:
-        raise TargetError(f"--size n{unused[0]} is given, but the program names {_names(program.sizes)}.")
+        names = ", ".join(f"n{n}" for n in range(program.sizes)) or "no size"
+        raise TargetError(f"--size n{unused[0]} is given, but the program names {names}.")
     if known is None:
         missing = [n for n in range(program.sizes) if n not in sizes]
         if missing:
@@ -88,10 +89,6 @@ def _subject(text: str, queries: int, keys: int, sizes: dict[int, int]) -> Subje
     sides = (min(queries, SMALL), min(keys, SMALL))
     reads, small_reads = known.reads(queries, keys, chosen), known.reads(*sides, small)
     return Subject(program, known.about, chosen, reads, small, small_reads)
-
-
-def _names(count: int) -> str:
-    return ", ".join(f"n{n}" for n in range(count)) or "no size"
 
 
 def _read_program(text: str) -> str:
@@ -177,27 +174,21 @@ def _flops(count: int) -> str:
 
 def _as_json(subject: Subject, whole: TileMap, first: TileMap, width: int) -> dict[str, Any]:
     return {
-        "program": str(subject.program),
-        "mask": whole.mask,
-        "sizes": list(subject.sizes),
+        "program": str(subject.program), "mask": whole.mask, "sizes": list(subject.sizes),
         "legend": {mark: state for state, mark in marks().items()},
         "pairs": {**_picture_json(first), "sizes": list(subject.small_sizes)},
         "tiles": {**_picture_json(whole), "evaluated": whole.looked},
         "operations": {"head_width": width, **_operations(whole, width)},
-    }
+    }  # fmt: skip
 
 
 def _picture_json(drawn: TileMap) -> dict[str, Any]:
     signs = marks()
     return {
-        "queries": drawn.queries,
-        "keys": drawn.keys,
-        "tile": drawn.tile,
-        "shares": drawn.shares,
-        "fills": list(drawn.fills),
-        "decided_by": list(drawn.unknown),
+        "queries": drawn.queries, "keys": drawn.keys, "tile": drawn.tile, "shares": drawn.shares,
+        "fills": list(drawn.fills), "decided_by": list(drawn.unknown),
         "heads": [
             {"heads": list(panel.heads), "rows": ["".join(signs[s] for s in row) for row in panel.rows]}
             for panel in drawn.panels
         ],
-    }
+    }  # fmt: skip

@@ -249,11 +249,7 @@ MOST_BYTES = 1 << 29
 
 
 def _text_of(path: Path) -> str:
-    """The text of a plain file: through a link a page would show what is elsewhere.
-
-    Raises:
-        OSError, UnicodeDecodeError: it is none.
-    """
+    """The text of a plain file: through a link a page would show what is elsewhere."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
         raise OSError(0, "it is no plain file")

@@ -119,7 +119,7 @@ def to_svg(drawn: TileMap, title: str = "") -> str:
     sheet = Sheet(len(panels), shown.queries, shown.keys, _NARROW)
     sheet.write(title, "bold")
     headings = [_heading(panel) if len(panels) > 1 else "" for panel in panels]
-    sheet.panels(headings, lambda number, left, top: _panel(panels[number].rows, left, top, sheet.height))
+    sheet.panels(headings, lambda n, left, top: _panel(panels[n].rows, left, top, sheet.height))
     for note in _notes(shown, "square"):
         sheet.write(note)
     for state in shown.states():
@@ -136,31 +136,25 @@ def _panel(rows: Rows, left: float, top: float, height: float) -> Iterator[str]:
         found = ((i, j) for i, row in enumerate(rows) for j, kind in enumerate(row) if kind == state)
         places = [(left + j * width, top + i * tall) for i, j in found]
         if places:
-            yield from _mark(state, places, width, tall)
+            yield _mark(state, places, width, tall)
 
 
-def _mark(state: State, places: list[tuple[float, float]], width: float, height: float) -> Iterator[str]:
+def _mark(state: State, places: list[tuple[float, float]], width: float, height: float) -> str:
     """One path for all tiles of a kind: a square, a pale square, a dash, a dot or a cross."""
     w, h = width * 0.92, height * 0.92
     square, right, down = f"h{w:.4g}v{h:.4g}h{-w:.4g}z", f"{w / 2:.4g}", f"{h / 2:.4g}"
-    shapes = {
-        "full": square,
-        "partial": square,
-        "filled": f"m{w * 0.2:.4g} {h / 2:.4g}h{w * 0.6:.4g}",
-        "empty": f"m{w / 2:.4g} {h / 2:.4g}h.01",
-        "unknown": f"m{w / 4:.4g} {h / 4:.4g}l{right} {down}m0 -{down}l-{right} {down}",
-    }
+    cross = f"m{w / 4:.4g} {h / 4:.4g}l{right} {down}m0 -{down}l-{right} {down}"
     line = f'fill="none" stroke="currentColor" stroke-width="{min(w, h) / 6:.3g}"'
     accent = 'style="fill:var(--attngraph-accent,#3b7dd8)"'
-    ink = {
-        "full": accent,
-        "partial": f'{accent} fill-opacity=".45"',
-        "filled": f'{line} stroke-opacity=".45"',
-        "empty": f'{line} stroke-linecap="round" stroke-opacity=".45"',
-        "unknown": f'{line} stroke-opacity=".8"',
-    }
-    path = "".join(f"M{x:.5g} {y:.5g}{shapes[state]}" for x, y in places)
-    yield f'<path class="{state}" {ink[state]} d="{path}"/>'
+    shape, ink = {
+        "full": (square, accent),
+        "partial": (square, f'{accent} fill-opacity=".45"'),
+        "filled": (f"m{w * 0.2:.4g} {down}h{w * 0.6:.4g}", f'{line} stroke-opacity=".45"'),
+        "empty": (f"m{right} {down}h.01", f'{line} stroke-linecap="round" stroke-opacity=".45"'),
+        "unknown": (cross, f'{line} stroke-opacity=".8"'),
+    }[state]
+    path = "".join(f"M{x:.5g} {y:.5g}{shape}" for x, y in places)
+    return f'<path class="{state}" {ink} d="{path}"/>'
 
 
 class Sheet:
@@ -173,9 +167,9 @@ class Sheet:
         self.body: list[str] = []
         self.top: float = _MARGIN + _LINE
 
-    def write(self, text: str, weight: str = "normal", mark: Iterable[str] = ()) -> None:
+    def write(self, text: str, weight: str = "normal", mark: str = "") -> None:
         """A text below what there is, in as many lines as it needs, behind a mark if there is one."""
-        self.body += mark
+        self.body += [mark] * bool(mark)
         indent = 20 if mark else 0
         for line in textwrap.wrap(text, int(self.inner // 7) - (3 if mark else 0)) or [""]:
             self._label(_MARGIN + indent, self.top, line, weight)

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from attngraph.errors import DumpError
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.token_program import RUNNERS
-from attngraph.ir.records import made
+from attngraph.ir.records import made, write_whole
 from attngraph.report import page
 from attngraph.report.account import Times, account
 from attngraph.report.entries import Entries, PassRecord
@@ -51,7 +52,12 @@ class CompileReport(Entries):
         Raises:
             DumpError: the file cannot be written.
         """
-        return page.write(self, Path(path), title, weights, earlier, times)
+        try:
+            write_whole(Path(path), page.render(self, title, weights, earlier, times))
+        except OSError as problem:
+            said = f"cannot write the page to {path}: {problem.strerror or problem}"
+            raise DumpError(f"{said}. Name a file in a folder that exists.") from problem
+        return Path(path)
 
     @staticmethod
     def from_json(text: str) -> "CompileReport":

@@ -104,8 +104,8 @@ def code_at(sources: Iterable[str]) -> UserCode:
 
 def _without_what_passes_on(frames: Sequence[Frame], own: int) -> tuple[list[Frame], int]:
     """The frames without those that only pass their arguments on, as decorators do."""
-    passes_on = [bool(PASSES_ON.search(linecache.getline(f.path, f.line))) for f in frames[:-1]]
-    kept = [n for n, skipped in enumerate([*passes_on, False]) if not skipped]
+    passes_on = [PASSES_ON.search(linecache.getline(f.path, f.line)) for f in frames[:-1]]
+    kept = [n for n in range(len(frames)) if n == len(frames) - 1 or not passes_on[n]]
     return [frames[n] for n in kept], min(bisect.bisect_left(kept, own), len(kept) - 1)
 
 

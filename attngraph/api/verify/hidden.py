@@ -31,7 +31,12 @@ def hidden_tokens(run: Run, call: Call, example: Call, unit: float, chosen: rand
     place of the narrowest dtype to which the reference rounds."""
     hides = functools.partial(_hides, run, max(1e-9, 8 * unit), chosen)
     for hidden, mask, none in _hidden_by(tensors_in(call), tensors_in(example)):
-        if hides(call, hidden, mask, none) or _hides_turned(hides, call, hidden, mask, none):
+        if hides(call, hidden, mask, none):
+            return hidden
+        # or tokens that no other sees anyway, as at the end of a causal sequence: turned, they are hidden
+        turned = mask.flip(-1)
+        other_way = mask.ndim == 2 and hides(replaced(call, mask, turned), hidden.flip(-1), turned, none)
+        if other_way and hides(call, hidden, mask, none, seen=False):
             return hidden
     return None
 
@@ -76,16 +81,3 @@ def _hides(
         return False
     same = functools.partial(alike, close=close)
     return changed and same(one, two) and not same(opened, shut) and not (seen and same(one, opened))
-
-
-def _hides_turned(
-    hides: Callable[..., bool], call: Call, hidden: Tensor, mask: Tensor, none: Tensor
-) -> bool:  # fmt: skip
-    """Whether a mask hides these tokens that no other sees anyway, as they are at the end of a causal
-    sequence: in the other order it hides them, and in this one the others do not change with them."""
-    if mask.ndim != 2:
-        return False
-    turned = mask.flip(-1)
-    return hides(replaced(call, mask, turned), hidden.flip(-1), turned, none) and hides(
-        call, hidden, mask, none, seen=False
-    )

@@ -126,11 +126,7 @@ class Numbers:
     def _sides(
         self, call: Call, real: Tensor | None, by: float = 0.0, gradients: bool = True
     ) -> list[Results]:
-        """The results of both sides.
-
-        Raises:
-            _Refused: one raises an exception.
-        """
+        """The results of both sides; `_Refused` says which one raises an exception."""
         found: list[Results] = []
         try:
             for side in (0, 1):
@@ -141,11 +137,7 @@ class Numbers:
 
     def _both(self, call: Call, real: Tensor | None, manner: str) -> list[Results]:
         """The results of both sides. The first call decides in what they are compared: in float64 if both
-        take it, with gradients unless a side returns arrays.
-
-        Raises:
-            _Refused: a side raises, whatever is asked of it.
-        """
+        take it, with gradients unless a side returns arrays. `_Refused`: a side raises, whatever is asked."""
         is_first = not self.tried and manner != AS_GIVEN
         modes = self.modes if is_first else ((self.exact, self.gradients), (self.exact, False))
         refusal: _Refused | None = None

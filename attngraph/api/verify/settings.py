@@ -52,16 +52,14 @@ def settings_apart(reference: Any, candidate: Any, enters: str = "") -> list[Dif
     first: dict[tuple[str, str, str], _Setting] = {}
     for setting in sorted(found, key=lambda s: not (enters and f"{s.module}.".startswith(f"{enters}."))):
         first.setdefault((setting.name, _text(setting.mine), _text(setting.theirs)), setting)
-    return [_told(s, reference, candidate) for s in [*first.values()][:_MOST]]
-
-
-def _told(setting: _Setting, reference: nn.Module, candidate: nn.Module) -> Difference:
-    owner = f" of {setting.module}" if setting.module else ""
-    values = [_text(value) for value in (setting.mine, setting.theirs)]
-    values = ["one", "another"] if values[0] == values[1] else values
-    about = f"{setting.name}{owner} is {values[0]} in the reference, {values[1]} in the candidate"
-    lines = made_at(reference, candidate, setting.module, setting.name)
-    return Difference("setting", about, *lines, code="setting")
+    told = []
+    for (name, one, other), setting in [*first.items()][:_MOST]:
+        owner = f" of {setting.module}" if setting.module else ""
+        one, other = ("one", "another") if one == other else (one, other)
+        about = f"{name}{owner} is {one} in the reference, {other} in the candidate"
+        lines = made_at(reference, candidate, setting.module, name)
+        told.append(Difference("setting", about, *lines, code="setting"))
+    return told
 
 
 def _text(value: Any) -> str:

@@ -4,6 +4,7 @@ A call is cut: tensors keep their values, and lose the last places of every dime
 of features stay.
 """
 
+import copy
 import dataclasses
 import itertools
 import time
@@ -23,16 +24,17 @@ def make_smallest(numbers: Numbers, until: float) -> None:
     found, last = numbers.difference, numbers.last
     if found is None or last is None or found.code in ("candidate-ended", "candidate-late"):
         return
-    (call, example, manner), numbers.probing = last, True
-    kept = numbers.tried, numbers.skipped, numbers.worst, numbers.apart
+    (call, example, manner), probe = last, copy.copy(numbers)
+    probe.probing = True
 
     def differs(smaller: Call) -> bool:
-        numbers.difference = None
+        probe.difference = None
         if time.monotonic() < until:
-            numbers.compare(smaller, example, manner)
-        return numbers.difference is not None and numbers.difference.code == found.code
+            probe.compare(smaller, example, manner)
+        return probe.difference is not None and probe.difference.code == found.code
 
-    counts = dict(_places(call))
+    shapes = enumerate(t.shape[: t.ndim - is_plain(t)] for t in tensors_in(call))  # of what may be cut
+    counts = {(number, d): n for number, shape in shapes for d, n in enumerate(shape)}
     for group in _groups(counts):
         fewest, below = counts[group[0]], 0  # it differs at `fewest`, and not at `below`
         while fewest - below > 1:
@@ -41,15 +43,8 @@ def make_smallest(numbers: Numbers, until: float) -> None:
             fewest, below = (count, below) if is_enough else (fewest, count)
         counts |= dict.fromkeys(group, fewest)
     call = _cut(call, counts)
-    numbers.tried, numbers.skipped, numbers.worst, numbers.apart = kept
     numbers.difference = dataclasses.replace(found, smallest=described(call))
     numbers.least = call[0] or call[1]
-
-
-def _places(call: Call) -> Iterator[tuple[Place, int]]:
-    """The dimensions of a call that may be cut, and how many places each has."""
-    for number, tensor in enumerate(tensors_in(call)):
-        yield from (((number, d), n) for d, n in enumerate(tensor.shape[: tensor.ndim - is_plain(tensor)]))
 
 
 def _groups(counts: dict[Place, int]) -> Iterator[list[Place]]:

@@ -91,10 +91,6 @@ class Sequences(nn.Module):
         self.most: int | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> ByWay:
-        """
-        Raises:
-            ValueError: no prompt of the call can be prefilled.
-        """
         given, found = self.read(args, kwargs), ByWay()
         ways = itertools.islice(self.ways(given), self.most)
         for rows, several in itertools.groupby(ways, lambda way: way.rows):
@@ -179,10 +175,7 @@ def is_decoder(side: Any) -> bool:
 
 
 def require_exact(candidate: Any) -> None:
-    """
-    Raises:
-        Incomparable: it is a decoder whose steps are not those of its model.
-    """
+    """Refuse a decoder whose steps are not those of its model."""
     config = getattr(candidate, "config_of_cache", None)
     if is_decoder(candidate) and getattr(config, "rounded", None):
         why = "its cache rounds, so its steps are not the model's"

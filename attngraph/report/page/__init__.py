@@ -10,6 +10,4 @@
 No part of a model is run, and no text from a model becomes markup: `html.py` escapes all of it.
 """
 
-from attngraph.report.page.build import render, write
-
-__all__ = ["render", "write"]
+from attngraph.report.page.build import render as render

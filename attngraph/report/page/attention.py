@@ -18,29 +18,43 @@ _SIDE = 32
 _KERNEL_TILE = 64
 """Queries, and keys, of the tiles that kernels skip."""
 _MOST_HEADS = 16
+Groups = Sequence[list[AttentionEntry]]
 _PROGRAMS = (
     "Between two attentions each token is computed by itself: all of that is one operation, a program of "
     "single elements."
 )
 
 
-def panels(
-    groups: Sequence[Sequence[AttentionEntry]], programs: Sequence[TokenProgramEntry]
-) -> dict[tuple[str, str] | str, str]:
+def panels(groups: Groups, programs: Sequence[TokenProgramEntry]) -> dict[tuple[str, str] | str, str]:
     """The id of the panel of each attention, by its module and source, and of each program, by its text."""
     found: dict[tuple[str, str] | str, str] = {e.program: f"program-{n}" for n, e in enumerate(programs)}
     found.update({(e.name, e.source): f"attention-{n}" for n, group in enumerate(groups) for e in group})
     return found
 
 
-def render_attentions(
-    groups: Sequence[Sequence[AttentionEntry]], code: UserCode, boxes: Mapping[str, str], times: Times | None
-) -> Html:
+def render_attentions(groups: Groups, code: UserCode, boxes: Mapping[str, str], times: Times | None) -> Html:
     """Panels, one for each group of equal attentions; `boxes` are those of charts, by panel, `times` what was
     measured."""
-    sources: dict[str, str] = {}
-    named = ((f"attention-{n}", list(group)) for n, group in enumerate(groups))
-    return H.joined(_panel(group, name, sources, code, boxes, times) for name, group in named)
+    sources, found = dict[str, str](), list[Html]()
+    for name, group in ((f"attention-{n}", group) for n, group in enumerate(groups)):
+        first, drawn = group[0], _tiles(group[0])
+        if isinstance(drawn, str):
+            shown = H.hint(drawn)
+        else:
+            svg = to_svg(drawn, f"Mask: {drawn.mask}")
+            shown = H.tag("div", picture(svg, f"{name}-mask"), class_="picture")
+        excerpt = render_excerpt(code.how(first.source, first.name), code)
+        facts = _facts(group, drawn, excerpt, times)
+        told = H.tag("dl", *(row for what, value in facts for row in (H.tag("dt", what), H.tag("dd", value))))
+        program = H.tag("h4", "Score program"), H.listing("score program", H.tag("code", first.program))
+        columns = (
+            H.tag("div", *program, *(H.hint(f"{remark}.") for remark in remarks(first.program)), shown),
+            H.tag("div", told, _led(boxes, name)),
+        )
+        title = H.heading(name, f"attention{repeated(len(group))}", first.caller or first.source)
+        body = H.tag("div", *columns, class_="columns")
+        found.append(H.panel(name, title, body, _kernel(first.kernel, name, sources)))
+    return H.joined(found)
 
 
 def render_programs(programs: Sequence[TokenProgramEntry], boxes: Mapping[str, str]) -> Html:
@@ -55,28 +69,6 @@ def render_programs(programs: Sequence[TokenProgramEntry], boxes: Mapping[str, s
         text = H.listing("token program", H.tag("code", entry.program), class_="program")
         found.append(H.panel(name, title, text, _led(boxes, name), _kernel(entry.kernel, name, sources)))
     return H.joined(found)
-
-
-def _panel(
-    group: list[AttentionEntry], name: str, sources: dict[str, str], code: UserCode,
-    boxes: Mapping[str, str], times: Times | None,
-) -> Html:  # fmt: skip
-    first, drawn = group[0], _tiles(group[0])
-    if isinstance(drawn, str):
-        shown = H.hint(drawn)
-    else:
-        svg = to_svg(drawn, f"Mask: {drawn.mask}")
-        shown = H.tag("div", picture(svg, f"{name}-mask"), class_="picture")
-    excerpt = render_excerpt(code.how(first.source, first.name), code)
-    facts = _facts(group, drawn, excerpt, times)
-    told = H.tag("dl", *(row for what, value in facts for row in (H.tag("dt", what), H.tag("dd", value))))
-    program = H.joined([
-        H.tag("h4", "Score program"), H.listing("score program", H.tag("code", first.program)),
-        *(H.hint(f"{remark}.") for remark in remarks(first.program)),
-    ])  # fmt: skip
-    body = H.tag("div", H.tag("div", program, shown), H.tag("div", told, _led(boxes, name)), class_="columns")
-    title = H.heading(name, f"attention{repeated(len(group))}", first.caller or first.source)
-    return H.panel(name, title, body, _kernel(first.kernel, name, sources))
 
 
 def _led(boxes: Mapping[str, str], name: str) -> str:

@@ -1,12 +1,9 @@
 """The whole page: first what was not fused, then attentions, passes and graphs."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from torch import Tensor
 
-from attngraph.errors import DumpError
-from attngraph.ir.records import write_whole
 from attngraph.report.account import Times, later, records
 from attngraph.report.entries import Break, Entries, folded
 from attngraph.report.heatmap import to_svg
@@ -21,24 +18,6 @@ from attngraph.report.user_code import UserCode
 from attngraph.report.words import Part, gathered, milliseconds
 
 
-def write(
-    report: Entries, path: Path, title: str = "", weights: Mapping[str, Tensor] | None = None,
-    earlier: Entries | None = None, times: Times | None = None,
-) -> Path:  # fmt: skip
-    """Write the page of a report atomically and return the file.
-
-    Raises:
-        DumpError: it cannot be written. An existing file is left as it was.
-    """
-    text = render(report, title, weights, earlier, times)
-    try:
-        write_whole(path, text)
-    except OSError as problem:
-        said = f"cannot write the page to {path}: {problem.strerror or problem}"
-        raise DumpError(f"{said}. Name a file in a folder that exists.") from problem
-    return path
-
-
 def render(
     report: Entries, title: str = "", weights: Mapping[str, Tensor] | None = None,
     earlier: Entries | None = None, times: Times | None = None,
@@ -48,10 +27,8 @@ def render(
     those of operations (`compiled.times`)."""
     graphs, then = _graphs(report), () if earlier is None else _graphs(earlier)
     store, groups = Store(), folded(report.attention)
-    code = UserCode(
-        tuple(s for graph in graphs for s in graph.code.stretches),
-        tuple(r for graph in graphs for r in graph.code.reached),
-    )
+    every = [graph.code for graph in graphs]
+    code = UserCode(sum((c.stretches for c in every), ()), sum((c.reached for c in every), ()))
     drawn, boxes = render_graphs(graphs, panels(groups, report.programs), store)
     compared = render_compared(report, earlier, graphs, then, store) if earlier and then else html("")
     again = [Break(f"because of {what}, {TIMES} {n}", "") for what, n in report.retraces]
@@ -78,6 +55,7 @@ _WITHOUT_SCRIPT = (
     "The page's script did not run: what is folded cannot be unfolded here, nor searched. "
     "The dump's text files hold every graph as a whole."
 )
+_EACH_BY_ITSELF = "Each operation was measured by itself, so the sum may be more than a call takes."
 _IN_PIECES = "The model is not one graph. torch.compile captured it in pieces, for this reason:"
 _OTHER_SIZES = "A call with other sizes is compiled again, for this reason:"
 _TRACED_AGAIN = "The graphs that there were did not serve a call, and the model was traced again:"
@@ -144,10 +122,7 @@ def _times(times: Times | None) -> Html:
     if times is None:
         return html("")
     whole = times.seconds or 1.0
-    intro = (
-        f"{milliseconds(whole)} in all, medians of {times.rounds} rounds. Each operation was measured by "
-        "itself, so the sum may be more than a call takes."
-    )
+    took = f"{milliseconds(whole)} in all, medians of {times.rounds} rounds."
     rows = []
     for group in times.longest():
         share = 100 * group.seconds / whole
@@ -156,7 +131,7 @@ def _times(times: Times | None) -> Html:
         rows.append([*(tag("code", name) for name in names), milliseconds(group.seconds), bar])
     drawn = H.table(("Operation", "Module", "Line", "Time", "Share"), rows, "times")
     scroll = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label="times of operations")
-    return H.joined([H.hint(intro), scroll])
+    return H.joined([H.hint(f"{took} {_EACH_BY_ITSELF}"), scroll])
 
 
 def _weights(found: Mapping[str, Tensor]) -> Html:

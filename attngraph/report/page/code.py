@@ -18,11 +18,14 @@ _BEFORE, _AFTER = 3, 3
 
 @dataclasses.dataclass
 class Links:
-    """What leads from charts to other parts of the page, and back: the graph's `code`; `panels`, those of
+    """What leads from the charts of a graph to other parts of the page, and back: its `code`, and the `place`
+    of that in the store; `missed`, why softmaxes were left alone, by their lines; `panels`, those of
     attentions by module and source, and of token programs by their text; `boxes`, the ids of what was drawn
     first, by panel."""
 
     code: UserCode
+    place: int
+    missed: Mapping[str, str]
     panels: Mapping[tuple[str, str] | str, str]
     boxes: dict[str, str]
 

@@ -64,35 +64,28 @@ def render_graphs(
         if drawn:
             title = graph_title(graph, n, len(graphs))
             missed = {entry.source: entry.reason for entry in graph.missed}
+            links = Links(graph.code, len(store.code), missed, panels, boxes)
             store.code.append(stored(graph.code))
-            links = Links(graph.code, panels, boxes)
-            inside = _drawings(drawn, f"g{n}", n == 0, left, missed, links, len(store.code) - 1)
+            inside = _drawings(drawn, f"g{n}", n == 0, left, links)
             found.append(tag("div", title, *inside, class_="graph"))
             left = max(left - len(drawn), 0)
     return joined(found), boxes
 
 
-def _drawings(
-    drawn: Sequence[Chart], prefix: str, may_open: bool, most: int, missed: Mapping[str, str], links: Links,
-    code: int,
-) -> list[Html]:  # fmt: skip
+def _drawings(drawn: list[Chart], prefix: str, may_open: bool, most: int, links: Links) -> list[Html]:
     """The first charts of a graph, at most `most`; those with attentions open before others."""
     ranked = sorted(range(len(drawn)), key=lambda n: -drawn[n].attentions)
     is_open = set(ranked[:_MOST_OPEN]) if may_open else set()
     is_open |= set(range(len(drawn))) if may_open and len(drawn) <= _MOST_OPEN + 1 else set()
-    found = [
-        _drawing(chart, f"{prefix}-chart-{n}", n in is_open, missed, links, code)
-        for n, chart in enumerate(drawn[:most])
-    ]
+    first = enumerate(drawn[:most])
+    found = [_drawing(chart, f"{prefix}-chart-{n}", n in is_open, links) for n, chart in first]
     if len(drawn) > most:
         left = plural(len(drawn) - most, "more group")
         found.append(hint(f"{left} of layers not drawn; the passes above hold the text."))
     return found
 
 
-def _drawing(
-    chart: Chart, name: str, is_open: bool, missed: Mapping[str, str], links: Links, code: int
-) -> Html:
+def _drawing(chart: Chart, name: str, is_open: bool, links: Links) -> Html:
     modules = span_of_names([line.module for line in chart.lines])
     layers = span_of_names(list(chart.layers)) or (f"outside of layers: {modules}" if modules else "all ops")
     part = "" if chart.part == "graph" else f"{chart.part}: "
@@ -101,12 +94,12 @@ def _drawing(
     if chart.ops > _MOST_OPS:
         body = hint(f"{chart.ops:,} ops are too many to draw; the passes above hold the text.")
     else:
-        drawing = tag("div", _draw(chart, name, missed, links), class_="scroll")
+        drawing = tag("div", _draw(chart, name, links), class_="scroll")
         beside = tag(
             "div",
             tag("pre", "", class_="about", aria_hidden="true"),  # hidden: a box's title already says it
             tag("p", tag("a", "What it computes", href="#attention"), class_="led", hidden=True),
-            tag("div", "", class_="yours", data_code=code) if links.code.reached else "",
+            tag("div", "", class_="yours", data_code=links.place) if links.code.reached else "",
             class_="beside",
         )  # fmt: skip
         body = tag("div", drawing, beside, class_="drawn")
@@ -115,9 +108,9 @@ def _drawing(
     return tag("details", title, body, open=is_open, class_="layer")
 
 
-def _draw(chart: Chart, name: str, missed: Mapping[str, str], links: Links) -> Html:
-    """The SVG of a chart. `name` is its id in the page, `missed` has the reason for each source line whose
-    softmax was left alone; `links` is told which box shows an attention that has a panel."""
+def _draw(chart: Chart, name: str, links: Links) -> Html:
+    """The SVG of a chart. `name` is its id in the page; `links` is told which box shows an attention that has
+    a panel."""
     boxes = chart.boxes()
     texts = [_texts(box) for box in boxes]
     widths = [max(len(text) for text in lines) * _LETTER + 2 * _PAD for lines in texts]
@@ -138,19 +131,10 @@ def _draw(chart: Chart, name: str, missed: Mapping[str, str], links: Links) -> H
         tag("title", title, id=f"{name}-title"),
         *(_band(label, top, end, width) for label, top, end in bands),
         tag("g", *_lines(placed, tops, heights, margin), class_="wires", aria_hidden="true"),
-        *(_box(box, texts[n], missed, where[n], n == first, **_led(box, f"{name}-box-{n}", links))
-          for n, box in enumerate(boxes)),
+        *(_box(box, texts[n], where[n], f"{name}-box-{n}", links, n == first) for n, box in enumerate(boxes)),
         class_="chart", role="group", aria_labelledby=f"{name}-title",
         viewBox=f"0 0 {width:.0f} {height:.0f}", width=f"{width:.0f}", height=f"{height:.0f}",
     )  # fmt: skip
-
-
-def _led(box: Box, name: str, links: Links) -> dict[str, str | None]:
-    """The attributes of a box by which other parts of the page are found from it, and it from them."""
-    panel = links.panel(box.lines, box.program)
-    own = name if panel and links.boxes.setdefault(panel, name) == name else None
-    at = " ".join(map(str, places(links.code, box.lines)))
-    return {"id": own, "data_panel": panel or None, "data_at": at or None}
 
 
 def _texts(box: Box) -> list[str]:
@@ -209,13 +193,9 @@ def _bands(
 
 def _band(label: str, top: float, end: float, width: float) -> Html:
     half = _ROW_GAP / 2 - 3
-    high = end - top + 2 * half
-    return tag(
-        "g",
-        tag("rect", x=2, y=f"{top - half:.0f}", width=f"{width - 4:.0f}", height=f"{high:.0f}", rx=4),
-        tag("text", label, x=_LABEL + 2, y=f"{top + 8:.0f}"),
-        class_="band",
-    )  # fmt: skip
+    size = {"width": f"{width - 4:.0f}", "height": f"{end - top + 2 * half:.0f}"}
+    frame = tag("rect", x=2, y=f"{top - half:.0f}", **size, rx=4)
+    return tag("g", frame, tag("text", label, x=_LABEL + 2, y=f"{top + 8:.0f}"), class_="band")
 
 
 def _lines(placed: Placed, tops: Sequence[float], heights: Sequence[float], margin: float) -> Iterator[Html]:
@@ -235,13 +215,16 @@ def _lines(placed: Placed, tops: Sequence[float], heights: Sequence[float], marg
 
 
 def _box(
-    box: Box, texts: Sequence[str], missed: Mapping[str, str], at: tuple[float, float, float, float],
-    is_first: bool, **links: str | None,
-) -> Html:  # fmt: skip
-    """One box; `at` is the middle of its upper edge, its width and its height."""
-    x, y, w, h = at
+    box: Box, texts: list[str], where: tuple[float, ...], name: str, links: Links, is_first: bool
+) -> Html:
+    """One box; `where`: the middle of its upper edge, its width and its height. Other parts of the page are
+    found from it by its attributes, and it by its id from them."""
+    x, y, w, h = where
+    panel = links.panel(box.lines, box.program)
+    own = name if panel and links.boxes.setdefault(panel, name) == name else None
+    at = " ".join(map(str, places(links.code, box.lines)))
     sources = [source_of(line) for line in box.lines if "softmax" in line.op]
-    reasons = [missed[source] for source in sources if source in missed]
+    reasons = [links.missed[source] for source in sources if source in links.missed]
     kind = "attention" if box.is_attention else "missed" if reasons else "op" if box.lines else "value"
     ops = max(len(box.lines), 1)
     words = [
@@ -252,7 +235,8 @@ def _box(
     title = "\n".join([*_about(box), *(f"not fused: {reason}" for reason in reasons)])
     return tag(
         "g", tag("title", title), shape, tag("text", joined(words)),
-        class_=kind, role="img", tabindex=0 if is_first else -1, **links,
+        class_=kind, role="img", tabindex=0 if is_first else -1,
+        id=own, data_panel=panel or None, data_at=at or None,
     )  # fmt: skip
 
 

@@ -30,12 +30,10 @@ def render_passes(graphs: Sequence[Entries], store: Store) -> Html:
         H.tag("div", graph_title(graph, n, len(graphs)), _passes(graph, f"g{n}", store), class_="graph")
         for n, graph in enumerate(graphs)
     ]
+    search = H.tag("input", type="search", id="search", autocomplete="off")
     controls = H.tag(
         "div",
-        H.tag(
-            "label", "Search passes, their graphs and charts ",
-            H.tag("input", type="search", id="search", autocomplete="off"),
-        ),
+        H.tag("label", "Search passes, their graphs and charts ", search),
         H.tag("label", H.tag("input", type="checkbox", id="unchanged"), " Show unchanged passes"),
         H.tag("button", "Open all", type="button", id="open-all", aria_expanded="false"),
         H.tag("p", "", role="status", id="found"),
@@ -112,10 +110,8 @@ def _notes(notes: Sequence[str]) -> Html:
 
 def _text(place: int, lines: int) -> Html:
     """Where a whole text will stand, filled when it is opened."""
-    return H.tag(
-        "div", H.tag("p", f"{plural(lines, 'line')}, shown by the page's script.", class_="pending"),
-        class_="text", data_text=place,
-    )  # fmt: skip
+    pending = H.tag("p", f"{plural(lines, 'line')}, shown by the page's script.", class_="pending")
+    return H.tag("div", pending, class_="text", data_text=place)
 
 
 def _diff(old: list[Line], new: list[Line], places: tuple[int, int], store: Store) -> Html:
@@ -133,10 +129,8 @@ def _fold(part: Fold, places: tuple[int, int], store: Store) -> Html:
 
 def _hunk(hunk: Hunk, old: list[Line], new: list[Line]) -> Html:
     where = f"in {span_of_names(list(hunk.modules))}: " if hunk.modules else ""
-    return H.tag(
-        "div", H.tag("p", where, hunk.words(), class_="where"),
-        *(row for block in hunk.blocks for row in _rows(block, old, new)), class_="hunk",
-    )  # fmt: skip
+    rows = (row for block in hunk.blocks for row in _rows(block, old, new))
+    return H.tag("div", H.tag("p", where, hunk.words(), class_="where"), *rows, class_="hunk")
 
 
 def _rows(block: Block, old: list[Line], new: list[Line]) -> Iterator[Html]:
@@ -153,10 +147,9 @@ def _row(kind: str, left: list[Html], right: list[Html]) -> Html:
     if kind == "equal":
         return H.tag("div", H.tag("pre", *left, aria_hidden="true"), H.tag("pre", *right), class_="equal")
     words = ("was: ", "is: ") if kind == "changed" else ("removed: ", "added: ")
-    sides = [
-        H.tag("pre", H.tag("i", word, class_="vh"), *lines) if lines else H.tag("pre", class_="none")
-        for word, lines in zip(words, (left, right), strict=True)
-    ]
+    heads = (H.tag("i", word, class_="vh") for word in words)
+    both = zip(heads, (left, right), strict=True)
+    sides = (H.tag("pre", head, *lines) if lines else H.tag("pre", class_="none") for head, lines in both)
     return H.tag("div", *sides, class_=kind)
 
 
