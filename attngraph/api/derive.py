@@ -89,15 +89,11 @@ def _captured(target: Callable[..., Any], example: Example, assumed: Assumed) ->
     if example.is_compared:
         return rewriting.compare_calls(target, example.calls, example.place, assumed)
     found = rewriting.capture_call(target, (), example.arguments, assumed, tables=True)
-    unclear = {
-        n
-        for n in computed_with(found[0].graph, assumed.tokens)
-        if n // assumed.tokens not in assumed.multiples
-    }
+    numbers = computed_with(found[0].graph, assumed.tokens)
+    unclear = {n for n in numbers if n // assumed.tokens not in assumed.multiples}
     if unclear:
-        raise NoDecoderError(
-            f"it computes with {min(unclear)}, which may be a number of tokens or not.", True, unclear
-        )
+        told = f"it computes with {min(unclear)}, which may be a number of tokens or not."
+        raise NoDecoderError(told, True, unclear)
     return found
 
 
@@ -129,11 +125,8 @@ def _step(
 def dividing(steps: Sequence[Pass], config: CacheConfig) -> list[Pass]:
     """Of these, what divides a cache among ranks; it counts with the cache's options."""
     dtype = "" if config.floating is None else str(config.floating).removeprefix("torch.")
-    return [
-        dataclasses.replace(step, dtype=dtype, most_tokens=config.max_length, rollback=config.rollback)
-        for step in steps
-        if isinstance(step, DivideCache)
-    ]
+    about: dict[str, Any] = {"dtype": dtype, "most_tokens": config.max_length, "rollback": config.rollback}
+    return [dataclasses.replace(step, **about) for step in steps if isinstance(step, DivideCache)]
 
 
 def _proved(
@@ -141,11 +134,7 @@ def _proved(
     options: Options, config: CacheConfig,
 ) -> Proved | None:  # fmt: skip
     """Compare a decoder that rounds nothing with the model, or with the graph that is divided among ranks;
-    None where that is not wanted.
-
-    Raises:
-        NoDecoderError: they differ.
-    """
+    None where that is not wanted. Raises NoDecoderError if they differ."""
     logits = rewriting.place_of_logits(made.captured.structure)
     if example.alone:
         prove_alone(target, example.calls, example.name, logits)
@@ -171,11 +160,8 @@ def _proved(
 
 
 def _with_cache(made: Rewritten, passes: Sequence[Pass], options: Options) -> Result:
-    """Run the passes that make a decoder's step of a graph, the insertion of caches first.
-
-    Raises:
-        NoDecoderError: none can be derived; says why, and what came before it.
-    """
+    """Run the passes that make a decoder's step of a graph, the insertion of caches first. Raises
+    NoDecoderError, which says why none can be derived, and what came before it."""
     graph = made.captured.graph
     try:
         return run_passes(graph, passes, made.dump, options.progress)
@@ -183,18 +169,16 @@ def _with_cache(made: Rewritten, passes: Sequence[Pass], options: Options) -> Re
         problem.asked = bool(made.captured.sides.decisions)
         if problem.fixes_tokens:
             problem.extents |= _extents(graph)
+        first = next((missed for missed in made.result.missed if not missed.is_routing), None)
         if made.numbers:
             stop = made.numbers[0]
             where = f" at {stop.source}" if stop.source else ""
-            more = (
-                f"(Sizes of the model are numbers, because torch cannot follow them as symbols{where}: "
-                f"{stop.reason}.)"
-            )
-        else:
-            first = next((missed for missed in made.result.missed if not missed.is_routing), None)
-            if first is None:
-                raise
+            more = f"Sizes of the model are numbers, because torch cannot follow them as symbols{where}"
+            more = f"({more}: {stop.reason}.)"
+        elif first is not None:
             more = f"(What looks like a softmax at {first.source} is not fused: {first.reason}.)"
+        else:
+            raise
         told = f"{problem.reason}\n{more}"
         found = NoDecoderError(told, problem.fixes_tokens, problem.extents, problem.fixes_rows)
         found.asked = problem.asked
@@ -208,11 +192,8 @@ def _cache_entry(
     plan = step.graph.state
     assert plan is not None
     scales = {s.scales_of: s.bytes_per_token for s in plan.stores if s.scales_of}
-    stores = tuple(
-        (s.label, s.bytes_in(config.floating) + scales.get(s.name, 0), s.window)
-        for s in plan.stores
-        if not s.scales_of
-    )
+    own = [s for s in plan.stores if not s.scales_of]
+    stores = tuple((s.label, s.bytes_in(config.floating) + scales.get(s.name, 0), s.window) for s in own)
     if ranks is not None:
         sizes = {label: size for label, size, _ in stores}
         alike = tuple((label, sizes.get(label, size), per, why) for label, size, per, why in ranks.alike)
@@ -224,7 +205,7 @@ def _cache_entry(
         tuple(dict.fromkeys(captured.checks)),
         tuple((value.label, value.bytes_per_row) for value in plan.carried), plan.anew,
         config.rounded if scales else "", drift if scales else None,
-        tuple(s.label for s in plan.stores if config.rounded and not s.scales_of and s.name not in scales),
+        tuple(s.label for s in own if config.rounded and s.name not in scales),
         assumed=plan.assumed, ranks=ranks,
     )  # fmt: skip
 

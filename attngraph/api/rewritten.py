@@ -18,7 +18,8 @@ from attngraph.capture import trace as capturing
 from attngraph.capture.captured import NOTHING, Assumed, Captured, Structure
 from attngraph.capture.compared import compared
 from attngraph.capture.first_call import answers_alike, fills_a_table, run_first, writes_to_tensors
-from attngraph.capture.flat import closed_over_modules
+from attngraph.capture.flat import hold
+from attngraph.capture.program.exported import arguments_of
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError, NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, is_measured, is_size
@@ -136,8 +137,8 @@ def capture_call(
         except CaptureError as problem:
             if problem.extents is not None:
                 raise NoDecoderError(problem.reason, True, problem.extents) from problem
-            sets = bool(problem.settings) and not assumed.settings
-            fills = not sets and tables and first is None and fills_a_table(problem, target, args, kwargs)
+            may_fill = tables and first is None and not (problem.settings and not assumed.settings)
+            fills = may_fill and fills_a_table(problem, target, args, kwargs)
             if fills and answers_alike(target, args, kwargs):
                 if assumed.settings and not writes_to_tensors(target, args, kwargs):
                     first, assumed = problem, dataclasses.replace(assumed, reads=True)
@@ -159,19 +160,14 @@ def _attributes_follow_data(captured: Captured) -> bool:
     graph = captured.graph
     results: Any = graph.graph.output_node().args[0]
     set_to = [n for n, o in zip(results, graph.outputs, strict=True) if o.kind == "attribute"]
-    arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
     sizes = [n for n in graph.graph.nodes if is_size(n) and not is_measured(n)]
-    return not (computed_from(set_to, sizes) - set(sizes)).isdisjoint(arguments)
+    return not (computed_from(set_to, sizes) - set(sizes)).isdisjoint(arguments_of(graph))
 
 
 def owner_of(target: Callable[..., Any]) -> nn.Module:
     """The module in which parameter names are looked up: a holder with the names of capture's wrapper."""
     holder = nn.Module()
-    if isinstance(target, nn.Module):
-        holder.model = target
-    else:
-        for place, module in enumerate(closed_over_modules(target)):
-            holder.add_module(f"closure_{place}", module)
+    hold(holder, target)
     return holder
 
 

@@ -54,12 +54,8 @@ def by_meaning(
         unread += where is None
         if where:
             code, tokens, how = where
-            about = f"attention {number} differs {how}"
-            found.append(
-                Difference(
-                    "program", about, a.source, b.source, a.program, b.program, code=code, tokens=tokens
-                )
-            )
+            about, sides = f"attention {number} differs {how}", (a.source, b.source, a.program, b.program)
+            found.append(Difference("program", about, *sides, code=code, tokens=tokens))
     if counts[0] != counts[1]:
         left = " and ".join(str(n - len(pairs)) for n in counts)
         notes.append(
@@ -84,11 +80,8 @@ def _comparable(a: AttentionEntry, b: AttentionEntry) -> bool:
         return True
     given = {*a.reads} == {*b.reads} and all(read.endswith(" of the arguments") for read in a.reads)
     same = a.program != b.program or a.reads == b.reads
-    return given and same and not any(p.places and _reads_by_reads(p) for p in programs)
-
-
-def _reads_by_reads(program: ScoreProgram) -> bool:
-    return any(re.search(r"\br\d", str(index)) for _, _, index in program.places)
+    indices = (str(index) for p in programs for _, _, index in p.places)
+    return given and same and not any(re.search(r"\br\d", index) for index in indices)
 
 
 def _first_difference(a: AttentionEntry, b: AttentionEntry, call: Sequence[Tensor]) -> _Where | None:
@@ -111,34 +104,24 @@ def _first_difference(a: AttentionEntry, b: AttentionEntry, call: Sequence[Tenso
             reads = [given[name] for name in entry.reads]
             env = Environment(tile, reads, (), bare.dtype, bare.device)
             scores.append(evaluate.scores(program, dot, env))
-            weights.append(evaluate.weights(program, _normalised(program, scores[-1], env), env, dot))
+            sink, row = evaluate.sink(program, env), scores[-1]
+            if sink is not None:
+                row = torch.cat([row, sink.expand(*row.shape[:-1], 1)], -1)
+            normalised = row.softmax(-1)[..., :tokens]
+            weights.append(evaluate.weights(program, normalised, env, dot))
         apart = ~torch.isclose(weights[0], weights[1], rtol=1e-9, atol=1e-12, equal_nan=True)
         low = [s <= drawn.LOW for s in scores]
         if given:  # a query for which a mask hides every key has no result that means anything
             apart &= ~(low[0] & low[1]).all(-1, keepdim=True)
         if apart.any():
             hidden = low[0] != low[1]
-            _, head, _, key = (hidden if hidden.any() else apart).nonzero()[0].tolist()
-            what = (
-                "one hides this key, the other does not"
-                if hidden.any()
-                else "they weigh this key differently"
-            )
-            code = "hides" if hidden.any() else "weighs"
-            return (
-                code,
-                tokens,
-                f"from {tokens:,} tokens on: query {tokens - 1}, key {key}, head {head}: {what}",
-            )
+            code, what, places = "weighs", "they weigh this key differently", apart
+            if hidden.any():
+                code, what, places = "hides", "one hides this key, the other does not", hidden
+            _, head, _, key = places.nonzero()[0].tolist()
+            where = f"query {tokens - 1}, key {key}, head {head}"
+            return code, tokens, f"from {tokens:,} tokens on: {where}: {what}"
     return ()
-
-
-def _normalised(program: ScoreProgram, scores: Tensor, env: Environment) -> Tensor:
-    """The softmax of scores, with the row's sink in its sum."""
-    sink = evaluate.sink(program, env)
-    if sink is None:
-        return scores.softmax(-1)
-    return torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
 
 
 def _given(

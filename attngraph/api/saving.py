@@ -23,8 +23,8 @@ from attngraph.api.options import Options
 from attngraph.api.rewritten import owner_of
 from attngraph.capture.state.content import Content
 from attngraph.capture.state.kinds import TOOLS
-from attngraph.capture.state.ran import Executed, collecting
-from attngraph.capture.state.scope import Scope
+from attngraph.capture.state.ran import collecting
+from attngraph.capture.state.scope import Ran, Scope
 from attngraph.capture.structure import flatten
 from attngraph.codegen.cpu import toolchain
 from attngraph.errors import SavedError
@@ -373,7 +373,7 @@ def _as_saved(files: Files) -> guards.Traced:
     return guards.Traced(about["call"], about["state"], about["ran"], ())
 
 
-def _keep(found: Executable | Step, call: Call, executed: Executed, options: Options) -> None:
+def _keep(found: Executable | Step, call: Call, executed: Ran, options: Options) -> None:
     """Note what a trace depended on, and keep the graph on disk if it can be compared in another process."""
     try:
         describe = functools.partial(guards.describe_state, call.target, call.leaves)

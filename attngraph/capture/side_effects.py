@@ -49,9 +49,7 @@ _DECORATORS = "torch.utils._contextlib"
 _DEFAULTS = {"dtype": torch.get_default_dtype, "device": torch.get_default_device}
 
 
-def lost(
-    what: str, line: str = "", advice: str = RETURN, lasting: bool = True, **facts: Any
-) -> CaptureError:  # fmt: skip
+def lost(what: str, line: str = "", advice: str = RETURN, lasting: bool = True, **facts: Any) -> CaptureError:
     """The refusal of a graph that would lose a side effect."""
     lead = "a graph of the model would lose a side effect: "
     return refused(what, line, advice, lead=lead, lasting=lasting, **facts)
@@ -87,19 +85,15 @@ class SideEffects:
 
     def note_change(self, place: Place | None) -> None:
         """Note that the target changes its state; `place` is where, if it is known."""
-        what = "attributes of the model, or values around it"
-        line = ""
+        what, line = "attributes of the model, or values around it", ""
         if place is not None:
             what, line = name_of(place, self.target), line_of(place, self.target)
         self.note(f"forward() changes {what}", line, of_state=True)
 
     @contextlib.contextmanager
     def watch(self, arguments: Sequence[Any], weights: Callable[[], dict[int, int]]) -> Iterator[None]:
-        """Note what the body changes in the target's state or the arguments', and undo it.
-
-        Args:
-            weights: from the identity of each current parameter and buffer to that of the model's own.
-        """
+        """Note what the body changes in the target's state or the arguments', and undo it. `weights`: from
+        the identity of each current parameter and buffer to that of the model's own."""
         kept = self.kept = Snapshot([self.target])
         theirs = Snapshot(arguments)
         given, held = fingerprint(arguments), weights()
@@ -169,11 +163,12 @@ class SideEffects:
 
         yield CheckpointFunction, "apply", applying
         yield BackwardCFunction, "__init__", lambda _: made
-        for name, what in _ASKS_FOR_GRADIENTS.items():
-            yield Tensor, name, functools.partial(self._noting, what=what)
 
-    def _noting(self, _: Any, what: str) -> Callable[..., None]:
-        return lambda tensor, *args, **kwargs: self.note(what)
+        def noting(what: str) -> Callable[[Any], Any]:
+            return lambda _: lambda tensor, *args, **kwargs: self.note(what)
+
+        for name, what in _ASKS_FOR_GRADIENTS.items():
+            yield Tensor, name, noting(what)
 
     # --- the process ---
 
@@ -223,11 +218,8 @@ class SideEffects:
         draws, draws_of_numpy = random.getstate(), None if numpy is None else numpy.get_state()
         defaults, gradients = {name: get() for name, get in _DEFAULTS.items()}, torch.is_grad_enabled()
         yield
-        found: list[tuple[str, str, str]] = [
-            (f"changes torch's default {name}", f"set_default_{name}", _OUTSIDE)
-            for name, get in _DEFAULTS.items()
-            if get() != defaults[name]
-        ]
+        changed = [name for name, get in _DEFAULTS.items() if get() != defaults[name]]
+        found = [(f"changes torch's default {n}", f"set_default_{n}", _OUTSIDE) for n in changed]
         if torch.is_grad_enabled() != gradients:
             torch.set_grad_enabled(gradients)
             found.append(("switches gradients on or off for its caller", "set_grad_enabled", _OUTSIDE))

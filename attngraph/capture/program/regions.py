@@ -65,15 +65,13 @@ def inline_grad_regions(module: fx.GraphModule) -> None:
         inline_grad_regions(inner)
         copies: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), inputs, strict=True))
         with module.graph.inserting_before(node):
-            for step in inner.graph.nodes:
-                if step.op not in ("placeholder", "output"):
-                    copies[step] = module.graph.node_copy(step, copies.__getitem__)
-                    if not enabled and getattr(getattr(step.target, "_schema", None), "is_mutable", False):
-                        target, *others = copies[step].args  # gradients of all others are cut
-                        with module.graph.inserting_before(copies[step]):
-                            cut = fx.map_arg((others, copies[step].kwargs), detached)
-                        copies[step].args, copies[step].kwargs = (target, *cut[0]), cut[1]
-            results = fx.map_arg(inner.graph.output_node().args[0], copies.__getitem__)
+            results: Any = module.graph.graph_copy(inner.graph, copies)
+            for step in () if enabled else inner.graph.nodes:
+                if getattr(getattr(step.target, "_schema", None), "is_mutable", False):
+                    target, *others = copies[step].args  # gradients of all others are cut
+                    with module.graph.inserting_before(copies[step]):
+                        cut = fx.map_arg((others, copies[step].kwargs), detached)
+                    copies[step].args, copies[step].kwargs = (target, *cut[0]), cut[1]
             if not enabled:
                 results = list(map(detached, results))
         for user in list(node.users):
@@ -94,12 +92,8 @@ _PASSED_BY = (
 
 def hidden_from_gradients(program: ExportedProgram, arguments: Sequence[Tensor]) -> CaptureError | None:
     """The refusal of a trace in which a write is hidden from gradients that flow, or which has gradients that
-    its caller switched off; None if there is none.
-
-    Args:
-        program: as torch.export gives it, with its writes and its regions without gradients.
-        arguments: the example's tensors, in the order of the program's inputs.
-    """
+    its caller switched off; None if there is none. `program`: with its writes and its regions without
+    gradients. `arguments`: the example's tensors, in the order of the program's inputs."""
     if not torch.is_grad_enabled():
         return _switches_gradients_on(program.graph_module)
     given = iter(arguments)
@@ -167,9 +161,9 @@ def _follow(module: fx.GraphModule, inputs: Sequence[_Value], enabled: bool) -> 
 def _switches_gradients_on(module: fx.GraphModule) -> CaptureError | None:
     """The refusal of a trace without gradients in which the forward switches them on: its results may have
     gradients, and a graph is called as its caller says."""
-    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return None  # in inference mode nothing has gradients
-    for node in module.graph.nodes:
+    for node in (
+        () if torch.is_inference_mode_enabled() else module.graph.nodes
+    ):  # there nothing has gradients
         if "wrap_with_set_grad_enabled" in str(node.target) and node.args[0]:
             inner = getattr(module, str(node.args[1].target))
             line = next(filter(None, map(source_of, inner.graph.nodes)), "")
@@ -237,12 +231,13 @@ def _vmapped(graph: fx.Graph) -> list[fx.Node]:
     found: list[fx.Node] = []
     level = 0
     for node in graph.nodes:
-        enters = getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
-        name = getattr(node.target, "__name__", "") if enters else ""
+        of_vmap = getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
+        name = getattr(node.target, "__name__", "") if of_vmap else ""
+        leaves = name.endswith("decrement_nesting")
         level += name.endswith("increment_nesting")
         if level or name:
             found.append(node)
-        level -= name.endswith("decrement_nesting")
-        if found and not level and name.endswith("decrement_nesting"):
-            return found
+        level -= leaves
+        if leaves and not level:
+            break
     return found
