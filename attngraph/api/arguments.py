@@ -79,6 +79,5 @@ def is_transformed() -> bool:
 
 @functools.cache
 def _told(around: str) -> bool:
-    """Tell once that something around a call is not run past."""
     log.warning("under %s the model itself runs, and not what was compiled", around)
     return True

@@ -9,7 +9,7 @@ model has no such call, the decision stays a condition of the graph.
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from attngraph.api.rewritten import Again
 from attngraph.capture.captured import Captured
 from attngraph.capture.guards import size_value
 from attngraph.capture.sides import Decision, Same, Sides, assumed, is_of_ones
@@ -32,6 +31,8 @@ from attngraph.runtime.machine import Machine
 from attngraph.runtime.proof import TOLERANCE
 
 log = logging.getLogger(__name__)
+Again = Callable[[tuple[Any, ...], dict[str, Any]], Captured]
+"""Captures another call of the model."""
 
 
 def compare_sides(

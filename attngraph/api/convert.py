@@ -184,7 +184,6 @@ def convert_heads(
 
 
 def _sample(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the sample call, by name."""
     signature = inspect.signature(model.forward)
     if not inputs and not named:
         embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)

@@ -7,16 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import attngraph.codegen  # noqa: F401  registers the kernels
-from attngraph.api import rewritten as rewriting
-from attngraph.api.build import step_runner_of
+from attngraph.api import build
+from attngraph.api.build import Found, Rewritten, step_runner_of
 from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
 from attngraph.api.records import programs_of
-from attngraph.api.rewritten import Found, Rewritten
 from attngraph.capture.captured import Assumed, Captured
 from attngraph.capture.instead import LOCK
 from attngraph.capture.sides import Sides
@@ -49,14 +48,14 @@ def derive_decoder(
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
     """
-    start, owner, assumed = time.perf_counter(), rewriting.owner_of(target), example.assumed
+    start, owner, assumed = time.perf_counter(), build.owner_of(target), example.assumed
     first, (_, *later) = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
     rounding = [step for step in later if step.name == QuantiseCache.name]
     divide = dividing(later, config)
     later = [step for step in later if step.name not in (QuantiseCache.name, DivideCache.name)]
     with example_size(assumed.tokens), options.devices.tracing(owner):
         capture = functools.partial(_captured, target, example)
-        made = rewriting.rewritten(capture, options, first, assumed, keep=True, only_logits=True)
+        made = build.rewritten(capture, options, first, assumed, keep=True, only_logits=True)
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
         insert = InsertKVCache(example.place, 0, assumed.tokens, example.is_compared, config.assume_causal)
         inserted = _with_cache(made, (insert, *divide), options)
@@ -87,8 +86,8 @@ def _captured(target: Callable[..., Any], example: Example, assumed: Assumed) ->
     Raises: NoDecoderError: it is for one number of tokens, and computes with multiples of it that may be
         something else: others than in a trace for another number."""
     if example.is_compared:
-        return rewriting.compare_calls(target, example.calls, example.place, assumed)
-    found = rewriting.capture_call(target, (), example.arguments, assumed, tables=True)
+        return build.compare_calls(target, example.calls, example.place, assumed)
+    found = build.capture_call(target, (), example.arguments, assumed, tables=True)
     numbers = computed_with(found[0].graph, assumed.tokens)
     unclear = {n for n in numbers if n // assumed.tokens not in assumed.multiples}
     if unclear:
@@ -105,9 +104,9 @@ def _sides(target: Callable[..., Any], made: Rewritten, example: Example, option
     assert made.before is not None
     ones = [str(captured.shapes[example.place][0])] if example.single else ()
     return compare_sides(
-        captured, made.before, rewriting.owner_of(target), (), example.arguments,
-        rewriting.capturing_again(target, made.assumed, tables=True),
-        [rewriting.place_of_logits(captured.structure)], ones, options.devices.has_weights,
+        captured, made.before, build.owner_of(target), (), example.arguments,
+        build.capturing_again(target, made.assumed, tables=True),
+        [build.place_of_logits(captured.structure)], ones, options.devices.has_weights,
     )  # fmt: skip
 
 
@@ -135,7 +134,7 @@ def _proved(
 ) -> Proved | None:  # fmt: skip
     """Compare a decoder that rounds nothing with the model, or with the graph that is divided among ranks;
     None where that is not wanted. Raises NoDecoderError if they differ."""
-    logits = rewriting.place_of_logits(made.captured.structure)
+    logits = build.place_of_logits(made.captured.structure)
     if example.alone:
         prove_alone(target, example.calls, example.name, logits)
     if not config.proof or made.before is None:
@@ -167,8 +166,12 @@ def _with_cache(made: Rewritten, passes: Sequence[Pass], options: Options) -> Re
         return run_passes(graph, passes, made.dump, options.progress)
     except NoDecoderError as problem:
         problem.asked = bool(made.captured.sides.decisions)
-        if problem.fixes_tokens:
-            problem.extents |= _extents(graph)
+        for node in graph.graph.nodes if problem.fixes_tokens else ():
+            # The numbers that are sizes of values, or that operations are given.
+            shape = getattr(node.meta.get("val"), "shape", ())
+            given = pytree.tree_leaves((node.args, node.kwargs))
+            problem.extents |= {n for n in shape if isinstance(n, int)}
+            problem.extents |= {abs(n) for n in given if type(n) is int and abs(n) < sys.maxsize}
         first = next((missed for missed in made.result.missed if not missed.is_routing), None)
         if made.numbers:
             stop = made.numbers[0]
@@ -208,11 +211,3 @@ def _cache_entry(
         tuple(s.label for s in own if config.rounded and s.name not in scales),
         assumed=plan.assumed, ranks=ranks,
     )  # fmt: skip
-
-
-def _extents(graph: ProgramGraph) -> set[int]:
-    """The numbers in a graph that are sizes of its values, or that its operations are given."""
-    values = (n.meta.get("val") for n in graph.graph.nodes)
-    found = {n for value in values if isinstance(value, Tensor) for n in value.shape if isinstance(n, int)}
-    given = (pytree.tree_leaves((n.args, n.kwargs)) for n in graph.graph.nodes)
-    return found | {abs(n) for leaves in given for n in leaves if type(n) is int and abs(n) < sys.maxsize}

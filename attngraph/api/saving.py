@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.api import build, derive
+from attngraph.api.build import owner_of
 from attngraph.api.options import Options
-from attngraph.api.rewritten import owner_of
 from attngraph.capture.state.content import Content
 from attngraph.capture.state.kinds import TOOLS
 from attngraph.capture.state.ran import collecting

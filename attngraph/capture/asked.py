@@ -38,7 +38,6 @@ from torch.utils import _pytree as pytree
 from attngraph.capture.instead import instead
 from attngraph.capture.lines import CAPTURE, TORCH, is_torchs, line_at, outside, room_of, user_lines
 from attngraph.capture.sides import Decision
-from attngraph.capture.state.fingerprint import fingerprint
 from attngraph.capture.state.kinds import own_attributes
 from attngraph.ir.graph.source import short_path
 from attngraph.report.entries import Break
@@ -60,10 +59,8 @@ _WITH_VALUE = {
 }  # fmt: skip
 """Questions whose answer is None or something that a graph cannot have."""
 _LAYOUT = frozenset(
-    {
-        _T.stride, _T.is_contiguous, _T.storage_offset, _T.dim_order, _T.as_strided, torch.as_strided,
-        torch.as_strided_copy, torch.as_strided_scatter, _T._is_view,
-    }
+    {_T.stride, _T.is_contiguous, _T.storage_offset, _T.dim_order, _T.as_strided, torch.as_strided,
+    torch.as_strided_copy, torch.as_strided_scatter, _T._is_view}
 )  # fmt: skip
 _VERSION, _BASE = _T._version.__get__, _T._base.__get__
 _NOT_IN_PIECES = (_VERSION, _BASE)
@@ -120,7 +117,6 @@ class Asked(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _answer(self, question: str, number: int, argument: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """The answer for an argument itself."""
         self.found.add((number, question))
         answer = QUESTIONS[question](argument)
         if question not in _WITH_VALUE:
@@ -160,12 +156,6 @@ def lend_attributes(stand_in: Tensor, original: Tensor) -> bool:
         if name not in vars(stand_in):
             setattr(stand_in, name, value)
     return not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(held))
-
-
-def key_of_attributes(tensor: Tensor) -> Any:
-    """What is compared of them at each call."""
-    held = own_attributes(tensor)
-    return tuple(fingerprint([held])) if held else ()
 
 
 # --- whether something is true ---

@@ -55,7 +55,6 @@ def once_settled(
 
 
 def run_first(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run the first call, without gradients."""
     with torch.no_grad():
         target(*args, **kwargs)
 

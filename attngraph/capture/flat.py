@@ -90,12 +90,6 @@ class Trace:
         """The dimensions of the arguments whose extents involve these symbols; all symbolic ones for None."""
         return dimensions(self.shapes, symbols)
 
-    @property
-    def one(self) -> Any:
-        """The size that is 1 in every call, as it is taken for granted."""
-        place = self.assumed.one_row
-        return None if place is None else self.shapes[place[0]][place[1]]
-
 
 class Flat(nn.Module):
     """The user's callable over a flat list of tensors."""
@@ -121,11 +115,15 @@ class Flat(nn.Module):
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
         before, _ = flatten((args, kwargs))
-        target = self.model if hasattr(self, "model") else self.function
+        target: Any = self.model if hasattr(self, "model") else self.function
         versions = list(map(version_of, arguments))
         originals = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         trace.asked = Asked(arguments, originals, trace.effects.note)
-        self._lend_attributes(arguments, originals)
+        for tensor, weight in zip(self._weights(), trace.originals, strict=False):
+            if tensor is not None and weight is not None and tensor is not weight:
+                lend_attributes(tensor, weight)  # a stand-in has what users put on the weight
+        if not all([*map(lend_attributes, arguments, originals)]):
+            trace.effects.note("a tensor is an attribute of an argument", of_arguments=True)
         objects = Given(args, kwargs)
         watch = Watch(list(trace.assumed.settings), trace.effects.note_change, trace.assumed.reads)
         with self._recorded(watch, things(leaves)):
@@ -147,7 +145,7 @@ class Flat(nn.Module):
         for condition, line in trace.answered.checks:
             trace.kinds[len(tensors)] = "check", line
             tensors.append(condition)
-        own = (weight for weight in self._weights() if weight is not None)
+        own = (tensor for tensor in self._weights() if tensor is not None)
         trace.memory = aliases([*arguments, *own, *tensors])
         return tuple(tensors)
 
@@ -155,6 +153,8 @@ class Flat(nn.Module):
     def _recorded(self, watch: Watch, others: Sequence[Any]) -> Iterator[None]:
         """Write into the record what the body does and asks. `others`: arguments that are no tensors."""
         trace, printed = self.trace, io.StringIO()
+        row = trace.assumed.one_row
+        one = None if row is None else trace.shapes[row[0]][row[1]]
         assert trace.asked is not None
 
         def noted() -> Any:
@@ -165,21 +165,13 @@ class Flat(nn.Module):
 
         with (
             functions_run() as trace.written_out, contextlib.redirect_stdout(printed),
-            trace.effects.watch(others, weights), watch, trace.answered.listening(trace.one),
+            trace.effects.watch(others, weights) as kept, watch, trace.answered.listening(one),
             _sizes_recorded_when_needed(), trace.repeats(noted),
-            recorded(trace.executed, trace.effects.begins), trace.asked, products_cast(),
+            recorded(trace.executed, kept.add), trace.asked, products_cast(),
         ):  # fmt: skip
             yield
         if printed.getvalue():
             trace.effects.note("forward() prints")
-
-    def _lend_attributes(self, arguments: Sequence[Tensor], originals: Sequence[Tensor]) -> None:
-        """Let the stand-ins of arguments and weights have what users put on these."""
-        for tensor, original in zip(self._weights(), self.trace.originals, strict=False):
-            if tensor is not None and original is not None and tensor is not original:
-                lend_attributes(tensor, original)
-        if not all([*map(lend_attributes, arguments, originals)]):
-            self.trace.effects.note("a tensor is an attribute of an argument", of_arguments=True)
 
     def _weights(self) -> list[Tensor | None]:
         return [t for m in self.modules() for t in (*m._parameters.values(), *m._buffers.values())]
@@ -257,10 +249,7 @@ def _of_rows(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _structure(
-    result: Any,
-    tensors: list[Tensor],
-    written: Mapping[int, int],
-    given: Mapping[int, Path] = MappingProxyType({}),
+    result: Any, tensors: list[Tensor], written: Mapping[int, int], given: Mapping[int, Path]
 ) -> Structure:
     """The structure of a result, whose tensors are added to the list, but for `written` arguments, by their
     identities. `given`: the places of objects among the arguments, by their identities. Raises TypeError if

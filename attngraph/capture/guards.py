@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from attngraph.capture.asked import answers, key_of_attributes
+from attngraph.capture.asked import answers
 from attngraph.capture.instead import LOCK
 from attngraph.capture.lines import name_of
-from attngraph.capture.state.fingerprint import Exact, Fingerprint
-from attngraph.capture.state.kinds import Place
+from attngraph.capture.state.fingerprint import Exact, Fingerprint, fingerprint
+from attngraph.capture.state.kinds import Place, own_attributes
 from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.capture.structure import is_value
 from attngraph.ir import budgets
@@ -71,7 +71,9 @@ def _firsts(values: Iterable[int]) -> tuple[int, ...]:
 
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return (leaf.dtype, leaf.device, leaf.ndim, type(leaf), leaf.requires_grad, key_of_attributes(leaf))
+        held = own_attributes(leaf)
+        attributes = tuple(fingerprint([held])) if held else ()
+        return leaf.dtype, leaf.device, leaf.ndim, type(leaf), leaf.requires_grad, attributes
     if isinstance(leaf, (float, complex)):
         return repr(leaf)  # distinguishes -0.0 from 0.0, and makes NaN equal to itself
     return (type(leaf), leaf if is_value(leaf) else None)
@@ -158,8 +160,8 @@ def _stamp(tensor: Tensor) -> tuple[int, int | None]:
 
 # --- what differs, in words ---
 
-_SHARED = ("which tensors are the same object", "which tensors share their memory")
-_STATE = (
+_SHARED_OR_SET = (
+    "which tensors are the same object", "which tensors share their memory",
     "whether gradients are recorded", "inference mode", "the default dtype", "autocast", "the default device",
     "torch's settings", "what forward() asks of its arguments, such as their layout in memory",
 )  # fmt: skip
@@ -188,7 +190,7 @@ def change_between(
     for place, (before, after) in enumerate(zip(old[1], new[1], strict=False)):
         if before != after:
             return _of_argument(_name(place, target, new[0], leaves), before, after)
-    for what, before, after in zip((*_SHARED, *_STATE), old[2:-1], new[2:-1], strict=True):
+    for what, before, after in zip(_SHARED_OR_SET, old[2:-1], new[2:-1], strict=True):
         if before != after:
             return Change(what)
     for place, (before, after) in enumerate(itertools.zip_longest(old[-1], new[-1])):
@@ -216,7 +218,6 @@ _OF_SIZES = "pad calls to a few sizes; the report says which line of the model a
 
 
 def _name(place: int, target: Callable[..., Any], spec: Any, leaves: Sequence[Any]) -> str:
-    """The argument that a leaf of the call belongs to."""
     args, kwargs = pytree.tree_unflatten(list(range(len(leaves))), spec)
     function = target.forward if isinstance(target, nn.Module) else target
     try:

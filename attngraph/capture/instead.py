@@ -184,7 +184,6 @@ _FOLLOWED: tuple[Row, ...] = (
 
 @contextlib.contextmanager
 def python_followed() -> Iterator[None]:
-    """Let a trace follow what torch.export cannot follow by itself."""
     with contextlib.ExitStack() as stack:
         for kind in (torch.SymInt, torch.SymFloat):
             for name, function in _OF_NUMPY.items():

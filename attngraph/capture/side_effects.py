@@ -14,7 +14,6 @@ import contextlib
 import functools
 import random
 import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -72,7 +71,6 @@ class SideEffects:
         self.target = target
         self.settings: Settings = {}
         """The attributes that are changed, and to what."""
-        self.kept: Snapshot | None = None
 
     def note(
         self, what: str, line: str = "", advice: str = RETURN, *, of_arguments: bool = False,
@@ -91,10 +89,11 @@ class SideEffects:
         self.note(f"forward() changes {what}", line, of_state=True)
 
     @contextlib.contextmanager
-    def watch(self, arguments: Sequence[Any], weights: Callable[[], dict[int, int]]) -> Iterator[None]:
+    def watch(self, arguments: Sequence[Any], weights: Callable[[], dict[int, int]]) -> Iterator[Snapshot]:
         """Note what the body changes in the target's state or the arguments', and undo it. `weights`: from
-        the identity of each current parameter and buffer to that of the model's own."""
-        kept = self.kept = Snapshot([self.target])
+        the identity of each current parameter and buffer to that of the model's own. Yields the snapshot of
+        the target, to which is added what other code can read."""
+        kept = Snapshot([self.target])
         theirs = Snapshot(arguments)
         given, held = fingerprint(arguments), weights()
         try:
@@ -102,7 +101,7 @@ class SideEffects:
                 instead(*self._of_gradients(), *self._of_process()), self._process_kept(),
                 kept.iterators_refused(self._note_iterator), theirs.iterators_refused(self._note_iterator),
             ):  # fmt: skip
-                yield
+                yield kept
         except BaseException:
             kept.restore()
             theirs.restore()
@@ -123,11 +122,6 @@ class SideEffects:
         if self.what:
             kept.restore()
             theirs.restore()
-
-    def begins(self, frame: types.FrameType) -> None:
-        """Watch also what the code can read that is about to run."""
-        if self.kept is not None:
-            self.kept.add(frame)
 
     def error(self) -> CaptureError:
         return lost(

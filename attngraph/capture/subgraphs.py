@@ -200,12 +200,10 @@ def _flex_attention(
     """
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
-        narrow = torch.get_autocast_dtype(kind)
+        narrow, others = torch.get_autocast_dtype(kind), (kernel_options, score_others, mask_others)
         query, key, value = (torch.amp.autocast_mode._cast(t, kind, narrow) for t in (query, key, value))
         with torch.autocast(kind, enabled=False):
-            return _flex_attention(
-                query, key, value, score_mod, block_mask, scale, kernel_options, score_others, mask_others
-            )
+            return _flex_attention(query, key, value, score_mod, block_mask, scale, *others)
     scores = _scores(query, key, score_mod, block_mask, scale, score_others, mask_others)
     groups = query.shape[1] // value.shape[1]
     values = torch.repeat_interleave(value, groups, dim=1).to(query.dtype)

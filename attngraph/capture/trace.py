@@ -32,8 +32,7 @@ from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.guards import aliases, things
 from attngraph.capture.instead import instead, python_followed, silenced
 from attngraph.capture.lines import line_using, name_of, refused, whole_stack_traces
-from attngraph.capture.program import exported, regions
-from attngraph.capture.program.functional import functional, views_taken_apart
+from attngraph.capture.program import exported, functional
 from attngraph.capture.program.layouts import hold_layouts
 from attngraph.capture.side_effects import lost
 from attngraph.capture.sides import FIXED, Sides, SizeProblem, short_formulas
@@ -93,8 +92,7 @@ def _capture(
     program = _program(flat, tensors, things(leaves), any_number)
     graph = exported.program_graph(program, flat)
     accept(graph.graph)
-    exported.write_epsilons(graph.graph)
-    exported.write_dtypes(graph.graph)
+    exported.write_out(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
         raise lost("forward() writes to an argument that shares its memory with another")
     found = _with_sizes(graph, program, flat.trace)
@@ -116,13 +114,13 @@ def _program(
         with warnings.catch_warnings(), faster.whole_capture():
             warnings.simplefilter("ignore")
             program = _export(flat, tensors, any_number)
-            regions.complete_users(program.graph_module)
-            hidden = regions.hidden_from_gradients(program, tensors)
-            regions.inline_grad_regions(program.graph_module)
-            regions.inline_vmap(program.graph_module)
+            functional.complete_users(program.graph_module)
+            hidden = functional.hidden_from_gradients(program, tensors)
+            functional.inline_grad_regions(program.graph_module)
+            functional.inline_vmap(program.graph_module)
             # The executable checks sizes itself; torch's guard code fails on unused inputs.
             program._guards_code = []
-            program = faster.functional(program) or functional(program)
+            program = faster.functional(program) or functional.functional(program)
             for node in program.graph.nodes:
                 if (refusal := function_refusal(node, traced=True)) is not None:
                     raise refusal
@@ -197,7 +195,7 @@ def _export(flat: Flat, tensors: tuple[Tensor, ...], any_number: bool) -> Export
         trace.numbers.listening(),
         faster.export(),
         short_formulas(kept, any_number),
-        views_taken_apart(),
+        functional.views_taken_apart(),
         # torch's stand-ins for weights that were made in inference mode are made in no other.
         torch.inference_mode() if inference else contextlib.nullcontext(),
     ):
@@ -247,7 +245,7 @@ def _name_outputs(graph: ProgramGraph, kinds: Mapping[int, tuple[str, str]]) -> 
 
 def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
     """Raise if torch.export would silently drop something."""
-    modules = [target] if isinstance(target, nn.Module) else closed_over_modules(target)
+    modules = closed_over_modules(target)
     for path, kind, hook in (found for module in modules for found in hooks_not_traced(module)):
         function = getattr(hook, "__qualname__", type(hook).__qualname__)
         where = f"the module {path}" if path else "the model"

@@ -220,7 +220,6 @@ class Made:
         return made
 
     def fake(self, call: Call, memory: Any) -> Any:
-        """The tensor with this memory."""
         value = torch.empty(self.shape, dtype=self.dtype, device=self.device) if self.is_known else None
         return FakeTensor(call.mode, memory, self.device, constant=value)
 
@@ -264,7 +263,6 @@ class Result:
         return self.together(list(found))
 
     def together(self, tensors: list[Any]) -> Any:
-        """These tensors as such a result."""
         if self.kind is None:
             return tensors[0]
         return self.kind(*tensors) if hasattr(self.kind, "_fields") else self.kind(tensors)

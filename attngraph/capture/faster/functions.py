@@ -88,7 +88,6 @@ class _EqualFunctions(TorchFunctionMode):
 
 
 def _modes() -> Any:
-    """The state of torch that operations depend on."""
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
         torch.is_autocast_cache_enabled(), autocast_of("cpu"), autocast_of("cuda"),
@@ -140,7 +139,6 @@ class Recording:
         return Recording(nodes, operands, found, made)
 
     def agrees(self, other: "Recording") -> bool:
-        """Whether another call recorded the same."""
         return len(self.nodes) == len(other.nodes) and self._told() == other._told()
 
     def _told(self) -> Any:

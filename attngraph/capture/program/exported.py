@@ -194,27 +194,22 @@ def _names_inside(tensor: Any) -> Iterator[str]:
         yield from (f"{name}.{below}" if below else name for below in deeper)
 
 
-def write_epsilons(graph: fx.Graph) -> None:
-    """Write out the epsilon of an RMS norm that leaves it to its dtype. Proofs run graphs in float64, where
-    it would be another one. (In 16-bit dtypes it differs between versions of torch, so those stay.)"""
+def write_out(graph: fx.Graph) -> None:
+    """Write out what operations leave to their surroundings: the epsilon of an RMS norm, which in float64, in
+    which proofs run graphs, would be another one (in 16-bit dtypes it differs between versions of torch, so
+    those stay), and the dtype of tensors that are made with torch's default dtype, where the forward had set
+    another one meanwhile."""
     for node in graph.nodes:
+        value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
         if str(node.target) == "aten.rms_norm.default" and argument(node, "eps") is None:
             dtype = node.args[0].meta["val"].dtype
             if dtype in (torch.float32, torch.float64):
                 weight = argument(node, "weight")
                 node.args, node.kwargs = (*node.args[:2], weight, torch.finfo(dtype).eps), {}
-
-
-def write_dtypes(graph: fx.Graph) -> None:
-    """Write out the dtype of tensors that are made with torch's default dtype, where the forward had set
-    another one meanwhile."""
-    for node in graph.nodes:
-        value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
-        if schema is None or not isinstance(value, Tensor) or value.dtype == torch.get_default_dtype():
-            continue
-        takes = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
-        if takes and value.is_floating_point() and not any(_is_tensor(n) for n in node.all_input_nodes):
-            node.kwargs = {**node.kwargs, "dtype": node.kwargs.get("dtype") or value.dtype}
+        elif schema is not None and isinstance(value, Tensor) and value.dtype != torch.get_default_dtype():
+            takes = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
+            if takes and value.is_floating_point() and not any(map(_is_tensor, node.all_input_nodes)):
+                node.kwargs = {**node.kwargs, "dtype": node.kwargs.get("dtype") or value.dtype}
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -52,7 +52,6 @@ class Content(Walk):
         self.start(value)
 
     def paths(self) -> dict[int, str]:
-        """The path of each object, by its identity."""
         return {id(value): path for path, value in self.objects.items()}
 
     def visit(self, value: Any, depth: int) -> None:
@@ -331,7 +330,6 @@ def _name(kind: type) -> str:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """A digest of a tensor's type and contents."""
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     about = f"{tensor.dtype} {tuple(tensor.shape)}"
     content = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""

@@ -251,7 +251,7 @@ class RecordingWalk(Fingerprint):
             def read() -> Read:
                 found = [reference() for reference in referred]
                 facts: list[Any] = [*map(_ABOUT, found), *map(len, map(_OWN, found))]
-                return (), facts + [(t.stride(), t.storage_offset()) for t in found if layouts]
+                return (), facts + [(t.stride(), t.storage_offset()) for t in (found if layouts else ())]
 
             self.reads.add(read)
 
@@ -355,7 +355,7 @@ class RecordingWalk(Fingerprint):
 def _parts_of(names: tuple[str, ...], skipped: frozenset[str]) -> Callable[[Any], Any]:
     """Takes what counts of the attributes of a module that has these: whether it trains, and what users set.
     (What is in its tables is looked at itself.)"""
-    wanted = ("training", *(name for name in names if name not in K.MODULES_OWN))
+    wanted = ("training", *K.set_by_user(names))
     return _taking([name for name in wanted if name in names and name not in skipped])
 
 

@@ -27,8 +27,7 @@ from attngraph.ir import budgets
 
 MISSING = object()
 """In the place of what has no value."""
-PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
-BY_VALUE = (*PLAIN, float, complex)
+BY_VALUE = (int, bool, str, bytes, type(None), torch.dtype, torch.device, float, complex)
 _MARKS = {"_is_torch_compile", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
 """Attributes by which PyTorch's own tools mark modules: no forward reads them."""
 MODULES_OWN = frozenset(vars(nn.Module())) | _MARKS
@@ -192,7 +191,6 @@ _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that users put on a tensor."""
     held = vars(tensor) if type(tensor) in _PLAIN_TENSORS else None
     return {n: v for n, v in held.items() if not n.startswith("_dynamo")} if held else {}
 

@@ -53,7 +53,7 @@ def collecting() -> contextlib.AbstractContextManager[Ran]:
 
 
 @contextlib.contextmanager
-def recorded(into: Ran, begins: Callable[[types.FrameType], None] = lambda frame: None) -> Iterator[None]:
+def recorded(into: Ran, begins: Callable[[types.FrameType], None]) -> Iterator[None]:
     """Record the code that the body runs. `begins`: is called when code of the user's begins to run for the
     first time, before it does anything."""
     profile, environment = _Profile(into, begins), cast(Any, os.environ)

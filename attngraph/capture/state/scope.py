@@ -300,12 +300,10 @@ class Ran:
         for space, names in other._spaces.values():
             self._spaces.setdefault(id(space.held), (space, {}))[1].update(names)
 
-    def scope(
-        self, left_out: LeftOut = frozenset(), asked: Asked = frozenset(), layouts: bool = False
-    ) -> Scope:
+    def scope(self, asked: Asked = frozenset(), layouts: bool = False) -> Scope:
         read = [(space, tuple(names)) for space, names in self._spaces.values()]
         read.append((TENSORS, tuple(sorted(self._names))))
         return Scope(
-            left_out, frozenset(self.codes), tuple(read), frozenset(self._names),
+            frozenset(), frozenset(self.codes), tuple(read), frozenset(self._names),
             tuple(sorted(self.environment)), asked, layouts, alive=tuple(self.codes.values()),
         )  # fmt: skip

@@ -37,8 +37,6 @@ class _Kept(NamedTuple):
 
 
 class Container(_Kept):
-    """A list, a dictionary or another container."""
-
     @staticmethod
     def of(place: Place, held: Any) -> "Container":
         """As it is now. (Most tables of most modules are empty, and compared with one that is.)"""
@@ -263,7 +261,6 @@ class Snapshot(Walk):
                     container[name] = self._replacement(value)
 
     def is_generator(self, place: Place) -> bool:
-        """Whether a generator of random numbers is there."""
         return any(each.place is place for each in self._others if isinstance(each, _Generator))
 
     def changed_attributes(self) -> list[Place]:
@@ -278,7 +275,6 @@ class Snapshot(Walk):
         return found
 
     def containers(self) -> set[int]:
-        """The identities of the containers."""
         return {id(kept.value) for kept in self._containers}
 
     def first_change(self, weights: Mapping[int, int] = MappingProxyType({})) -> Place | None:

@@ -256,7 +256,8 @@ class Walk:
             self.hidden(value, "it has too many entries")
         elif isinstance(value, (dict, types.MappingProxyType)):
             for number, (key, inner) in enumerate(entries):
-                self.entry(number, key, inner, depth)
+                self.child(f"[key {number}]", key, depth)
+                self.child(f"[{key if isinstance(key, str) else number}]", inner, depth)
         else:
             is_set = isinstance(value, (set, frozenset))
             if is_set:
@@ -266,11 +267,6 @@ class Walk:
                     self.child(f"[{number}]", inner, depth)
         if K.own_classes(type(value)):  # type: ignore[arg-type]
             self.attributes(value, (), getattr(value, "__dict__", {}), depth)
-
-    def entry(self, number: int, key: Any, value: Any, depth: int) -> None:
-        """An entry of a dictionary."""
-        self.child(f"[key {number}]", key, depth)
-        self.child(f"[{key if isinstance(key, str) else number}]", value, depth)
 
     def function(self, function: types.FunctionType, depth: int) -> None:
         """A function, and the attributes that users put on one that is no method; if its code counts, also
