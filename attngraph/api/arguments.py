@@ -51,9 +51,8 @@ def require_fit(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     try:
         signature.bind(*args, **kwargs)
     except TypeError as problem:
-        name = (
-            type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the model")
-        )
+        own = type(model) if isinstance(model, nn.Module) else model
+        name = getattr(own, "__name__", "the model")
         raise TypeError(f"{name}{signature} does not take these arguments: {problem}.") from None
 
 
@@ -80,6 +79,5 @@ def is_transformed() -> bool:
 
 @functools.cache
 def _told(around: str) -> bool:
-    """Tell once that something around a call is not run past."""
     log.warning("under %s the model itself runs, and not what was compiled", around)
     return True

@@ -10,7 +10,7 @@ model has no such call, the decision stays a condition of the graph.
 import itertools
 import logging
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from attngraph.api.rewritten import Again
 from attngraph.capture.captured import Captured
 from attngraph.capture.guards import size_value
 from attngraph.capture.sides import Decision, Same, Sides, assumed, is_of_ones
@@ -34,6 +33,8 @@ from attngraph.runtime.machine import Machine
 from attngraph.runtime.proof import TOLERANCE
 
 log = logging.getLogger(__name__)
+Again = Callable[[tuple[Any, ...], dict[str, Any]], Captured]
+"""Captures another call of the model."""
 
 
 def compare_sides(

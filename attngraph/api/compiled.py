@@ -131,13 +131,11 @@ class CompiledModule(ModelWrapper):
         if self._generate is not None and not latest and not pieces:
             return self._generate.decoder.report  # nothing but generate has been called
         found = with_remarks(reporting.merge([*latest, *pieces]))
-        graphs = len(self._graphs) + sum(p.graphs for p in pieces)
-        small = found.small_calls + self._small.count
-        again = tuple(self._graphs.retraces.items())
-        slower = self._paces.slower()
         return dataclasses.replace(
-            found, graphs=graphs, retraces=again, small_calls=small, slower=slower, waited=self._waited
-        )
+            found, graphs=len(self._graphs) + sum(p.graphs for p in pieces),
+            retraces=tuple(self._graphs.retraces.items()), small_calls=found.small_calls + self._small.count,
+            slower=self._paces.slower(), waited=self._waited,
+        )  # fmt: skip
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if is_transformed():
@@ -271,13 +269,11 @@ class CompiledModule(ModelWrapper):
         if found is None:
             pieces = self._pieces.get(ALWAYS) or self._pieces[call.key_of(EVERYTHING)]
             reason = pieces.breaks[0].reason
-            raise CaptureError(
-                f"{what} can be shown of a model that is one graph, not of pieces: {reason}", reason
-            )
+            told = f"{what} can be shown of a model that is one graph, not of pieces: {reason}"
+            raise CaptureError(told, reason)
         if found.captured.graph.ranks is not None:
-            raise CaptureError(
-                f"{what} are shown on one device: compile the model without a mesh for that.", "several ranks"
-            )
+            told = f"{what} are shown on one device: compile the model without a mesh for that."
+            raise CaptureError(told, "several ranks")
         return found, call
 
     def _served(self, found: Executable, call: _Call) -> Any:
@@ -289,10 +285,10 @@ class CompiledModule(ModelWrapper):
             if scores < self._options.fused_from:
                 return self._itself(call)
             if not found.captured.graph.gradients and scores <= budgets.TIMED_SCORES and call.is_on_cpu:
-                key = id(found), call.shapes
                 return self._paces.serve(
-                    key, lambda: self._by_graph(found, call), lambda: self._model(*call.args, **call.kwargs)
-                )
+                    (id(found), call.shapes), lambda: self._by_graph(found, call),
+                    lambda: self._model(*call.args, **call.kwargs),
+                )  # fmt: skip
         return self._by_graph(found, call)
 
     def _by_graph(self, found: Executable, call: _Call) -> Any:
@@ -332,11 +328,10 @@ class CompiledModule(ModelWrapper):
                 return found
             try:
                 with progress_line(self._options) as options:
-                    found = self._compiled(call.args, call.kwargs, options)
+                    found = self._compiled(call, options)
                 if not found.accepts(call.tensors):
-                    raise CaptureError(
-                        "the traced graph does not accept the call it was traced for", "inconsistent guards"
-                    )
+                    told = "the traced graph does not accept the call it was traced for"
+                    raise CaptureError(told, "inconsistent guards")
             except CaptureError as problem:
                 if problem.changes_state and not settled and self._settling < budgets.SETTLING_CALLS:
                     self._settling += 1
@@ -348,22 +343,18 @@ class CompiledModule(ModelWrapper):
                 where = ALWAYS if problem.lasting else call.key_of(EVERYTHING)
                 self._pieces[where] = GraphBreaks(self._model, part, problem)
                 return None
-            scope, leaves = found.captured.scope, flatten((call.args, call.kwargs))[0]
-            self._graphs.tell_why(call.key_of, scope, self._model, leaves, call.tensors)
+            self._graphs.tell_why(call.key_of, found.captured.scope, self._model, call.leaves, call.tensors)
             self._graphs.keep(call.key_of, found)
             return found
 
-    def _compiled(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-    ) -> Executable:  # fmt: skip
+    def _compiled(self, call: _Call, options: Options) -> Executable:
         """The graph of a call: one that was compiled before, or compiled now. A part of a model, which
         torch.compile made, has no name by which it could be found again. Where a rank has no graph, no rank
         has one."""
         if options.devices.is_one and self._allow_pieces:
-            return saving.executable_for(self._model, args, kwargs, options, self._saved)
-        found: Executable = options.devices.compiled(
-            lambda: compile_graph(self._model, args, kwargs, options)
-        )
+            return saving.executable_for(self._model, call.args, call.kwargs, options, self._saved)
+        make = functools.partial(compile_graph, self._model, call.args, call.kwargs, options)
+        found: Executable = options.devices.compiled(make)
         return found
 
     def save(self, path: str | Path, weights: bool = False) -> Path:
@@ -378,9 +369,8 @@ class CompiledModule(ModelWrapper):
                 pieces, or divided among ranks, has none), or they cannot be written.
         """
         if self._pieces:
-            raise SavedError(
-                "the model is captured in pieces, which torch.compile makes; they cannot be saved."
-            )
+            told = "the model is captured in pieces, which torch.compile makes; they cannot be saved."
+            raise SavedError(told)
         self._options.devices.require_savable("model")
         found = [graph for graphs in self._graphs.values() for graph in graphs]
         return saving.save(path, self._model, found, self._options, None, weights)
@@ -398,15 +388,8 @@ class CompiledModule(ModelWrapper):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles contain the model and the options; graphs are traced again."""
         derived = (
-            "_saved",
-            "_graphs",
-            "_fingerprints",
-            "_pieces",
-            "_small",
-            "_paces",
-            "_forward",
-            "_generate",
-        )
+            "_saved", "_graphs", "_fingerprints", "_pieces", "_small", "_paces", "_forward", "_generate",
+        )  # fmt: skip
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         return _unmade, (type(self),), state
 

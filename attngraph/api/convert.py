@@ -7,6 +7,7 @@ al. 2023, section 3), compiled, and given a cache, which shrinks by the same fac
 
 import copy
 import dataclasses
+import functools
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attngraph.api.methods import with_signature_of
 from attngraph.capture.captured import Captured
 from attngraph.capture.first_call import once_settled
 from attngraph.capture.instead import LOCK
@@ -55,19 +57,15 @@ class HeadsReport:
 
     def __str__(self) -> str:
         (p, q), (a, b) = self.parameters, self.cache_bytes
+        heads = "/".join(map(str, dict.fromkeys(self.heads)))
         lines = [
-            f"attngraph: {len(self.heads)} attention(s) from {_several(self.heads)} to {self.kv_heads} "
-            "key/value heads",
+            f"attngraph: {len(self.heads)} attention(s) from {heads} to {self.kv_heads} key/value heads",
             f"  parameters        {p:,} -> {q:,}",
             f"  cache per token   {a:,} -> {b:,} bytes ({a / b:.1f} times less)",
         ]
         if self.kl is not None and self.top1 is not None:
             lines.append(f"  on the sample     KL {self.kl:.3g} nats, first rank equal at {self.top1:.1%}")
         return "\n".join(lines)
-
-
-def _several(numbers: Sequence[int]) -> str:
-    return "/".join(map(str, dict.fromkeys(numbers)))
 
 
 class ConvertedModel(nn.Module):
@@ -87,11 +85,12 @@ class ConvertedModel(nn.Module):
         self.model = model
         self._names, self._fixed = list(names), dict(fixed)
         self._call = Executable(captured, self)
-        self.forward = _named_like(model, self)  # type: ignore[method-assign]
+        run = functools.partial(self._run, inspect.signature(model.forward))
+        self.forward = with_signature_of(model, run)  # type: ignore[method-assign]
         self.train(model.training)
 
-    def _run(self, given: Mapping[str, Any]) -> Any:
-        tensors = []
+    def _run(self, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> Any:
+        given, tensors = _by_name(signature, args, kwargs), []
         for name in self._names:
             value = given.get(name)
             if not isinstance(value, Tensor):
@@ -112,28 +111,17 @@ class ConvertedModel(nn.Module):
         return self._call(tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ConvertedModel":
-        made = ConvertedModel(
-            copy.deepcopy(self.model, memo), self._call.captured, self._names, self._fixed
-        )  # fmt: skip
+        made = ConvertedModel(copy.deepcopy(self.model, memo), self._call.captured, self._names, self._fixed)
         made.report = self.report
         return made
 
 
-def _named_like(model: nn.Module, converted: ConvertedModel) -> Any:
-    """A forward with the signature of the model's forward."""
-    signature = inspect.signature(model.forward)
-    run = converted._run
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs).arguments
-        given: dict[str, Any] = {}
-        for name, value in bound.items():
-            kind = signature.parameters[name].kind
-            given |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-        return run(given)
-
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    return forward
+def _by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, by name."""
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    further = (n for n, p in signature.parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD)
+    more: dict[str, Any] = given.pop(next(further, ""), {})
+    return given | more
 
 
 @LOCK.trace()
@@ -170,9 +158,8 @@ def convert_heads(
     chosen = tuple(sorted(tuple(sorted(map(int, group))) for group in groups or ()))
     kv_heads = len(chosen) if kv_heads is None else kv_heads
     if kv_heads < 1 or not all(chosen):
-        raise ValueError(
-            f"there must be at least 1 key/value head, and no empty group: {groups or kv_heads}."
-        )
+        what = groups or kv_heads
+        raise ValueError(f"there must be at least 1 key/value head, and no empty group: {what}.")
     given = _sample(model, inputs, named)
     names = [name for name, value in given.items() if isinstance(value, Tensor)]
     captured = once_settled(lambda: capture(model, (), given), model, (), given)
@@ -197,7 +184,6 @@ def convert_heads(
 
 
 def _sample(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the sample call, by name."""
     signature = inspect.signature(model.forward)
     if not inputs and not named:
         embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
@@ -207,12 +193,10 @@ def _sample(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) ->
         shape = (SAMPLE_ROWS, SAMPLE_TOKENS)
         ids = torch.randint(0, embedding.num_embeddings, shape, generator=generator)
         inputs = (ids.to(embedding.weight.device),)
-    given = dict(signature.bind(*inputs, **named).arguments)
-    for name, value in list(given.items()):
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(name)
-        elif not isinstance(value, (Tensor, int, float, str, bool, type(None))):
-            raise ConversionError(f"argument {name!r} of the sample call is a {type(value).__name__}.")
+    given = _by_name(signature, inputs, named)
+    for name in given.keys() & signature.parameters.keys():
+        if not isinstance(given[name], (Tensor, int, float, str, bool, type(None))):
+            raise ConversionError(f"argument {name!r} of the sample call is a {type(given[name]).__name__}.")
     if "use_cache" in signature.parameters:
         given.setdefault("use_cache", False)
     return given
@@ -261,8 +245,7 @@ def _report(
 
 
 def _logits(result: Any) -> Tensor | None:
+    first = result[0] if isinstance(result, (tuple, list)) and result else result
     found = getattr(result, "logits", None)
-    if found is None and isinstance(result, (tuple, list)) and result:
-        found = result[0]
-    found = result if found is None else found
+    found = first if found is None else found
     return found if isinstance(found, Tensor) and found.is_floating_point() else None

@@ -7,16 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import attngraph.codegen  # noqa: F401  registers the kernels
-from attngraph.api import rewritten as rewriting
-from attngraph.api.build import step_runner_of
+from attngraph.api import build
+from attngraph.api.build import Found, Rewritten, step_runner_of
 from attngraph.api.compare_sides import compare_sides
 from attngraph.api.options import Options
 from attngraph.api.records import programs_of
-from attngraph.api.rewritten import Found, Rewritten
 from attngraph.capture.captured import Assumed, Captured
 from attngraph.capture.instead import LOCK
 from attngraph.capture.sides import Sides
@@ -48,14 +47,14 @@ def derive_decoder(
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
     """
-    start, owner, assumed = time.perf_counter(), rewriting.owner_of(target), example.assumed
+    start, owner, assumed = time.perf_counter(), build.owner_of(target), example.assumed
     first, (_, *later) = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
     rounding = [step for step in later if step.name == QuantiseCache.name]
     divide = dividing(later, config)
     later = [step for step in later if step.name not in (QuantiseCache.name, DivideCache.name)]
     with example_size(assumed.tokens), options.devices.tracing(owner):
         capture = functools.partial(_captured, target, example)
-        made = rewriting.rewritten(capture, options, first, assumed, keep=True, only_logits=True)
+        made = build.rewritten(capture, options, first, assumed, keep=True, only_logits=True)
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
         insert = InsertKVCache(example.place, 0, assumed.tokens, example.is_compared, config.assume_causal)
         inserted = _with_cache(made, (insert, *divide), options)
@@ -86,17 +85,13 @@ def _captured(target: Callable[..., Any], example: Example, assumed: Assumed) ->
     Raises: NoDecoderError: it is for one number of tokens, and computes with multiples of it that may be
         something else: others than in a trace for another number."""
     if example.is_compared:
-        return rewriting.compare_calls(target, example.calls, example.place, assumed)
-    found = rewriting.capture_call(target, (), example.arguments, assumed, tables=True)
-    unclear = {
-        n
-        for n in computed_with(found[0].graph, assumed.tokens)
-        if n // assumed.tokens not in assumed.multiples
-    }
+        return build.compare_calls(target, example.calls, example.place, assumed)
+    found = build.capture_call(target, (), example.arguments, assumed, tables=True)
+    numbers = computed_with(found[0].graph, assumed.tokens)
+    unclear = {n for n in numbers if n // assumed.tokens not in assumed.multiples}
     if unclear:
-        raise NoDecoderError(
-            f"it computes with {min(unclear)}, which may be a number of tokens or not.", True, unclear
-        )
+        told = f"it computes with {min(unclear)}, which may be a number of tokens or not."
+        raise NoDecoderError(told, True, unclear)
     return found
 
 
@@ -108,9 +103,9 @@ def _sides(target: Callable[..., Any], made: Rewritten, example: Example, option
     assert made.before is not None
     ones = [str(captured.shapes[example.place][0])] if example.single else ()
     return compare_sides(
-        captured, made.before, rewriting.owner_of(target), (), example.arguments,
-        rewriting.capturing_again(target, made.assumed, tables=True),
-        [rewriting.place_of_logits(captured.structure)], ones, options.devices.has_weights,
+        captured, made.before, build.owner_of(target), (), example.arguments,
+        build.capturing_again(target, made.assumed, tables=True),
+        [build.place_of_logits(captured.structure)], ones, options.devices.has_weights,
     )  # fmt: skip
 
 
@@ -128,11 +123,8 @@ def _step(
 def dividing(steps: Sequence[Pass], config: CacheConfig) -> list[Pass]:
     """Of these, what divides a cache among ranks; it counts with the cache's options."""
     dtype = "" if config.floating is None else str(config.floating).removeprefix("torch.")
-    return [
-        dataclasses.replace(step, dtype=dtype, most_tokens=config.max_length, rollback=config.rollback)
-        for step in steps
-        if isinstance(step, DivideCache)
-    ]
+    about: dict[str, Any] = {"dtype": dtype, "most_tokens": config.max_length, "rollback": config.rollback}
+    return [dataclasses.replace(step, **about) for step in steps if isinstance(step, DivideCache)]
 
 
 def _proved(
@@ -140,12 +132,8 @@ def _proved(
     options: Options, config: CacheConfig,
 ) -> Proved | None:  # fmt: skip
     """Compare a decoder that rounds nothing with the model, or with the graph that is divided among ranks;
-    None where that is not wanted.
-
-    Raises:
-        NoDecoderError: they differ.
-    """
-    logits = rewriting.place_of_logits(made.captured.structure)
+    None where that is not wanted. Raises NoDecoderError if they differ."""
+    logits = build.place_of_logits(made.captured.structure)
     if example.alone:
         prove_alone(target, example.calls, example.name, logits)
     if not config.proof or made.before is None:
@@ -170,30 +158,29 @@ def _proved(
 
 
 def _with_cache(made: Rewritten, passes: Sequence[Pass], options: Options) -> Result:
-    """Run the passes that make a decoder's step of a graph, the insertion of caches first.
-
-    Raises:
-        NoDecoderError: none can be derived; says why, and what came before it.
-    """
+    """Run the passes that make a decoder's step of a graph, the insertion of caches first. Raises
+    NoDecoderError, which says why none can be derived, and what came before it."""
     graph = made.captured.graph
     try:
         return run_passes(graph, passes, made.dump, options.progress)
     except NoDecoderError as problem:
         problem.asked = bool(made.captured.sides.decisions)
-        if problem.fixes_tokens:
-            problem.extents |= _extents(graph)
+        for node in graph.graph.nodes if problem.fixes_tokens else ():
+            # The numbers that are sizes of values, or that operations are given.
+            shape = getattr(node.meta.get("val"), "shape", ())
+            given = pytree.tree_leaves((node.args, node.kwargs))
+            problem.extents |= {n for n in shape if isinstance(n, int)}
+            problem.extents |= {abs(n) for n in given if type(n) is int and abs(n) < sys.maxsize}
+        first = next((missed for missed in made.result.missed if not missed.is_routing), None)
         if made.numbers:
             stop = made.numbers[0]
             where = f" at {stop.source}" if stop.source else ""
-            more = (
-                f"(Sizes of the model are numbers, because torch cannot follow them as symbols{where}: "
-                f"{stop.reason}.)"
-            )
-        else:
-            first = next((missed for missed in made.result.missed if not missed.is_routing), None)
-            if first is None:
-                raise
+            more = f"Sizes of the model are numbers, because torch cannot follow them as symbols{where}"
+            more = f"({more}: {stop.reason}.)"
+        elif first is not None:
             more = f"(What looks like a softmax at {first.source} is not fused: {first.reason}.)"
+        else:
+            raise
         told = f"{problem.reason}\n{more}"
         found = NoDecoderError(told, problem.fixes_tokens, problem.extents, problem.fixes_rows)
         found.asked = problem.asked
@@ -207,11 +194,8 @@ def _cache_entry(
     plan = step.graph.state
     assert plan is not None
     scales = {s.scales_of: s.bytes_per_token for s in plan.stores if s.scales_of}
-    stores = tuple(
-        (s.label, s.bytes_in(config.floating) + scales.get(s.name, 0), s.window)
-        for s in plan.stores
-        if not s.scales_of
-    )
+    own = [s for s in plan.stores if not s.scales_of]
+    stores = tuple((s.label, s.bytes_in(config.floating) + scales.get(s.name, 0), s.window) for s in own)
     if ranks is not None:
         sizes = {label: size for label, size, _ in stores}
         alike = tuple((label, sizes.get(label, size), per, why) for label, size, per, why in ranks.alike)
@@ -223,14 +207,6 @@ def _cache_entry(
         tuple(dict.fromkeys(captured.checks)),
         tuple((value.label, value.bytes_per_row) for value in plan.carried), plan.anew,
         config.rounded if scales else "", drift if scales else None,
-        tuple(s.label for s in plan.stores if config.rounded and not s.scales_of and s.name not in scales),
+        tuple(s.label for s in own if config.rounded and s.name not in scales),
         assumed=plan.assumed, ranks=ranks,
     )  # fmt: skip
-
-
-def _extents(graph: ProgramGraph) -> set[int]:
-    """The numbers in a graph that are sizes of its values, or that its operations are given."""
-    values = (n.meta.get("val") for n in graph.graph.nodes)
-    found = {n for value in values if isinstance(value, Tensor) for n in value.shape if isinstance(n, int)}
-    given = (pytree.tree_leaves((n.args, n.kwargs)) for n in graph.graph.nodes)
-    return found | {abs(n) for leaves in given for n in leaves if type(n) is int and abs(n) < sys.maxsize}

@@ -50,13 +50,11 @@ def bound(compiled: ModelWrapper, model: Any, method: types.MethodType) -> Calla
         if method.__name__ == "generate":
             _tell_once(method.__qualname__, "it calls parts of the model, and never the model.")
         return method
-    added = _added(type(compiled))  # type: ignore[arg-type]
-    both = sorted(name for name in names & added if hasattr(model, name))
+    added = names & (own_names(type(compiled)) - own_names(nn.Module))  # type: ignore[arg-type]
+    both = sorted(n for n in added if not n.startswith("__") and hasattr(model, n))
     if both:
-        why = (
-            f"it uses the model's {both[0]}, and a compiled module has one of its own. What to do: rename it."
-        )
-        _tell_once(method.__qualname__, why)
+        why = f"it uses the model's {both[0]}, and a compiled module has one of its own."
+        _tell_once(method.__qualname__, f"{why} What to do: rename it.")
         return method
     return types.MethodType(method.__func__, compiled)
 
@@ -67,7 +65,13 @@ def decoder_of(
     """A decoder for the model of a compiled module, derived, or taken from what was saved, at its first
     call."""
     model = compiled._model
-    derive = functools.partial(_step_for, model, options, config, saved)
+
+    def derive(example: Example, fits: Callable[[Step], bool]) -> Step:
+        with progress_line(options) as told:
+            if options.devices.is_one:
+                return saving.step_for(model, told, config, saved, example, fits)
+            step: Step = options.devices.derived(lambda: derive_decoder(model, told, config, example))
+            return step
 
     def save(path: str | Path, steps: Sequence[Step], weights: bool) -> Path:
         options.devices.require_savable("decoder")
@@ -77,17 +81,6 @@ def decoder_of(
         return decoder_of(copied, options, config, saved)
 
     return Decoder(model, config, compiled, derive, save, again, options.devices)
-
-
-def _step_for(
-    model: Callable[..., Any], options: Options, config: CacheConfig, saved: saving.Folder | None,
-    example: Example, fits: Callable[[Step], bool],
-) -> Step:  # fmt: skip
-    with progress_line(options) as told:
-        if options.devices.is_one:
-            return saving.step_for(model, told, config, saved, example, fits)
-        step: Step = options.devices.derived(lambda: derive_decoder(model, told, config, example))
-        return step
 
 
 def is_generated_by_transformers(model: Any) -> bool:
@@ -106,15 +99,6 @@ def generate(compiled: ModelWrapper, options: Options) -> Generate:
     return Generation(decoder_of(compiled, options, CacheConfig()), compiled._model)
 
 
-_OF_EVERY_MODULE = own_names(nn.Module)  # type: ignore[arg-type]
-
-
-@functools.cache
-def _added(kind: Any) -> frozenset[str]:
-    """The names that the class of a wrapper adds to those of every module."""
-    return frozenset(n for n in own_names(kind) - _OF_EVERY_MODULE if not n.startswith("__"))
-
-
 @functools.cache
 def _tell_once(method: str, why: str) -> None:
     log.warning("%s runs the uncompiled model: %s", method, why)
@@ -129,17 +113,14 @@ def _uses(kind: type, function: types.FunctionType) -> tuple[bool, frozenset[str
         method = waiting.pop()
         more_calls, own, above = _reads(method)
         calls, names = calls or more_calls, names | own
-        called = [getattr(kind, name, None) for name in own] + [_above(kind, method, name) for name in above]
+        classes = kind.__mro__
+        place = next((n for n, base in enumerate(classes) if method in vars(base).values()), len(classes))
+        bases = classes[place + 1 :]  # among which `super()` looks
+        called = [getattr(kind, name, None) for name in own]
+        called += (next((vars(b)[name] for b in bases if name in vars(b)), None) for name in above)
         new = {found for found in called if isinstance(found, types.FunctionType)} - seen
         seen, waiting = seen | new, [*waiting, *new]
     return calls, frozenset(names), frozenset(seen)
-
-
-def _above(kind: type, method: types.FunctionType, name: str) -> Any:
-    """What `super().name` is in a method of a class."""
-    classes = kind.__mro__
-    own = next((n for n, base in enumerate(classes) if method in vars(base).values()), len(classes))
-    return next((vars(base)[name] for base in classes[own + 1 :] if name in vars(base)), None)
 
 
 def _reads(function: types.FunctionType) -> tuple[bool, set[str], set[str]]:
@@ -149,21 +130,21 @@ def _reads(function: types.FunctionType) -> tuple[bool, set[str], set[str]]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, SyntaxError, TypeError):
         return False, set(), set()
-    (definition, *_), own = tree.body, ""
+    definition, own = tree.body[0], ""
     if isinstance(definition, ast.FunctionDef):
         named = [*definition.args.posonlyargs, *definition.args.args]
         own = named[0].arg if named else ""
-    parts = list(ast.walk(tree))
-    attributes = [n for n in parts if isinstance(n, ast.Attribute)]
-    names = {n.attr for n in attributes if _is(n.value, own)}
-    above = {n.attr for n in attributes if isinstance(n.value, ast.Call) and _is(n.value.func, "super")}
-    calls = any(isinstance(n, ast.Call) and _is(n.func, own) for n in parts)
+    calls, names, above = False, set[str](), set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name == own:
+                names.add(attribute)
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=attribute):
+                above.add(attribute)
+            case ast.Call(func=ast.Name(id=name)) if name == own:
+                calls = True
     calls = calls or bool((names | above) & {"forward", "__call__"})
     return calls, names - {"forward", "__call__"}, above
-
-
-def _is(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
 
 
 def with_signature_of(model: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:

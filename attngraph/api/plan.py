@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from attngraph.api.arguments import require_fit, require_model, require_sequence
+from attngraph.api.build import capture_call, rewritten
 from attngraph.api.derive import dividing
 from attngraph.api.options import Options
 from attngraph.api.plan_memory import KeptForBackward, bytes_of, fetched_at_once, without_memory
-from attngraph.api.rewritten import capture_call, rewritten
 from attngraph.capture.captured import Assumed
 from attngraph.capture.instead import LOCK
 from attngraph.errors import CaptureError, NoDecoderError, PassError

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.api import build, derive
+from attngraph.api.build import owner_of
 from attngraph.api.options import Options
-from attngraph.api.rewritten import owner_of
 from attngraph.capture.state.content import Content
 from attngraph.capture.state.kinds import TOOLS
-from attngraph.capture.state.ran import Executed, collecting
-from attngraph.capture.state.scope import Scope
+from attngraph.capture.state.ran import collecting
+from attngraph.capture.state.scope import Ran, Scope
 from attngraph.capture.structure import flatten
 from attngraph.codegen.cpu import toolchain
 from attngraph.errors import SavedError
@@ -330,7 +330,7 @@ def _taken(
     return None
 
 
-def _keep(found: Executable | Step, call: Call, executed: Executed) -> None:
+def _keep(found: Executable | Step, call: Call, executed: Ran) -> None:
     """Note what a trace depended on, and keep the graph on disk if it can be compared in another process."""
     try:
         state = functools.partial(guards.describe_state, call.target, call.leaves)

@@ -85,18 +85,14 @@ class Part(PartialGraph, SerializableCallable):
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
     """The validated options of the backend; an error names the invalid option and the valid ones."""
     accepted = "; ".join(f"{name}: {words}" for name, (_, words) in _OF_THE_BACKEND.items())
+    ours = 'torch.compile(backend="attngraph")'
     for name, value in options.items():
         if name not in _OF_THE_BACKEND:
             advice = _ELSEWHERE.get(name) or meant(name, _OF_THE_BACKEND)
-            raise TypeError(
-                f'torch.compile(backend="attngraph") has no option {name!r}; {advice} '
-                f"Accepted are {accepted}."
-            )
+            raise TypeError(f"{ours} has no option {name!r}; {advice} Accepted are {accepted}.")
         types, words = _OF_THE_BACKEND[name]
         if not isinstance(value, types):
-            raise TypeError(
-                f'torch.compile(backend="attngraph"): option {name!r} must be {words}, found {value!r}.'
-            )
+            raise TypeError(f"{ours}: option {name!r} must be {words}, found {value!r}.")
     return options
 
 

@@ -38,7 +38,6 @@ from torch.utils import _pytree as pytree
 from attngraph.capture.instead import instead
 from attngraph.capture.lines import CAPTURE, TORCH, is_torchs, line_at, outside, room_of, user_lines
 from attngraph.capture.sides import Decision
-from attngraph.capture.state.fingerprint import fingerprint
 from attngraph.capture.state.kinds import own_attributes
 from attngraph.ir.graph.source import short_path
 from attngraph.report.entries import Break
@@ -60,10 +59,8 @@ _WITH_VALUE = {
 }  # fmt: skip
 """Questions whose answer is None or something that a graph cannot have."""
 _LAYOUT = frozenset(
-    {
-        _T.stride, _T.is_contiguous, _T.storage_offset, _T.dim_order, _T.as_strided, torch.as_strided,
-        torch.as_strided_copy, torch.as_strided_scatter, _T._is_view,
-    }
+    {_T.stride, _T.is_contiguous, _T.storage_offset, _T.dim_order, _T.as_strided, torch.as_strided,
+    torch.as_strided_copy, torch.as_strided_scatter, _T._is_view}
 )  # fmt: skip
 _VERSION, _BASE = _T._version.__get__, _T._base.__get__
 _NOT_IN_PIECES = (_VERSION, _BASE)
@@ -85,11 +82,8 @@ Note = Callable[..., None]
 
 
 class Asked(TorchFunctionMode):
-    """Hears what code asks of tensors while it is entered, and answers for the arguments.
-
-    Attributes:
-        found: the arguments' numbers, and what was asked of each. layouts: whether layouts in memory matter.
-    """
+    """Hears what code asks of tensors while it is entered, and answers for the arguments. `found`: the
+    arguments' numbers, and what was asked of each. `layouts`: whether layouts in memory matter."""
 
     def __init__(self, stand_ins: Sequence[Tensor], arguments: Sequence[Tensor], note: Note) -> None:
         super().__init__()
@@ -110,7 +104,11 @@ class Asked(TorchFunctionMode):
         elif func in _ASKS and _ASKS[func] == "grad" and getattr(args[0], "is_leaf", False):
             self._refuse("the gradient of a weight")
         name = getattr(func, "__name__", "")
-        if _asks_for_gradients(func, name, args, kwargs):
+        wanted = bool(kwargs.get("requires_grad"))
+        if func == _REQUIRES or name == "requires_grad_":
+            asked = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            wanted = bool(asked) and not args[0].requires_grad
+        if wanted:  # a tensor needs a gradient from here on that needed none, which a graph would not do
             where = line_at(sys._getframe(1))
             self._note("forward() asks for gradients of a tensor", where, of_arguments=True)
         self._copies |= name in _VIEWS_OR_COPIES
@@ -118,10 +116,7 @@ class Asked(TorchFunctionMode):
         self.layouts |= self._copies and self._writes
         return func(*args, **kwargs)
 
-    def _answer(
-        self, question: str, number: int, argument: Tensor, func: Any, args: Any, kwargs: Any
-    ) -> Any:  # fmt: skip
-        """The answer for an argument itself."""
+    def _answer(self, question: str, number: int, argument: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
         self.found.add((number, question))
         answer = QUESTIONS[question](argument)
         if question not in _WITH_VALUE:
@@ -138,14 +133,6 @@ class Asked(TorchFunctionMode):
             self._note(f"forward() asks for {what}", line_at(frame), advice, of_arguments=True, splits=splits)
 
 
-def _asks_for_gradients(func: Any, name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a tensor is to need a gradient from here on that needed none, which a graph would not do."""
-    if func == _REQUIRES or name == "requires_grad_":
-        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-        return bool(wanted) and not args[0].requires_grad
-    return bool(kwargs.get("requires_grad"))
-
-
 def _writes(name: str) -> bool:
     if name.startswith("__"):
         return name in ("__setitem__", "__set__") or (name.startswith("__i") and name not in _NO_WRITES)
@@ -154,17 +141,11 @@ def _writes(name: str) -> bool:
 
 def answers(tensors: Sequence[Tensor], asked: frozenset[tuple[int, str]], layouts: bool) -> tuple[Any, ...]:
     """What is true of a call's tensors of what was asked, for its key."""
-    found = [(number, what, QUESTIONS[what](tensors[number])) for number, what in sorted(asked)]
-    if layouts:
-        found += [layout_of(tensor) for tensor in tensors]
+    found: list[Any] = [(number, what, QUESTIONS[what](tensors[number])) for number, what in sorted(asked)]
+    for t in tensors if layouts else ():  # nothing is to tell of one that lies in memory as a new one would
+        is_as_new = t.layout is not torch.strided or (t.is_contiguous() and not t.storage_offset())
+        found.append(() if is_as_new else (t.stride(), t.storage_offset()))
     return tuple(found)
-
-
-def layout_of(tensor: Tensor) -> Any:
-    """How a tensor lies in memory: nothing to tell if it does so as a new one would."""
-    if tensor.layout is not torch.strided or (tensor.is_contiguous() and not tensor.storage_offset()):
-        return ()
-    return tensor.stride(), tensor.storage_offset()
 
 
 def lend_attributes(stand_in: Tensor, original: Tensor) -> bool:
@@ -175,12 +156,6 @@ def lend_attributes(stand_in: Tensor, original: Tensor) -> bool:
         if name not in vars(stand_in):
             setattr(stand_in, name, value)
     return not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(held))
-
-
-def key_of_attributes(tensor: Tensor) -> Any:
-    """What is compared of them at each call."""
-    held = own_attributes(tensor)
-    return tuple(fingerprint([held])) if held else ()
 
 
 # --- whether something is true ---
@@ -366,11 +341,9 @@ class Numbers:
         for (argument, dim), (name, path, line) in sorted(self._found.items()):
             if name in fixed or isinstance(shapes[argument][dim], int):
                 found.setdefault((path, line), []).append(f"dimension {dim} of tensor argument {argument}")
-        return tuple(
-            Break(
-                f"the code asks for the number itself of {' and '.join(dimensions)}: "
-                f"{linecache.getline(path, line).strip()}",
-                f"{short_path(path)}:{line}",
-            )
-            for (path, line), dimensions in found.items()
-        )
+        told: list[Break] = []
+        for (path, line), dimensions in found.items():
+            what = f"the code asks for the number itself of {' and '.join(dimensions)}"
+            code = linecache.getline(path, line).strip()
+            told.append(Break(f"{what}: {code}", f"{short_path(path)}:{line}"))
+        return tuple(told)

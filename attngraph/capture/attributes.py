@@ -1,10 +1,14 @@
-"""Attributes that a forward sets anew in every call (`self.attention_weights = p`): results, not state.
+"""What a forward sets anew in every call: results, not state.
 
-A first trace finds which attributes change. In a second one they are watched: if the forward does not read
-an attribute before it sets it, no call depends on the one before, so what it is set to is one more result of
-the graph, and the executable sets the attribute after each call. An attribute that is read first is state
-(a counter, a table for later calls) and remains a side effect. The buffers of a module are watched as its
-attributes are, where they were registered before. Used by `trace.py` and `side_effects.py`.
+Attributes of the model (`self.attention_weights = p`): a first trace finds which change. In a second one they
+are watched: if the forward does not read an attribute before it sets it, no call depends on the one before,
+so what it is set to is one more result of the graph, and the executable sets the attribute after each call.
+An attribute that is read first is state (a counter, a table for later calls) and remains a side effect. The
+buffers of a module are watched as its attributes are, where they were registered before.
+
+What it changes in objects that it is given, such as a cache of keys and values, is one more result of the
+graph, too, which each call sets on its own objects. A number that follows from the one before is no such
+result, nor is a list that grows: both are part of a call's key, so each call would need another graph.
 """
 
 import collections
@@ -20,9 +24,11 @@ from torch import Tensor, nn
 
 from attngraph.capture.instead import replaced
 from attngraph.capture.state.kinds import Place
-from attngraph.capture.structure import TreeSpec, attributes_of, flatten, is_value
+from attngraph.capture.state.snapshot import Container
+from attngraph.capture.structure import TreeSpec, attributes_of, flatten, is_value, parts_of
 
 _UNSET = object()
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _IMMUTABLE = 1 << 8
 """CPython's flag of classes whose attributes cannot be set."""
 
@@ -42,17 +48,14 @@ class Described:
     @staticmethod
     def of(value: Any) -> "Described":
         leaves, tree = flatten(value)
-        return Described(tree, tuple(map(_described, leaves)))
+        kinds = ("" if isinstance(leaf, (Tensor, *_SYMBOLIC)) else type(leaf).__name__ for leaf in leaves)
+        told = (k and f"{k} {v!r}" if is_value(v) else k for k, v in zip(kinds, leaves, strict=True))
+        return Described(tree, tuple(told))
 
     def agrees(self, other: "Described") -> bool:
         """Whether both are of one structure and equal in leaves that both traces took as plain values."""
         pairs = zip(self.leaves, other.leaves, strict=False)
         return self.tree == other.tree and all(a == b or not (a and b) for a, b in pairs)
-
-
-def _described(leaf: Any) -> str:
-    is_symbolic = isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
-    return "" if is_symbolic else f"{type(leaf).__name__} {leaf!r}" if is_value(leaf) else type(leaf).__name__
 
 
 Settings = Mapping[Place, Described]
@@ -117,18 +120,14 @@ class Watch:
         return self
 
     def value(self, place: Place, before: Any) -> Any:
-        """What an attribute is that is read now; `before`: what it was before the call.
-
-        Raises:
-            ReadFirst: it has not been set, and may not be read before.
-        """
+        """What an attribute is that is read now; `before`: what it was before the call. Raises ReadFirst if
+        it has not been set, and may not be read before."""
         if place in self.found:
             return self.found[place]
         self.read.add(place)
         return before if self.reads else self.refused(place)
 
     def refused(self, place: Place) -> Any:
-        """Refuse an attribute that is read first, or deleted; raises ReadFirst."""
         self.refuse(place)
         raise ReadFirst(place.name)
 
@@ -222,10 +221,113 @@ def containers(value: Any) -> Iterator[int]:
         if id(part) in seen or is_value(part) or isinstance(part, (Tensor, nn.Module, type)):
             continue
         seen.add(id(part))
-        inner = part.values() if isinstance(part, dict) else part
-        if isinstance(part, (list, tuple, set, frozenset, dict)):
-            stack += inner
-        else:
-            stack += (attributes_of(part) or {}).values()
+        stack += part if isinstance(part, (set, frozenset)) else (inner for _, inner in parts_of(part))
         if not isinstance(part, (tuple, frozenset)):
             yield id(part)
+
+
+# --- objects among the arguments ---
+
+Path = tuple[tuple[str, Any], ...]
+"""Steps from `(args, kwargs)` to an object: ("item", key) or ("attribute", name)."""
+ABSENT = object()
+_WHOLE = slice(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Set:
+    """What forward set: the path of the object, the attribute, key or slice of it, the value, and what was
+    there before (`ABSENT`: nothing). `grows`: a list or dictionary that held something has another length."""
+
+    path: Path
+    key: Any
+    value: Any
+    before: Any
+    grows: bool
+
+    @property
+    def label(self) -> str:
+        """The place as code writes it."""
+        steps = [f".{k}" if kind == "attribute" else f"[{k!r}]" for kind, k in self.path[2:]]
+        root = str(self.path[1][1]) if len(self.path) > 1 else ""
+        last = f".{self.key}" if isinstance(self.key, str) else ""
+        return f"{root if root.isidentifier() else f'arguments[{root}]'}{''.join(steps)}{last}"
+
+    def can_be_repeated(self) -> bool:
+        """Whether later calls may set it too. Numbers that follow from others, or from sizes, and the lengths
+        of lists are part of the next call's key: each call would be traced anew."""
+        if self.value is ABSENT or self.grows:
+            return False
+        numbers, before = map(_numbers_in, (self.value, self.before))
+        return numbers == before or not (before or any(isinstance(x, _SYMBOLIC) for x in numbers))
+
+
+class Given:
+    """The objects, lists and dictionaries among a call's arguments, by their places."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.paths: dict[int, Path] = {}
+        self.shared = False
+        """Whether one is at two places."""
+        self._held: list[tuple[Path, Container]] = []
+        self._walk((args, kwargs), ())
+
+    def _walk(self, value: Any, path: Path) -> None:
+        is_object = hasattr(value, "__dict__") and attributes_of(value) is not None
+        if not is_object and not isinstance(value, (list, tuple, dict)):
+            return
+        if not isinstance(value, tuple):
+            if id(value) in self.paths:
+                self.shared = True
+                return
+            self.paths[id(value)] = path
+            held = _entries_of(value)
+            was = list(held) if isinstance(held, list) else dict(held)
+            self._held.append((path, Container(Place(value, ""), held, was)))
+        for step, part in parts_of(value):
+            self._walk(part, (*path, step))
+
+    def taken_back(self) -> list[Set]:
+        """What has been set since; all is put back as it was."""
+        found: list[Set] = []
+        for path, kept in self._held:
+            if changes := list(_changes(kept.was, kept.value)):
+                is_object = kept.value is not kept.place.owner
+                grows = not is_object and 0 < len(kept.was) != len(kept.value)
+                found += (Set(path, *change, grows) for change in changes)
+                kept.put_back()
+        return found
+
+
+def holder(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path) -> Any:
+    """What has the attributes or entries of the object at a place: the object's dictionary, or itself."""
+    return _entries_of(at(args, kwargs, path))
+
+
+def _entries_of(value: Any) -> Any:
+    return value if isinstance(value, (list, dict)) else vars(value)
+
+
+def at(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path) -> Any:
+    """The object at a place."""
+    value: Any = (args, kwargs)
+    for kind, key in path:
+        value = vars(value)[key] if kind == "attribute" else value[key]
+    return value
+
+
+def _numbers_in(value: Any) -> list[Any]:
+    kinds = (int, float, complex, *_SYMBOLIC)
+    return [x for x in flatten(value)[0] if isinstance(x, kinds) and not isinstance(x, bool)]
+
+
+def _changes(before: Any, now: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The keys at which contents differ, with what is there now and what was; a list as a whole."""
+    if isinstance(now, list):
+        if [*map(id, now)] != [*map(id, before)]:
+            yield _WHOLE, [*now], before
+        return
+    for key in (*now, *(k for k in before if k not in now)):
+        new, old = now.get(key, ABSENT), before.get(key, ABSENT)
+        if new is not old:
+            yield key, new, old

@@ -2,32 +2,21 @@
 structure of its results, and the sizes it is valid for.
 
 `capture` is given an `Assumed`, and a trace that fails may say what else to take for granted: the next one
-assumes `assumed.after(problem)`. One loop is then all that looks for a graph:
-
-    while True:
-        try:
-            return capture(target, args, kwargs, assumed)
-        except CaptureError as problem:
-            if (other := assumed.after(problem)) is None:
-                raise
-            assumed = other
-
-Whoever derives a graph from a call of its own choosing makes the value (`Assumed(tokens=11)`), hands it down
-whole, and asks it where a later step depends on it.
+assumes `assumed.after(problem)`, until this is None. Whoever derives a graph from a call of its own choosing
+makes the value (`Assumed(tokens=11)`), hands it down whole, and asks it where a later step depends on it.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngraph.capture.attributes import Settings
-from attngraph.capture.given import Path
+from attngraph.capture.attributes import Path, Settings
 from attngraph.capture.sides import UNASKED, Sides
-from attngraph.capture.state.scope import EVERYTHING, LeftOut, Scope
+from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.capture.structure import TreeSpec, attributes_of, unflatten
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.program_graph import ProgramGraph
@@ -35,6 +24,18 @@ from attngraph.report.entries import Break
 
 Dimension = tuple[int, int]
 """The number of a tensor among a call's arguments, and one of its dimensions."""
+
+
+def dimensions(shapes: Sequence[Sequence[Any]], sizes: Set[str] | None) -> frozenset[Dimension]:
+    """The dimensions whose extents involve these symbolic sizes; for None all that are symbols of torch's."""
+    found: set[Dimension] = set()
+    for place, shape in enumerate(shapes):
+        for dim, extent in enumerate(shape):
+            formula = extent.node.expr if isinstance(extent, torch.SymInt) else extent
+            own = {str(symbol) for symbol in getattr(formula, "free_symbols", ())}
+            if own & sizes if sizes is not None else isinstance(extent, torch.SymInt):
+                found.add((place, dim))
+    return frozenset(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,12 +166,8 @@ class Captured:
     @functools.cached_property
     def scope(self) -> Scope:
         """What of the state around a call the graph depends on."""
-        return dataclasses.replace(self.around, left_out=self.left_out)
-
-    @property
-    def left_out(self) -> LeftOut:
-        """The state of the model on which the graph does not depend."""
-        return frozenset((id(a.owner), a.name) for a in self.attributes if not a.read)
+        left_out = frozenset((id(a.owner), a.name) for a in self.attributes if not a.read)
+        return dataclasses.replace(self.around, left_out=left_out)
 
     def names(self) -> dict[int, str]:
         """The names of the tensors among its results, by their number."""
@@ -182,10 +179,4 @@ class Captured:
 
     def dimensions(self, sizes: Iterable[str]) -> frozenset[tuple[int, int]]:
         """The dimensions, (argument, dimension), whose extents involve these symbolic sizes."""
-        names = set(sizes)
-        return frozenset(
-            (argument, dim)
-            for argument, shape in enumerate(self.shapes)
-            for dim, extent in enumerate(shape)
-            if names & {str(s) for s in getattr(extent, "free_symbols", ())}
-        )
+        return dimensions(self.shapes, set(sizes))

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from attngraph.capture.captured import Captured
-from attngraph.capture.program.exported import hints, size_of
+from attngraph.capture.program.exported import arguments_of, hints, shapes_of
 from attngraph.errors import CaptureError
 from attngraph.ir.graph import ProgramGraph, infer_once
 from attngraph.ir.kept import kept
@@ -61,25 +61,19 @@ def compared(graphs: Sequence[Captured], place: int) -> Captured:
     writer = _Writer(found, place, [c.graph for c in others])
     for node, *alike in zip(list(found.graph.nodes), *(c.graph.graph.nodes for c in others), strict=True):
         writer.write(node, alike)
-    ids = found.placeholders()[writer.number]
-    rows, tokens = (size_of(n) for n in ids.meta["val"].shape[:2])
+    ids = writer.ids
+    ((rows, tokens, *_),) = shapes_of([ids])
     found.conditions = (sympy.Ge(rows, 2), sympy.Ge(tokens, 2))
     found.hints = hints([ids])
-    shapes = tuple(
-        tuple(size_of(n) for n in node.meta["val"].shape)
-        for node, given in zip(found.placeholders(), found.inputs, strict=True)
-        if given.kind == "argument"
-    )
-    return dataclasses.replace(first, graph=found, shapes=shapes, asked=())
+    return dataclasses.replace(first, graph=found, shapes=shapes_of(arguments_of(found)), asked=())
 
 
 class _Writer:
     """Gives the operations of a graph sizes that follow from those of the tokens."""
 
     def __init__(self, graph: ProgramGraph, place: int, others: Sequence[ProgramGraph]) -> None:
-        arguments = [n for n, given in enumerate(graph.inputs) if given.kind == "argument"]
         self._order = {node: n for g in (graph, *others) for n, node in enumerate(g.graph.nodes)}
-        self.graph, self.number = graph, arguments[place]
+        self.graph, self.ids = graph, arguments_of(graph)[place]
         self.mode = FakeTensorMode(shape_env=ShapeEnv())
         self._first = next(n for n in graph.graph.nodes if n.op != "placeholder")
         self._sizes: list[fx.Node] = []
@@ -94,7 +88,7 @@ class _Writer:
     def _input(self, node: fx.Node, alike: Sequence[fx.Node]) -> None:
         value = node.meta["val"]
         shapes = [tuple(n.meta["val"].shape) for n in (node, *alike)]
-        if node is not self.graph.placeholders()[self.number]:
+        if node is not self.ids:
             if len(set(shapes)) > 1:
                 raise _unlike("another input of the model is as long as the tokens")
             with self.mode:
@@ -160,11 +154,7 @@ class _Writer:
 
 
 def interpolated(numbers: Sequence[int]) -> _Formula:
-    """The formula of a number at `SIZES`.
-
-    Raises:
-        CaptureError: there is none.
-    """
+    """The formula of a number at `SIZES`; raises CaptureError if there is none."""
     (rows, tokens), (more_rows, _), (_, more_tokens), *_ = SIZES
     here, below, right, corner, _ = numbers
     by_rows, by_tokens = more_rows - rows, more_tokens - tokens

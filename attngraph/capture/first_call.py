@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attngraph.capture.guards import things
 from attngraph.capture.instead import replaced
 from attngraph.capture.state.fingerprint import fingerprint
-from attngraph.capture.state.ran import Executed, recorded
+from attngraph.capture.state.ran import recorded
+from attngraph.capture.state.scope import Ran
 from attngraph.capture.state.snapshot import Snapshot
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError
@@ -43,11 +44,7 @@ def once_settled(
     make: Callable[[], T], target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> T:
     """What `make` makes of a capture of this call. A target that fills a table runs the call first, without
-    gradients.
-
-    Raises:
-        CaptureError: the target cannot be captured then either.
-    """
+    gradients."""
     try:
         return make()
     except CaptureError as problem:
@@ -58,7 +55,6 @@ def once_settled(
 
 
 def run_first(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run the first call, without gradients."""
     with torch.no_grad():
         target(*args, **kwargs)
 
@@ -74,17 +70,16 @@ def answers_alike(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         if writes:
             copies = {id(t): t.detach().clone() for t in _tensors(target)}
             kept.replace_tensors(lambda t: copies.get(id(t), t))
-        with torch.no_grad(), recorded(Executed(), kept.add):
+        with torch.no_grad(), recorded(Ran(), kept.add):
             once, again = (flatten(target(*given, **named))[0] for _ in range(2))
     finally:
         kept.restore()
-    return len(once) == len(again) and all(map(_equal, once, again))
 
+    def equal(a: Any, b: Any) -> bool:
+        tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+        return torch.equal(a.nan_to_num(), b.nan_to_num()) if tensors else bool(a == b)
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a.nan_to_num(), b.nan_to_num())
-    return bool(a == b)
+    return len(once) == len(again) and all(map(equal, once, again))
 
 
 def fills_a_table(
@@ -111,13 +106,13 @@ def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     calls. Runs it twice on tensors without data, as a trace would; the state is restored."""
     exporting = (replaced(torch.compiler, f"_is_{what}_flag", True) for what in ("compiling", "exporting"))
     try:
-        executed = Executed()
+        executed = Ran()
         with next(exporting), next(exporting), without_data(target, args, kwargs, executed) as run:
             run()
-            scope = executed.ran.scope()
-            once = fingerprint([target], scope), _weights(target)
+            scope = executed.scope()
+            once = fingerprint([target], scope), [*map(id, _tensors(target))]
             run()
-            return once == (fingerprint([target], scope), _weights(target))
+            return once == (fingerprint([target], scope), [*map(id, _tensors(target))])
     except Exception:  # for example, what it does depends on values
         return False
 
@@ -134,7 +129,7 @@ def writes_to_tensors(target: Callable[..., Any], args: tuple[Any, ...], kwargs:
 @contextlib.contextmanager
 def without_data(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-    executed: Executed | None = None,
+    executed: Ran | None = None,
 ) -> Iterator[Callable[[], Any]]:  # fmt: skip
     """The call on tensors without data, in the place of all that the target holds and its code reads; the
     state is restored. `executed`: gets the code that runs."""
@@ -150,7 +145,7 @@ def without_data(
             kept.replace_tensors(emptied)
             fake = [emptied(x) if isinstance(x, Tensor) else x for x in leaves]
             given, named = unflatten(fake, spec)
-            with recorded(executed or Executed(), kept.add):
+            with recorded(executed or Ran(), kept.add):
                 yield functools.partial(target, *given, **named)
     finally:
         kept.restore()
@@ -160,10 +155,6 @@ def _tensors(target: Callable[..., Any]) -> list[Tensor]:
     modules = target.modules() if isinstance(target, nn.Module) else ()
     held = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
     return [t for t in held if t is not None]
-
-
-def _weights(target: Callable[..., Any]) -> list[int]:
-    return [id(t) for t in _tensors(target)]
 
 
 # --- loops over tokens ---
@@ -196,12 +187,20 @@ def extents_of_loop(
 ) -> frozenset[int] | None:  # fmt: skip
     """The extents of what the operations of a call give, if there are many more operations for many tokens;
     None if there are not, or if that cannot be told. Operations after one that needs data do not count.
+    `tokens`: the dimensions, (tensor argument, dimension), that count the tokens."""
+    leaves, spec = flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    counts = {tensors[place].shape[dim] for place, dim in tokens}
 
-    Args:
-        tokens: the dimensions, (tensor argument, dimension), that count the tokens.
-    """
+    def longer(leaf: Any) -> Any:
+        """Extents that are equal to the number of tokens count them too."""
+        if not isinstance(leaf, Tensor) or counts.isdisjoint(leaf.shape):
+            return leaf
+        return leaf.new_zeros([MANY if n in counts else n for n in leaf.shape])
+
     few = _operations(target, args, kwargs)
-    more = _operations(target, *_with_many(args, kwargs, tokens), limit=TIMES * few.count)
+    args, kwargs = unflatten([longer(leaf) for leaf in leaves], spec)
+    more = _operations(target, args, kwargs, limit=TIMES * few.count)
     return frozenset(few.extents) if more.count > more.limit > 0 else None
 
 
@@ -215,19 +214,3 @@ def _operations(
     except Exception:  # it may need data, or take no so many tokens
         pass
     return counted
-
-
-def _with_many(
-    args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Collection[tuple[int, int]]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for many tokens: extents that are equal to the number of tokens count them too."""
-    leaves, spec = flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    counts = {tensors[place].shape[dim] for place, dim in tokens}
-
-    def longer(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or counts.isdisjoint(leaf.shape):
-            return leaf
-        return leaf.new_zeros([MANY if n in counts else n for n in leaf.shape])
-
-    return unflatten([longer(leaf) for leaf in leaves], spec)  # type: ignore[no-any-return]

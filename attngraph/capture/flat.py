@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify
 
 from attngraph.capture.asked import Answered, Asked, Numbers, lend_attributes
-from attngraph.capture.attributes import Described, Watch, containers
-from attngraph.capture.captured import Assumed, Attribute, Change, Dimension, Structure
-from attngraph.capture.given import Given, Path, Set
+from attngraph.capture.attributes import Described, Given, Path, Set, Watch, containers
+from attngraph.capture.captured import Assumed, Attribute, Change, Dimension, Structure, dimensions
 from attngraph.capture.guards import aliases, things
 from attngraph.capture.instead import products_cast
 from attngraph.capture.lines import label_of
 from attngraph.capture.side_effects import SideEffects
-from attngraph.capture.state.ran import Executed, recorded
+from attngraph.capture.state.ran import recorded
+from attngraph.capture.state.scope import Ran
 from attngraph.capture.state.snapshot import Snapshot
 from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
 from attngraph.capture.subgraphs import functions_run
@@ -80,7 +80,7 @@ class Trace:
     """The extents of values that are numbers."""
     written_out: set[str] = dataclasses.field(default_factory=set)
     """The operations that run functions, and stand in plain operations."""
-    executed: Executed = dataclasses.field(default_factory=Executed)
+    executed: Ran = dataclasses.field(default_factory=Ran)
     """The code that ran."""
 
     def __post_init__(self) -> None:
@@ -88,19 +88,7 @@ class Trace:
 
     def of(self, symbols: frozenset[str] | None) -> frozenset[Dimension]:
         """The dimensions of the arguments whose extents involve these symbols; all symbolic ones for None."""
-        return frozenset(
-            (place, d)
-            for place, shape in enumerate(self.shapes)
-            for d, extent in enumerate(shape)
-            if isinstance(extent, torch.SymInt)
-            and (symbols is None or symbols & {str(s) for s in extent.node.expr.free_symbols})
-        )
-
-    @property
-    def one(self) -> Any:
-        """The size that is 1 in every call, as it is taken for granted."""
-        place = self.assumed.one_row
-        return None if place is None else self.shapes[place[0]][place[1]]
+        return dimensions(self.shapes, symbols)
 
 
 class Flat(nn.Module):
@@ -111,12 +99,9 @@ class Flat(nn.Module):
         repeats: Repeats,
     ) -> None:  # fmt: skip
         super().__init__()
-        if isinstance(target, nn.Module):
-            self.model = target
-        else:
+        if not isinstance(target, nn.Module):
             self.function = target
-            for place, module in enumerate(closed_over_modules(target)):
-                self.add_module(f"closure_{place}", module)
+        hold(self, target)
         self.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
         self.leaves, self.spec = list(leaves), spec
         # Export restores attributes that forward() sets here, and hands out stand-ins of weights and modules:
@@ -130,16 +115,20 @@ class Flat(nn.Module):
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
         before, _ = flatten((args, kwargs))
-        target = self.model if hasattr(self, "model") else self.function
+        target: Any = self.model if hasattr(self, "model") else self.function
         versions = list(map(version_of, arguments))
         originals = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         trace.asked = Asked(arguments, originals, trace.effects.note)
-        self._lend_attributes(arguments, originals)
+        for tensor, weight in zip(self._weights(), trace.originals, strict=False):
+            if tensor is not None and weight is not None and tensor is not weight:
+                lend_attributes(tensor, weight)  # a stand-in has what users put on the weight
+        if not all([*map(lend_attributes, arguments, originals)]):
+            trace.effects.note("a tensor is an attribute of an argument", of_arguments=True)
         objects = Given(args, kwargs)
         watch = Watch(list(trace.assumed.settings), trace.effects.note_change, trace.assumed.reads)
         with self._recorded(watch, things(leaves)):
-            run = _of_rows if trace.assumed.rows_alone else _called
-            result = run(target, args, kwargs)
+            rows_alone = trace.assumed.rows_alone
+            result = _of_rows(target, args, kwargs) if rows_alone else target(*args, **kwargs)
             sets = [] if trace.shared or objects.shared else objects.taken_back()
         after, _ = flatten((args, kwargs))
         if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
@@ -156,7 +145,7 @@ class Flat(nn.Module):
         for condition, line in trace.answered.checks:
             trace.kinds[len(tensors)] = "check", line
             tensors.append(condition)
-        own = (weight for weight in self._weights() if weight is not None)
+        own = (tensor for tensor in self._weights() if tensor is not None)
         trace.memory = aliases([*arguments, *own, *tensors])
         return tuple(tensors)
 
@@ -164,89 +153,81 @@ class Flat(nn.Module):
     def _recorded(self, watch: Watch, others: Sequence[Any]) -> Iterator[None]:
         """Write into the record what the body does and asks. `others`: arguments that are no tensors."""
         trace, printed = self.trace, io.StringIO()
+        row = trace.assumed.one_row
+        one = None if row is None else trace.shapes[row[0]][row[1]]
         assert trace.asked is not None
 
         def noted() -> Any:
             return len(trace.answered.checks), trace.effects.what, printed.tell()
 
+        def weights() -> dict[int, int]:
+            return dict(zip(map(id, self._weights()), map(id, trace.originals), strict=False))
+
         with (
             functions_run() as trace.written_out, contextlib.redirect_stdout(printed),
-            trace.effects.watch(others, self._originals), watch, trace.answered.listening(trace.one),
+            trace.effects.watch(others, weights) as kept, watch, trace.answered.listening(one),
             _sizes_recorded_when_needed(), trace.repeats(noted),
-            recorded(trace.executed, trace.effects.begins), trace.asked, products_cast(),
+            recorded(trace.executed, kept.add), trace.asked, products_cast(),
         ):  # fmt: skip
             yield
         if printed.getvalue():
             trace.effects.note("forward() prints")
 
-    def _lend_attributes(self, arguments: Sequence[Tensor], originals: Sequence[Tensor]) -> None:
-        """Let the stand-ins of arguments and weights have what users put on these."""
-        for tensor, original in zip(self._weights(), self.trace.originals, strict=False):
-            if tensor is not None and original is not None and tensor is not original:
-                lend_attributes(tensor, original)
-        if not all([*map(lend_attributes, arguments, originals)]):
-            self.trace.effects.note("a tensor is an attribute of an argument", of_arguments=True)
-
     def _weights(self) -> list[Tensor | None]:
         return [t for m in self.modules() for t in (*m._parameters.values(), *m._buffers.values())]
-
-    def _originals(self) -> dict[int, int]:
-        """From the identity of each parameter and buffer now to that of the one it stands for."""
-        return dict(zip(map(id, self._weights()), map(id, self.trace.originals), strict=False))
 
     def _record_changes(
         self, sets: Sequence[Set], others: set[int], tensors: list[Tensor], paths: Mapping[int, Path]
     ) -> None:
         """Record what objects among the arguments were changed to, and add the tensors in it. `others`: as
         for `_record`."""
-        trace = self.trace
-        others |= Snapshot([trace.target]).containers()
+        others |= Snapshot([self.trace.target]).containers()
         changes: list[Change] = []
         for one in sets:
-            own, first = set(containers(one.value)) - paths.keys(), len(tensors)
+            own = set(containers(one.value)) - paths.keys()
             try:
-                if not one.can_be_repeated() or not own.isdisjoint(others - paths.keys()):
-                    raise TypeError("another one in each call, or a container that is also elsewhere")
-                structure = _structure(one.value, tensors, trace.written, paths)
+                if not one.can_be_repeated():
+                    raise TypeError("another one in each call")
+                structure = self._set_to(one.value, one.label, own, others, tensors, paths)
             except TypeError:
                 what = f"forward() changes an argument's attributes: {one.label}"
-                trace.effects.note(what, of_arguments=True)
+                self.trace.effects.note(what, of_arguments=True)
                 return
-            others |= own
-            trace.kinds |= dict.fromkeys(range(first, len(tensors)), ("attribute", one.label))
             changes.append(Change(one.path, one.key, structure))
-        trace.changes = tuple(changes)
+        self.trace.changes = tuple(changes)
 
     def _record(self, watch: Watch, result: Any, others: set[int], tensors: list[Tensor]) -> None:
-        """Record what attributes were set to, and add the tensors in it.
-
-        Args:
-            others: the identities of containers; a value that shares one with the caller, with the model or
-                with another value would be a copy of it, so it is no result.
-        """
-        trace = self.trace
+        """Record what attributes were set to, and add the tensors in it. `others`: the identities of
+        containers; a value that shares one with the caller, with the model or with another value would be a
+        copy of it, so it is no result."""
+        trace, structure = self.trace, None
         others |= {*containers(result)} | Snapshot([trace.target]).containers()
         attributes: list[Attribute] = []
         for place, value in watch.found.items():
-            own = set(containers(value))
+            own, label = set(containers(value)), label_of(place, trace.target)
             try:
-                if value is not result and not own.isdisjoint(others):
-                    raise TypeError("a container that is also elsewhere")
                 if not trace.assumed.settings[place].agrees(Described.of(value)):
                     raise TypeError("not what an earlier trace found")
-                label, first = label_of(place, trace.target), len(tensors)
-                structure = None if value is result else _structure(value, tensors, trace.written)
+                structure = None if value is result else self._set_to(value, label, own, others, tensors)
             except TypeError:
                 trace.effects.note_change(place)
                 continue
-            others |= own
-            trace.kinds |= dict.fromkeys(range(first, len(tensors)), ("attribute", label))
             attributes.append(Attribute(place.owner, place.name, label, structure, place in watch.read))
         trace.attributes = tuple(attributes)
 
-
-def _called(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return target(*args, **kwargs)
+    def _set_to(
+        self, value: Any, label: str, own: set[int], others: set[int], tensors: list[Tensor],
+        paths: Mapping[int, Path] = MappingProxyType({}),
+    ) -> Structure:  # fmt: skip
+        """The structure of what is set, whose tensors are added; its `own` containers are added to `others`.
+        Raises TypeError if it has one of these, or something else than tensors and numbers."""
+        if not own.isdisjoint(others):
+            raise TypeError("a container that is also elsewhere")
+        first = len(tensors)
+        structure = _structure(value, tensors, self.trace.written, paths)
+        others |= own
+        self.trace.kinds |= dict.fromkeys(range(first, len(tensors)), ("attribute", label))
+        return structure
 
 
 def _of_rows(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,17 +249,11 @@ def _of_rows(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _structure(
-    result: Any,
-    tensors: list[Tensor],
-    written: Mapping[int, int],
-    given: Mapping[int, Path] = MappingProxyType({}),
+    result: Any, tensors: list[Tensor], written: Mapping[int, int], given: Mapping[int, Path]
 ) -> Structure:
     """The structure of a result, whose tensors are added to the list, but for `written` arguments, by their
-    identities. `given`: the places of objects among the arguments, by their identities.
-
-    Raises:
-        TypeError: there is something else in it than tensors and numbers.
-    """
+    identities. `given`: the places of objects among the arguments, by their identities. Raises TypeError if
+    there is something else in it than tensors and numbers."""
     leaves, tree = flatten(result, given)
     recorded: list[tuple[str, Any]] = []
     for leaf in leaves:
@@ -296,6 +271,15 @@ def _structure(
         else:
             raise TypeError(f"the model returns a {type(leaf).__name__}, which is no tensor or number")
     return Structure(tree, tuple(recorded))
+
+
+def hold(holder: nn.Module, target: Callable[..., Any]) -> None:
+    """Make the target, or the modules that it can reach, submodules of a module."""
+    if isinstance(target, nn.Module):
+        holder.model = target
+        return
+    for place, module in enumerate(closed_over_modules(target)):
+        holder.add_module(f"closure_{place}", module)
 
 
 def closed_over_modules(function: Callable[..., Any]) -> list[nn.Module]:

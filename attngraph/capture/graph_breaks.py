@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,14 +63,15 @@ class GraphBreaks:
             with silenced("torch._subclasses.fake_tensor"):
                 return self.run(*args, **kwargs)
         except Exception as problem:
-            if not _is_of_torch_compile(problem):
-                raise
+            frames = traceback.extract_tb(problem.__traceback__)
+            own = isinstance(problem, torch._dynamo.exc.TorchDynamoException)
+            if not own and not (frames and frames[-1].filename.startswith(_TORCHS)):
+                raise  # it is a failure of the model, not of torch.compile
             # An invalid call fails in eager mode too, with a clearer error. If eager succeeds, warn.
             result = self.target(*args, **kwargs)
             told = next(iter(str(problem).splitlines()), "") or type(problem).__name__
-            reason = f"torch.compile cannot capture it either: {told}; it runs eagerly"
-            log.warning("%s", reason)
-            self.breaks.append(Break(reason, ""))
+            self.breaks.append(Break(f"torch.compile cannot capture it either: {told}; it runs eagerly", ""))
+            log.warning("%s", self.breaks[-1].reason)
             self.run = self.target
             return result
 
@@ -80,8 +81,13 @@ class GraphBreaks:
         """The graph with what is before, between and after some of its nodes compiled."""
         stops = dict.fromkeys(Break(why.reason, why.source) for why in refused.values())
         self.breaks += [stop for stop in stops if stop not in self.breaks]
+        number, numbers = 0, dict[fx.Node, int]()
+        for node in module.graph.nodes:  # some are parts of their own
+            number += node in refused
+            numbers[node] = number
+            number += node in refused
         try:
-            whole = _split(module, refused)
+            whole = split_module(module, module, numbers.__getitem__, keep_original_order=True)
         except Exception:  # torch cannot divide a graph with sizes that only data know
             return module
         left = {node.target for node in refused}
@@ -93,7 +99,9 @@ class GraphBreaks:
         return run
 
     def _part(self, module: fx.GraphModule, compile_part: Compile, name: str = "") -> "PartialGraph":
-        self.parts.append(PartialGraph(module, compile_part, (_place(), name)))
+        now = torch._guards.CompileContext.current_compile_id()
+        place = object() if now is None else (now.frame_id, now.compiled_autograd_id)  # in the user's code
+        self.parts.append(PartialGraph(module, compile_part, (place, name)))
         return self.parts[-1]
 
     def report(self) -> CompileReport:
@@ -105,31 +113,7 @@ class GraphBreaks:
         return dataclasses.replace(found, breaks=(*stops, *found.breaks), graphs=max(graphs, 1))
 
 
-def _split(module: fx.GraphModule, apart: Collection[fx.Node]) -> fx.GraphModule:
-    """The graph as calls of parts of it, one after the other; some of its nodes are parts of their own."""
-    number, numbers = 0, dict[fx.Node, int]()
-    for node in module.graph.nodes:
-        number += node in apart
-        numbers[node] = number
-        number += node in apart
-    return split_module(module, module, numbers.__getitem__, keep_original_order=True)
-
-
-def _is_of_torch_compile(problem: Exception) -> bool:
-    """Whether it is a failure of torch.compile's, not of the model: it says so, or its own code raised it."""
-    if isinstance(problem, torch._dynamo.exc.TorchDynamoException):
-        return True
-    frames = traceback.extract_tb(problem.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(_TORCHS)
-
-
 _TORCHS = os.path.dirname(torch._dynamo.__file__) + os.sep, torch._ops.__file__
-
-
-def _place() -> object:
-    """Identifies the part of the user's code that torch.compile is capturing."""
-    current = torch._guards.CompileContext.current_compile_id()
-    return object() if current is None else (current.frame_id, current.compiled_autograd_id)
 
 
 class PartialGraph:
@@ -175,17 +159,15 @@ class _Interpreted(nn.Module):
 def _sizes_from_tensors(module: fx.GraphModule) -> list[bool]:
     """Replace size inputs by size queries on tensor inputs. Returns for each input whether it remains."""
     graph = module.graph
-    inputs = graph.find_nodes(op="placeholder")
+    inputs = {n: n.meta.get("example_value", n.meta.get("val")) for n in graph.find_nodes(op="placeholder")}
     kept: list[bool] = []
     found: dict[str, tuple[fx.Node, int]] = {}
-    for node in inputs:
-        value = node.meta.get("example_value", node.meta.get("val"))
+    for node, value in inputs.items():
         for axis, extent in enumerate(getattr(value, "shape", ())):
             if isinstance(extent, torch.SymInt) and extent.node.expr.is_Symbol:
                 found.setdefault(str(extent.node.expr), (node, axis))
-    last = inputs[-1] if inputs else None
-    for node in inputs:
-        value = node.meta.get("example_value", node.meta.get("val"))
+    last = next(reversed(inputs), None)
+    for node, value in inputs.items():
         source = found.get(str(value.node.expr)) if isinstance(value, torch.SymInt) else None
         kept.append(source is None)
         if source is not None and last is not None:

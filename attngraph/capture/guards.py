@@ -1,6 +1,7 @@
 """Which calls a traced graph is valid for (the key of a call, accepted sizes, buffer contents), and in words
 what differs between a call and the one that a graph was traced for: why it is traced again."""
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -9,12 +10,13 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from attngraph.capture.asked import answers, key_of_attributes
+from attngraph.capture.asked import answers
 from attngraph.capture.instead import LOCK
 from attngraph.capture.lines import name_of
-from attngraph.capture.state.fingerprint import Exact, Fingerprint
-from attngraph.capture.state.kinds import Place
+from attngraph.capture.state.fingerprint import Exact, Fingerprint, fingerprint
+from attngraph.capture.state.kinds import Place, own_attributes
 from attngraph.capture.state.scope import EVERYTHING, Scope
 from attngraph.capture.structure import is_value
 from attngraph.ir import budgets
@@ -47,7 +49,14 @@ def things(leaves: Sequence[Any]) -> list[Any]:
 
 def aliases(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """For each tensor the number of the first one that it shares its memory with."""
-    return _firsts(map(_storage, tensors))
+
+    def memory(tensor: Tensor) -> int:
+        try:
+            return int(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return id(tensor)
+
+    return _firsts(map(memory, tensors))
 
 
 def repeats(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -60,16 +69,11 @@ def _firsts(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(first.setdefault(value, place) for place, value in enumerate(values))
 
 
-def _storage(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
-
-
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return (leaf.dtype, leaf.device, leaf.ndim, type(leaf), leaf.requires_grad, key_of_attributes(leaf))
+        held = own_attributes(leaf)
+        attributes = tuple(fingerprint([held])) if held else ()
+        return leaf.dtype, leaf.device, leaf.ndim, type(leaf), leaf.requires_grad, attributes
     if isinstance(leaf, (float, complex)):
         return repr(leaf)  # distinguishes -0.0 from 0.0, and makes NaN equal to itself
     return (type(leaf), leaf if is_value(leaf) else None)
@@ -94,17 +98,10 @@ class ShapeGuard:
 
     def __init__(self, shapes: tuple[tuple[Any, ...], ...], conditions: tuple[Any, ...]) -> None:
         self.shapes, self.conditions = shapes, conditions
-        self._known: dict[tuple[torch.Size, ...], dict[str, int] | None] = {}
-
-    def bind(self, shapes: tuple[torch.Size, ...]) -> dict[str, int] | None:
-        """The values of the graph's symbols for these shapes, or None if the graph does not accept them."""
-        if shapes not in self._known:
-            if len(self._known) > 4096:
-                self._known.clear()
-            self._known[shapes] = self._bind(shapes)
-        return self._known[shapes]
+        self.bind = functools.lru_cache(maxsize=4096)(self._bind)
 
     def _bind(self, shapes: tuple[torch.Size, ...]) -> dict[str, int] | None:
+        """The values of the graph's symbols for these shapes, or None if the graph does not accept them."""
         if len(shapes) != len(self.shapes):
             return None
         sizes: dict[str, int] = {}
@@ -129,9 +126,8 @@ class ShapeGuard:
 
 def size_value(formula: Any, sizes: dict[str, int]) -> Any:
     """A sympy size formula as a Python number."""
-    value = sympy.sympify(
-        formula.xreplace({s: sympy.Integer(sizes[str(s)]) for s in formula.free_symbols if str(s) in sizes})
-    )
+    numbers = {s: sympy.Integer(sizes[str(s)]) for s in formula.free_symbols if str(s) in sizes}
+    value = sympy.sympify(formula.xreplace(numbers))
     if value.is_Boolean:
         return bool(value)
     return int(value) if value.is_Integer else float(value)
@@ -164,8 +160,8 @@ def _stamp(tensor: Tensor) -> tuple[int, int | None]:
 
 # --- what differs, in words ---
 
-_SHARED = ("which tensors are the same object", "which tensors share their memory")
-_STATE = (
+_SHARED_OR_SET = (
+    "which tensors are the same object", "which tensors share their memory",
     "whether gradients are recorded", "inference mode", "the default dtype", "autocast", "the default device",
     "torch's settings", "what forward() asks of its arguments, such as their layout in memory",
 )  # fmt: skip
@@ -194,7 +190,7 @@ def change_between(
     for place, (before, after) in enumerate(zip(old[1], new[1], strict=False)):
         if before != after:
             return _of_argument(_name(place, target, new[0], leaves), before, after)
-    for what, before, after in zip((*_SHARED, *_STATE), old[2:-1], new[2:-1], strict=True):
+    for what, before, after in zip(_SHARED_OR_SET, old[2:-1], new[2:-1], strict=True):
         if before != after:
             return Change(what)
     for place, (before, after) in enumerate(itertools.zip_longest(old[-1], new[-1])):
@@ -222,15 +218,13 @@ _OF_SIZES = "pad calls to a few sizes; the report says which line of the model a
 
 
 def _name(place: int, target: Callable[..., Any], spec: Any, leaves: Sequence[Any]) -> str:
-    """The argument that a leaf of the call belongs to."""
-    args, kwargs = torch.utils._pytree.tree_unflatten(list(range(len(leaves))), spec)
+    args, kwargs = pytree.tree_unflatten(list(range(len(leaves))), spec)
     function = target.forward if isinstance(target, nn.Module) else target
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         return f"argument {place}"
-    held = (name for name, value in given.items() if place in torch.utils._pytree.tree_leaves(value))
-    return f"the argument {next(held, place)}"
+    return f"the argument {next((n for n, v in given.items() if place in pytree.tree_leaves(v)), place)}"
 
 
 def _of_argument(name: str, before: Any, after: Any) -> Change:

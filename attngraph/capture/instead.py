@@ -101,11 +101,6 @@ def _found(owner: Any) -> Any:
         return None
 
 
-def _of_number(size: Any, name: str) -> float:
-    value: float = getattr(math, name)(size)
-    return value
-
-
 _FIXING = ["log", "log2", "log10", "sin", "cos", "tan", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"]
 """Functions that torch.export has no symbolic form of: the size becomes a number."""
 _OF_NUMPY: dict[str, Any] = {
@@ -113,7 +108,7 @@ _OF_NUMPY: dict[str, Any] = {
     "exp": lambda x: math.e**x,
     "floor": lambda x: torch.sym_float(math.floor(x)),
     "ceil": lambda x: torch.sym_float(math.ceil(x)),
-    **{name: functools.partialmethod(_of_number, name.replace("arc", "a")) for name in _FIXING},
+    **{n: lambda size, n=n: getattr(math, n.replace("arc", "a"))(size) for n in _FIXING},
 }
 """numpy applies a function to an object that it does not know by calling the object's method of that name."""
 
@@ -132,12 +127,6 @@ def _with_plain_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _batch_first(leave: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.vmap leaves a level with the batch as the first dimension and moves it then (`out_dims`):
-    torch.export cannot record the other way."""
-    return lambda value, level, size, dim: leave(value, level, size, 0).movedim(0, dim)
-
-
 def _without_stand_ins(begin: Callable[..., None]) -> Callable[..., None]:
     """Torch hands out modules that are registered twice themselves, and no stand-in for each name: a model
     may ask whether two are the same. (A stand-in would say by which name its operations were reached.)"""
@@ -147,10 +136,6 @@ def _without_stand_ins(begin: Callable[..., None]) -> Callable[..., None]:
         self.enable_attr_proxy = False
 
     return begins
-
-
-def _as_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    return bool(is_causal)
 
 
 _FOR_A_FILE: ContextVar[bool] = ContextVar("for_a_file", default=False)
@@ -182,16 +167,23 @@ _FOLLOWED: tuple[Row, ...] = (
     (torch._C._nn, "scaled_dot_product_attention", _with_plain_flags),
     # torch.export takes `tensor.data` for a constant: it is `tensor.detach()`.
     (Tensor, "data", lambda own: property(Tensor.detach, torch._C.TensorBase.data.__set__)),  # type: ignore[attr-defined]
-    ("torch._functorch.vmap", "_remove_batch_dim", _batch_first),
+    # torch.vmap leaves a level with the batch as the first dimension and moves it then (`out_dims`):
+    # torch.export cannot record the other way.
+    (
+        "torch._functorch.vmap", "_remove_batch_dim",
+        lambda leave: lambda value, level, size, dim: leave(value, level, size, 0).movedim(0, dim),
+    ),
     # torch.nn's transformer layers look whether a mask's values are causal, to pass a hint with the mask.
-    (torch.nn.modules.transformer, "_detect_is_causal_mask", lambda _: _as_told),
+    (
+        torch.nn.modules.transformer, "_detect_is_causal_mask",
+        lambda _: lambda mask, is_causal=None, size=None: bool(is_causal),
+    ),
     (proxy_tensor._ModuleStackTracer, "__init__", _without_stand_ins),
-)
+)  # fmt: skip
 
 
 @contextlib.contextmanager
 def python_followed() -> Iterator[None]:
-    """Let a trace follow what torch.export cannot follow by itself."""
     with contextlib.ExitStack() as stack:
         for kind in (torch.SymInt, torch.SymFloat):
             for name, function in _OF_NUMPY.items():
@@ -241,15 +233,14 @@ class TraceLock:
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         me, mine = threading.get_ident(), object()
+
+        def may_call() -> bool:
+            is_inside = me in self._calls.values() or self._tracer == me
+            return is_inside or (self._tracer is None and not self._waiting)
+
         try:
             with self._changed:
-                self._wait(
-                    lambda: (
-                        me in self._calls.values()
-                        or self._tracer == me
-                        or (self._tracer is None and not self._waiting)
-                    )
-                )
+                self._wait(may_call)
                 self._calls[mine] = me
             yield
         finally:

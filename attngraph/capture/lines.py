@@ -168,9 +168,9 @@ def line_of(place: Place, target: Callable[..., Any]) -> str:
     owner, name = place
     kinds = [owner if isinstance(owner, type) else type(owner), *(type(m) for _, m in _modules(target))]
     functions = [owner, target] if isinstance(owner, types.FunctionType) else [target]
-    if isinstance(owner, Space):
-        functions += [value for value in owner.held.values() if isinstance(value, types.FunctionType)]
-        kinds += [value for value in owner.held.values() if isinstance(value, type)]
+    held = [*owner.held.values()] if isinstance(owner, Space) else []
+    functions += [value for value in held if isinstance(value, types.FunctionType)]
+    kinds += [value for value in held if isinstance(value, type)]
     return _first_line((*functions, *_methods(kinds)), lambda node: _changes(node, name))
 
 

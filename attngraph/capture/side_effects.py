@@ -14,7 +14,6 @@ import contextlib
 import functools
 import random
 import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,9 +48,7 @@ _DECORATORS = "torch.utils._contextlib"
 _DEFAULTS = {"dtype": torch.get_default_dtype, "device": torch.get_default_device}
 
 
-def lost(
-    what: str, line: str = "", advice: str = RETURN, lasting: bool = True, **facts: Any
-) -> CaptureError:  # fmt: skip
+def lost(what: str, line: str = "", advice: str = RETURN, lasting: bool = True, **facts: Any) -> CaptureError:
     """The refusal of a graph that would lose a side effect."""
     lead = "a graph of the model would lose a side effect: "
     return refused(what, line, advice, lead=lead, lasting=lasting, **facts)
@@ -74,7 +71,6 @@ class SideEffects:
         self.target = target
         self.settings: Settings = {}
         """The attributes that are changed, and to what."""
-        self.kept: Snapshot | None = None
 
     def note(
         self, what: str, line: str = "", advice: str = RETURN, *, of_arguments: bool = False,
@@ -87,20 +83,17 @@ class SideEffects:
 
     def note_change(self, place: Place | None) -> None:
         """Note that the target changes its state; `place` is where, if it is known."""
-        what = "attributes of the model, or values around it"
-        line = ""
+        what, line = "attributes of the model, or values around it", ""
         if place is not None:
             what, line = name_of(place, self.target), line_of(place, self.target)
         self.note(f"forward() changes {what}", line, of_state=True)
 
     @contextlib.contextmanager
-    def watch(self, arguments: Sequence[Any], weights: Callable[[], dict[int, int]]) -> Iterator[None]:
-        """Note what the body changes in the target's state or the arguments', and undo it.
-
-        Args:
-            weights: from the identity of each current parameter and buffer to that of the model's own.
-        """
-        kept = self.kept = Snapshot([self.target])
+    def watch(self, arguments: Sequence[Any], weights: Callable[[], dict[int, int]]) -> Iterator[Snapshot]:
+        """Note what the body changes in the target's state or the arguments', and undo it. `weights`: from
+        the identity of each current parameter and buffer to that of the model's own. Yields the snapshot of
+        the target, to which is added what other code can read."""
+        kept = Snapshot([self.target])
         theirs = Snapshot(arguments)
         given, held = fingerprint(arguments), weights()
         try:
@@ -108,7 +101,7 @@ class SideEffects:
                 instead(*self._of_gradients(), *self._of_process()), self._process_kept(),
                 kept.iterators_refused(self._note_iterator), theirs.iterators_refused(self._note_iterator),
             ):  # fmt: skip
-                yield
+                yield kept
         except BaseException:
             kept.restore()
             theirs.restore()
@@ -129,11 +122,6 @@ class SideEffects:
         if self.what:
             kept.restore()
             theirs.restore()
-
-    def begins(self, frame: types.FrameType) -> None:
-        """Watch also what the code can read that is about to run."""
-        if self.kept is not None:
-            self.kept.add(frame)
 
     def error(self) -> CaptureError:
         return lost(
@@ -169,11 +157,12 @@ class SideEffects:
 
         yield CheckpointFunction, "apply", applying
         yield BackwardCFunction, "__init__", lambda _: made
-        for name, what in _ASKS_FOR_GRADIENTS.items():
-            yield Tensor, name, functools.partial(self._noting, what=what)
 
-    def _noting(self, _: Any, what: str) -> Callable[..., None]:
-        return lambda tensor, *args, **kwargs: self.note(what)
+        def noting(what: str) -> Callable[[Any], Any]:
+            return lambda _: lambda tensor, *args, **kwargs: self.note(what)
+
+        for name, what in _ASKS_FOR_GRADIENTS.items():
+            yield Tensor, name, noting(what)
 
     # --- the process ---
 
@@ -223,11 +212,8 @@ class SideEffects:
         draws, draws_of_numpy = random.getstate(), None if numpy is None else numpy.get_state()
         defaults, gradients = {name: get() for name, get in _DEFAULTS.items()}, torch.is_grad_enabled()
         yield
-        found: list[tuple[str, str, str]] = [
-            (f"changes torch's default {name}", f"set_default_{name}", _OUTSIDE)
-            for name, get in _DEFAULTS.items()
-            if get() != defaults[name]
-        ]
+        changed = [name for name, get in _DEFAULTS.items() if get() != defaults[name]]
+        found = [(f"changes torch's default {n}", f"set_default_{n}", _OUTSIDE) for n in changed]
         if torch.is_grad_enabled() != gradients:
             torch.set_grad_enabled(gradients)
             found.append(("switches gradients on or off for its caller", "set_grad_enabled", _OUTSIDE))

@@ -103,10 +103,8 @@ class Sides:
             return False
         (name,) = map(str, relation.free_symbols)
         compared = {place for same in self.same for place in same.at}
-        others = itertools.product(*(
-            [(), *((other, n) for n in of)] for other, of in self.apart.items()
-            if other != name and any(other == c for c, _ in compared)
-        ))  # fmt: skip
+        beside = [of for of in self.apart.items() if of[0] != name and of[0] in dict(compared)]
+        others = itertools.product(*([(), *((other, n) for n in of)] for other, of in beside))
         whole = {same.at for same in self.same if not same.relations}
         sets = [frozenset(place for place in places if place) for places in others]
         return all(places | {(name, n)} in whole for places in sets for n in failing)
@@ -116,11 +114,8 @@ class Sides:
         symbols = {str(s): s for d in self.decisions for s in d.relation.free_symbols}
         known = dict(same.at)
         equal = (sympy.Eq(symbols[name], n) for name, n in sorted(known.items()))
-        others = (
-            sympy.Ne(symbols[name], n)
-            for name in sorted(self.apart.keys() - known)
-            for n in sorted(self.apart[name])
-        )
+        beside = sorted(self.apart.keys() - known)
+        others = (sympy.Ne(symbols[name], n) for name in beside for n in sorted(self.apart[name]))
         return sympy.And(*equal, *others, *same.relations)
 
 

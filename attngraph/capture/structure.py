@@ -6,6 +6,8 @@ registering anything globally. Anything that holds no tensor is a leaf.
 """
 
 import dataclasses
+import functools
+import operator
 import types
 from collections.abc import Container, Iterator
 from typing import Any
@@ -45,13 +47,11 @@ class Spread:
 pytree.register_pytree_node(
     Spread,
     lambda spread: ([spread.tensor], spread.inner),
-    lambda leaves, inner: _spread(next(iter(leaves)), inner),
+    lambda leaves, inner: next(
+        leaf[(slice(None), *[None] * inner)] if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    ),
     serialized_type_name="attngraph.capture.structure.Spread",
 )
-
-
-def _spread(leaf: Any, inner: int) -> Any:
-    return leaf[(slice(None), *[None] * inner)] if isinstance(leaf, Tensor) else leaf
 
 
 def flatten(tree: Any, whole: Container[int] = ()) -> tuple[list[Any], TreeSpec]:
@@ -100,6 +100,15 @@ def attributes_of(leaf: Any) -> dict[str, Any] | None:
     return getattr(leaf, "__dict__", None)
 
 
+def parts_of(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+    """What a dictionary, a list, a tuple or an object holds, and the step to it: ("item", key), or
+    ("attribute", name)."""
+    if isinstance(value, (dict, list, tuple)):
+        items: Any = value.items() if isinstance(value, dict) else enumerate(value)
+        return ((("item", key), part) for key, part in items)
+    return ((("attribute", name), part) for name, part in (attributes_of(value) or {}).items())
+
+
 def _holds_tensors(leaf: Any) -> bool:
     """Whether a tensor is reachable through the object's attributes. Objects and containers may contain
     themselves."""
@@ -111,14 +120,10 @@ def _holds_tensors(leaf: Any) -> bool:
             return True
         if id(value) not in seen:
             seen[id(value)] = value
-            waiting += (attributes_of(value) or {}).values() or _items(value)
+            # Else what a container of a pytree holds, which nothing else does.
+            inside = functools.partial(operator.is_not, value)
+            waiting += (attributes_of(value) or {}).values() or pytree.tree_leaves(value, is_leaf=inside)
     return False
-
-
-def _items(value: Any) -> list[Any]:
-    """What a container of a pytree holds itself; nothing for any other value."""
-    items = pytree.tree_leaves(value, is_leaf=lambda x: x is not value)
-    return [item for item in items if item is not value]
 
 
 def _open(leaf: Any, above: frozenset[int], whole: Container[int]) -> Any:

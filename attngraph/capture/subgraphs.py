@@ -15,6 +15,7 @@ import operator
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -29,13 +30,11 @@ from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import line_of, source_of
 
 aten: Any = torch.ops.aten
+HigherOrderOperator = torch._ops.HigherOrderOperator
+_OPS, _UTILS = "torch._higher_order_ops", "torch._higher_order_ops.utils"
 _FLEX, _INDEX = "torch.nn.attention.flex_attention", "torch._dynamo._trace_wrapped_higher_order_op"
 _WRAPPER = "attngraph.capture.flat"
 _FILE = os.path.join(*_FLEX.split(".")) + ".py"
-
-
-HigherOrderOperator = torch._ops.HigherOrderOperator
-_OPS, _UTILS = "torch._higher_order_ops", "torch._higher_order_ops.utils"
 
 
 def _run(function: Callable[..., Any], *operands: Any) -> Any:
@@ -83,7 +82,11 @@ def functions_run() -> Iterator[set[str]]:
             return _WRITTEN_OUT[op.__name__](*args, **kwargs)
         if op.__name__ == "cond" and not isinstance(args[0], Tensor):  # sizes decide
             return (args[1] if args[0] else args[2])(*args[3])
-        raise _refusal(op, _line(sys._getframe(1)))
+        traces, frame = fx.traceback.get_current_meta().get("stack_trace"), sys._getframe(1)
+        passed = (TORCH, "<", __file__)
+        if traces:  # a graph is interpreted
+            raise _refusal(op, line_of(traces))
+        raise _refusal(op, line_at(outside(frame, lambda f: f.f_code.co_filename.startswith(passed))))
 
     with (
         replaced(HigherOrderOperator, "__call__", met),
@@ -117,14 +120,6 @@ def _refusal(op: HigherOrderOperator, line: str) -> CaptureError:
         reason,
         line,
     )
-
-
-def _line(frame: Any) -> str:
-    """The user's line, also where a graph is interpreted."""
-    traces = fx.traceback.get_current_meta().get("stack_trace")
-    if traces:
-        return line_of(traces)
-    return line_at(outside(frame, lambda f: f.f_code.co_filename.startswith((TORCH, "<", __file__))))
 
 
 # --- FlexAttention ---
@@ -205,12 +200,10 @@ def _flex_attention(
     """
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
-        narrow = torch.get_autocast_dtype(kind)
+        narrow, others = torch.get_autocast_dtype(kind), (kernel_options, score_others, mask_others)
         query, key, value = (torch.amp.autocast_mode._cast(t, kind, narrow) for t in (query, key, value))
         with torch.autocast(kind, enabled=False):
-            return _flex_attention(
-                query, key, value, score_mod, block_mask, scale, kernel_options, score_others, mask_others
-            )
+            return _flex_attention(query, key, value, score_mod, block_mask, scale, *others)
     scores = _scores(query, key, score_mod, block_mask, scale, score_others, mask_others)
     groups = query.shape[1] // value.shape[1]
     values = torch.repeat_interleave(value, groups, dim=1).to(query.dtype)
@@ -218,7 +211,11 @@ def _flex_attention(
     unseen = (scores == -math.inf).all(-1)
     total = scores.logsumexp(-1).masked_fill(unseen, -math.inf)
     unit = 1.0 if kernel_options.get("BACKEND") == "FLASH" else math.log(2)
-    return _laid_out(out, query), total / unit, scores.detach().amax(-1) / unit
+    # The dimensions of the output lie in memory in the order of the query's.
+    strides = [s if isinstance(s, int) else s.node.hint for s in query.stride()]
+    order = sorted(range(3), key=strides.__getitem__)[::-1]
+    laid_out = out.permute(*order, 3).contiguous().permute(*(order.index(d) for d in range(3)), 3)
+    return laid_out, total / unit, scores.detach().amax(-1) / unit
 
 
 def _scores(
@@ -270,20 +267,13 @@ def _listed(seen: Tensor, numbers: Tensor, places: Tensor, rows: int, columns: i
 
 def _is_compiled() -> bool:
     """Whether the model calls FlexAttention inside of torch.compile, which a trace leaves out."""
-    frame: Any = sys._getframe()
-    while frame.f_code.co_name != "flex_attention" or not frame.f_code.co_filename.endswith(_FILE):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    while frame is not None and frame.f_globals.get("__name__") != _WRAPPER:
-        if isinstance(frame.f_locals.get("self"), torch._dynamo.eval_frame.OptimizeContext):
-            return True
-        frame = frame.f_back
-    return False
 
+    def is_inside(frame: types.FrameType) -> bool:
+        return frame.f_code.co_name != "flex_attention" or not frame.f_code.co_filename.endswith(_FILE)
 
-def _laid_out(out: Tensor, query: Tensor) -> Tensor:
-    """The output with its dimensions in memory in the order of the query's."""
-    strides = [s if isinstance(s, int) else s.node.hint for s in query.stride()]
-    order = sorted(range(3), key=strides.__getitem__)[::-1]
-    return out.permute(*order, 3).contiguous().permute(*(order.index(d) for d in range(3)), 3)
+    def compiles(frame: types.FrameType) -> bool:
+        return isinstance(frame.f_locals.get("self"), torch._dynamo.eval_frame.OptimizeContext)
+
+    called = outside(sys._getframe(), is_inside)
+    found = outside(called, lambda f: not compiles(f) and f.f_globals.get("__name__") != _WRAPPER)
+    return found is not None and compiles(found)

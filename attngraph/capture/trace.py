@@ -25,15 +25,14 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 
 from attngraph.capture import faster
+from attngraph.capture.attributes import Given
 from attngraph.capture.captured import NOTHING, Assumed, Captured, Structure
 from attngraph.capture.first_call import extents_of_loop
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
-from attngraph.capture.given import Given
 from attngraph.capture.guards import aliases, things
 from attngraph.capture.instead import instead, python_followed, silenced
 from attngraph.capture.lines import line_using, name_of, refused, whole_stack_traces
-from attngraph.capture.program import exported, regions
-from attngraph.capture.program.functional import functional, views_taken_apart
+from attngraph.capture.program import exported, functional
 from attngraph.capture.program.layouts import hold_layouts
 from attngraph.capture.side_effects import lost
 from attngraph.capture.sides import FIXED, Sides, SizeProblem, short_formulas
@@ -93,8 +92,7 @@ def _capture(
     program = _program(flat, tensors, things(leaves), any_number)
     graph = exported.program_graph(program, flat)
     accept(graph.graph)
-    exported.write_epsilons(graph.graph)
-    exported.write_dtypes(graph.graph)
+    exported.write_out(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
         raise lost("forward() writes to an argument that shares its memory with another")
     found = _with_sizes(graph, program, flat.trace)
@@ -116,13 +114,13 @@ def _program(
         with warnings.catch_warnings(), faster.whole_capture():
             warnings.simplefilter("ignore")
             program = _export(flat, tensors, any_number)
-            regions.complete_users(program.graph_module)
-            hidden = regions.hidden_from_gradients(program, tensors)
-            regions.inline_grad_regions(program.graph_module)
-            regions.inline_vmap(program.graph_module)
+            functional.complete_users(program.graph_module)
+            hidden = functional.hidden_from_gradients(program, tensors)
+            functional.inline_grad_regions(program.graph_module)
+            functional.inline_vmap(program.graph_module)
             # The executable checks sizes itself; torch's guard code fails on unused inputs.
             program._guards_code = []
-            program = faster.functional(program) or functional(program)
+            program = faster.functional(program) or functional.functional(program)
             for node in program.graph.nodes:
                 if (refusal := function_refusal(node, traced=True)) is not None:
                     raise refusal
@@ -147,9 +145,7 @@ def _program(
     return program
 
 
-def _watched(
-    captured: Captured, trace: Trace, targets: Sequence[Any], classes: frozenset[type]
-) -> Captured:  # fmt: skip
+def _watched(captured: Captured, trace: Trace, targets: Sequence[Any], classes: frozenset[type]) -> Captured:
     """The captured graph, with all that its code read in its scope. `classes`: of its arguments.
 
     Raises:
@@ -199,7 +195,7 @@ def _export(flat: Flat, tensors: tuple[Tensor, ...], any_number: bool) -> Export
         trace.numbers.listening(),
         faster.export(),
         short_formulas(kept, any_number),
-        views_taken_apart(),
+        functional.views_taken_apart(),
         # torch's stand-ins for weights that were made in inference mode are made in no other.
         torch.inference_mode() if inference else contextlib.nullcontext(),
     ):
@@ -209,30 +205,27 @@ def _export(flat: Flat, tensors: tuple[Tensor, ...], any_number: bool) -> Export
 def _with_sizes(graph: ProgramGraph, program: ExportedProgram, trace: Trace) -> Captured:
     """What was captured, with the conditions and the example numbers of the graph's symbolic sizes."""
     assert trace.structure is not None and trace.asked is not None
-    arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
-    sizes = tuple(tuple(exported.size_of(s) for s in n.meta["val"].shape) for n in arguments)
+    arguments = exported.arguments_of(graph)
+    sizes = exported.shapes_of(arguments)
     graph.conditions = tuple(exported.conditions(program, arguments))
     graph.hints = exported.hints(arguments, graph.graph.nodes)
     env = exported.shape_env(arguments)
 
-    def simplified(structure: Structure) -> Structure:
-        leaves = (
-            (kind, env.simplify(value) if kind == "size" and env is not None else value)
-            for kind, value in structure.leaves
-        )
-        return Structure(structure.tree, tuple(leaves))
+    def simplified(part: Any) -> Any:
+        """A structure, or what has one, with its sizes as they are at the end of the trace."""
+        if not isinstance(part, Structure):
+            return dataclasses.replace(part, structure=part.structure and simplified(part.structure))
+        is_symbolic = env is not None
+        leaves = ((k, env.simplify(v) if k == "size" and is_symbolic else v) for k, v in part.leaves)
+        return Structure(part.tree, tuple(leaves))
 
-    attributes = [
-        dataclasses.replace(a, structure=None if a.structure is None else simplified(a.structure))
-        for a in trace.attributes
-    ]
     _name_outputs(graph, trace.kinds)
     return Captured(
-        graph, simplified(trace.structure), sizes, tuple(attributes),
-        tuple(dataclasses.replace(c, structure=simplified(c.structure)) for c in trace.changes),
+        graph, simplified(trace.structure), sizes, tuple(map(simplified, trace.attributes)),
+        tuple(map(simplified, trace.changes)),
         checks=tuple(line for _, line in trace.answered.checks),
         asked=trace.numbers.told(sizes, graph.conditions), sides=Sides(trace.answered.decisions(env)),
-        around=trace.executed.ran.scope(asked=frozenset(trace.asked.found), layouts=trace.asked.layouts),
+        around=trace.executed.scope(asked=frozenset(trace.asked.found), layouts=trace.asked.layouts),
         serves_small="flex_attention" in trace.written_out,
     )  # fmt: skip
 
@@ -252,7 +245,7 @@ def _name_outputs(graph: ProgramGraph, kinds: Mapping[int, tuple[str, str]]) -> 
 
 def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
     """Raise if torch.export would silently drop something."""
-    modules = [target] if isinstance(target, nn.Module) else closed_over_modules(target)
+    modules = closed_over_modules(target)
     for path, kind, hook in (found for module in modules for found in hooks_not_traced(module)):
         function = getattr(hook, "__qualname__", type(hook).__qualname__)
         where = f"the module {path}" if path else "the model"
@@ -285,16 +278,11 @@ def quiet() -> Iterator[None]:
 
 _IN_OUR_WORDS = (
     ("non-nested SymInt", "a size is a key of a dict or of a cache of results, which takes its number alone"),
-    (
-        "fake tensor in the exported program",
-        "torch.export takes a value that the model computes for a constant",
-    ),
-    (
-        r"Constant (?:model\.)?(\S+) is mutated",
-        r"forward() changes the tensor \1 in place, which is no buffer of the model",
-    ),
+    ("fake tensor in the exported", "torch.export takes a value that the model computes for a constant"),
+    (r"Constant (?:model\.)?(\S+) is mutated",
+     r"forward() changes the tensor \1 in place, which is no buffer of the model"),
     ("unbacked symbols", "the size of a tensor depends on the values of another"),
-)
+)  # fmt: skip
 """What torch's reasons mean."""
 
 
@@ -303,17 +291,16 @@ def _capture_error(problem: Exception, trace: Trace) -> CaptureError:
     of_values = isinstance(problem, GuardOnDataDependentSymNode)  # numbers for sizes would not help
     text = str(problem).strip()
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(problem).__name__)
-    frames = re.findall(r'File "([^"]+)", line (\d+)', text)
     ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
-    frames = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith(("<", ours))]
-    if not frames:
-        called = [(f.f_code.co_filename, str(line)) for f, line in traceback.walk_tb(problem.__traceback__)]
-        own = (c for c in called if "/torch/" not in c[0] and "attngraph/" not in c[0] and c[0][0] != "<")
-        frames = list(own)
+    called = [(f.f_code.co_filename, str(line)) for f, line in traceback.walk_tb(problem.__traceback__)]
+    frames: list[tuple[str, str]] = []
+    for found in (called, re.findall(r'File "([^"]+)", line (\d+)', text)):
+        users = [f for f in found if "/torch/" not in f[0] and not f[0].startswith(("<", ours))]
+        frames = users or frames
     source = f"{short_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""
     for pattern, told in _IN_OUR_WORDS:
-        if found := re.search(pattern, reason):
-            reason = found.expand(told)
+        if meant := re.search(pattern, reason):
+            reason = meant.expand(told)
     if of_values:
         line = linecache.getline(frames[-1][0], int(frames[-1][1])).strip() if frames else ""
         reason = f"what Python does depends on the values of a tensor{f': {line}' if line else ''}"

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.api.arguments import require_fit, require_sequence
-from attngraph.api.build import compile_graph
+from attngraph.api.build import compile_graph, owner_of
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.methods import decoder_of
 from attngraph.api.options import Options
-from attngraph.api.rewritten import owner_of
 from attngraph.capture.instead import for_a_file
 from attngraph.capture.structure import flatten
 from attngraph.errors import ExportError

@@ -8,9 +8,8 @@ import sympy
 from torch import Tensor, nn
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from attngraph.capture.attributes import holder_of
+from attngraph.capture.attributes import at, holder, holder_of
 from attngraph.capture.captured import Captured, Structure
-from attngraph.capture.given import at, holder
 from attngraph.capture.guards import ShapeGuard, size_value
 from attngraph.capture.structure import unflatten
 from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, Rate, is_assertion

@@ -16,9 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from attngraph.capture.guards import change_between, change_of_sizes
-from attngraph.capture.state.fingerprint import Fingerprint, Taken, fingerprint
+from attngraph.capture.state.fingerprint import Fingerprint, Reads, RecordingWalk, Taken, fingerprint
 from attngraph.capture.state.scope import Scope
-from attngraph.capture.state.unchanged import Reads, RecordingWalk
 from attngraph.ir import budgets
 from attngraph.runtime.executable import Executable
 

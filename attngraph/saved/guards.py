@@ -17,8 +17,7 @@ from attngraph.capture.asked import answers
 from attngraph.capture.guards import aliases, repeats, things
 from attngraph.capture.state.content import Content, names_of, ran_of
 from attngraph.capture.state.kinds import own_attributes
-from attngraph.capture.state.ran import Executed
-from attngraph.capture.state.scope import Scope
+from attngraph.capture.state.scope import Ran, Scope
 from attngraph.capture.structure import is_value
 from attngraph.ir.modes import autocast_of, settings
 
@@ -92,13 +91,13 @@ def describe_state(target: Callable[..., Any], leaves: Sequence[Any], scope: Sco
     content.of("model", target)
     for place, thing in enumerate(things(leaves)):
         content.of(f"object {place} among the arguments", thing)
-    content.around()
+    content.everything(())  # what the code of the scope can read by name
     return content
 
 
 def traced(
     call: Mapping[str, str], tensors: Sequence[Tensor], describe: Callable[[Scope], Content],
-    executed: Executed, scope: Scope,
+    executed: Ran, scope: Scope,
 ) -> tuple[Traced, Content]:  # fmt: skip
     """What a trace depended on, just after it; `scope`: that of its graph."""
     names, lost = names_of(executed.codes.values(), describe)

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from attngraph.capture.state import unchanged
-from attngraph.capture.state.fingerprint import fingerprint
+from attngraph.capture.state.fingerprint import Fingerprint, fingerprint
 from attngraph.capture.state.scope import Ran, Scope
 from attngraph.runtime.graphs import Fingerprints
 from tests.runtime.test_state import CHANGES, Holder, Options
@@ -158,7 +157,7 @@ def test_a_model_that_has_not_changed_is_not_walked_through(monkeypatch: pytest.
     model = nn.TransformerEncoderLayer(8, 2)
     known = Fingerprints(model)
     first = [known((), NOTHING) for _ in range(2)][-1]
-    monkeypatch.setattr(unchanged.Fingerprint, "visit", lambda *_: pytest.fail("walked again"))
+    monkeypatch.setattr(Fingerprint, "visit", lambda *_: pytest.fail("walked again"))
     assert known((), NOTHING) is first
     with pytest.raises(pytest.fail.Exception):
         known([Options(n=1)], NOTHING)  # an argument of the call has state as well
@@ -171,7 +170,7 @@ def test_attributes_that_are_left_out_may_change(monkeypatch: pytest.MonkeyPatch
     known = Fingerprints(model)
     first = [known((), left_out) for _ in range(2)][-1]
     model.calls, model.c.last, model.seen = 2000, object(), torch.zeros(5)
-    monkeypatch.setattr(unchanged.Fingerprint, "visit", lambda *_: pytest.fail("walked again"))
+    monkeypatch.setattr(Fingerprint, "visit", lambda *_: pytest.fail("walked again"))
     assert known((), left_out) is first
 
 

@@ -13,8 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import attngraph
 from attngraph.capture.captured import Assumed
-from attngraph.capture.faster.calls import equal_calls_inferred_once
-from attngraph.capture.faster.formulas import equal_formulas_computed_once
+from attngraph.capture.faster.calls import equal_calls_inferred_once, equal_formulas_computed_once
 from attngraph.capture.trace import capture
 from attngraph.errors import CaptureError
 from attngraph.ir import budgets

@@ -21,10 +21,9 @@ import torch
 
 import attngraph
 from attngraph.capture.state import ran
-from attngraph.capture.state.code import chains_in, nested
 from attngraph.capture.state.content import Content, names_of, ran_of
 from attngraph.capture.state.ran import is_users
-from attngraph.capture.state.scope import Ran
+from attngraph.capture.state.scope import Ran, chains_in, nested
 from attngraph.models import targets
 
 
@@ -142,7 +141,7 @@ def uses_a_name_as_an_attribute(x: torch.Tensor) -> int:
 def test_a_name_that_code_uses_as_an_attribute_is_no_global(monkeypatch: pytest.MonkeyPatch) -> None:
     def described() -> dict[str, str]:
         found = Content(ran_of([f"{__name__}:{uses_a_name_as_an_attribute.__name__}"], Content).scope())
-        found.around()
+        found.everything(())
         return found.lines
 
     before = described()

@@ -100,7 +100,11 @@ def _first_difference(a: AttentionEntry, b: AttentionEntry, call: Sequence[Tenso
             reads = [given[name] for name in entry.reads]
             env = Environment(tile, reads, (), bare.dtype, bare.device)
             scores.append(evaluate.scores(program, dot, env))
-            weights.append(evaluate.weights(program, _normalised(program, scores[-1], env), env, dot))
+            sink, row = evaluate.sink(program, env), scores[-1]
+            if sink is not None:
+                row = torch.cat([row, sink.expand(*row.shape[:-1], 1)], -1)
+            normalised = row.softmax(-1)[..., :tokens]
+            weights.append(evaluate.weights(program, normalised, env, dot))
         apart = ~torch.isclose(weights[0], weights[1], rtol=1e-9, atol=1e-12, equal_nan=True)
         low = [s <= LOW for s in scores]
         if given:  # a query for which a mask hides every key has no result that means anything
@@ -113,14 +117,6 @@ def _first_difference(a: AttentionEntry, b: AttentionEntry, call: Sequence[Tenso
             at = f"query {tokens - 1}, key {key}, head {head}"
             return code, tokens, f"from {tokens:,} tokens on: {at}: {what}"
     return ()
-
-
-def _normalised(program: ScoreProgram, scores: Tensor, env: Environment) -> Tensor:
-    """The softmax of scores, with the row's sink in its sum."""
-    sink = evaluate.sink(program, env)
-    if sink is None:
-        return scores.softmax(-1)
-    return torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
 
 
 def _given(

@@ -2,9 +2,8 @@
 
 `trace.py` hooks it in, and nothing else imports it: around all of a capture, around the export, around the
 target's own code in it, and where writes are taken out of the program. Operations on operands of equal sizes
-are inferred once (`calls.py`), formulas of equal sizes are computed once (`formulas.py`), equal calls of
-torch's functions are traced twice and repeated after that (`functions.py`), and writes are replaced on the
-graph (`writes.py`).
+are inferred once, formulas of equal sizes are computed once (`calls.py`), equal calls of torch's functions
+are traced twice and repeated after that (`functions.py`), and writes are replaced on the graph (`writes.py`).
 """
 
 import contextlib
@@ -14,8 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from attngraph.capture.faster.calls import equal_calls_inferred_once
-from attngraph.capture.faster.formulas import equal_formulas_computed_once
+from attngraph.capture.faster.calls import equal_calls_inferred_once, equal_formulas_computed_once
 from attngraph.capture.faster.functions import equal_functions_traced_twice as forward
 from attngraph.capture.faster.writes import functional
 from attngraph.capture.instead import replaced

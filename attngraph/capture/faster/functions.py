@@ -13,48 +13,31 @@ import contextlib
 import dataclasses
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._C import _TorchDispatchModeKey
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
 from attngraph.capture.faster import calls
-from attngraph.capture.faster.calls import Call, Made, NotDescribed
-from attngraph.capture.faster.formulas import follows_from_sizes
+from attngraph.capture.faster.calls import Call, Made, NotDescribed, Result, follows_from_sizes
 from attngraph.capture.lines import user_lines
+from attngraph.ir.modes import autocast_of
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class NotRepeatable(Exception):
-    """The call did something else than plain operations on its operands."""
-
-
-@contextlib.contextmanager
-def equal_functions_traced_twice(noted: Callable[[], Any]) -> Iterator[None]:
+def equal_functions_traced_twice(noted: Callable[[], Any]) -> contextlib.AbstractContextManager[Any]:
     """Let the trace of the body repeat what it knows. `noted`: what the trace has noted so far that is no
     operation; a call that adds to it is not repeated."""
     mode = torch._guards.detect_fake_mode(())
     recording: Any = torch._ops._get_dispatch_mode_pre_dispatch
     proxies = recording(_TorchDispatchModeKey.PROXY)
-    if mode is None or proxies is None:
-        yield
-        return
-    with _EqualFunctions(proxies.tracer, mode, noted):
-        yield
-
-
-@dataclasses.dataclass
-class _Known:
-    """Calls with equal keys: what the last one recorded, and whether two recorded the same."""
-
-    recording: "Recording"
-    is_confirmed: bool = False
+    is_recorded = mode is not None and proxies is not None
+    return _EqualFunctions(proxies.tracer, mode, noted) if is_recorded else contextlib.nullcontext()
 
 
 class _EqualFunctions(TorchFunctionMode):
@@ -68,7 +51,7 @@ class _EqualFunctions(TorchFunctionMode):
     def __init__(self, tracer: Any, mode: Any, noted: Callable[[], Any]) -> None:
         super().__init__()
         self.tracer, self.mode, self.noted = tracer, mode, noted
-        self.known: dict[Any, _Known | None] = {}
+        self.known: dict[Any, Recording | None] = {}
         self.others: set[Any] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,104 +64,81 @@ class _EqualFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         key = func, call.key, _modes(), user_lines(sys._getframe(1))
         known = self.known.get(key)
-        if known is not None and known.is_confirmed:
-            with contextlib.suppress(NotRepeatable):
-                return known.recording.repeat(self.tracer, call)
-            return func(*args, **kwargs)
         if known is None and key in self.known:
+            return func(*args, **kwargs)
+        if known is not None and known.is_confirmed:
+            with contextlib.suppress(NotDescribed):
+                return known.repeat(self.tracer, call)
             return func(*args, **kwargs)
         last, noted = self.tracer.graph._root.prev, self.noted()
         result = func(*args, **kwargs)
-        if not _is_of_tensors(result):
+        several = isinstance(result, (list, tuple)) and bool(result)
+        if not all(isinstance(each, Tensor) for each in (result if several else (result,))):
             self.others.add(func)
             return result
-        try:
-            if noted != self.noted():
-                raise NotRepeatable
-            with torch._C.DisableTorchFunction():
-                after = Call.of(self.mode, args, kwargs)
-                if after is None or after.key != call.key:
-                    raise NotRepeatable
+        self.known[key] = None
+        with contextlib.suppress(NotDescribed), torch._C.DisableTorchFunction():
+            after = Call.of(self.mode, args, kwargs)
+            if noted == self.noted() and after is not None and after.key == call.key:
                 found = Recording.of(self.tracer, last, call, result)
-                if known is not None and not known.recording.agrees(found):
-                    raise NotRepeatable
-            self.known[key] = _Known(found, known is not None)
-        except NotRepeatable:
-            self.known[key] = None
+                if known is None or known.agrees(found):
+                    found.is_confirmed = known is not None
+                    self.known[key] = found
         return result
 
 
-def _is_of_tensors(result: Any) -> bool:
-    if isinstance(result, (list, tuple)):
-        return bool(result) and all(isinstance(each, Tensor) for each in result)
-    return isinstance(result, Tensor)
-
-
 def _modes() -> Any:
-    """The state of torch that operations depend on."""
-    autocast = tuple(
-        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-    )
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-        torch.is_autocast_cache_enabled(), autocast, torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_cache_enabled(), autocast_of("cpu"), autocast_of("cuda"),
+        torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
 
 # --- what one call recorded ---
 
 
-@dataclasses.dataclass(frozen=True)
-class _Result:
-    """A tensor of a call's result: an operand, by its number, or a new one, of a node."""
-
-    operand: int | None = None
-    node: fx.Node | None = None
-    made: Made | None = None
-    wants_gradient: bool = False
-
-
 @dataclasses.dataclass
 class Recording:
     """What one call recorded. `operands`: the number of the operand that each node outside stands for;
-    `kind`: the class of a result of several tensors."""
+    `made`: the node of each part of the result that is new. `is_confirmed`: whether two calls recorded it."""
 
     nodes: list[fx.Node]
     operands: dict[fx.Node, int]
-    results: list[_Result]
-    kind: Any
+    result: Result
+    made: list[fx.Node | None]
+    is_confirmed: bool = False
 
     @staticmethod
     def of(tracer: Any, last: fx.Node, call: Call, result: Any) -> "Recording":
-        """
-        Args:
-            last: the last node before the call.
-
-        Raises:
-            NotRepeatable: the operations do not say all that the call did.
-        """
+        """Of a call since the node `last`; raises NotDescribed if operations do not say all that it did."""
         operands: dict[fx.Node, int] = {}
         for number, tensor in enumerate(call.tensors):
             operands.setdefault(_node_of(tracer, tensor), number)
         own, nodes = set(), []
         memory = {calls.memory_of(t) for t in call.tensors}
-        for node in _since(tracer, last):
+        if last._erased:
+            raise NotDescribed
+        node = last
+        while (node := node.next) is not tracer.graph._root:
             own.add(node)
             if _stands_for_all(node):
                 continue
-            if not _is_plain(node, memory) or any(
-                n not in own and n not in operands and not _stands_for_all(n) for n in node.all_input_nodes
-            ):
-                raise NotRepeatable
+            known = (n in own or n in operands or _stands_for_all(n) for n in node.all_input_nodes)
+            if not _is_plain(node, memory) or not all(known):
+                raise NotDescribed
             nodes.append(node)
-        kind, tensors = calls.taken_apart(result)
-        results = [_result(tracer, call, own, t) for t in tensors]
-        if not calls.own_memories(tensors, [r.made for r in results]):
-            raise NotRepeatable
-        return Recording(nodes, operands, results, kind)
+        found = Result.of(call, result, gradients=True)
+        made: list[fx.Node | None] = []
+        for tensor, part in zip(calls.tensors_of(result), found.parts, strict=True):
+            made.append(_node_of(tracer, tensor) if isinstance(part, Made) else None)
+            if isinstance(part, Made):
+                has_dtype_of_base = part.base is None or call.tensors[part.base].dtype == part.dtype
+                if made[-1] not in own or not has_dtype_of_base:
+                    raise NotDescribed
+        return Recording(nodes, operands, found, made)
 
     def agrees(self, other: "Recording") -> bool:
-        """Whether another call recorded the same."""
         return len(self.nodes) == len(other.nodes) and self._told() == other._told()
 
     def _told(self) -> Any:
@@ -203,64 +163,51 @@ class Recording:
             (n.target, told(n.args), told(n.kwargs), _layout(n.meta.get("val")), n.meta.get("stack_trace"))
             for n in self.nodes
         ]
-        results = [
-            (r.operand, told(r.node), r.made and (_layout_of_made(r.made), r.made.base), r.wants_gradient)
-            for r in self.results
-        ]
-        return each, results, self.kind
+        return each, told(self.made), [*map(_layout_of_part, self.result.parts)], self.result.kind
 
     def repeat(self, tracer: Any, call: Call) -> Any:
-        """Record the same for other operands. Returns the result of the call.
-
-        Raises:
-            NotRepeatable: the trace does not follow an operand; nothing was recorded.
-        """
+        """Record the same for other operands, and return the result of the call. If the trace does not follow
+        an operand, nothing is recorded, and it raises NotDescribed."""
         copies: dict[fx.Node, fx.Node] = {
             node: _node_of(tracer, call.tensors[number]) for node, number in self.operands.items()
         }
-        stack = {key: (path, _name(kind)) for key, (path, kind) in tracer.module_stack.items()}
+        stack = {
+            key: (path, f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind))
+            for key, (path, kind) in tracer.module_stack.items()
+        }
         for node in self.nodes:
             made = tracer.graph.node_copy(node, lambda n: copies.get(n, n))
             made.meta["nn_module_stack"] = stack
             copies[node] = made
-        with torch._C.DisableTorchFunction():
-            if any(result.wants_gradient for result in self.results):
-                with proxy_tensor.disable_proxy_modes_tracing():
-                    found = [_differentiable(result, call) for result in self.results]
-            else:
-                with calls.within_kernels(call.mode):
-                    found = [_without_gradient(result, call) for result in self.results]
-        for result, (made, shown) in zip(self.results, found, strict=True):
-            if result.node is not None:
-                node = copies[result.node]
-                node.meta["val"] = shown
-                slot = proxy_tensor._ProxyTensor(fx.Proxy(node, tracer), made.constant)
-                proxy_tensor.set_proxy_slot(made, tracer, slot)
-        return calls.put_together(self.kind, [made for made, _ in found])
+        found, parts = list[Any](), list[Any](self.result.parts)
+        for part, own in zip(parts, self.made, strict=True):
+            if own is None:
+                found.append(call.tensors[part])
+                continue
+            with torch._C.DisableTorchFunction():
+                made, copies[own].meta["val"] = _made(part, call)
+            slot = proxy_tensor._ProxyTensor(fx.Proxy(copies[own], tracer), made.constant)
+            proxy_tensor.set_proxy_slot(made, tracer, slot)
+            found.append(made)
+        return self.result.together(found)
 
 
-def _since(tracer: Any, last: fx.Node) -> Iterator[fx.Node]:
-    """What was recorded since."""
-    if last._erased:
-        raise NotRepeatable
-    node = last.next
-    while node is not tracer.graph._root:
-        yield node
-        node = node.next
-
-
-def _name(kind: Any) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind)
+def _made(part: Any, call: Call) -> tuple[Any, Any]:
+    """A new tensor of a repeated call, and another tensor over the same memory for its node to show."""
+    if part.wants_gradient:
+        with proxy_tensor.disable_proxy_modes_tracing():
+            made = part.differentiable(call)
+            return made, proxy_tensor.extract_val(made)
+    with calls.within_kernels(call.mode):
+        memory = part.memory(call)
+        return part.fake(call, memory), part.fake(call, memory)
 
 
 def _node_of(tracer: Any, tensor: Tensor) -> fx.Node:
-    """
-    Raises:
-        NotRepeatable: the trace does not follow the tensor, or knows its values.
-    """
+    """Raises NotDescribed if the trace does not follow the tensor, or knows its values."""
     slot: Any = proxy_tensor.get_proxy_slot(tensor, tracer, None)
     if slot is None or (slot.constant is not None and 0 not in slot.constant.shape):
-        raise NotRepeatable
+        raise NotDescribed
     node: fx.Node = slot.proxy.node
     return node
 
@@ -294,40 +241,6 @@ def _is_plain(node: fx.Node, memory: set[int]) -> bool:
     return True
 
 
-def _result(tracer: Any, call: Call, own: set[fx.Node], leaf: Any) -> _Result:
-    if type(leaf) is not FakeTensor:
-        raise NotRepeatable
-    number = call.number(leaf)
-    if number is not None:
-        return _Result(operand=number)
-    node = _node_of(tracer, leaf)
-    try:
-        made = Made.of(call, leaf)
-    except NotDescribed as problem:
-        raise NotRepeatable from problem
-    if node not in own or (made.base is not None and call.tensors[made.base].dtype != made.dtype):
-        raise NotRepeatable
-    return _Result(node=node, made=made, wants_gradient=leaf.requires_grad)
-
-
-def _without_gradient(result: _Result, call: Call) -> tuple[Any, Any]:
-    """A result of a repeated call, and another tensor over the same memory for the node to show."""
-    if result.made is None:
-        operand = call.tensors[result.operand or 0]
-        return operand, operand
-    memory = result.made.memory(call)
-    return result.made.fake(call, memory), result.made.fake(call, memory)
-
-
-def _differentiable(result: _Result, call: Call) -> tuple[Any, Any]:
-    """The same, where some result has a gradient."""
-    if not result.wants_gradient or result.made is None:
-        with calls.within_kernels(call.mode):
-            return _without_gradient(result, call)
-    made = result.made.differentiable(call)
-    return made, proxy_tensor.extract_val(made)
-
-
 def _layout(value: Any) -> Any:
     if isinstance(value, Tensor):
         sizes = (*value.shape, *value.stride(), value.storage_offset())
@@ -335,8 +248,11 @@ def _layout(value: Any) -> Any:
     return tuple(map(_layout, value)) if isinstance(value, (list, tuple)) else None
 
 
-def _layout_of_made(made: Made) -> Any:
-    return made.dtype, made.device, tuple(map(_formula, (*made.shape, *made.stride, made.offset)))
+def _layout_of_part(part: Any) -> Any:
+    if not isinstance(part, Made):
+        return part
+    sizes = tuple(map(_formula, (*part.shape, *part.stride, part.offset)))
+    return part.dtype, part.device, sizes, part.base, part.wants_gradient
 
 
 def _formula(size: Any) -> Any:

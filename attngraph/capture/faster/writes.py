@@ -52,10 +52,7 @@ def functional(program: ExportedProgram) -> ExportedProgram | None:
 
 
 class _Writes:
-    """The in-place ops of a program.
-
-    `are_plain` looks whether all of them can be replaced; then `replace` does it.
-    """
+    """In-place ops of a program. `are_plain` looks whether all can be replaced; then `replace` does it."""
 
     def __init__(self, program: ExportedProgram) -> None:
         self.program = program
@@ -111,18 +108,14 @@ class _Writes:
             return op.namespace == "aten" and not may_alias(op) and not hides
         if may_alias(op) and isinstance(node.args[0], fx.Node):
             self._note(node, node.args[0])
-            if op is aten.as_strided.default:
-                self._follow_strides(node)
+        if op is aten.as_strided.default:  # it counts in the memory of the tensor that was allocated
+            root, offset = self._root(node), node.meta["val"].storage_offset()
+            given = [*node.args[1:], *node.kwargs.values()]
+            if not isinstance(offset, int) and len(given) > 2 and given[2] is not None:
+                offset = given[2]
+            known = isinstance(offset, (int, fx.Node))
+            self._sources[node], self._strided[node] = root, (root, *given[:2], offset) if known else ()
         return True
-
-    def _follow_strides(self, node: fx.Node) -> None:
-        """Take a view by strides as one of the tensor that was allocated, whose memory it counts in."""
-        root, offset = self._root(node), node.meta["val"].storage_offset()
-        given = [*node.args[1:], *node.kwargs.values()]
-        if not isinstance(offset, int) and len(given) > 2 and given[2] is not None:
-            offset = given[2]
-        known = isinstance(offset, (int, fx.Node))
-        self._sources[node], self._strided[node] = root, (root, *given[:2], offset) if known else ()
 
     def _note(self, view: fx.Node, source: fx.Node) -> None:
         self._sources[view] = self._own(source)
@@ -182,17 +175,14 @@ class _Writes:
             if node in self._written:
                 self._replace(node)
             elif node in self._sources:
-                self._views[node] = self._source_of(node), node
-
-    def _source_of(self, view: fx.Node) -> fx.Node:
-        return self._latest(self._sources[view])
+                self._views[node] = self._latest(self._sources[node]), node
 
     def _latest(self, node: fx.Node) -> fx.Node:
         """The node that is the latest version of a value."""
         node = self._own(node)
         if node not in self._sources:
             return self._versions.get(node, node)
-        source = self._source_of(node)
+        source = self._latest(self._sources[node])
         made_from, made = self._views.get(node, (source, node))
         if made_from is not source:
             made = self.program.graph.node_copy(node, lambda n: source if n is node.args[0] else n)
@@ -207,10 +197,10 @@ class _Writes:
         write.meta["val"] = self._results[write]
         graph, following = self.program.graph, write.next
         if write in self._alone:
-            self._views[target] = self._source_of(target), write
+            self._views[target] = self._latest(self._sources[target]), write
             return
         while target in self._sources:
-            source = self._source_of(target)
+            source = self._latest(self._sources[target])
             with graph.inserting_before(following):
                 made = _put_back(graph, target, source, value)
             if made is not value:
@@ -228,12 +218,14 @@ def _inferred(op: Any, node: fx.Node) -> Any:
 
 def _put_back(graph: fx.Graph, view: fx.Node, source: fx.Node, value: fx.Node) -> fx.Node:
     """The tensor that a view shows, where the view has a new value."""
-    if view.target is aten.slice.Tensor and _takes_all(view):
+    given: list[object] = [0, None, None, 1]  # dim, start, end, step
+    given[: len(view.args) - 1] = view.args[1:]
+    is_all = not view.kwargs and given[1:] in ([None, None, 1], [0, None, 1], [0, sys.maxsize, 1])  # `[:]`
+    is_slice = view.target is aten.slice.Tensor
+    if (is_slice and is_all) or view.target in (aten.alias.default, aten.detach.default):
         return value
     if view.target in _PARTS:
         return graph.call_function(_PARTS[view.target], (source, value, *view.args[1:]), dict(view.kwargs))
-    if view.target in (aten.alias.default, aten.detach.default):
-        return value
     if view.target in _SELF_INVERSE:
         return graph.call_function(view.target, (value, *view.args[1:]))
     if view.target is aten.permute.default:
@@ -245,13 +237,6 @@ def _put_back(graph: fx.Graph, view: fx.Node, source: fx.Node, value: fx.Node) -
             shape[dim] = graph.call_function(aten.sym_size.int, (source, dim))
             shape[dim].meta["val"] = extent
     return graph.call_function(aten.view.default, (value, shape))
-
-
-def _takes_all(view: fx.Node) -> bool:
-    """Whether a slice is `[:]`."""
-    given: list[object] = [0, None, None, 1]  # dim, start, end, step
-    given[: len(view.args) - 1] = view.args[1:]
-    return not view.kwargs and given[1:] in ([None, None, 1], [0, None, 1], [0, sys.maxsize, 1])
 
 
 _SELF_INVERSE = frozenset({aten.transpose.int, aten.t.default})
@@ -286,14 +271,12 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _is_fresh(node: fx.Node) -> bool:
     """Whether this op allocated its result in new memory."""
-    op = node.target
+    op: Any = node.target
     if op is operator.getitem:
         return _is_fresh(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(op, torch._ops.OpOverload):
-        return False
     if op is aten.einsum.default:
         return len(node.args[1]) > 1  # type: ignore[arg-type]
-    return op in _FRESH or not _is_composite(op)
+    return isinstance(op, torch._ops.OpOverload) and (op in _FRESH or not _is_composite(op))
 
 
 def _is_composite(op: torch._ops.OpOverload) -> bool:

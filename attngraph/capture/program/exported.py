@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from attngraph.errors import CaptureError
+from attngraph.ir.graph.call import argument
 from attngraph.ir.graph.program_graph import Input, Level, Output, ProgramGraph, as_module
 
 _KINDS = {
@@ -40,13 +41,23 @@ def hints(arguments: Sequence[fx.Node], computed: Iterable[fx.Node] = ()) -> dic
     return found
 
 
-def size_of(value: Any) -> Any:
+def _size_of(value: Any) -> Any:
     """A size as a number or a sympy expression. (What a loop of Python's counts is a symbol of torch's whose
     expression is a number.)"""
     if isinstance(value, int):
         return value
     formula = value.node.expr
     return int(formula) if formula.is_Integer else formula
+
+
+def arguments_of(graph: ProgramGraph) -> list[fx.Node]:
+    """The inputs of a graph that are the call's arguments."""
+    return [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
+
+
+def shapes_of(arguments: Sequence[fx.Node]) -> tuple[tuple[Any, ...], ...]:
+    """Their shapes, in numbers and sympy expressions."""
+    return tuple(tuple(map(_size_of, n.meta["val"].shape)) for n in arguments)
 
 
 def shape_env(arguments: Sequence[fx.Node]) -> Any:
@@ -183,31 +194,22 @@ def _names_inside(tensor: Any) -> Iterator[str]:
         yield from (f"{name}.{below}" if below else name for below in deeper)
 
 
-def write_epsilons(graph: fx.Graph) -> None:
-    """Write out the epsilon of an RMS norm that leaves it to its dtype. Proofs run graphs in float64, where
-    it would be another one. (In 16-bit dtypes it differs between versions of torch, so those stay.)"""
-    for node in graph.nodes:
-        if str(node.target) == "aten.rms_norm.default" and _argument(node, 3, "eps") is None:
-            dtype = node.args[0].meta["val"].dtype
-            if dtype in (torch.float32, torch.float64):
-                weight = _argument(node, 2, "weight")
-                node.args, node.kwargs = (*node.args[:2], weight, torch.finfo(dtype).eps), {}
-
-
-def write_dtypes(graph: fx.Graph) -> None:
-    """Write out the dtype of tensors that are made with torch's default dtype, where the forward had set
+def write_out(graph: fx.Graph) -> None:
+    """Write out what operations leave to their surroundings: the epsilon of an RMS norm, which in float64, in
+    which proofs run graphs, would be another one (in 16-bit dtypes it differs between versions of torch, so
+    those stay), and the dtype of tensors that are made with torch's default dtype, where the forward had set
     another one meanwhile."""
     for node in graph.nodes:
         value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
-        if schema is None or not isinstance(value, Tensor) or value.dtype == torch.get_default_dtype():
-            continue
-        takes = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
-        if takes and value.is_floating_point() and not any(_is_tensor(n) for n in node.all_input_nodes):
-            node.kwargs = {**node.kwargs, "dtype": node.kwargs.get("dtype") or value.dtype}
-
-
-def _argument(node: fx.Node, place: int, name: str) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
+        if str(node.target) == "aten.rms_norm.default" and argument(node, "eps") is None:
+            dtype = node.args[0].meta["val"].dtype
+            if dtype in (torch.float32, torch.float64):
+                weight = argument(node, "weight")
+                node.args, node.kwargs = (*node.args[:2], weight, torch.finfo(dtype).eps), {}
+        elif schema is not None and isinstance(value, Tensor) and value.dtype != torch.get_default_dtype():
+            takes = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
+            if takes and value.is_floating_point() and not any(map(_is_tensor, node.all_input_nodes)):
+                node.kwargs = {**node.kwargs, "dtype": node.kwargs.get("dtype") or value.dtype}
 
 
 def _is_tensor(node: fx.Node) -> bool:

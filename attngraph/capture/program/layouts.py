@@ -14,7 +14,7 @@ refused: a write is a result of it. Used by `trace.py`.
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from attngraph.capture.lines import refused
 from attngraph.capture.program.exported import memory_order
 from attngraph.ir.graph import ProgramGraph, computed_from, infer_once, may_alias, op_name, source_of
 from attngraph.ir.graph.program_graph import RESULTS, makes_a_size, measured_sizes, replace_in_other_users
-from attngraph.ir.walk import operands_first
+from attngraph.ir.walk import computed, operands_first
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.rule import ELEMENTWISE, Unliftable, category_of
 
@@ -61,8 +61,13 @@ def hold_layouts(graph: ProgramGraph, memory: Sequence[int]) -> None:
     for root, count in Counter(_allocated(n) for n in dict.fromkeys(results)).items():
         if count > 1 and _may_move(root, scores) and root not in scores:
             held.setdefault(root, memory_order(root.meta["val"]))
-    for result in _followed(results, scores) if graph.gradients else ():
-        held.setdefault(result, memory_order(result.meta["val"]))
+    asked = dict.fromkeys(results if graph.gradients else ())
+    above = computed_from(n for result in asked for n in result.all_input_nodes)
+    for result in asked:
+        value = result.meta["val"]  # of interest are the floating ones from which others follow
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        if result in above and result.op == "call_function" and floating and result not in scores:
+            held.setdefault(result, memory_order(value))
     for node, order in held.items():
         with graph.graph.inserting_after(node):
             made = graph.graph.call_function(torch.ops.attngraph.laid_out.default, (node, list(order)))
@@ -128,17 +133,6 @@ def _leads_to_memory(node: fx.Node, user: fx.Node) -> bool:
     return views and any(_leads_to_memory(user, each) for each in user.users)
 
 
-def _followed(results: Iterable[fx.Node], scores: Set[fx.Node]) -> Iterator[fx.Node]:
-    """The floating results from which others follow."""
-    nodes = list(dict.fromkeys(results))
-    above = computed_from(n for result in nodes for n in result.all_input_nodes)
-    for node in nodes:
-        value = node.meta["val"]
-        floating = isinstance(value, Tensor) and value.is_floating_point()
-        if node in above and node.op == "call_function" and floating and node not in scores:
-            yield node
-
-
 def _of_scores(graph: fx.Graph) -> set[fx.Node]:
     """The values that may be scores or weights: element by element exponentials are computed from them, or
     they from these."""
@@ -185,11 +179,8 @@ def _accepts(node: fx.Node, operand: fx.Node, order: list[int]) -> bool:
 
 
 def _dense(root: fx.Node, reader: fx.Node, hints: Mapping[str, int]) -> tuple[int, ...]:
-    """The order of a value's dimensions in memory, for an op that reads it.
-
-    Raises:
-        CaptureError: its elements do not fill its memory, or only data tell how they lie there.
-    """
+    """The order of a value's dimensions in memory, for its reader. Raises CaptureError if its elements
+    do not fill its memory, or only data tell how they lie there."""
     value = _in_eager(root, hints)
     order = () if value is None else memory_order(value)
     if not order and root.meta["val"].ndim:
@@ -223,21 +214,22 @@ def _in_eager(root: fx.Node, hints: Mapping[str, int]) -> Tensor | None:
 
 
 def _run(
-    order: Iterable[fx.Node], operands: Callable[[fx.Node], list[fx.Node]], sizes: Mapping[str, int]
+    order: Sequence[fx.Node], operands: Callable[[fx.Node], list[fx.Node]], sizes: Mapping[str, int]
 ) -> Tensor | None:
     """What the last of these nodes gives, on zeros of these sizes; None if it cannot be computed."""
-    found: dict[fx.Node, Any] = {}
+
+    def run(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
+        if not operands(node):
+            return _zeros(node.meta["val"], sizes)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for node in order:
-                if operands(node):
-                    args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
-                    found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-                else:
-                    found[node] = _zeros(node.meta["val"], sizes)
+            (result,) = computed(order, operands, run, order[-1:])
     except (RuntimeError, ValueError, LookupError, TypeError, NotImplementedError, Unliftable):
         return None
-    return found[node]  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]
 
 
 def _zeros(value: Any, sizes: Mapping[str, int]) -> Any:

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.state.code import code_digest, digest, functions_of, nested
 from attngraph.capture.state.kinds import BY_VALUE, TOOLS, is_known, module_of
-from attngraph.capture.state.scope import EVERYTHING, Ran, Scope, Space
+from attngraph.capture.state.scope import EVERYTHING, Ran, Scope, Space, functions_of, nested
 from attngraph.capture.state.walk import Walk
 
 _LINE = 100
 """Longer texts are written as digests."""
 _BYTES = 1 << 26
 """Contents of larger tensors are not described."""
+_known: dict[int, tuple[types.CodeType, str]] = {}
+"""The digests of code, by its identity."""
 
 
 class Content(Walk):
@@ -50,12 +51,7 @@ class Content(Walk):
         self.path = path
         self.start(value)
 
-    def around(self) -> None:
-        """Describe what the code of the scope can read by name."""
-        self.everything(())
-
     def paths(self) -> dict[int, str]:
-        """The path of each object, by its identity."""
         return {id(value): path for path, value in self.objects.items()}
 
     def visit(self, value: Any, depth: int) -> None:
@@ -67,18 +63,15 @@ class Content(Walk):
     def child(self, step: str, value: Any, depth: int) -> None:
         around = self.path
         self.path = f"{around}{'' if step.startswith('[') else '.'}{step}" if step else around
-        owner = self.at.owner
-        passing = (
-            type(value) is int and abs(value) > 1 << 32 and not isinstance(owner, (Space, types.ModuleType))
-        )
-        if passing and _is_identity_of(owner, value):
+        may_pass = type(value) is int and abs(value) > 1 << 32
+        if may_pass and _is_identity_of(self.at.owner, value):
             self.put("its own identity, which differs between processes")
         else:
             self.visit(value, depth)
         self.path = around
 
     def put(self, text: str) -> None:
-        self.lines[self.path] = text if len(text) <= _LINE else f"{text[:24]}... {digest(text)}"
+        self.lines[self.path] = text if len(text) <= _LINE else f"{text[:24]}... {_digest(text)}"
 
     def doubt(self, value: Any) -> None:
         self.put(f"a {_name(type(value))}")
@@ -98,7 +91,7 @@ class Content(Walk):
             ran = any(id(f.__code__) in self.codes for f in functions) or is_known(module_of(owner))
             if functions and not ran:
                 for number, function in enumerate(functions):
-                    self._meet(f"{self.path}.{name}.{number}", function)
+                    self.functions.setdefault(f"{self.path}.{name}.{number}", function)
             else:
                 yield name, value
         self.path = around
@@ -163,14 +156,11 @@ class Content(Walk):
         self.put(_name(type(value)))
 
     def function(self, function: types.FunctionType, depth: int) -> None:
-        self._meet(self.path, function)
+        self.functions.setdefault(self.path, function)
         text = f"function {function.__module__}.{function.__qualname__}"
         ran = id(function.__code__) in self.codes
-        self.put(f"{text} with the code {code_digest(function.__code__)[:16]}" if ran else text)
+        self.put(f"{text} with the code {_code_digest(function.__code__)[:16]}" if ran else text)
         super().function(function, depth)
-
-    def _meet(self, path: str, function: types.FunctionType) -> None:
-        self.functions.setdefault(path, function)
 
     def same(self, value: Any) -> None:
         if isinstance(value, (type, types.FunctionType, types.ModuleType)) or self.path in self.lines:
@@ -217,6 +207,37 @@ class Content(Walk):
             self.put(f"a {_name(type(value))}")
 
 
+# --- code: what has an equal digest does the same, on the same lines of its file, wherever that is ---
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _code_digest(code: types.CodeType) -> str:
+    """The same in every process for the same source, version of Python and place in its file."""
+    known = _known.get(id(code))
+    if known is None or known[0] is not code:
+        parts = (
+            code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
+            code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount, code.co_flags,
+            code.co_qualname, code.co_firstlineno, code.co_linetable.hex(), code.co_exceptiontable.hex(),
+            [_constant(c) for c in code.co_consts],
+        )  # fmt: skip
+        known = _known[id(code)] = code, _digest(repr(parts))
+    return known[1]
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, types.CodeType):
+        return _code_digest(value)
+    if isinstance(value, frozenset):  # its order differs between processes
+        return f"frozenset {sorted(map(_constant, value))}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_constant, value))})"
+    return f"{type(value).__name__} {value!r}"
+
+
 # --- the code that ran, by name ---
 
 
@@ -236,45 +257,31 @@ def names_of(
             found[name] = None
         else:
             waiting.append(code)
-    while waiting:
-        met = describe(ran_of(list(found), describe).scope()).functions
+    left = len(waiting) + 1
+    while 0 < len(waiting) < left:
+        left, met = len(waiting), describe(ran_of(list(found), describe).scope()).functions
         places = {id(part): path for path, f in reversed(met.items()) for part in nested(f.__code__)}
-        known = [code for code in waiting if id(code) in places]
-        if not known:
-            break
-        found |= {f"={places[id(code)]}": None for code in known}
+        found |= {f"={places[id(code)]}": None for code in waiting if id(code) in places}
         waiting = [code for code in waiting if id(code) not in places]
     lost = [f"the function {code.co_qualname} in {os.path.basename(code.co_filename)}" for code in waiting]
     return list(found), lost
 
 
 def ran_of(names: Sequence[str], describe: Callable[[Scope], Content] | None) -> Ran:
-    """The code of the functions of these names.
-
-    Args:
-        describe: the state in a scope, where functions are met that have no name of their own.
-    """
+    """The code of the functions of these names. `describe`: the state in a scope, where functions are met
+    that have no name of their own."""
     ran = Ran()
-    waiting = []
-    for name in names:
-        if name.startswith("="):
-            waiting.append(name[1:])
-        for function in _functions_named(name):
-            _add(ran, function)
-    while waiting and describe is not None:
-        met = describe(ran.scope()).functions
-        known = [path for path in waiting if path in met]
-        if not known:
-            break
-        for path in known:
-            _add(ran, met[path])
+    functions = [function for name in names for function in _functions_named(name)]
+    waiting = [name[1:] for name in names if name.startswith("=")]
+    while True:
+        for function in functions:
+            for code in nested(function.__code__):
+                ran.add(code, function.__globals__)
+        met = describe(ran.scope()).functions if waiting and describe is not None else {}
+        functions = [met[path] for path in waiting if path in met]
         waiting = [path for path in waiting if path not in met]
-    return ran
-
-
-def _add(ran: Ran, function: types.FunctionType) -> None:
-    for code in nested(function.__code__):
-        ran.add(code, function.__globals__)
+        if not functions:
+            return ran
 
 
 def _modules_of(files: Collection[str]) -> dict[str, str]:
@@ -312,7 +319,8 @@ def _is_of_a_tool(value: Any) -> bool:
 def _is_identity_of(owner: Any, number: int) -> bool:
     """Whether a number is the identity of its owner, or its hash: torch notes the former on its wrappers."""
     try:
-        return number in (id(owner), hash(owner))
+        is_file = isinstance(owner, (Space, types.ModuleType))
+        return not is_file and number in (id(owner), hash(owner))
     except TypeError:
         return False
 
@@ -322,7 +330,6 @@ def _name(kind: type) -> str:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """A digest of a tensor's type and contents."""
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     about = f"{tensor.dtype} {tuple(tensor.shape)}"
     content = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""

@@ -27,8 +27,7 @@ from attngraph.ir import budgets
 
 MISSING = object()
 """In the place of what has no value."""
-PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
-BY_VALUE = (*PLAIN, float, complex)
+BY_VALUE = (int, bool, str, bytes, type(None), torch.dtype, torch.device, float, complex)
 _MARKS = {"_is_torch_compile", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
 """Attributes by which PyTorch's own tools mark modules: no forward reads them."""
 MODULES_OWN = frozenset(vars(nn.Module())) | _MARKS
@@ -70,10 +69,8 @@ _OPEN_FILES = frozenset(
 )
 """Modules of Python's library whose objects hold what users put into them."""
 _MUTE_FILES = frozenset(
-    {
-        "_frozen_importlib", "_frozen_importlib_external", "asyncio", "concurrent", "importlib", "inspect",
-        "logging", "multiprocessing", "threading", "warnings",
-    }
+    {"_frozen_importlib", "_frozen_importlib_external", "asyncio", "concurrent", "importlib", "inspect",
+    "logging", "multiprocessing", "threading", "warnings"}
 )  # fmt: skip
 _MUTE = (type(threading.Lock()), type(threading.RLock()))
 _CODE = (
@@ -138,15 +135,11 @@ def is_fixed(value: Any) -> bool:
     """Whether the object has no state at all: a constant, or code in C."""
     if isinstance(value, _WITH_STATE):
         return False
-    return type(value) is object or isinstance(value, (*_CONSTANT, *_CODE)) or _is_named_code(value)
-
-
-def _is_named_code(value: Any) -> bool:
-    """Whether this is a function or a descriptor of another language, such as one of numpy's."""
-    if type(value).__flags__ & _HEAP_TYPE:
-        return False
+    if type(value) is object or isinstance(value, (*_CONSTANT, *_CODE)):
+        return True
+    # A function or a descriptor of another language, such as one of numpy's.
     is_function = callable(value) and isinstance(getattr(value, "__name__", None), str)
-    return is_function or hasattr(type(value), "__get__")
+    return not type(value).__flags__ & _HEAP_TYPE and (is_function or hasattr(type(value), "__get__"))
 
 
 @lru_cache(maxsize=4096)
@@ -198,7 +191,6 @@ _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that users put on a tensor."""
     held = vars(tensor) if type(tensor) in _PLAIN_TENSORS else None
     return {n: v for n, v in held.items() if not n.startswith("_dynamo")} if held else {}
 
@@ -208,13 +200,12 @@ def hooks_not_traced(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
     path of each one's module, its kind, and itself. Other forward hooks are code of the forward. Those of
     torch.distributed move weights between devices."""
     for path, module in model.named_modules():
-        for name in FORWARD_HOOKS:
-            for hook in getattr(module, name).values():
-                if (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
-                    yield path, "hook", hook
+        hooks = (hook for name in FORWARD_HOOKS for hook in getattr(module, name).values())
+        for hook in hooks:
+            if (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
+                yield path, "hook", hook
         for name in BACKWARD_HOOKS if torch.is_grad_enabled() else ():
-            for hook in getattr(module, name).values():
-                yield path, "backward hook", hook
+            yield from ((path, "backward hook", hook) for hook in getattr(module, name).values())
 
 
 @functools.lru_cache(maxsize=4096)

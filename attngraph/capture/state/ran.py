@@ -6,6 +6,7 @@ their versions do.
 """
 
 import _lsprof
+import collections
 import contextlib
 import contextvars
 import functools
@@ -43,60 +44,37 @@ _OUTSIDE = ("socket.connect", "subprocess.Popen", "urllib.Request", "os.listdir"
 """Events of Python's audit that read something outside of the process."""
 
 
-class Executed:
-    """The code that ran in the traces of one compilation.
-
-    Attributes:
-        ran: the user's code, and its variables.
-        outside: what it read that no later call can look at, such as files, clocks and the network.
-    """
-
-    def __init__(self) -> None:
-        self.ran = Ran()
-        self.outside: dict[str, None] = {}
-
-    @property
-    def codes(self) -> dict[int, types.CodeType]:
-        return self.ran.codes
+_CURRENT = contextvars.ContextVar[Ran | None]("executed", default=None)
 
 
-_CURRENT: contextvars.ContextVar[Executed | None] = contextvars.ContextVar("executed", default=None)
-
-
-def collecting() -> contextlib.AbstractContextManager[Executed]:
+def collecting() -> contextlib.AbstractContextManager[Ran]:
     """Collect the code that traces in the body run."""
-    return holding(_CURRENT, Executed())
+    return holding(_CURRENT, Ran())
 
 
 @contextlib.contextmanager
-def recorded(
-    into: Executed, begins: Callable[[types.FrameType], None] = lambda frame: None
-) -> Iterator[None]:
-    """Record the code that the body runs.
-
-    Args:
-        begins: is called when code of the user's begins to run for the first time, before it does anything.
-    """
+def recorded(into: Ran, begins: Callable[[types.FrameType], None]) -> Iterator[None]:
+    """Record the code that the body runs. `begins`: is called when code of the user's begins to run for the
+    first time, before it does anything."""
     profile, environment = _Profile(into, begins), cast(Any, os.environ)
     _listen()
     with (
         holding(_OUTSIDE_READ, into.outside),
-        replaced(os.environ, "_data", _Environment(environment._data, into.ran.environment)),
+        replaced(os.environ, "_data", _Environment(environment._data, into.environment)),
         profile.listening(),
         _Off(profile),
     ):
         yield
     around = _CURRENT.get()
     if around is not None and around is not into:
-        around.ran.update(into.ran)
-        around.outside |= into.outside
+        around.update(into)
 
 
 class _Profile:
     """Hears of calls. There can be one such listener only: where another one is active, it is put aside
     meanwhile; a debugger's is not touched."""
 
-    def __init__(self, into: Executed, begins: Callable[[types.FrameType], None]) -> None:
+    def __init__(self, into: Ran, begins: Callable[[types.FrameType], None]) -> None:
         self.into, self.begins = into, begins
         self._known: dict[tuple[int, int], types.CodeType] = {}
         self._around: types.FrameType | None = None
@@ -113,11 +91,13 @@ class _Profile:
 
     def first(self, frame: types.FrameType) -> None:
         code = frame.f_code
-        made = _is_generated(code.co_filename) and not is_known(str(frame.f_globals.get("__name__")))
-        if made or is_users(code.co_filename):
+        file = code.co_filename
+        has_no_file = file.startswith("<") and not file.startswith("<frozen")  # a dataclass's methods, say
+        made = has_no_file and not is_known(str(frame.f_globals.get("__name__")))
+        if made or is_users(file):
             sys.setprofile(None)
             try:
-                self.into.ran.add(code, frame.f_globals)
+                self.into.add(code, frame.f_globals)
                 self.begins(frame)
             finally:
                 sys.setprofile(self)
@@ -168,42 +148,31 @@ def _asks_the_time(function: Any) -> bool:
     return names_now and isinstance(getattr(function, "__self__", None), type)
 
 
-class _Environment(dict[Any, Any]):
+class _Environment(collections.UserDict[Any, Any]):
     """The variables of the environment, which notes what the user's code reads. (Torch reads some of its own
     in the first trace of a process alone.)"""
 
     def __init__(self, held: dict[Any, Any], read: set[str]) -> None:
-        super().__init__(held)
-        self.held, self.read = held, read
+        self.data, self.read = held, read
 
     def __getitem__(self, key: Any) -> Any:
         self._note([key])
-        return self.held[key]
+        return self.data[key]
 
     def __contains__(self, key: Any) -> bool:
         self._note([key])
-        return key in self.held
+        return key in self.data
 
     def __iter__(self) -> Iterator[Any]:
-        self._note(self.held)
-        return iter(self.held)
+        self._note(self.data)
+        return iter(self.data)
 
     def _note(self, keys: Iterable[Any]) -> None:
         if _users_below(sys._getframe(2)):
             self.read.update(map(os.fsdecode, keys))
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, value)
-        self.held[key] = value
 
-    def __delitem__(self, key: Any) -> None:
-        super().__delitem__(key)
-        del self.held[key]
-
-
-_OUTSIDE_READ: contextvars.ContextVar[dict[str, None] | None] = contextvars.ContextVar(
-    "outside", default=None
-)
+_OUTSIDE_READ = contextvars.ContextVar[dict[str, None] | None]("outside", default=None)
 
 
 @functools.cache
@@ -232,11 +201,6 @@ def _users_below(frame: types.FrameType | None) -> bool:
     return frame is not None and is_users(frame.f_code.co_filename)
 
 
-def _is_generated(file: str) -> bool:
-    """Whether code has no file: a dataclass's own methods, say, or what is typed into a notebook."""
-    return file.startswith("<") and not file.startswith("<frozen")
-
-
 def _is_pythons(file: str) -> bool:
     """Whether a file is of Python's library, and not of a package that is installed in its folder."""
     inside = (file.removeprefix(root) for root in _LIBRARY if file.startswith(root))
@@ -246,13 +210,9 @@ def _is_pythons(file: str) -> bool:
 @functools.cache
 def _folders_of_tools() -> tuple[str, ...]:
     """Where the tools lie: in any folder that Python finds packages in. One may be a single file."""
-    found = [spec for tool in TOOLS if (spec := importlib.util.find_spec(tool)) and spec.origin]
-    return tuple(
-        str(spec.origin)
-        if spec.submodule_search_locations is None
-        else os.path.dirname(str(spec.origin)) + os.sep
-        for spec in found
-    )
+    specs = [spec for tool in TOOLS if (spec := importlib.util.find_spec(tool))]
+    files = [(spec.origin, spec.submodule_search_locations is None) for spec in specs if spec.origin]
+    return tuple(file if is_alone else os.path.dirname(file) + os.sep for file, is_alone in files)
 
 
 @functools.lru_cache(maxsize=4096)

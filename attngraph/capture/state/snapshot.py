@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.capture.state import kinds as K
-from attngraph.capture.state.code import nested
 from attngraph.capture.state.fingerprint import fingerprint
 from attngraph.capture.state.kinds import Place
-from attngraph.capture.state.scope import BUILT_IN, Space, read_by
+from attngraph.capture.state.scope import BUILT_IN, Space, nested, read_by
 from attngraph.capture.state.walk import Walk
 from attngraph.ir import budgets
 
@@ -36,26 +35,23 @@ class _Kept(NamedTuple):
     value: Any
     was: Any
 
-    def is_another(self) -> bool:
-        raise NotImplementedError
 
-    def put_back(self) -> None:
-        raise NotImplementedError
+class Container(_Kept):
+    @staticmethod
+    def of(place: Place, held: Any) -> "Container":
+        """As it is now. (Most tables of most modules are empty, and compared with one that is.)"""
+        empty = _NO_NAMES if isinstance(held, dict) else _NO_VALUES if isinstance(held, set) else ()
+        return Container(place, held, held.copy() if held else empty)
 
-
-class _Container(_Kept):
     def is_another(self) -> bool:
         """Whether it does not hold the same objects, in the same order."""
         held, was = self.value, self.was
-        if len(held) != len(was):
-            return True
-        if isinstance(held, dict):
-            same = all(map(operator.is_, held, was)) and all(was[k] is v for k, v in held.items())
-        elif isinstance(held, set):
-            same = {id(v) for v in held} == {id(v) for v in was}
-        else:
-            same = all(map(operator.is_, held, was))
-        return not same
+        if isinstance(held, set):
+            return set(map(id, held)) != set(map(id, was))
+        same = len(held) == len(was) and all(map(operator.is_, held, was))
+        return not same or (
+            isinstance(held, dict) and not all(map(operator.is_, held.values(), was.values()))
+        )
 
     def put_back(self) -> None:
         if isinstance(self.value, list):
@@ -127,26 +123,39 @@ class _SmallTensor(_Kept):
             self.value.copy_(self.was[1])
 
 
-class _Found(Walk):
-    """The walk that finds what can be put back: containers, each with where it belongs, the dictionaries of
-    attributes as well; variables of classes and attributes in slots; objects with bytes, such as arrays."""
+class Snapshot(Walk):
+    """The containers, attributes and variables reachable from the targets, and the hooks of modules, so that
+    they can be restored: containers, each with where it belongs, the dictionaries of attributes as well;
+    variables of classes and attributes in slots; objects with bytes, such as arrays.
 
-    def __init__(self) -> None:
+    Attributes:
+        swapped: whether a change puts an object in the place of another that was there before as well.
+    """
+
+    def __init__(self, targets: Iterable[Any]) -> None:
         super().__init__()
-        self.containers: list[tuple[Place, Any]] = []
-        self.variables_of: dict[tuple[int, str], _Variable] = {}
+        self.swapped = False
+        self._found: list[tuple[Place, Any]] = []
+        """Containers that are not copied yet."""
+        self._containers: list[Container] = []
+        self._variables: dict[tuple[int, str], _Variable] = {}
         """Variables with the values that were found first: what code changed meanwhile is known already."""
-        self.generators: list[_Generator] = []
-        self.buffers: list[_Buffer] = []
+        self._others: list[_Buffer | _Generator] = []
+        self._tensors: list[_SmallTensor] = []
         self._nested: set[int] = set()
+        self._replacement: Callable[[Tensor], Tensor] | None = None
+        self.everything(targets)
+        self._copy()
+
+    # --- what is found ---
 
     def head(self, module: nn.Module) -> None:
-        self.containers.append((Place(module, ""), vars(module)))
+        self._found.append((Place(module, ""), vars(module)))
 
     def opened(self, value: Any) -> None:
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):
-            self.containers.append((Place(value, ""), held))
+            self._found.append((Place(value, ""), held))
         for name in K.slots_of(type(value)):  # type: ignore[arg-type]
             if (inner := getattr(value, name, K.MISSING)) is not K.MISSING:
                 self._note(Place(value, name), inner)
@@ -157,23 +166,6 @@ class _Found(Walk):
                 self._note(Place(owner, name), value)
             yield name, value
 
-    def begins(self, frame: types.FrameType) -> None:
-        """Find what code can read that is about to run: variables by the names in it, also those of files,
-        and what its functions close over."""
-        code = frame.f_code
-        self.codes.add(id(code))
-        self.at = Place(None, "")
-        functions = self.closed.pop(id(code), ())
-        for function in functions:
-            self.inside_of(function, 1)
-        if not functions and id(code) not in self._nested:
-            for name in code.co_freevars:
-                self.child(name, frame.f_locals.get(name), 1)
-        self._nested.update(id(part) for part in nested(code))
-        for space, names in read_by(code, frame.f_globals):
-            if not K.is_known(space.name):
-                self.variables(space, list(names))
-
     def container(self, value: Any, depth: int) -> None:
         if len(value) > budgets.STATE_ENTRIES and value is not BUILT_IN:
             self.length(value, len(value))
@@ -182,13 +174,13 @@ class _Found(Walk):
 
     def length(self, value: Any, entries: int) -> None:
         if type(value) in _RESTORED:
-            self.containers.append((self.at, value))
+            self._found.append((self.at, value))
 
     def buffer(self, value: Any) -> None:
-        self.buffers.append(_Buffer(self.at, value, K.bytes_of(value)))
+        self._others.append(_Buffer(self.at, value, K.bytes_of(value)))
 
     def generator(self, value: Any) -> None:
-        self.generators.append(_Generator(self.at, value, K.state_of_generator(value)))
+        self._others.append(_Generator(self.at, value, K.state_of_generator(value)))
 
     def read_variables(self, space: Space, names: Iterable[str]) -> None:
         for name in names:
@@ -196,46 +188,46 @@ class _Found(Walk):
 
     def _note(self, place: Place, value: Any) -> None:
         owner = place.owner.held if isinstance(place.owner, Space) else place.owner
-        self.variables_of.setdefault((id(owner), place.name), _Variable(place, value, None))
-
-
-class Snapshot:
-    """The containers, attributes and variables reachable from the targets, and the hooks of modules, so that
-    they can be restored."""
-
-    def __init__(self, targets: Iterable[Any]) -> None:
-        self._found = _Found()
-        self._containers: list[_Container] = []
-        self._tensors: list[_SmallTensor] = []
-        self.swapped = False
-        """Whether a change puts an object in the place of another that was there before as well."""
-        self._replacement: Callable[[Tensor], Tensor] | None = None
-        for target in targets:
-            self._found.start(target)
-        self._copy()
-
-    def add(self, frame: types.FrameType) -> None:
-        """Add what code can read that is about to run."""
-        with torch._C.DisableTorchFunction():
-            self._found.begins(frame)
-        before = len(self._containers)
-        self._copy()
-        self._replace(self._containers[before:])
+        self._variables.setdefault((id(owner), place.name), _Variable(place, value, None))
 
     def _copy(self) -> None:
         """Copy what was found since."""
-        found, self._found.containers = self._found.containers, []
+        found, self._found = self._found, []
         whole = [each for place, c in found for each in ((place, c), *_tables_of(place.owner, c))]
-        self._containers += (_Container(place, c, c.copy() if c else _empty(c)) for place, c in whole)
+        self._containers += (Container.of(place, c) for place, c in whole)
         if torch._C._len_torch_dispatch_stack() == 0:  # nothing can be copied or written in a trace
-            small = (t for _, c in whole for _, t in _entries(c) if _is_small(t))
+            plain = (t for _, c in whole for _, t in _entries(c) if type(t) is Tensor and t.is_cpu)
+            small = (t for t in plain if t.layout is torch.strided and t.nbytes <= budgets.STATE_BYTES)
             at = Place(None, "")
             self._tensors += (_SmallTensor(at, t, (t._version, t.detach().clone())) for t in small)
 
+    # --- what is done with it ---
+
+    def add(self, frame: types.FrameType) -> None:
+        """Add what code can read that is about to run: variables by the names in it, also those of files, and
+        what its functions close over."""
+        code, before = frame.f_code, len(self._containers)
+        with torch._C.DisableTorchFunction():
+            self.codes.add(id(code))
+            self.at = Place(None, "")
+            functions = self.closed.pop(id(code), ())
+            for function in functions:
+                self.inside_of(function, 1)
+            if not functions and id(code) not in self._nested:
+                for name in code.co_freevars:
+                    self.child(name, frame.f_locals.get(name), 1)
+            self._nested.update(id(part) for part in nested(code))
+            for space, names in read_by(code, frame.f_globals):
+                if not K.is_known(space.name):
+                    self.variables(space, list(names))
+        self._copy()
+        self._replace(self._containers[before:])
+
     def restore(self) -> None:
-        found = self._found
-        others = (*found.variables_of.values(), *found.buffers, *found.generators, *self._tensors)
-        for kept in (*self._containers, *others):
+        kinds: tuple[Iterable[Any], ...] = (
+            self._containers, self._variables.values(), self._others, self._tensors,
+        )  # fmt: skip
+        for kept in itertools.chain(*kinds):
             if kept.is_another():  # if not, other threads may read it
                 kept.put_back()
 
@@ -262,15 +254,14 @@ class Snapshot:
         self._replacement = replacement
         self._replace(self._containers)
 
-    def _replace(self, containers: Iterable[_Container]) -> None:
+    def _replace(self, containers: Iterable[Container]) -> None:
         for _, container, copy in containers:
             for name, value in _entries(copy):
                 if isinstance(value, Tensor) and self._replacement is not None:
                     container[name] = self._replacement(value)
 
     def is_generator(self, place: Place) -> bool:
-        """Whether a generator of random numbers is there."""
-        return any(each.place is place for each in self._found.generators)
+        return any(each.place is place for each in self._others if isinstance(each, _Generator))
 
     def changed_attributes(self) -> list[Place]:
         """All attributes that are other objects now, and buffers that were there before."""
@@ -284,36 +275,29 @@ class Snapshot:
         return found
 
     def containers(self) -> set[int]:
-        """The identities of the containers."""
         return {id(kept.value) for kept in self._containers}
 
     def first_change(self, weights: Mapping[int, int] = MappingProxyType({})) -> Place | None:
         """The first attribute or variable whose value is another one now, or whose container has changed.
-
-        Args:
-            weights: from the identity of each weight to that of the one that it stands for, during a trace.
-        """
+        `weights`: from the identity of each weight to that of the one that it stands for, during a trace."""
 
         def is_another(now: Any, before: Any) -> bool:
             """Another one that was there before is another one even if it has the same contents."""
-            swapped = now is not before and id(now) in self._found.seen and not isinstance(now, K.BY_VALUE)
+            swapped = now is not before and id(now) in self.seen and not isinstance(now, K.BY_VALUE)
             self.swapped |= swapped
             return swapped or _differ(now, before, weights)
 
         for kept in self._containers:
             place, held, was = kept
             if not place.name and isinstance(held, dict):
-                names = (
-                    name for name in (*was, *(n for n in held if n not in was)) if not K.is_of_stand_ins(name)
-                )
-                for name in names:
-                    if is_another(held.get(name, held), was.get(name, held)):
+                for name in (*was, *(n for n in held if n not in was)):
+                    counts = not K.is_of_stand_ins(name)
+                    if counts and is_another(held.get(name, held), was.get(name, held)):
                         return Place(place.owner, str(name))
             elif kept.is_another() and _differ(held, was, weights):
                 return place
-        found = self._found
-        variables = (v.place for v in found.variables_of.values() if is_another(v.now(), v.value))
-        others = (kept.place for kept in (*found.buffers, *found.generators) if kept.is_another())
+        variables = (v.place for v in self._variables.values() if is_another(v.now(), v.value))
+        others = (kept.place for kept in self._others if kept.is_another())
         return next(itertools.chain(variables, others), None)
 
 
@@ -331,21 +315,11 @@ class _Refused:
         raise ValueError("a trace cannot advance an iterator")
 
 
-def _empty(container: Any) -> Any:
-    """What an empty container is compared with. (Most tables of most modules are empty.)"""
-    return _NO_NAMES if isinstance(container, dict) else _NO_VALUES if isinstance(container, set) else ()
-
-
 def _entries(container: Any) -> list[tuple[Any, Any]]:
     """The entries that can be set, with their keys."""
     if isinstance(container, dict):
         return list(container.items())
     return list(enumerate(container)) if isinstance(container, (list, deque)) else []
-
-
-def _is_small(value: Any) -> bool:
-    plain = type(value) is Tensor and value.is_cpu and value.layout is torch.strided
-    return plain and value.nbytes <= budgets.STATE_BYTES
 
 
 def _tables_of(owner: Any, held: Any) -> Iterator[tuple[Place, Any]]:

@@ -1,8 +1,8 @@
 """The walk through what a forward may depend on besides its arguments: the state of the model and of what its
 code reads.
 
-One walk, with a visitor for each purpose: fingerprints compare by identity at every call (`fingerprint.py`),
-records tell whether another walk would read the same (`unchanged.py`), contents compare in another process
+One walk, with a visitor for each purpose: fingerprints compare by identity at every call, and records tell
+whether another walk would read the same (`fingerprint.py`), contents compare in another process
 (`content.py`), snapshots put back what a trace changed (`snapshot.py`), and differences are named
 (`capture/guards.py`). What counts is decided here, by a scope, and nowhere else.
 """
@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import _AttrProxy
 
 from attngraph.capture.state import kinds as K
-from attngraph.capture.state.code import functions_of, nested
 from attngraph.capture.state.kinds import Place
-from attngraph.capture.state.scope import BUILT_IN, EVERYTHING, Scope, Space
+from attngraph.capture.state.scope import BUILT_IN, EVERYTHING, Scope, Space, functions_of, nested
 from attngraph.ir import budgets
 
 _OPENED: tuple[tuple[Any, str], ...] = (
@@ -90,9 +89,8 @@ class Walk:
         """The functions that ran, have variables of their own around them, and were not met; but for those
         that code that ran made itself. A library may keep them where no walk leads."""
         codes = list(codes)
-        made = {id(part) for code in codes for part in nested(code) if part is not code}
-        closes = (c for c in codes if c.co_freevars not in ((), ("__class__",)))
-        lost = [c for c in closes if id(c) not in self.met and id(c) not in made]
+        found = self.met | {id(part) for code in codes for part in nested(code) if part is not code}
+        lost = [c for c in codes if c.co_freevars not in ((), ("__class__",)) and id(c) not in found]
         held = (f for c in lost for f in gc.get_referrers(c) if isinstance(f, types.FunctionType))
         return frozenset(f for f in held if any(f.__code__ is c for c in lost))
 
@@ -258,7 +256,8 @@ class Walk:
             self.hidden(value, "it has too many entries")
         elif isinstance(value, (dict, types.MappingProxyType)):
             for number, (key, inner) in enumerate(entries):
-                self.entry(number, key, inner, depth)
+                self.child(f"[key {number}]", key, depth)
+                self.child(f"[{key if isinstance(key, str) else number}]", inner, depth)
         else:
             is_set = isinstance(value, (set, frozenset))
             if is_set:
@@ -268,11 +267,6 @@ class Walk:
                     self.child(f"[{number}]", inner, depth)
         if K.own_classes(type(value)):  # type: ignore[arg-type]
             self.attributes(value, (), getattr(value, "__dict__", {}), depth)
-
-    def entry(self, number: int, key: Any, value: Any, depth: int) -> None:
-        """An entry of a dictionary."""
-        self.child(f"[key {number}]", key, depth)
-        self.child(f"[{key if isinstance(key, str) else number}]", value, depth)
 
     def function(self, function: types.FunctionType, depth: int) -> None:
         """A function, and the attributes that users put on one that is no method; if its code counts, also
