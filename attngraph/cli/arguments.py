@@ -27,8 +27,7 @@ may take batch and tokens; or a model, or its class, as in "lm.py:LM(width=64)",
 made. hf:FOLDER is a checkpoint of transformers.
 Results go to standard output, progress to standard error; every command has --json.
 exit codes: 0 all good; 1 the answer is no (not equal to eager or to the reference, not fused under
---strict); 2 the command
-or what it was given cannot be used; 130 interrupted.
+--strict); 2 the command or what it was given cannot be used; 130 interrupted.
 Measurements of attngraph itself and fuzzing are in its repository: python -m workshop --help.
 """
 

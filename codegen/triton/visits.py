@@ -111,7 +111,9 @@ def _from_shapes(
             return _compute(program, Grid(*cuts, sizes), device, turned)
         _captured[key] = known
     if known is None:
-        found = _listed(*_maps(program, Grid(*cuts, sizes), tiles.block_map), cuts, turned)
+        found = _listed(
+            *_maps(program, Grid(*cuts, sizes), tiles.block_map, _has_fill(program)), cuts, turned
+        )
         known = dataclasses.replace(found, tiles=found.tiles.to(device), counts=found.counts.to(device))
     _of_shapes[key] = known
     _of_shapes.move_to_end(key)
@@ -150,8 +152,9 @@ def _used(program: ScoreProgram) -> tuple[tuple[int, ...], frozenset[int]]:
 
 def _compute(program: ScoreProgram, grid: Grid, device: torch.device, turned: bool) -> Visits:
     """Lists by operations on the device."""
+    has_fill = _has_fill(program)  # asked before: it computes with numbers of the host
     with _PlacesOn(device):
-        found, softly = (found.to(device) for found in _maps(program, grid, tiles.map_anew))
+        found, softly = (found.to(device) for found in _maps(program, grid, tiles.map_anew, has_fill))
         return _listed(found, softly, (grid.b, grid.h, grid.q, grid.k), turned)
 
 
@@ -173,12 +176,16 @@ class _PlacesOn(TorchFunctionMode):
         return func(*args, **kwargs, **there)
 
 
+def _has_fill(program: ScoreProgram) -> bool:
+    return P.largest_filled(program) is not None
+
+
 def _maps(
-    program: ScoreProgram, grid: Grid, block_map: Callable[[ScoreProgram, Grid, bool], Tensor]
+    program: ScoreProgram, grid: Grid, block_map: Callable[[ScoreProgram, Grid, bool], Tensor], has_fill: bool
 ) -> tuple[Tensor, Tensor]:
-    """The block map, and where finite fills hide too, if kernels can tell when they do."""
+    """The block map, and where finite fills hide too, if kernels can tell when they do (`has_fill`)."""
     found = block_map(program, grid, False)
-    return found, block_map(program, grid, True) if P.largest_filled(program) is not None else found
+    return found, block_map(program, grid, True) if has_fill else found
 
 
 def _listed(found: Tensor, softly: Tensor, cuts: Cuts, turned: bool) -> Visits:

@@ -9,6 +9,7 @@ Sound for the values that backends compute, rounding included: bounds are widene
 and a value that may be NaN, may wrap around or is unknown is unbounded: nothing is concluded from it.
 """
 
+import ctypes
 import dataclasses
 import functools
 import math
@@ -170,8 +171,7 @@ def _constant(node: Expr) -> Bounds:
         return of_interval((float(node.value), float(node.value)), node.kind)
     value = float(node.value)
     found = of_interval((value, value))
-    exact = float(torch.tensor(value, dtype=torch.float32)) == value
-    return found if exact else _widened(found)
+    return found if ctypes.c_float(value).value == value else _widened(found)
 
 
 def _read(node: Expr, grid: Grid | Box) -> Bounds:
