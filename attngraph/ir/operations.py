@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from attngraph.ir.ops.declare import READABLE
-
+READABLE: dict[str, bool] = {}
+"""Our ops that the text of a graph may name, by their names: whether a graph from a file may run them."""
 _ATEN = frozenset(
     """
     abs absolute acos acosh adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from attngraph.ir.operations import READABLE
+
 LIBRARY = torch.library.Library("attngraph", "FRAGMENT")  # type: ignore[no-untyped-call]
 """Holds the rules that are registered here, for as long as the process runs."""
 RUNNERS: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
 """By an op without derivatives: what may compute a call of it, in order of preference. None for a call that
 is not supported; the declared function computes what nothing else does."""
-READABLE: dict[str, bool] = {}
-"""The ops that the text of a graph may name, by their names: whether a graph from a file may run them."""
 INSTEAD = "a decoder has no gradients: differentiate the model itself"
 """What to do where a derivative of a decoder's operation is asked for."""
 
@@ -47,7 +47,8 @@ Sizes: TypeAlias = Annotated[list[int], "symbols"]
 _KINDS: dict[Any, str] = {
     Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", Sequence[Tensor]: "Tensor[]",
     int: "int", Size: "SymInt", list[int]: "int[]", Sequence[int]: "int[]", Sizes: "SymInt[]",
-    bool: "bool", float: "float", str: "str", tuple[Tensor, Tensor]: "(Tensor, Tensor)",
+    bool: "bool", float: "float", str: "str", torch.device | None: "Device?",
+    tuple[Tensor, Tensor]: "(Tensor, Tensor)",
 }  # fmt: skip
 _NOTHING = contextlib.nullcontext()
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attngraph.api  # registers our ops
-from attngraph.ir.operations import _ATEN
-from attngraph.ir.ops.declare import READABLE
+from attngraph.ir.operations import _ATEN, READABLE
 
 NUMBERS = (
     0, 1, 2, 3, 4, 7, 8, 16, 63, 64, 65, 100, 1000, 4096, 10**6, 10**9, 1 << 31, (1 << 31) - 1, 1 << 32,
