@@ -388,7 +388,8 @@ def _build_one(
     leaves += bases
     for seed in claim.reads:
         if isinstance(seed, Seed) and seed not in seeds:
-            seeds[seed] = builder.call(torch.ops.attngraph.seed.default)
+            device = q.meta["val"].device
+            seeds[seed] = builder.call(torch.ops.attngraph.seed.default, *[device] * (device.type != "cpu"))
     reads = [seeds[read] if isinstance(read, Seed) else read for read in claim.reads]
     leaves += [read for read in claim.reads if isinstance(read, fx.Node)]
     sizes = [builder.size(s) for s in claim.sizes]

@@ -93,7 +93,7 @@ def _program(
     if sinks is not None:
         lines.append(f"sink {_read(reads, sinks, key)}")
     if dropout > 0:
-        reads.append(torch.ops.attngraph.seed().to(query.device))
+        reads.append(torch.ops.attngraph.seed(query.device))
         kept = 1.0 - dropout
         lines.append(f"p = where(random(r{len(reads) - 1}[], b, h, q, k) < {kept!r}, p / {kept!r}, 0.0)")
     return "\n".join(lines), reads, sizes

@@ -276,10 +276,14 @@ def _attention(
 _OP = torch.ops.attngraph.attention.default
 
 
-@declare(fake=lambda a: torch.empty((), dtype=torch.int64), tags=(torch.Tag.nondeterministic_seeded,))
-def _seed() -> Tensor:
-    """A 32-bit seed drawn from PyTorch's default generator, which `torch.manual_seed` seeds."""
-    return torch.randint(0, 1 << 32, (), dtype=torch.int64)
+@declare(
+    fake=lambda a: torch.empty((), dtype=torch.int64, device=a.device),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def _seed(device: torch.device | None = None) -> Tensor:
+    """A 32-bit seed drawn from the default generator of a device (None: the CPU), which `torch.manual_seed`
+    seeds. On a GPU the CPU does not wait for it, and each replay of a captured graph draws its own."""
+    return torch.randint(0, 1 << 32, (), dtype=torch.int64, device=device)
 
 
 CHUNK = 64

@@ -178,7 +178,7 @@ def draws(node: fx.Node) -> Callable[..., Any] | None:
     """A function of the operands that computes a node with random draws; None for other nodes."""
     match str(node.target):
         case "attngraph.seed.default":
-            return lambda: torch.tensor(SEED)
+            return lambda *_: torch.tensor(SEED)
         case "aten.dropout.default" | "aten.native_dropout.default":
             return lambda value, *_, **__: drop(node, value, value.shape)
         case "aten.scaled_dot_product_attention.default" if argument(node, "dropout_p"):
