@@ -19,7 +19,7 @@ from torch import Tensor
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.triton import tuned, visits
-from attngraph.codegen.triton.device import is_captured, name_of
+from attngraph.codegen.triton.device import is_captured, is_exact, name_of
 from attngraph.codegen.triton.plan import Blocks, Plan
 from attngraph.ir.language.score import ScoreProgram
 
@@ -129,7 +129,7 @@ def key_of(
     device = operands[0].device
     found: tuple[Hashable, ...] = (
         program, device, max(map(abs, sizes), default=0) >= SMALL,
-        name_of(device), tuned.changes(), visits.WORTH,
+        name_of(device), tuned.changes(), visits.WORTH, is_exact(operands[0]),
         *[(t.dtype, t.shape, t.stride()) for t in (*operands, *reads)],
     )  # fmt: skip
     return (*found, *[t.requires_grad for t in (*operands, *reads)]) if gradients else found

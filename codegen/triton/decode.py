@@ -126,7 +126,7 @@ class Decode:
             program, q.dtype, k.shape[3], v.shape[3], q.shape[1] // k.shape[1],
             tuple(Read(n, r, READS[reads[n].dtype]) for n, r in program.reads.items()), blocks,
             shared=_is_part(v, k), window=window_of(program), kept=k.dtype if k.dtype in LARGEST else None,
-            page=0 if columns == 1 else k.shape[2],
+            page=0 if columns == 1 else k.shape[2], exact=gpu.is_exact(q),
         )  # fmt: skip
 
     def plan(

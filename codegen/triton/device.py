@@ -5,6 +5,8 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -87,11 +89,30 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return None if about is None else (about.major, about.minor)
 
 
+_rehearsed: ContextVar[bool] = ContextVar("_rehearsed", default=False)
+
+
+@contextlib.contextmanager
+def as_captured() -> Iterator[None]:
+    """Kernels are launched in the body as while a CUDA graph is captured, where none can be compiled."""
+    before = _rehearsed.set(True)
+    try:
+        yield
+    finally:
+        _rehearsed.reset(before)
+
+
 def is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured: what is launched now runs later, on these addresses, as often
     as the graph is replayed."""
     is_used = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return is_used and torch.cuda.is_current_stream_capturing()
+    return is_used and (_rehearsed.get() or torch.cuda.is_current_stream_capturing())
+
+
+def is_exact(q: Tensor) -> bool:
+    """Whether products have the precision of their operands: those of float32 do, as PyTorch's own, unless
+    `torch.set_float32_matmul_precision` allows less."""
+    return q.dtype is not torch.float32 or torch.get_float32_matmul_precision() == "highest"
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -104,6 +104,7 @@ def emit_backward(plan: BackwardPlan) -> Kernel:
         "OF_ROWS": [names[n] for n in of_rows], "OF_COLUMNS": [names[n] for n in of_columns],
         "SUMS": ", ".join(sums for _, sums, _ in names),
         "DIAGONAL": plan.diagonal is not None,
+        **dict(zip(("QUERIES", "KEYS", "VALUES"), plan.operands, strict=True)),  # whose gradients are wanted
         "TRUSTED": is_trusted,  # every row's log-sum-exp is
         "LARGEST_TRUSTED": TRUSTED, "STRIP": STRIP,
         "TO_BITS": "RATE" if plan.is_linear else "LOG2E",
@@ -219,7 +220,7 @@ def known(plan: Plan, formulas: Formulas) -> dict[str, Any]:
         "FILL": plan.fill is not None,  # tiles behind a finite fill are visited if no score is above LOW
         "LOW": (plan.fill or 0.0) + P.UNDERFLOW, "LOWEST": LOWEST,
         "KEEPS_NAN": formulas.change.keeps_nan,  # of rows without keys
-        "EXACT": '"ieee"' if DTYPES[plan.dtype] == "float32" else NOTHING,  # not rounded to TF32
+        "EXACT": '"ieee"' if DTYPES[plan.dtype] == "float32" and plan.exact else NOTHING,
         **absent("multiple", unless=not formulas.change.is_plain),
         **absent("every", unless=plan.fill is not None),
     }  # fmt: skip

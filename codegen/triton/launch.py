@@ -17,14 +17,21 @@ from torch import Tensor
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import SMALL
-from attngraph.codegen.scalar.read_gradients import PAIRS, Totals, read_gradients, wanted_gradients
+from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, Totals, read_gradients, wanted_gradients
 from attngraph.codegen.scalar.read_ranges import reads_by_data, require_in_range
 from attngraph.codegen.triton import attempts, store, tuned, visits
 from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton.attempts import KeptPlans, key_of
 from attngraph.codegen.triton.blocks import WIDEST_BACKWARD, backward_blocks
 from attngraph.codegen.triton.blocks import blocks_for as choose_blocks
-from attngraph.codegen.triton.device import capability, is_interpreted, name_of, no_device, shared_memory
+from attngraph.codegen.triton.device import (
+    capability,
+    is_exact,
+    is_interpreted,
+    name_of,
+    no_device,
+    shared_memory,
+)
 from attngraph.codegen.triton.emit import OF_KEYS, OF_QUERIES, OF_READ, emit, emit_backward
 from attngraph.codegen.triton.plan import DTYPES, WIDEST, BackwardPlan, Blocks, Plan, Read
 from attngraph.codegen.triton.store import described, is_describable, is_wide, launch_kernel, loading
@@ -158,9 +165,10 @@ class Forward(Kernel):
             capability(q.device),
         )  # fmt: skip
         plan = _listed(plan_call(program, operands, reads, sizes, blocks), operands)
-        wanted = tuple(n for n in wanted_gradients(operands, reads)[1] if n in program.reads)
+        of_operands, of_reads = wanted_gradients(operands, reads)
+        wanted = tuple(n for n in of_reads if n in program.reads)
         fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-        found = BackwardPlan(**fields, wanted=wanted)
+        found = BackwardPlan(**fields, wanted=wanted, operands=of_operands)
         try:
             emit_backward(found)
         except UnsupportedError:
@@ -231,7 +239,7 @@ def plan_call(
         program, q.dtype, q.shape[3], v.shape[3], q.shape[1] // k.shape[1],
         tuple(Read(n, rank, P.READS[reads[n].dtype], is_wide(reads[n])) for n, rank in program.reads.items()),
         blocks or blocks_by_rule(program, operands),
-        wide=max(*q.shape[:3], k.shape[2], *map(abs, sizes[: program.sizes])) >= SMALL,
+        wide=max(*q.shape[:3], k.shape[2], *map(abs, sizes[: program.sizes])) >= SMALL, exact=is_exact(q),
     )  # fmt: skip
 
 
@@ -279,7 +287,10 @@ def differentiate(
     (q, k, v), (out, lse), (grad, grad_lse) = operands, results, grads
     B, Hq, Sq, Skv = *q.shape[:3], k.shape[2]
     unseen = torch.zeros((B, k.shape[1]), dtype=torch.float32, device=q.device)
-    found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in operands]
+    found = [
+        (torch.empty if is_wanted else torch.zeros)(t.shape, dtype=t.dtype, device=t.device)
+        for t, is_wanted in zip(operands, plan.operands, strict=True)
+    ]
     summed = read_gradients(plan.program, plan.wanted)
     totals = Totals(plan.wanted, reads, sizes, (B, Hq, Sq, Skv), lse)
     sums = totals.places(summed)
@@ -311,7 +322,8 @@ def differentiate(
         run(f"{OF_READ}{number}", grid, places, B, batch, row, here.stride(1), here.stride(2))
 
     run(OF_QUERIES, (-(-Sq // blocks.q) * B * Hq,), sums)
-    run(OF_KEYS, (-(-Skv // blocks.q) * B * k.shape[1],), sums)  # rows of tiles are keys
+    if any(plan.operands[1:]) or any(s.kind == COLUMNS for s in summed):
+        run(OF_KEYS, (-(-Skv // blocks.q) * B * k.shape[1],), sums)  # rows of tiles are keys
     for number, one in enumerate(summed):
         totals.add(one, sums[number], blocks.q, functools.partial(of_pairs, number))
     if plan.program.sink is not None:

@@ -66,6 +66,7 @@ class Plan:
         D, Dv: widths of keys and of values. group: query heads per key head.
         wide: whether some extent or size reaches `SMALL`, so that integers need 64 bits throughout.
         listed: whether the kernel is given lists of the tiles that it visits (`visits.py`).
+        exact: whether products of float32 have its precision; else they are of TF32 (`device.is_exact`).
 
     Raises:
         UnsupportedError: the program's text does not parse to the program, so it cannot be emitted safely.
@@ -80,6 +81,7 @@ class Plan:
     blocks: Blocks
     wide: bool = False
     listed: bool = False
+    exact: bool = True
 
     def __post_init__(self) -> None:
         # The program's text ends up in the source, so it must be nothing but the score language.
@@ -143,9 +145,11 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan(Plan):
-    """`wanted`: numbers of the reads whose gradients are asked for."""
+    """`wanted`: numbers of the reads whose gradients are asked for; `operands`: whether those of q, k and v
+    are."""
 
     wanted: tuple[int, ...] = ()
+    operands: tuple[bool, ...] = (True, True, True)
 
 
 @dataclasses.dataclass(frozen=True)

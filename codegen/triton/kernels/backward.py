@@ -88,20 +88,23 @@ def gradient_of_queries(
     row_delta = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1, keep_dims=True)
     row_delta -= tl.load(grad_lse + row, mask=q < Sq, other=0.0)
     tl.store(delta + row, row_delta, mask=q < Sq)
-    load_queries()
-    sum = tl.zeros([OWN, D], tl.float32)
-    for SUM, SUMS_OF, OF_READ in OF_ROWS:
-        SUM = tl.zeros([OWN, 1], tl.float32)
-    if LISTED:
-        start = tl.load(line) * OTHER
-    for i in tl.range(0, whole):
-        turn_of_keys(OVER_KEYS.whole)
-    for i in tl.range(whole, stop):  # at an edge
-        turn_of_keys(OVER_KEYS.edge)
-    result = grad_query + row * WIDTH + d
-    tl.store(result, scaled(sum, grad_query), mask=(q < Sq) & IN_D)
-    for SUM, SUMS_OF, OF_READ in OF_ROWS:
-        tl.store(SUMS_OF + row, SUM, mask=q < Sq)
+    if QUERIES or OF_ROWS:
+        load_queries()
+        if QUERIES:
+            sum = tl.zeros([OWN, D], tl.float32)
+        for SUM, SUMS_OF, OF_READ in OF_ROWS:
+            SUM = tl.zeros([OWN, 1], tl.float32)
+        if LISTED:
+            start = tl.load(line) * OTHER
+        for i in tl.range(0, whole):
+            turn_of_keys(OVER_KEYS.whole)
+        for i in tl.range(whole, stop):  # at an edge
+            turn_of_keys(OVER_KEYS.edge)
+        if QUERIES:
+            result = grad_query + row * WIDTH + d
+            tl.store(result, scaled(sum, grad_query), mask=(q < Sq) & IN_D)
+        for SUM, SUMS_OF, OF_READ in OF_ROWS:
+            tl.store(SUMS_OF + row, SUM, mask=q < Sq)
 
 
 @triton.jit(do_not_specialize=COUNTS) if COUNTS else triton.jit
@@ -120,8 +123,10 @@ def gradients_of_keys(*gradient_of_queries):
     load_keys()
     if LAST_KEYS:
         first_query = k - (long(SHIFT)) if SHIFT else k  # [OWN, 1]
-    sum_key = tl.zeros([OWN, D], tl.float32)
-    sum_value = tl.zeros([OWN, DV], tl.float32)
+    if KEYS:
+        sum_key = tl.zeros([OWN, D], tl.float32)
+    if VALUES:
+        sum_value = tl.zeros([OWN, DV], tl.float32)
     if GROUP > 1:
         for member in range(GROUP):
             h = kv * GROUP + member
@@ -130,10 +135,12 @@ def gradients_of_keys(*gradient_of_queries):
         h = kv
         sum_over_queries()
     own = tl.arange(0, OWN)[:, None]
-    result = grad_key + (tl.cast(place // blocks, tl.int64) * Skv + first + own) * WIDTH + d
-    tl.store(result, scaled(sum_key, grad_key), mask=(own < Skv - first) & IN_D)
-    result = grad_value + (tl.cast(place // blocks, tl.int64) * Skv + first + own) * WIDTH_OF_VALUES + dv
-    tl.store(result, of_values(), mask=(own < Skv - first) & IN_DV)
+    if KEYS:
+        result = grad_key + (tl.cast(place // blocks, tl.int64) * Skv + first + own) * WIDTH + d
+        tl.store(result, scaled(sum_key, grad_key), mask=(own < Skv - first) & IN_D)
+    if VALUES:
+        result = grad_value + (tl.cast(place // blocks, tl.int64) * Skv + first + own) * WIDTH_OF_VALUES + dv
+        tl.store(result, of_values(), mask=(own < Skv - first) & IN_DV)
 
 
 for PAIR_NAME, PAIR in PAIRS:
@@ -274,7 +281,8 @@ def turn_of_keys(TILE):
     )
     weigh(TILE)
     differentiate(TILE)
-    sum = added(sum, ds, key_tile)
+    if QUERIES:
+        sum = added(sum, ds, key_tile)
     for SUM, SUMS_OF, OF_READ in OF_ROWS:
         SUM += tl.sum(OF_READ, 1, keep_dims=True)
     if LISTED:
@@ -400,8 +408,10 @@ def turn_of_queries(TILE):
     weigh(TILE)
     load_numbers_of_rows(TILE)
     differentiate(TILE)
-    sum_value = added(sum_value, p, grad_tile)
-    sum_key = added(sum_key, ds, query_tile)
+    if VALUES:
+        sum_value = added(sum_value, p, grad_tile)
+    if KEYS:
+        sum_key = added(sum_key, ds, query_tile)
     for SUM, SUMS_OF, OF_READ in OF_COLUMNS:
         SUM += tl.sum(OF_READ, 1, keep_dims=True)
 
