@@ -8,11 +8,14 @@
     launch.py        `triton.forward`, and gradients    decode.py     `triton.decode`, over a cache
     sums.py          sums carried from token to token   attempts.py   plans that are kept; fallbacks
     store.py         where sources are kept; launches   device.py     the GPU and its limits
+    captured.py      a decoder's steps as CUDA graphs
 
 For CUDA and AMD GPUs. On a CPU it runs only if requested by name, under TRITON_INTERPRET=1; the tests without
 a GPU do so.
 """
 
+from attngraph.codegen.cpu.record.replay import RECORDERS
+from attngraph.codegen.triton.captured import Captured
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.sums import RunningSum
@@ -23,6 +26,7 @@ from attngraph.ir.ops.declare import RUNNERS
 
 __all__ = ["tune"]
 
+RECORDERS["cuda"] = Captured
 kernels.register(Forward(), devices=frozenset({"cuda"}))
 cache.CACHED.append(Decode())
 RUNNERS["running_sum"].append(RunningSum().run)

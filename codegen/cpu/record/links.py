@@ -47,6 +47,8 @@ class Kinds:
         pages: of the cache, which may move.
         fixed: computed once for a prompt.
         still: weights and all others, which lie where they lay.
+        in_place: `still` and `pages`.
+        counted: of `changing`, which token is the first of each row.
         tokens: the tokens of a call.
         shorten: makes a module cheaper to call.
     """
@@ -59,6 +61,8 @@ class Kinds:
         self.fixed = [n for n, given in enumerate(graph.inputs) if given.kind == Rate.PROMPT.value]
         moving = {*self.changing, *self.pages}
         self.still = [n for n in range(len(graph.inputs)) if n not in moving]
+        self.in_place = [*self.still, *self.pages]
+        self.counted = [n for n in self.changing if graph.inputs[n] == _STARTS]
         arguments = (n for n in self.changing if graph.inputs[n].kind == "argument")
         ranks = {n: getattr(self.placeholders[n].meta.get("val"), "ndim", 0) for n in arguments}
         self.tokens = next((n for n, rank in ranks.items() if rank > 1), None)
