@@ -1,8 +1,8 @@
 // A CUDA device that computes on the CPU.
 //
-// Every operation that has a kernel for CUDA gets this file's instead: it shows the operation the same memory as CPU
-// tensors, calls it, and says of the results that they lie on the GPU. What a card forbids or is slow at is noticed on
-// the way: tensors of two devices in one operation, waiting for results (a copy to the CPU, a number read), and what a
+// Every operation that has a kernel for CUDA, or for the CPU, gets this file's for CUDA: it shows the operation the same
+// memory as CPU tensors, calls it, and says of the results that they lie on the GPU. What a card forbids or is slow at is
+// noticed on the way: tensors of two devices in one operation, waiting for results (a copy to the CPU, a number read), and what a
 // captured graph cannot hold. `extern "C"` functions at the end are called from Python through ctypes.
 
 #include <ATen/ATen.h>
@@ -358,7 +358,8 @@ void standin_on() {
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
     if (!op || !op->hasSchema()) continue;
-    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && !besides.count(name.name)) continue;
+    const auto has = [&](c10::DispatchKey key) { return op->hasKernelForDispatchKey(key); };
+    if (!has(c10::DispatchKey::CUDA) && !has(c10::DispatchKey::CPU) && !besides.count(name.name)) continue;
     const auto kernel = name.name == "aten::_fused_sdp_choice"
         ? c10::KernelFunction::makeFromUnboxedRuntimeFunction(&plain_attention)
         : c10::KernelFunction::makeFromBoxedFunction<&call>();

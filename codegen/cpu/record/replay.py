@@ -79,12 +79,16 @@ class Replay:
         """The recording for a call, which may have just recorded it; None where it is the first of its kind,
         or nothing can be recorded. Each thread has recordings of its own, because results stay in a
         recording's memory until its next run."""
-        kinds = self.kinds
-        still = kinds.fixed if inputs[kinds.changing[0]].is_cpu else [*kinds.fixed, *kinds.pages]
+        kinds, own = self.kinds, list[Any]()
+        if not inputs[kinds.changing[0]].is_cpu:  # a captured graph is of these pages, and of rows so divided
+            own = [
+                places([inputs[n] for n in kinds.pages]),
+                *(tuple(told(inputs[n]) or ()) for n in kinds.counted),
+            ]
         key = (
             threading.get_ident(), torch.get_num_threads(),
             *((inputs[n].shape, inputs[n].dtype) for n in kinds.changing),
-            *(tuple(told(inputs[n]) or ()) for n in kinds.counted), places([inputs[n] for n in still]),
+            places([inputs[n] for n in kinds.fixed]), *own,
         )  # fmt: skip
         found = before = self._recordings.pop(key, _FIRST)
         if before is _FIRST:
