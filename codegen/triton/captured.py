@@ -39,13 +39,15 @@ class Captured:
 
     def __init__(self, kinds: Kinds, inputs: Sequence[Tensor]) -> None:
         self._kinds, self._inputs = kinds, list(inputs)
+        self._copies = []  # what differs from call to call; what the key of the recording says does not
         for n in kinds.changing:
             self._inputs[n] = inputs[n].clone()
             numbers = told(inputs[n]) if n in kinds.counted else None
-            if numbers is not None:
+            if numbers is None:
+                self._copies.append(n)
+            else:
                 tell(self._inputs[n], numbers)
         self._where = addresses([inputs[n] for n in kinds.in_place])
-        self._copies = [n for n in kinds.changing if n not in kinds.counted]
         self._graph = torch.cuda.CUDAGraph()
         run = kinds.shorten(kinds.graph.module)
         try:
