@@ -247,9 +247,9 @@ class RunningSum:
     def link(
         self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
         starts: Tensor, inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
-        less_one: bool = False,
+        less_one: bool = False, in_order: bool = False,
     ) -> Link | None:  # fmt: skip
-        """The call, ready to run; None if it is not supported."""
+        """The call, ready to run; None if it is not supported. It is in order, asked or not."""
         code = _code(_STATES.get(state.dtype, ""))
         given: dict[str, Tensor | None] = {
             "q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right,

@@ -49,7 +49,7 @@ class Decode:
         if not q.is_cpu or 0 in q.shape[2:]:  # dots of no width are zero: left to the general way
             return None
         about = _about(rows)
-        are_long = about.are_long(q.shape[1])
+        are_long = [] if program.in_order else about.are_long(q.shape[1])
         if len(are_long) and all(are_long):
             return None
         made = _prepare(program, q, pages, reads)
@@ -80,7 +80,8 @@ class Decode:
     ) -> Link | None:  # fmt: skip
         """The call that `attend` makes, ready to run; None if it is not supported."""
         about = _Rows(rows)
-        if not q.is_cpu or 0 in q.shape[2:] or any(about.are_long(q.shape[1])):
+        are_long = not program.in_order and any(about.are_long(q.shape[1]))
+        if not q.is_cpu or 0 in q.shape[2:] or are_long:
             return None
         made = _prepare(program, q, pages, reads)
         if made is None:
@@ -208,7 +209,7 @@ class _Prepared:
         threads, call = torch.get_num_threads(), run.call
         call.step = _step(call.H // call.Hkv)
         items = self.items(run.q, run.k, rows, bool(at_once))
-        most = -(-threads // items)
+        most = 1 if self.program.in_order else -(-threads // items)
         call.parts = min(most, max(1, rows.longest // LEAST_KEYS))
         call.most = most if at_once and most > 1 else 0
         allocated = call.most or call.parts

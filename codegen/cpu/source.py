@@ -79,6 +79,7 @@ class Draft:
         self.numbers: dict[Expr, str] = {}
         self.divisors: set[Expr] = set()
         self.defines = [DTYPES[plan.dtype].name.upper(), f"EXP_UNDERFLOW {UNDERFLOW[torch.float32]!r}"]
+        self.defines += ["ORDERED"] if plan.program.in_order else []
         before = [s for s in plan.program.statements if isinstance(s, (Score, Keep))]
         self.unmasked = [s for s in before if isinstance(s, Score)]
         self.parts = [

@@ -28,11 +28,13 @@ class RunningSum:
     def run(
         q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
         inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
-        less_one: bool = False,
+        less_one: bool = False, in_order: bool = False,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         given = {"q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right}
         present = {name: tensor for name, tensor in given.items() if tensor is not None}
-        if no_device(v) is not None or not _are_served(present, state) or longest(starts, v) > FEW:
+        if in_order or no_device(v) is not None or not _are_served(present, state):
+            return None
+        if longest(starts, v) > FEW:
             return None
         plan = plan_of(present, state, inclusive, less_one)
         found, problem = attempts.once(plan, v.device, lambda p: launch_sums(p, present, state, starts))

@@ -14,7 +14,7 @@ from attngraph.codegen.cpu.native import header
 from attngraph.codegen.cpu.tokens import products, run, schedule
 from attngraph.codegen.cpu.tokens.source import kinds_of_products, write
 from attngraph.ir.language.packed import Packed
-from attngraph.ir.language.token_program import GROUP, Given, parse
+from attngraph.ir.language.token_program import GROUP, Given, TokenProgram, parse
 from attngraph.ir.ops.kernels import SHARED_END
 from attngraph.ir.ops.token_program import reference
 
@@ -53,6 +53,23 @@ def check(text: str, tokens: int, given: list[Tensor] | None = None) -> None:
         for one, other in zip(computed(text, given, multiplier), wanted, strict=True):
             assert one.shape == other.shape
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    if tokens in (9, 47):
+        check_in_order(program, tokens, given, wanted)
+
+
+def check_in_order(program: TokenProgram, tokens: int, given: list[Tensor], wanted: list[Tensor]) -> None:
+    """In order, tokens have the same bits alone, beside a few others, and beside many."""
+    text = f"{program.text}\nin order"
+    together = computed(text, given, run.PYTORCH)
+    for one, other in zip(together, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    for first, count in ((0, 1), (2, 5), (tokens - 3, 3)):
+        some = [
+            t if about.token_dim is None else t.narrow(about.token_dim, first, count)
+            for t, about in zip(given, program.given, strict=True)
+        ]
+        for one, other, result in zip(computed(text, some, run.OURS), together, program.results, strict=True):
+            assert torch.equal(one, other.narrow(result.token_dim, first, count)), (first, count)
 
 
 def integers(about: Given, generator: torch.Generator) -> Tensor:

@@ -1,6 +1,6 @@
 """The text form of a score program, read back: `parse(str(program)) == program`, exactly.
 
-    program    := { statement ( newline | ";" ) }            "#" starts a comment
+    program    := { statement ( newline | ";" ) } [ "in order" ]     "#" starts a comment
     statement  := "s" "=" expr | "keep" expr [ "else" expr ] | "sink" expr | "p" "=" expr
     expr       := or ;  or := and { "or" and } ;  and := not { "and" not } ;  not := "not" not | compare
     compare    := sum [ ("<" | "<=" | ">" | ">=" | "==" | "!=") sum ]
@@ -53,8 +53,12 @@ def parse(text: str) -> ScoreProgram:
         raise TypeError(f"a score program is parsed from text, found {type(text).__name__}.")
     statements: list[Statement] = []
     parsers: list[_Parser] = []
+    in_order = False
     for number, line in enumerate(text.split("\n"), start=1):
         code = line.split("#", 1)[0]
+        if code.strip() == S.IN_ORDER:
+            in_order = True
+            continue
         start = 0
         for piece in code.split(";"):
             if piece.strip():
@@ -65,7 +69,7 @@ def parse(text: str) -> ScoreProgram:
                     raise ProgramError(f"score program, line {number}: nested too deeply.") from None
             start += len(piece) + 1
     try:
-        return ScoreProgram(tuple(statements))
+        return ScoreProgram(tuple(statements), in_order)
     except ProgramError:
         _point_out(statements, parsers)
         raise

@@ -27,6 +27,11 @@ SCORE = E.make("s")
 WEIGHT = E.make("p")
 
 
+IN_ORDER = "in order"
+"""The line of a program whose results are the same numbers, bit for bit, whatever rows and tokens they are
+computed with: sums have one order, which follows from positions and from the model's sizes alone."""
+
+
 class ProgramError(ValueError):
     """A score program that is not well formed: says where, what was found and what was expected."""
 
@@ -92,6 +97,7 @@ class ScoreProgram:
     """
 
     statements: tuple[Statement, ...]
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         sinks = [s for s in self.statements if isinstance(s, Sink)]
@@ -111,7 +117,8 @@ class ScoreProgram:
 
     @functools.cached_property
     def text(self) -> str:
-        return "\n".join(format_statement(s) for s in self.statements)
+        lines = [format_statement(s) for s in self.statements]
+        return "\n".join([*lines, *([IN_ORDER] if self.in_order else [])])
 
     def __str__(self) -> str:
         return self.text
@@ -166,7 +173,7 @@ class ScoreProgram:
         """The program for a q already multiplied by `scale`; unchanged if there is no scale."""
         if self.scale is None or not self.statements or not isinstance(self.statements[0], Score):
             return self
-        return ScoreProgram(self.statements[1:])
+        return dataclasses.replace(self, statements=self.statements[1:])
 
     @property
     def keeps(self) -> tuple[Keep, ...]:
@@ -183,7 +190,8 @@ class ScoreProgram:
 
     def mapped(self, change: Callable[[Expr], Expr]) -> "ScoreProgram":
         """The program with each of its formulas changed."""
-        return ScoreProgram(tuple(type(s)(*map(change, formulas(s))) for s in self.statements))
+        changed = tuple(type(s)(*map(change, formulas(s))) for s in self.statements)
+        return dataclasses.replace(self, statements=changed)
 
     def renumbered(self) -> "tuple[ScoreProgram, tuple[int, ...]]":
         """The program with the tensors that it reads numbered from 0, and which of them these are."""

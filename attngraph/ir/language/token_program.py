@@ -7,6 +7,8 @@
     r2[] = sum[j < 768] r0[0, t, j]             a value of each token; this one is a single number
     r3[i0 < 768] = r0[0, t, i0] - r2[] / 768    one with an element for each i0
     return r3[1, t, 768]                        results, with their shapes, and with the dtype as above
+    in order                                    at the end, if at all: a token's results are the same numbers,
+                                                bit for bit, whatever tokens they are computed with
 
 Values are numbered in the order in which they are given or defined; a definition reads given tensors and
 earlier definitions (by its own indices alone: always for the same token). Definitions are float32, whatever
@@ -25,6 +27,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.packed import WORD, Packed
 from attngraph.ir.language.parser import expression
+from attngraph.ir.language.score import IN_ORDER
 
 TOKEN = E.var("t")
 """The index of the token in given tensors and results."""
@@ -144,6 +147,7 @@ class TokenProgram:
     given: tuple[Given, ...]
     definitions: tuple[Definition, ...]
     results: tuple[Result, ...]
+    in_order: bool = False
 
     def definition(self, number: int) -> Definition | None:
         """The definition of this number; None if it is a given tensor."""
@@ -209,7 +213,7 @@ class TokenProgram:
             fold = f"{made.fold}[{_index(made.over)}] " if made.over is not None else ""
             lines.append(f"r{number}[{indices}] = {fold}{E.format_expr(made.value)}")
         results = ", ".join(f"r{r.number}[{_shape(r.shape)}]{_word(r.dtype)}" for r in self.results)
-        return "\n".join([*lines, f"return {results}"])
+        return "\n".join([*lines, f"return {results}", *([IN_ORDER] if self.in_order else [])])
 
     def __str__(self) -> str:
         return self.text
@@ -256,7 +260,9 @@ def parse(text: str) -> TokenProgram:
     given: list[Given] = []
     definitions: list[Definition] = []
     results: list[Result] = []
-    for line in (line.strip() for line in text.splitlines() if line.strip()):
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    in_order = lines[-1:] == [IN_ORDER]
+    for line in lines[: len(lines) - in_order]:
         if results:
             raise TokenProgramError(f"nothing may follow the results: {line}")
         if line.startswith("return "):
@@ -281,7 +287,7 @@ def parse(text: str) -> TokenProgram:
         definitions.append(made)
     if not results:
         raise TokenProgramError("it returns nothing")
-    return TokenProgram(tuple(given), tuple(definitions), tuple(results))
+    return TokenProgram(tuple(given), tuple(definitions), tuple(results), in_order)
 
 
 def _given(shape: tuple[Extent, ...], words: str, line: str) -> Given:

@@ -27,7 +27,7 @@ from torch import Tensor
 from attngraph.ir.language import E, ScoreProgram, Statement, operation, parse
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.attention import check_operands
-from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
+from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative, require_no_order
 from attngraph.ir.ops.kernels import Part, cleared, joined, tell_shares
 from attngraph.ir.ops.quantised import widened
 from attngraph.ir.versions import version_of
@@ -182,7 +182,7 @@ class CachePlan:
     sequence that the model's position tables cover; `rounding`: of tables that say how carried values decay,
     relative to their entries, 0 without such tables; `anew`: the lines of values that every step computes
     anew from all tokens; `assumed`: operations that are taken not to look at later tokens, and why that could
-    not be shown."""
+    not be shown; `unordered`: operations whose sums have no fixed order, None where none was asked for."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -195,6 +195,7 @@ class CachePlan:
     rounding: float = 0.0
     anew: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
+    unordered: tuple[str, ...] | None = None
 
     @property
     def bytes_per_row(self) -> int:
@@ -278,6 +279,7 @@ def attended(
         out = candidate.attend(program, q, new, pages, reads, sizes, rows, scales, lse)
         if out is not None:
             return out
+    require_no_order(program.in_order and q.numel() > 0, q, "attention over a cache")
     return row_by_row(program, q, new, pages, reads, sizes, rows, by.partition(".")[0], scales, lse)
 
 

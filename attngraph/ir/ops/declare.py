@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from attngraph.errors import BackendError
 from attngraph.ir.operations import READABLE
 
 LIBRARY = torch.library.Library("attngraph", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -153,6 +154,18 @@ def require_no_derivative(name: str, instead: str, args: Any) -> None:
     """Raise NotImplementedError where a derivative would flow through an op that has none."""
     if has_tangent(args) or is_recorded(args):
         raise NotImplementedError(f"attngraph::{name} has no derivatives; {instead}.")
+
+
+def require_no_order(in_order: bool, tensor: Tensor, what: str) -> None:
+    """Raise BackendError where a program is `in order` and no code here computes it so. The proofs compute
+    in float64, in any order."""
+    if in_order and tensor.dtype != torch.float64:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise BackendError(
+            f"nothing here computes {what} in one order of sums ({dtype} on {tensor.device.type}), as "
+            "consistent=True asks for: it needs a C compiler and the CPU.\nWhat to do: install one, or leave "
+            "it out."
+        )
 
 
 def batch_one_by_one(op: Any, together: Callable[..., Any]) -> None:

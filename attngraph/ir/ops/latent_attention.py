@@ -31,6 +31,7 @@ from attngraph.ir.ops import kernels
 from attngraph.ir.ops.cached_attention import Rows, attended, counts, no_pages, packed_result
 from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
 from attngraph.ir.ops.declare import INSTEAD, Sizes, declare, require_no_derivative
+from attngraph.ir.ops.in_order import product_in_order
 
 ABSORB = ("auto", "always", "never")
 BLOCK = 1024
@@ -52,21 +53,29 @@ class LatentNode:
     """One node's weights and sizes, and its operands in both forms."""
 
     def __init__(
-        self, q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: Sequence[int]
-    ) -> None:
+        self, q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None,
+        values: Sequence[int], in_order: bool = False,
+    ) -> None:  # fmt: skip
         self.sizes = sizes_of(q, latent, key_up, value_up, values)
         self.key_up, self.value_up, self.values = key_up, value_up, values
+        self.in_order = in_order
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`[B, H, S, D]` times `[G, D, W]`, each group of heads by its own."""
+        if self.in_order and x.dtype != torch.float64:
+            return product_in_order(x, weight)
+        return kernels.grouped(x, weight.unsqueeze(0))
 
     def absorbed_query(self, q: Tensor) -> Tensor:
         """`[B, H, S, L + R]`: the query multiplied by key_up, to be compared with the latents."""
         if self.key_up is None:
             return q
         nope = self.sizes.nope
-        return torch.cat([kernels.grouped(q[..., :nope], self.key_up.unsqueeze(0)), q[..., nope:]], -1)
+        return torch.cat([self.product(q[..., :nope], self.key_up), q[..., nope:]], -1)
 
     def absorbed_result(self, out: Tensor) -> Tensor:
         """`[B, H, S, V]` from the weighted sum of latents."""
-        return out if self.value_up is None else kernels.grouped(out, self.value_up.mT.unsqueeze(0))
+        return out if self.value_up is None else self.product(out, self.value_up.mT)
 
     def shared(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the absorbed form: two views of the latents."""
@@ -86,6 +95,9 @@ class LatentNode:
         return keys.expand(-1, most, -1, -1), values.expand(-1, most, -1, -1)
 
     def absorbs(self, absorb: str, rows: Sequence[tuple[int, int]], q: Tensor) -> bool:
+        """Whether this call is computed in the absorbed form: in order, all are."""
+        if self.in_order:
+            return True
         if absorb != "auto":
             return absorb == "always"
         return absorbing_pays(self.sizes, rows, q.device.type, q.dtype.itemsize)
@@ -131,7 +143,8 @@ def cached_latent_attention(
 ) -> Tensor:  # fmt: skip
     """What the op computes; without gradients."""
     require_no_derivative("cached_latent_attention", INSTEAD, (q, latent, reads))
-    node, parsed = LatentNode(q, latent, key_up, value_up, values), parse(program)
+    parsed = parse(program)
+    node = LatentNode(q, latent, key_up, value_up, values, parsed.in_order)
     rows = Rows(table, starts, first, held)
     news, _, kept = counts(rows)
     if node.absorbs(absorb, list(zip(news, kept, strict=True)), q):

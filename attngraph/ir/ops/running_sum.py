@@ -16,7 +16,8 @@ right = k):
 Then left_t are M more keys, whose values u_t = right_t S_(t-1) are unknown. Within a chunk they are what
 solves a triangular system (Yang et al. 2024, arXiv 2406.06484, section 3.2).
 
-Many tokens are computed in chunks by matrix products, at a cost linear in the tokens. The decay between two
+`in_order`: token after token, so that chunks of any length give the same numbers, bit for bit. Elsewhere many
+tokens are computed in chunks by matrix products, at a cost linear in the tokens. The decay between two
 tokens of a chunk is the product of the decays between them: nothing is divided, and no exponential of a
 positive number is taken, so products that vanish do no harm (Yang et al. 2024, arXiv 2312.06635, section 4;
 Dao & Gu 2024, arXiv 2405.21060, section 6).
@@ -33,7 +34,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attngraph.ir.ops.cached_attention import numbers_of
-from attngraph.ir.ops.declare import INSTEAD, declare
+from attngraph.ir.ops.declare import INSTEAD, declare, require_no_order
 
 CHUNK, CHUNK_OF_VECTORS = 64, 16
 """Tokens computed at once; where every key digit has a decay of its own, products of decays are larger."""
@@ -43,7 +44,9 @@ CHUNK, CHUNK_OF_VECTORS = 64, 16
 def running_sum(
     q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
     inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None, less_one: bool = False,
+    in_order: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    require_no_order(in_order, v, "sums over earlier tokens")
     if decay is not None:
         decay = decay.to(state.dtype) + 1 if less_one else decay.to(state.dtype)
     tokens = v.shape[0]

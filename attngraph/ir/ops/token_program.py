@@ -22,7 +22,7 @@ from attngraph.ir.ops.quantised import dequantised
 
 from attngraph.ir.ops.declare import (  # isort: skip
     INSTEAD, are_batched, declare, has_tangent, is_recorded, is_transformed, require_no_derivative,
-    run_kernel,
+    require_no_order, run_kernel,
 )  # fmt: skip
 
 
@@ -119,7 +119,9 @@ def token_program(given: Sequence[Tensor], program: str) -> list[Tensor]:
         found = runner.run(program, given)
         if found is not None:
             return found
-    return reference(parse(program), given)
+    parsed = parse(program)
+    require_no_order(parsed.in_order, floating(given), "what follows from each token")
+    return reference(parsed, given)
 
 
 _OP = torch.ops.attngraph.token_program.default

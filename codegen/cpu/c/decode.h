@@ -211,8 +211,8 @@ INLINE Stretch in_page(const void *data, const int64_t *stride, const float *sca
     return s;
 }
 
-/* The queries against part `part` of all the row's keys. */
-static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int64_t part) {
+/* The queries, and no key yet. */
+static void begin_few(const Call *c, const Few *at, Block *t, int64_t first_query) {
     int rows = (int)(at->group * at->queries);
     for (int g = 0; g < at->group; ++g)
         for (int i = 0; i < at->queries; ++i) {
@@ -226,28 +226,117 @@ static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int6
     for (int i = 0; i < BLOCK_Q; ++i) t->top[i] = t->next[i] = -INFINITY;
     memset(t->sums, 0, sizeof t->sums);
     memset(t->O, 0, sizeof(float) * padded * c->wide);
-    int64_t held = c->held[at->row], capacity = c->columns * c->page;
-    int64_t oldest = larger(0, held - capacity);
+}
+
+/* Keys and values that are consecutive in memory: `count` of them, from position `from` on. */
+typedef struct { Stretch k, v; int64_t from, count; } Both;
+
+/* Those in a page that begin at position p, which is kept, and end before `until`. */
+INLINE Both kept_from(const Call *c, const Few *at, int64_t p, int64_t until) {
+    int64_t capacity = c->columns * c->page, slot = p % capacity, inside = slot % c->page;
+    int64_t page = c->table[at->row * c->columns + slot / c->page];
+    int64_t count = smaller(until - p, smaller(c->page - inside, capacity - slot));
+    return (Both){in_page(c->k, c->k_stride, c->k_scale, c->k_scale_stride, page, at->kv, inside),
+                  in_page(c->v, c->v_stride, c->v_scale, c->v_scale_stride, page, at->kv, inside), p, count};
+}
+
+/* The new ones from position p on, before `until`. */
+INLINE Both new_from(const Call *c, const Few *at, int64_t p, int64_t until) {
+    int64_t first = c->starts[at->row] + p - c->held[at->row];
+    Stretch k = {(const Element *)c->k_new + at->kv * c->k_new_stride[0], c->k_new_stride[1], 0, 0};
+    Stretch v = {(const Element *)c->v_new + at->kv * c->v_new_stride[0], c->v_new_stride[1], 0, 0};
+    return (Both){from_place(k, first, OWN), from_place(v, first, OWN), p, until - p};
+}
+
+/* The positions of the keys that are there for the queries: those from `first` on that are before `end`. */
+typedef struct { int64_t first, end; } Seen;
+
+INLINE Seen seen_by(const Call *c, const Few *at, int64_t first_query) {
+    int64_t held = c->held[at->row], oldest = larger(0, held - c->columns * c->page);
     if (c->window) oldest = larger(oldest, at->position - c->window + 1);
-    const int64_t *pages = c->table + at->row * c->columns;
-    int64_t start = c->starts[at->row], news = c->k_new ? first_query + at->queries - start : 0;
-    int64_t from = oldest + part_of(held - oldest + news, part, c->parts);
-    int64_t until = oldest + part_of(held - oldest + news, part + 1, c->parts), end = smaller(held, until);
-    for (int64_t p = from; p < end;) {
-        int64_t slot = p % capacity, inside = slot % c->page, page = pages[slot / c->page];
-        int64_t count = smaller(end - p, smaller(c->page - inside, capacity - slot));
-        attend_kept(c, at, t, in_page(c->k, c->k_stride, c->k_scale, c->k_scale_stride, page, at->kv, inside),
-                    in_page(c->v, c->v_stride, c->v_scale, c->v_scale_stride, page, at->kv, inside), p, count);
-        p += count;
+    return (Seen){oldest, held + (c->k_new ? first_query + at->queries - c->starts[at->row] : 0)};
+}
+
+#ifndef ORDERED
+/* The queries against part `part` of all the row's keys. */
+static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int64_t part) {
+    begin_few(c, at, t, first_query);
+    Seen seen = seen_by(c, at, first_query);
+    int64_t count = seen.end - seen.first, held = c->held[at->row];
+    int64_t from = seen.first + part_of(count, part, c->parts), until = seen.first + part_of(count, part + 1, c->parts);
+    for (Both some; from < smaller(held, until); from += some.count) {
+        some = kept_from(c, at, from, smaller(held, until));
+        attend_kept(c, at, t, some.k, some.v, from, some.count);
     }
     from = larger(from, held);
     if (until > from) {
-        int64_t first = start + from - held;
-        Stretch k = {(const Element *)c->k_new + at->kv * c->k_new_stride[0], c->k_new_stride[1], 0, 0};
-        Stretch v = {(const Element *)c->v_new + at->kv * c->v_new_stride[0], c->v_new_stride[1], 0, 0};
-        attend_new(c, at, t, from_place(k, first, OWN), from_place(v, first, OWN), from, until - from);
+        Both some = new_from(c, at, from, until);
+        attend_new(c, at, t, some.k, some.v, from, some.count);
     }
 }
+#else
+/* In order: what a query gets from its keys is the same number whatever other queries there are, and wherever keys lie.
+   Blocks of keys begin at positions that are multiples of BLOCK_K, and all numbers of queries are multiplied alike. */
+
+/* Keys with the width outermost, BLOCK_K apart. */
+INLINE void turn_keys(Stretch from, int64_t keys, int64_t width, float *to, const int type) {
+    for (int64_t j = 0; j < keys; j += LANES)
+        for (int64_t d = 0; d < width; d += LANES) {
+            if (keys - j >= LANES && width - d >= LANES) {
+                Vector part[LANES];
+                for (int64_t l = 0; l < LANES; ++l) part[l] = vector(from.data, (j + l) * from.step + d, type);
+                store_turned(part, to + d * BLOCK_K + j, BLOCK_K);
+            } else
+                for (int64_t l = j; l < smaller(keys, j + LANES); ++l)
+                    for (int64_t e = d; e < smaller(width, d + LANES); ++e)
+                        to[e * BLOCK_K + l] = number(from.data, l * from.step + e, type);
+        }
+}
+
+/* Packs keys (or values: `is_key` 0) of the block that begins at position k0, and their scales. */
+INLINE void pack_some(const Call *c, Both some, int64_t k0, int is_key, float *pack, float *scale, const int type,
+                      const int scaled) {
+    Stretch from = is_key ? some.k : some.v;
+    int64_t at = some.from - k0;
+    if (is_key) turn_keys(from, some.count, c->D, pack + at, type);
+    else widen_all(from, (int)some.count, c->Dv, pack + at * c->wide, c->wide, type);
+    for (int64_t j = 0; j < some.count; ++j) scale[at + j] = scaled ? from.scale[j * from.scale_step] : 1.0f;
+}
+
+static void pack_block(const Call *c, const Few *at, Seen seen, int64_t k0, int64_t keys, int is_key, float *pack,
+                       float *scale) {
+    int64_t held = c->held[at->row], until = k0 + keys, p = larger(k0, seen.first);
+    memset(pack, 0, sizeof(float) * BLOCK_K * (is_key ? c->D : c->wide));
+    for (int64_t j = 0; j < BLOCK_K; ++j) scale[j] = 1.0f;
+    for (Both some; p < smaller(held, until); p += some.count) {
+        some = kept_from(c, at, p, smaller(held, until));
+        pack_some(c, some, k0, is_key, pack, scale, KEPT, SCALED);
+    }
+    if (p < until) pack_some(c, new_from(c, at, p, until), k0, is_key, pack, scale, OWN, 0);
+}
+
+static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int64_t part) {
+    (void)part;
+    begin_few(c, at, t, first_query);
+    int rows = (int)(at->group * at->queries), padded = (rows + STEP_Q - 1) / STEP_Q * STEP_Q;
+    float *pack = t->O + BLOCK_Q * c->wide, scale[BLOCK_K];
+    Place block = {0, 0, 0, rows, padded, 0, 0};
+    Seen seen = seen_by(c, at, first_query);
+    for (int64_t k0 = seen.first / BLOCK_K * BLOCK_K; k0 < seen.end; k0 += BLOCK_K) {
+        int keys = (int)smaller(BLOCK_K, seen.end - k0);
+        pack_block(c, at, seen, k0, keys, 1, pack, scale);
+        multiply(t->S, BLOCK_K, t->Q, c->D, pack, BLOCK_K, c->D, padded, BLOCK_K, 0);
+        if (SCALED) scale_columns(t->S, rows, (Stretch){0, 0, scale, 1}, BLOCK_K);
+        for (int g = 0; g < at->group; ++g)
+            scores(c, (int)at->row, (int)at->head + g, (int)at->position, at->queries, (int)k0, keys,
+                   t->S + g * at->queries * BLOCK_K, t->next + g * at->queries);
+        exponentials(&block, t);
+        pack_block(c, at, seen, k0, keys, 0, pack, scale);
+        if (SCALED) scale_columns(t->S, rows, (Stretch){0, 0, scale, 1}, BLOCK_K);
+        multiply(t->O, c->wide, t->S, BLOCK_K, pack, c->wide, keys, padded, c->wide, t->decay);
+    }
+}
+#endif
 
 /* Store one part's results, [rows][wide] and the top and the total of each row; true for the last thread of
    an item, which has combined all parts. */

@@ -5,8 +5,6 @@
    stays in the first cache while a block of rows passes it; the group and that block's part of x stay in the second. */
 
 enum {
-    PANEL = STEP_N * LANES,
-    PART = PANEL > 32 ? 96 : 256,       /* elements of the depth: a panel of them has 24 or 16 KiB */
     NEAR = 1 << 15,                     /* elements of a group, and of a part of a block of rows: 128 KiB */
     GROUP = PANEL > 32 ? PANEL : 32,    /* outputs that are copied at once where there is one block of rows */
     COLUMNS = 128,                      /* the most outputs of a group and of an item */
@@ -21,7 +19,9 @@ static const float ONES[STEP_Q] = {1, 1, 1, 1, 1, 1};
    columns there are, how many parts of the depth, and items in all. */
 typedef struct { int64_t columns, rows, shares, parts, count; } Items;
 
-static int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+/* The elements of the panels of a group of few rows; of packed elements, whose bytes have two that are far apart, it is
+   the whole `depth` that a panel has. */
+INLINE int64_t room_of_group(int64_t depth) { return larger(PANEL, GROUP) * larger(PART, depth); }
 
 /* Whether vectors are of rows (rows.h): there are few, and they fill 24 of 25 places. */
 INLINE int64_t goes_across(int64_t rows, int64_t outs) {
@@ -111,13 +111,19 @@ INLINE void fetch_part(Soon soon, int64_t n, int64_t parts) {
         for (int64_t b = 0; b < soon.bytes; b += LINE) PREFETCH(soon.data + l * soon.stride + b);
 }
 
-/* Adds to the outputs of a tile of rows, STEP_Q or one less, the product with `depth` elements of a panel. Where
+/* Adds to the outputs of a tile of rows, STEP_Q or one less (any number IN_ORDER), the product with `depth` elements of a panel. Where
    `is_first`, there is nothing yet to add to. */
 INLINE void add_panel(const float *x, int64_t ldx, const float *panel, int64_t depth, float *y, int64_t ldy,
                       int64_t rows, int is_first) {
 #define TILE(BY, ROWS) multiply_tile(y, ldy, x, ldx, 1, panel, PANEL, depth, BY, ROWS, STEP_N, 1)
-    if (rows == STEP_Q) is_first ? TILE(0, STEP_Q) : TILE(ONES, STEP_Q);
-    else is_first ? TILE(0, STEP_Q - 1) : TILE(ONES, STEP_Q - 1);
+#define TILES(ROWS) is_first ? TILE(0, ROWS) : TILE(ONES, ROWS)
+    if (rows == STEP_Q) TILES(STEP_Q);
+    else if (rows == STEP_Q - 1 || !IN_ORDER) TILES(STEP_Q - 1);
+    else if (rows == 4) TILES(4);
+    else if (rows == 3) TILES(3);
+    else if (rows == 2) TILES(2);
+    else TILES(1);
+#undef TILES
 #undef TILE
 }
 
@@ -131,12 +137,12 @@ static void add_short_panel(const float *x, int64_t ldx, const float *panel, int
 }
 
 /* All rows times columns `first` .. `first + outs - 1` of the weight, by way of `panels`. There are at least 20 rows,
-   so a tile has STEP_Q of them or one less. */
+   so a tile has STEP_Q of them or one less; IN_ORDER there may be any number. */
 INLINE void product_of_many(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales,
                             int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels,
                             const int type, const int scaled, const int zeros, const int turned) {
-    const int64_t in_byte = elements_in(type), size = size_of(type), whole = in_byte == 1 ? 1 : 2 * scales.run;
-    int64_t part = smaller(depth, parts_of(PART, whole) * whole); /* no byte's elements are apart */
+    const int64_t in_byte = elements_in(type), size = size_of(type);
+    int64_t part = piece_of(depth, scales, type);
     int64_t tiles = parts_of(rows, STEP_Q), blocks = parts_of(rows, larger(STEP_Q, NEAR / part));
     int64_t group = blocks == 1 ? GROUP : larger(PANEL, smaller(COLUMNS, NEAR / part / PANEL * PANEL));
     for (int64_t from = 0, until; from < depth; from = until) {

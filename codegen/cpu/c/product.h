@@ -24,6 +24,25 @@ enum { TILE_ROWS = 4, DEEP = 4, VECTORS = 2 };
    the first may have the high bits. */
 typedef struct { const float *scale; const void *zero; int64_t group, groups, run, high_first; } Scales;
 
+/* Products are added up by pieces of the depth, of PART elements each where no byte's elements are apart: a panel
+   (gemm.h) of them has 24 or 16 KiB. */
+enum { PANEL = STEP_N * LANES, PART = PANEL > 32 ? 96 : 256 };
+
+static int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+
+INLINE int64_t piece_of(int64_t depth, Scales scales, const int type) {
+    const int64_t whole = elements_in(type) == 1 ? 1 : 2 * scales.run;
+    return smaller(depth, parts_of(PART, whole) * whole);
+}
+
+/* IN_ORDER: a result is the same number whatever rows it is computed with. A piece is added up element by element, and
+   then the pieces are, each in the order of the depth. Elsewhere few rows are added up as is fastest for them. */
+#ifdef ORDERED
+enum { IN_ORDER = 1 };
+#else
+enum { IN_ORDER = 0 };
+#endif
+
 /* Which d is element `n` of byte `at` of a row, where bits count n: 0 for the low ones. */
 INLINE int64_t place_in_row(int64_t at, const int n, Scales of, const int type) {
     if (elements_in(type) == 1) return at;
@@ -283,13 +302,21 @@ enum { SHARE = 1 << 14, LEAST_COLUMNS = 512, MOST_ROWS = SHARE / LEAST_COLUMNS, 
 INLINE void product_turned_of(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, int64_t first,
                               float *y, int64_t ldy, int64_t rows, int64_t outs, const int type) {
     float share[SHARE + MOST_ROWS * (APART + VECTORS * LANES)];
-    int64_t ld = outs + APART, d = 0;
+    int64_t ld = outs + APART, d = 0, until;
     w = place(w, first, type);
-    memset(share, 0, sizeof(float) * rows * ld);
-    for (; d + DEEP <= depth; d += DEEP)
-        add_deep(x + d, ldx, place(w, d * ldw, type), ldw, share, ld, rows, outs, DEEP, type);
-    for (; d < depth; ++d) add_deep(x + d, ldx, place(w, d * ldw, type), ldw, share, ld, rows, outs, 1, type);
-    for (int64_t r = 0; r < rows; ++r) memcpy(y + r * ldy, share + r * ld, sizeof(float) * outs);
+    for (int64_t from = 0; from < depth; from = until) {
+        until = IN_ORDER ? smaller(from + PART, depth) : depth;
+        memset(share, 0, sizeof(float) * rows * ld);
+        for (; d + DEEP <= until; d += DEEP)
+            add_deep(x + d, ldx, place(w, d * ldw, type), ldw, share, ld, rows, outs, DEEP, type);
+        for (; d < until; ++d) add_deep(x + d, ldx, place(w, d * ldw, type), ldw, share, ld, rows, outs, 1, type);
+        for (int64_t r = 0; r < rows; ++r) {
+            if (!from) memcpy(y + r * ldy, share + r * ld, sizeof(float) * outs);
+            else
+#pragma omp simd
+                for (int64_t o = 0; o < outs; ++o) y[r * ldy + o] += share[r * ld + o];
+        }
+    }
 }
 
 /* Columns c0 .. c1 - 1 of y from the sums of parts of the depth, [parts][rows][width]. */

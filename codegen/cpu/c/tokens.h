@@ -71,7 +71,8 @@ INLINE void product(const float *x, int64_t ldx, const void *w, int64_t ldw, int
                     int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, int64_t from, int64_t until,
                     float *panels, float *arranged, const int type, const int scaled, const int zeros,
                     const int turned) {
-    const int across = type == FLOAT && !scaled && !zeros && !turned;
+    const int across = type == FLOAT && !scaled && !zeros && !turned && !IN_ORDER;
+    if (IN_ORDER && !panels && !turned) panels = arranged;
     if (across && panels && goes_across(rows, outs) && outs <= MOST_OUTS_ACROSS) {
         product_by_rows(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, panels);
         return;

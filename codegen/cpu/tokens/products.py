@@ -26,6 +26,7 @@ class Kind:
         depth: of the product.
         scales: the numbers in `Scales`.
         short: whether there are elements that are not float32.
+        ordered: whether the results are the same numbers whatever rows they are computed with.
     """
 
     name: str
@@ -37,17 +38,20 @@ class Kind:
     depth: int
     scales: tuple[int, ...]
     short: bool
+    ordered: bool
 
     @property
     def goes_across(self) -> bool:
         """Whether vectors may be of rows (c/rows.h)."""
-        return (self.type, self.scaled, self.zeros, self.turned) == ("FLOAT", 0, "NONE", 0)
+        plain = (self.type, self.scaled, self.zeros, self.turned) == ("FLOAT", 0, "NONE", 0)
+        return plain and not self.ordered
 
     @property
     def source(self) -> str:
         """The source of a library with this product, as `attngraph_product`."""
         scales = f"(Scales){{scale, zero, {', '.join(map(str, self.scales))}}}"
-        return "\n".join([preamble(self.short), *(header(f"{name}.h") for name in HEADERS), f"""\
+        before = preamble(self.short, self.ordered)
+        return "\n".join([before, *(header(f"{name}.h") for name in HEADERS), f"""\
 void attngraph_product(const float *x, int64_t ldx, const void *w, const float *scale, const void *zero,
                        int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, int64_t from,
                        int64_t until, float *panels, float *arranged) {{
@@ -86,15 +90,17 @@ def kind(program: TokenProgram, number: int) -> Kind:
         lengths += [about.packed.run, int(about.packed.high_first)]
     zeros = "NONE" if zero is None else NAMED[program.given[zero].dtype].word
     row, scaled = depth // 2 if about.packed is not None else width if turned else depth, int(by is not None)
-    parts = ["turned" if turned else "product", word, zeros, scaled, row, depth, *lengths]
+    head = ("turned" if turned else "product") + "_ordered" * program.in_order
+    parts = [head, word, zeros, scaled, row, depth, *lengths]
     short = about.dtype != "float32" or zeros not in ("NONE", "FLOAT")
     name = "_".join(map(str, parts))
-    return Kind(name, type_, scaled, zeros, int(turned), row, depth, tuple(lengths), short)
+    return Kind(name, type_, scaled, zeros, int(turned), row, depth, tuple(lengths), short, program.in_order)
 
 
-def preamble(short: bool) -> str:
-    """What stands before the headers. `short`: there are elements that are not float32."""
-    return "#define FLOAT32\n" + "#define SHORT_ELEMENTS\n" * short
+def preamble(short: bool, ordered: bool) -> str:
+    """What stands before the headers. `short`: there are elements that are not float32. `ordered`: a result
+    is the same number whatever it is computed with."""
+    return "#define FLOAT32\n" + "#define SHORT_ELEMENTS\n" * short + "#define ORDERED\n" * ordered
 
 
 def _extents(program: TokenProgram, number: int) -> tuple[int, int]:

@@ -178,7 +178,7 @@ class Prepared:
 
     def _is_measured(self, tokens: int) -> bool:
         """Whether the products of a call are large enough to be computed by whoever takes less time."""
-        return tokens > FEW and tokens * self.multiplications >= LARGE
+        return tokens > FEW and tokens * self.multiplications >= LARGE and not self.program.in_order
 
     def is_one_call(self, tokens: int) -> bool:
         """Whether so many tokens are computed by one call of C: they are one block, and where there is a

@@ -16,6 +16,12 @@ from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language import E, Expr, Operation, operation, operation_of
 from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
 
+UNCONTRACTED = """\
+#pragma GCC optimize ("fp-contract=off")
+#pragma STDC FP_CONTRACT OFF
+"""
+"""A product and a sum are rounded one after the other: in vectors and in what is left of them alike."""
+
 
 @functools.lru_cache(maxsize=1024)
 def write(text: str) -> str:
@@ -27,7 +33,7 @@ def write(text: str) -> str:
     head = "".join(f"// {line}\n" for line in ("attngraph, for each token", *text.splitlines()))
     headers = (header(f"{name}.h") for name in (*products.HEADERS, "phases"))
     dtypes = {g.dtype for g in program.given} | {r.dtype for r in program.results}
-    before = products.preamble(dtypes != {"float32"})
+    before = products.preamble(dtypes != {"float32"}, program.in_order) + UNCONTRACTED * program.in_order
     return "\n".join([f"{head}{before}", *headers, *map(indented, _Emitter(program).parts())])
 
 
@@ -86,7 +92,10 @@ class _Emitter:
         width = self.facts.widths[group.products[0]]
         depth = max(self.depths[n] for n in group.products)
         turned, across = any(k.turned for k in kinds), all(k.goes_across for k in kinds)
-        flags = ", ".join(str(int(flag)) for flag in (turned, across, all(k.turned for k in kinds)))
+        flags = ", ".join(
+            str(int(flag))
+            for flag in (turned, across, all(k.turned for k in kinds) and not self.program.in_order)
+        )
         follow = f"follow_{name}" if group.following else "0"
         return f"{{factors_{name}, {len(kinds)}, {width}, {depth}, {flags}, {follow}}}"
 
@@ -97,9 +106,12 @@ class _Emitter:
         across = [2 * d for n, d in depths.items() if products.kind(self.program, n).goes_across]
         count, results = len(self.facts.phases), "results" if self.facts.short else "0"
         room = f"room_of({max(depths.values())})" if depths else "0"
+        arranged = str(max([*packed, *across], default=0))
+        if self.program.in_order and depths:
+            arranged = f"room_of_group({max(packed, default=0)})"
         yield [
             f"int64_t attngraph_room(void) {{ return {room}; }}",
-            f"int64_t attngraph_arranged(void) {{ return {max([*packed, *across], default=0)}; }}",
+            f"int64_t attngraph_arranged(void) {{ return {arranged}; }}",
             "int64_t attngraph_sums(int64_t tokens, int64_t members) {",
             f"return room_for_parts(phases, {count}, tokens, members);",
             "}",

@@ -1,0 +1,54 @@
+"""Products whose results are the same numbers, bit for bit, whatever other rows there are.
+
+`grouped_in_order` multiplies the rows of each group by the group's own matrix, as torch's `grouped_mm` does
+for the experts of a mixture: rows `ends[g - 1] .. ends[g] - 1` of x `[N, D]` by weight[g], `[D, W]`. Every
+product is a token program `in order` (`ir/language/token_program.py`), so it has the sums that layers have.
+"""
+
+import functools
+import itertools
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.language.score import IN_ORDER
+from attngraph.ir.ops.cached_attention import numbers_of
+from attngraph.ir.ops.declare import INSTEAD, declare
+
+
+@functools.cache
+def _program(depth: int, width: int, dtype: str, turned: bool) -> str:
+    """Of a token `[D]` and a weight, `[W, D]`, or `[D, W]` if it is turned."""
+    weight, place = (f"{depth}, {width}", "j, i0") if turned else (f"{width}, {depth}", "i0, j")
+    word = "" if dtype == "float32" else f" {dtype}"
+    return "\n".join((
+        f"r0[t, {depth}]{word}", f"r1[{weight}]{word}", f"r2[i0 < {depth}] = r0[t, i0]",
+        f"r3[i0 < {width}] = sum[j < {depth}] r2[j] * r1[{place}]", f"return r3[t, {width}]{word}", IN_ORDER,
+    ))  # fmt: skip
+
+
+def _times(x: Tensor, weight: Tensor) -> Tensor:
+    """`[N, D]` times `[D, W]`, which may be the transpose of a contiguous matrix."""
+    depth, width = weight.shape
+    turned = weight.is_contiguous()
+    dtype = str(x.dtype).removeprefix("torch.")
+    given = [x, weight if turned else weight.mT.contiguous()]
+    found: Tensor = torch.ops.attngraph.token_program(given, _program(depth, width, dtype, turned))[0]
+    return found
+
+
+def product_in_order(x: Tensor, weight: Tensor) -> Tensor:
+    """`[B, H, S, D]` times `[G, D, W]`, each group of heads by its own."""
+    batch, heads, tokens, depth = x.shape
+    rows = x.transpose(0, 1).reshape(weight.shape[0], -1, depth)
+    found = torch.stack([_times(own, matrix) for own, matrix in zip(rows, weight, strict=True)])
+    return found.view(heads, batch, tokens, -1).transpose(0, 1)
+
+
+@declare(fake=lambda a: a.x.new_empty((a.x.shape[0], a.weight.shape[2])), derivatives=INSTEAD, plain=True)
+def grouped_in_order(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """What the op computes."""
+    parts = [0, *numbers_of(ends)]
+    times = torch.mm if x.dtype == torch.float64 else _times
+    found = [times(x[a:b], w) for (a, b), w in zip(itertools.pairwise(parts), weight, strict=True) if b > a]
+    return torch.cat([*found, x.new_zeros((x.shape[0] - parts[-1], weight.shape[2]))])
