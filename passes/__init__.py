@@ -18,6 +18,7 @@ from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.look_later import Kinds
 from attngraph.passes.merge_heads import MergeHeads
+from attngraph.passes.order_sums import OrderSums
 from attngraph.passes.quantise_cache import QuantiseCache
 from attngraph.passes.quantised_linear import QuantisedLinear
 from attngraph.passes.reassociate_linear import ReassociateLinear
@@ -32,6 +33,7 @@ from attngraph.pipeline import Pass
 def order(
     backend: str = "auto", absorb: str = "auto", decoder: bool = False, rounded: str = "",
     heads: Axis | None = None, tokens: Axis | None = None, cache: str = "auto", parameters: str = "sharded",
+    consistent: bool = False,
 ) -> tuple[Pass, ...]:  # fmt: skip
     """The passes in the order in which they run, for whole sequences or for a decoder.
 
@@ -39,6 +41,7 @@ def order(
     `attngraph.compile`. `rounded`: the dtype of 8 bits in which a decoder keeps keys and values, if it does.
     `heads`, `tokens`: the ranks that run the graph together, dividing heads and hidden units, or tokens; of
     both, tokens of what each rank has of the heads. `cache`, `parameters`: as in `ShardConfig`.
+    `consistent`: a decoder's sums get one order.
     """
     family = "" if backend == "auto" else backend
     shard: tuple[Pass, ...] = ()
@@ -50,6 +53,7 @@ def order(
     if decoder:
         divide = (DivideCache(cache),) if shard and cache != "heads" else ()
         rest = (*shard, InsertKVCache(), *divide, Tidy(), QuantisedLinear(), FuseTokenWise())
+        rest += (OrderSums(),) if consistent else ()
     return (
         Canonicalize(), FuseAttention(() if shard else RESULTS, features=not decoder), MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder), *rest, SelectKernels(family),
@@ -70,7 +74,7 @@ DEFAULT_PIPELINE = order()
 """The passes of a model that is run on whole sequences."""
 PASSES: tuple[Pass, ...] = (
     *DEFAULT_PIPELINE, ShardHeads(), ShardTokens(), InsertKVCache(), DivideCache(), Tidy(), QuantisedLinear(),
-    QuantiseCache(),
+    OrderSums(), QuantiseCache(),
 )  # fmt: skip
 """Every pass that can be run by itself on a graph."""
 

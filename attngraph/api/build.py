@@ -185,8 +185,16 @@ def owner_of(target: Callable[..., Any]) -> nn.Module:
 def place_of_logits(structure: Structure) -> int:
     """The index of the logits among the tensors that a model returns: the entry named "logits", else the
     first."""
-    places = [value if kind == "tensor" else None for kind, value in structure.leaves]
-    result = unflatten(places, structure.tree)
+    return _logits([value if kind == "tensor" else None for kind, value in structure.leaves], structure.tree)
+
+
+def logits_among(leaves: Sequence[Any], tree: Any) -> int:
+    """The same among the leaves of what a call has returned."""
+    return _logits([n if isinstance(leaf, Tensor) else None for n, leaf in enumerate(leaves)], tree)
+
+
+def _logits(places: list[int | None], tree: Any) -> int:
+    result = unflatten(places, tree)
     named = getattr(result, "logits", None)
     if named is None and isinstance(result, Mapping):
         named = result.get("logits")

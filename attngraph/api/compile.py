@@ -63,6 +63,10 @@ def compile(
             default options, where the first larger calls of a size without gradients are timed by turns, and
             the model itself serves that size if it is faster (both answer, and round differently); else 0.
             0: every call runs the graph.
+        consistent: a token's logits are the same numbers, bit for bit, whatever batch, padding, chunk, page
+            or state it is computed in, by this module and by a decoder of it, with any number of threads. The
+            report names what cannot be; with `strict` that is an error. On the CPU, for models of which a
+            decoder can be derived.
         cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and caches what
             later tokens need.
         mesh: a DeviceMesh with named axes (or a `SimulatedMesh`): along its axis `tensor`, heads, units and
@@ -90,7 +94,7 @@ def compile(
     if not isinstance(config, CacheConfig):
         raise TypeError(f"cache must be True, False or a CacheConfig, found {type(cache).__name__}.")
     chosen.decoder_pipeline(config.rounded)  # raises for options that cannot be combined with a cache
-    return decoder_of(compiled, chosen, config)
+    return compiled.take_decoder(decoder_of(compiled, chosen, config))
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
@@ -133,4 +137,6 @@ def load(
     target = load_skeleton(folder.path, folder.about) if model is None else model
     options, said = folder.options(), folder.said
     compiled = CompiledModule(target, options, saved=folder if said.config is None else None)
-    return compiled if said.config is None else decoder_of(compiled, options, said.config, folder)
+    if said.config is None:
+        return compiled
+    return compiled.take_decoder(decoder_of(compiled, options, said.config, folder))

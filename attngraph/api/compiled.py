@@ -20,7 +20,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attngraph.api import saving
 from attngraph.api.arguments import is_transformed, require_fit
 from attngraph.api.build import compile_graph
-from attngraph.api.methods import Generate, bound, generate, is_generated_by_transformers, with_signature_of
+from attngraph.api.consistent import consistently
+from attngraph.api.methods import (
+    Generate,
+    bound,
+    decoder_of,
+    generate,
+    is_generated_by_transformers,
+    with_signature_of,
+)  # fmt: skip
 from attngraph.api.options import Options
 from attngraph.api.progress_line import progress_line
 from attngraph.capture.first_call import fills_a_table
@@ -36,6 +44,8 @@ from attngraph.report import report as reporting
 from attngraph.report.account import Times
 from attngraph.report.dump import write_breaks
 from attngraph.report.report import CompileReport, with_remarks
+from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.graphs import Fingerprints, Graphs, KeyOf, Paces, SmallCalls
 from attngraph.runtime.interpret import chosen_names, names_of_attentions, times_of, weights_of
@@ -86,6 +96,7 @@ class CompiledModule(ModelWrapper):
     _waited: float
     _forward: Callable[..., Any]
     _generate: Generate | None
+    _decoder: Decoder | None
 
     def __init__(
         self, target: Callable[..., Any], options: Options, pieces: bool = True,
@@ -107,6 +118,7 @@ class CompiledModule(ModelWrapper):
         self._settling, self._waited = 0, 0.0
         self._forward = with_signature_of(self._model, self._run)
         self._generate = None
+        object.__setattr__(self, "_decoder", None)
 
     def _said_class(self) -> type:
         """The model's class, by which libraries tell what they can do with a model."""
@@ -140,6 +152,26 @@ class CompiledModule(ModelWrapper):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if is_transformed():
             return self._model(*args, **kwargs)
+        compute = functools.partial(self._computed, *args, **kwargs)
+        return (
+            consistently(self._own_decoder, compute, args, kwargs) if self._options.consistent else compute()
+        )
+
+    @property
+    def _own_decoder(self) -> Decoder:
+        """The decoder of this model and these options, derived at its first call."""
+        if self._decoder is None:
+            self.take_decoder(decoder_of(self, self._options, CacheConfig()))
+        assert self._decoder is not None
+        return self._decoder
+
+    def take_decoder(self, decoder: Decoder) -> Decoder:
+        """Let this be its decoder. It is no submodule: its weights are the model's."""
+        object.__setattr__(self, "_decoder", decoder)
+        return decoder
+
+    def _computed(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of a call by the graph, the model itself, or pieces."""
         call = _Call(args, kwargs, self._fingerprints)
         self._options.devices.agree_on_call(self._model, call.leaves, call.tensors)
         with LOCK.call():
@@ -381,7 +413,7 @@ class CompiledModule(ModelWrapper):
             return found
         if name == "generate" and is_generated_by_transformers(self._model):
             if self._generate is None:
-                self._generate = generate(self, self._options)
+                self._generate = generate(self._own_decoder)
             return self._generate
         return bound(self, self._model, found)
 
@@ -389,6 +421,7 @@ class CompiledModule(ModelWrapper):
         """Copies and pickles contain the model and the options; graphs are traced again."""
         derived = (
             "_saved", "_graphs", "_fingerprints", "_pieces", "_small", "_paces", "_forward", "_generate",
+            "_decoder",
         )  # fmt: skip
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         return _unmade, (type(self),), state

@@ -20,7 +20,7 @@ from attngraph.capture.captured import Assumed, Captured
 from attngraph.capture.instead import LOCK
 from attngraph.capture.sides import Sides
 from attngraph.capture.structure import Spread
-from attngraph.errors import NoDecoderError
+from attngraph.errors import NoDecoderError, NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.algebra.sizes import example_size
 from attngraph.passes.divide_cache import DivideCache
@@ -73,6 +73,11 @@ def derive_decoder(
             drift = prove_storage(wide, step, proved)
     cache = _cache_entry(step, config, made.captured, None if proved is None else proved.error, drift, kept)
     records = (*inserted.records, *rest.records)
+    if options.strict and cache.unordered:
+        raise NotFusedError(
+            "under consistent=True and strict=True all sums must have one order, and there is none in "
+            f"{', '.join(cache.unordered)}.\nWhat to do: leave strict=True out; the report names them."
+        )
     step.report = made.report(options, start, records, cache=cache, programs=programs_of(graph))
     if made.dump is not None:
         made.dump.finish(step.report)
@@ -200,6 +205,9 @@ def _cache_entry(
         sizes = {label: size for label, size, _ in stores}
         alike = tuple((label, sizes.get(label, size), per, why) for label, size, per, why in ranks.alike)
         ranks = dataclasses.replace(ranks, alike=alike)
+    unordered = plan.unordered
+    if unordered is not None and (scales or any(config.floating not in (None, s.dtype) for s in own)):
+        unordered += ("a cache that rounds (new tokens see each other's values as they were computed)",)
     return CacheEntry(
         sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),
         step.limit, error, config.rollback, config.page if config.layout == "paged" else 1,
@@ -208,5 +216,5 @@ def _cache_entry(
         tuple((value.label, value.bytes_per_row) for value in plan.carried), plan.anew,
         config.rounded if scales else "", drift if scales else None,
         tuple(s.label for s in own if config.rounded and s.name not in scales),
-        assumed=plan.assumed, ranks=ranks,
+        assumed=plan.assumed, ranks=ranks, unordered=unordered,
     )  # fmt: skip

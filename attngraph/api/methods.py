@@ -92,11 +92,11 @@ def is_generated_by_transformers(model: Any) -> bool:
     return mixin.generate in _uses(kind, kind.generate)[2]
 
 
-def generate(compiled: ModelWrapper, options: Options) -> Generate:
-    """transformers' `generate` on a decoder that is derived from the compiled module's model."""
+def generate(decoder: Decoder) -> Generate:
+    """transformers' `generate` on a decoder."""
     from attngraph.hf.generation import Generation
 
-    return Generation(decoder_of(compiled, options, CacheConfig()), compiled._model)
+    return Generation(decoder, decoder._model)
 
 
 @functools.cache

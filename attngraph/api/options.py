@@ -41,6 +41,7 @@ class Options:
     absorb: str = "auto"
     disable: tuple[str, ...] = ()
     min_scores: int | None = None
+    consistent: bool = False
     devices: OneDevice = ONE
     later: tuple[str, ...] = RESULTS
 
@@ -95,7 +96,9 @@ class Options:
         if InsertKVCache.name in self.disable:
             raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
         divided = self.devices.passes(decoder=True, rounded=rounded)
-        steps = self._changed(order(self.backend, self.absorb, decoder=True, rounded=rounded, **divided))
+        steps = self._changed(order(
+            self.backend, self.absorb, decoder=True, rounded=rounded, consistent=self.consistent, **divided
+        ))  # fmt: skip
         return without(steps, self.disable)
 
     def _changed(self, steps: tuple[Pass, ...]) -> tuple[Pass, ...]:
@@ -125,6 +128,7 @@ class CompileOptions(TypedDict, total=False):
     absorb: str
     disable: Sequence[str]
     min_scores: int | None
+    consistent: bool
     mesh: Any
     shard: ShardConfig | None
 
@@ -158,6 +162,8 @@ def make_options(
     if mesh is None and shard is not None:
         raise ValueError("shard says what is divided along the axes of a mesh; give the mesh too.")
     devices = ONE if mesh is None else devices_of(mesh, shard)
+    if given.get("consistent") and (mesh is not None or given.get("backend", "auto") not in ("auto", "cpu")):
+        raise ValueError("consistent=True is for one CPU: leave mesh out, and backend is auto or cpu.")
     if not devices.is_one and isinstance(chosen, tuple):
         raise ValueError("passes and mesh do not go together: what ranks divide is decided by a pass.")
     dump = Path(folder) if folder else None

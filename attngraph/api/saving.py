@@ -97,6 +97,7 @@ class SavedOptions:
     backend: str
     inductor: bool
     strict: bool
+    consistent: bool
     absorb: str
     disable: tuple[str, ...]
     passes: tuple[str, ...]

@@ -98,6 +98,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 _ELSEWHERE = {
     "strict": "give fullgraph=True to torch.compile, or compile with attngraph.compile(model, strict=True).",
+    "consistent": "call attngraph.compile(model, consistent=True): it needs the whole model.",
     "cache": "a decoder is derived by attngraph.compile(model, cache=True).",
     "mode": "a mode is Inductor's; options={'inductor': True} compiles the rest with Inductor.",
 }

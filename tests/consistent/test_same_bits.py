@@ -1,0 +1,194 @@
+"""`consistent=True`: a token's logits are the same bits, whatever it is computed with and by whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import attngraph
+from attngraph.codegen.cpu import toolchain
+from attngraph.ir.ops import token_program
+from attngraph.models.targets import tiny_decoder_lm
+from workshop.same_bits import MODELS, Search
+
+IDS = torch.randint(1, 200, (3, 40), generator=torch.Generator().manual_seed(1))
+
+
+def model() -> nn.Module:
+    return tiny_decoder_lm(tokens=40)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_way_of_computing_a_token_changes_a_bit(name: str) -> None:
+    search = Search(MODELS[name], consistent=True)
+    for _ in range(4):
+        search.run()
+    assert search.differing == 0 and search.compared > 100
+    cache = search.decoder.report.cache
+    assert cache is not None and cache.unordered == ()
+
+
+def test_the_search_finds_bits_that_differ_where_nothing_was_asked() -> None:
+    search = Search(MODELS["llama, grouped heads"], consistent=False)
+    for _ in range(4):
+        search.run()
+    assert search.differing > 0
+
+
+def test_whole_sequences_beams_an_engine_and_another_layout_have_the_same_bits() -> None:
+    whole = attngraph.compile(model(), consistent=True)
+    decoder = attngraph.compile(model(), consistent=True, cache=True)
+    with torch.no_grad():
+        wanted = whole(IDS)
+    assert torch.equal(decoder(IDS), wanted)
+    alone = torch.cat([decoder.prefill(row[None])[0] for row in IDS])
+    assert torch.equal(alone, wanted)
+    _, state = decoder.prefill(IDS[:, :5])
+    state.reorder([2, 0, 1])
+    assert torch.equal(decoder.decode(IDS[[2, 0, 1], 5:], state), wanted[[2, 0, 1], 5:])
+
+
+def test_a_training_step_has_the_bits_of_the_decoder_and_the_gradients_of_the_graph() -> None:
+    own, plain = model().train(), model().train()
+    compiled = attngraph.compile(own, consistent=True)
+    logits = compiled(IDS)
+    decoder = attngraph.compile(own.eval(), consistent=True, cache=True)
+    assert logits.requires_grad and torch.equal(logits.detach(), decoder.prefill(IDS)[0])
+    logits.log_softmax(-1).pow(2).mean().backward()
+    plain(IDS).log_softmax(-1).pow(2).mean().backward()
+    for (name, found), (_, wanted) in zip(own.named_parameters(), plain.named_parameters(), strict=True):
+        assert found.grad is not None, name
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_layers_keep_their_modes() -> None:
+    own = model().train()
+    next(own.children()).eval()
+    before = [m.training for m in own.modules()]
+    attngraph.compile(own, consistent=True)(IDS)
+    assert [m.training for m in own.modules()] == before
+
+
+class WithDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.inner(ids), 0.5, self.training)
+
+
+def test_rows_that_compute_something_else_are_told_and_stay_the_graphs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiled = attngraph.compile(WithDropout().train(), consistent=True)
+    logits = compiled(IDS)
+    assert "for 3 of 3 row(s) this call computes something else" in caplog.text
+    assert (logits == 0).float().mean() > 0.3
+
+
+def test_a_saved_decoder_has_the_same_bits(tmp_path: Path) -> None:
+    own = model()
+    decoder = attngraph.compile(own, consistent=True, cache=True)
+    wanted, _ = decoder.prefill(IDS)
+    decoder.save(tmp_path / "saved")
+    loaded = attngraph.load(tmp_path / "saved", own, strict=True)
+    assert isinstance(loaded, attngraph.Decoder)
+    assert torch.equal(loaded.prefill(IDS[1:, :11])[0], wanted[1:, :11])
+
+
+def test_probabilities_of_sampled_tokens_are_those_of_the_trainer() -> None:
+    own = model()
+    decoder, trainer = attngraph.compile(own, consistent=True, cache=True), None
+    logits, state = decoder.prefill(IDS[:, :4])
+    sampled = []
+    for at in range(4, 12):
+        sampled.append(attngraph.logprobs(logits[:, -1], IDS[:, at]))
+        logits = decoder.decode(IDS[:, at : at + 1], state)
+    trainer = attngraph.compile(own, consistent=True)
+    found = attngraph.logprobs(trainer(IDS)[:, 3:11], IDS[:, 4:12])
+    assert found.requires_grad and torch.equal(found.detach(), torch.stack(sampled, 1))
+    exact = trainer(IDS)[:, 3:11].double().log_softmax(-1).gather(-1, IDS[:, 4:12, None])[..., 0]
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+    grads = torch.autograd.grad(found.sum(), own.parameters(), retain_graph=True)
+    for one, other in zip(grads, torch.autograd.grad(exact.sum(), own.parameters()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_shapes_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"logits are \[\.\.\., vocabulary\] and tokens"):
+        attngraph.logprobs(torch.zeros(2, 3, 5), torch.zeros(2, 2, dtype=torch.int64))
+
+
+class Encoder(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+class Bessel(nn.Module):
+    """What has no element rule in the language of tokens is not in one order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.special.bessel_j0(self.inner(ids))
+
+
+def test_what_has_no_order_is_named_and_strict_refuses_it() -> None:
+    decoder = attngraph.compile(Bessel().eval(), consistent=True, cache=True)
+    decoder.prefill(IDS)
+    assert "not the same bits in every batch and chunk, because of special_bessel_j0 at " in str(
+        decoder.report
+    )
+    with pytest.raises(
+        attngraph.NotFusedError, match=r"there is none in special_bessel_j0 at .*test_same_bits"
+    ):
+        attngraph.compile(Bessel().eval(), consistent=True, strict=True, cache=True).prefill(IDS)
+
+
+def test_a_cache_that_rounds_is_named() -> None:
+    config = attngraph.CacheConfig(dtype=torch.bfloat16)
+    decoder = attngraph.compile(model(), consistent=True, cache=config)
+    decoder.prefill(IDS)
+    assert "because of a cache that rounds" in str(decoder.report)
+
+
+def test_the_report_says_that_bits_are_the_same() -> None:
+    decoder = attngraph.compile(model(), consistent=True, cache=True)
+    decoder.prefill(IDS)
+    assert "a token's logits are the same bits in every batch, chunk and page" in str(decoder.report)
+
+
+def test_a_model_without_a_decoder_is_refused_with_the_reason() -> None:
+    with pytest.raises(attngraph.NoDecoderError):
+        attngraph.compile(Encoder(), consistent=True)(torch.randn(1, 5, 8))
+
+
+@pytest.mark.parametrize("option", [{"backend": "reference"}, {"mesh": attngraph.SimulatedMesh(tensor=2)}])
+def test_options_that_do_not_go_together_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="consistent=True is for one CPU"):
+        attngraph.compile(model(), consistent=True, **option)
+
+
+def test_without_a_compiler_the_report_says_that_nothing_has_an_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none() -> tuple[str, ...]:
+        raise toolchain.CompilerError("there is no C compiler")
+
+    monkeypatch.setattr(toolchain, "compiler", none)
+    decoder = attngraph.compile(model(), consistent=True, cache=True)
+    decoder.prefill(IDS)
+    assert "because of all of it: there is no C compiler" in str(decoder.report)
+
+
+def test_what_no_code_computes_in_order_is_an_error() -> None:
+    text = "r0[t, 3]\nr1[] = sum[j < 3] r0[t, j]\nreturn r1[t]\nin order"
+    with pytest.raises(attngraph.BackendError, match=r"in one order of sums \(float32 on meta\)"):
+        token_program.token_program([torch.zeros(2, 3, device="meta")], text)
