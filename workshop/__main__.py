@@ -31,6 +31,8 @@ COMMANDS = {
     "mutants": ("mutants.command:main", "small faults in the compiler, and which the tests notice"),
     "faults": ("faults.command", "faults of ports in models, and which of them verify notices"),
     "alarms": ("faults.alarms", "equal forms of stock models, which verify must not call different"),
+    "same-bits": ("same_bits:SEARCH", "what a token's logits depend on, by consistent=True and by default"),
+    "cost-of-order": ("same_bits:COST", "prompts and tokens by consistent=True beside the default"),
     "search": ("fuzz.search:main", "random programs around state, masks, sizes and files, counted"),
 }  # fmt: skip
 """Name: module (its MAIN, or another attribute), and what it does."""

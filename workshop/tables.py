@@ -16,7 +16,7 @@ from typing import Any
 from workshop.harness import Row, markdown
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = (DOCS / "gpu.md", DOCS / "benchmarks.md")
+PAGES = (DOCS / "gpu.md", DOCS / "benchmarks.md", DOCS / "same-bits.md")
 Cells = Mapping[str, Mapping[str, Row]]
 COLUMNS = {
     "attngraph": "attngraph", "flex": "FlexAttention", "sdpa flash": "flash", "sdpa cudnn": "cuDNN",
@@ -102,11 +102,41 @@ def whole(file: str) -> str:
         beside = f"{ours['seconds'] / min(others):.2f}" if "seconds" in ours else "-"
         firsts = " / ".join(f"{rows[n]['first']:.0f}" for n in names[:4] if "first" in rows.get(n, {}))
         lines.append([cell, *times, beside, firsts])
-    head = (
+    return f"{_run(found).removesuffix('.')}; medians in ms.\n\n{markdown(lines)}"
+
+
+def order(file: str) -> str:
+    """What one order of sums costs: milliseconds by default and with it."""
+    found = json.loads((DOCS / "measured" / file).read_text(encoding="utf-8"))
+    cells: dict[str, dict[str, float]] = {}
+    for row in found["rows"]:
+        cells.setdefault(row["cell"], {})[row["name"]] = row["seconds"]
+    lines = [["", "default, ms", "consistent, ms", "consistent / default"]]
+    for cell, times in cells.items():
+        default, ours = times["default"], times["consistent"]
+        lines.append([cell, f"{1e3 * default:.1f}", f"{1e3 * ours:.1f}", f"{ours / default:.2f}"])
+    return f"{_run(found)}\n\n{markdown(lines)}"
+
+
+def bits(file: str) -> str:
+    """How many tokens had other bits in a drawn way of computing them, and what is named as without order."""
+    found = json.loads((DOCS / "measured" / file).read_text(encoding="utf-8"))
+    cells: dict[str, dict[str, Row]] = {}
+    for row in found["rows"]:
+        cells.setdefault(row["cell"], {})[row["name"]] = row
+    lines = [["", "ways drawn", "tokens", "differing", "in no order", "differing by default"]]
+    for cell, rows in cells.items():
+        ours, default = rows["consistent"], rows["default"]
+        shown = [str(ours[n]) for n in ("runs", "tokens", "differing", "in no order")]
+        lines.append([cell, *shown, f"{default['differing']} of {default['tokens']}"])
+    return f"{_run(found)}\n\n{markdown(lines)}"
+
+
+def _run(found: Row) -> str:
+    return (
         f"{found['date']}, commit {found['commit']}, {found['threads']} threads, "
-        f"torch {found['torch'].partition('+')[0]}, {', '.join(found['features'])}; medians in ms."
+        f"torch {found['torch'].partition('+')[0]}, {', '.join(found['features'])}."
     )
-    return f"{head}\n\n{markdown(lines)}"
 
 
 def _milliseconds(row: Row) -> str:
@@ -129,6 +159,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "backward h100": lambda: attention("h100.json", True),
     "decoding h100": lambda: decoding("h100.json"),
     "whole models": lambda: whole("whole.json"),
+    "cost of order": lambda: order("cost_of_order.json"),
+    "same bits": lambda: bits("same_bits.json"),
 }  # fmt: skip
 _PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n\n)(.*?)(\n\n<!-- end -->)", re.DOTALL)
 
