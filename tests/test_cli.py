@@ -396,6 +396,7 @@ def test_the_demo_compares_with_inductor_only_in_full(
     monkeypatch.setattr("attngraph.cli.compile.measure", spy)
     monkeypatch.setattr("attngraph.cli.compile.CompiledModule", lambda model, _: attngraph.compile(model))
     monkeypatch.setattr("attngraph.cli.demo.DEMO", ((TINY, 24),))
+    monkeypatch.setattr("attngraph.cli.demo.MORE", ())
     assert cli.main(["demo", "--rounds", "1", *more]) == 0
     assert seen == ["eager", "attngraph", "torch.compile", *(["with inductor"] if more else [])]
 

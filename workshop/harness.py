@@ -181,6 +181,8 @@ def known(options: Options) -> list[Row]:
 
 def times(calls: Calls, rounds: int, seconds: float = 60.0) -> dict[str, Row]:
     """Time and peak memory of each call, after one to warm up."""
+    for call in calls.values():
+        call()
     return {name: asdict(found) for name, found in measure(calls, rounds=rounds, seconds=seconds).items()}
 
 

@@ -134,10 +134,10 @@ COMMANDS = (
         full=True,
     ),
     Command(
-        "demo", "two language models at real size on real text, and attention alone at 2048 tokens",
+        "demo", "GPT-2 at real size on real text, and attention alone at 2048 tokens",
         "example: attngraph demo --full. It takes a minute or two on two cores, and says on standard error "
         "what it does.",
-        flag("--full", "measure inductor=True too, twice the time"),
+        flag("--full", "another language model too, and inductor=True beside the others: a few minutes"),
         *_HOW_TO_COMPILE,
         batch=None, dump=None, page=None, strict=False, rounds=3,
     ),

@@ -32,13 +32,12 @@ def measure(
     candidates: Mapping[str, Callable[[], object]], *, rounds: int = 5, seconds: float = 20.0,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Measurement]:  # fmt: skip
-    """Measure each candidate: one call to warm up and to measure memory, then `rounds` rounds in which
+    """Measure candidates that have been called before: one call for the memory, then `rounds` rounds in which
     every candidate runs once; fewer (at least three) if `seconds` have passed."""
     peaks: dict[str, int] = {}
     for name, call in candidates.items():
         if progress is not None:
             progress(f"measuring {name}")
-        call()
         peaks[name] = peak_memory(call)
     times: dict[str, list[float]] = {name: [] for name in candidates}
     start = time.perf_counter()

@@ -40,8 +40,8 @@ Times = dict[str, float]
 """Seconds by the name of a kernel."""
 TURNS = 3
 """How often the first process times each kernel; later ones do it once."""
-LONG = 1.0
-"""A kernel that takes so many seconds is timed once."""
+LONG = 0.3
+"""A kernel is not timed again once it has taken so many seconds in all."""
 PROCESSES, CLEAR = 5, 2.0
 """So many processes time the kernels of a kind, or fewer if one takes so many times as long as the other."""
 _lock = threading.Lock()
@@ -92,13 +92,14 @@ def measure(kind: str, ways: Mapping[str, Callable[[], _Result]]) -> _Result:
         for way in ways.values():
             way()  # compiles what is not compiled yet
     toolchain.settle()
-    times: dict[str, float] = {}
+    taken: dict[str, list[float]] = {name: [] for name in ways}
     results: dict[str, _Result] = {}
     for _ in range(TURNS if before is None else 1):
         for name, way in ways.items():
-            if times.get(name, 0.0) < LONG:
+            if sum(taken[name]) < LONG:
                 seconds, results[name] = _timed(way)
-                times[name] = min(times.get(name, float("inf")), seconds)
+                taken[name].append(seconds)
+    times = {name: min(seconds) for name, seconds in taken.items()}
     _log.info("%s: %s", kind, ", ".join(f"{name} {1e3 * t:.2f} ms" for name, t in times.items()))
     return results[best(_keep(kind, times))]
 

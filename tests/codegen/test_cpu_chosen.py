@@ -57,7 +57,7 @@ def operands(dtype: torch.dtype = torch.bfloat16, tokens: int = 800) -> tuple[Te
 def test_the_faster_kernel_serves_all_calls_of_a_kind(
     fast: str, dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed = takes(monkeypatch, *((0.1, 0.3) if fast == "cpu.flash" else (0.3, 0.1)))
+    timed = takes(monkeypatch, *((0.01, 0.03) if fast == "cpu.flash" else (0.03, 0.01)))
     program, (q, k, v) = parse(CAUSAL), operands(dtype)
     kernel = Compiled()
     flash = Flash().forward(program, (q, k, v), [], ())[0]
@@ -75,7 +75,7 @@ def test_the_faster_kernel_serves_all_calls_of_a_kind(
 
 
 def test_gradients_are_chosen_by_themselves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = takes(monkeypatch, 0.1, 0.3)
+    timed = takes(monkeypatch, 0.01, 0.03)
     program, given, kernel = parse(CAUSAL), operands(), Compiled()
     results = kernel.forward(program, given, [], ())
     grads = torch.randn_like(results[0]), torch.zeros_like(results[1])
@@ -89,7 +89,7 @@ def test_gradients_are_chosen_by_themselves(folder: Path, monkeypatch: pytest.Mo
 def test_a_clear_difference_is_not_measured_by_other_processes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    takes(monkeypatch, 0.1, 0.3)
+    takes(monkeypatch, 0.01, 0.03)
     Compiled().forward(parse(CAUSAL), operands(), [], ())
     in_a_new_process(monkeypatch)
     monkeypatch.setattr(chosen, "measure", lambda *_: pytest.fail("measured again"))
@@ -101,7 +101,7 @@ def test_the_least_times_of_several_processes_count(folder: Path, monkeypatch: p
     """In the first one other work made one kernel, the faster one, seem slower."""
     program, given = parse(CAUSAL), operands()
     flash, ours = (k(program, given, [], ())[0] for k in (Flash().forward, Compiled()._forward))
-    seen = [(0.2, 0.3), (0.25, 0.19), (0.4, 0.3), (0.4, 0.4), (0.4, 0.4)]
+    seen = [(0.02, 0.03), (0.025, 0.019), (0.04, 0.03), (0.04, 0.04), (0.04, 0.04)]
     for process, times in enumerate(seen):
         in_a_new_process(monkeypatch)
         timed = takes(monkeypatch, *times)
@@ -111,7 +111,7 @@ def test_the_least_times_of_several_processes_count(folder: Path, monkeypatch: p
             assert torch.equal(out, ours if process else flash)
         assert len(timed) == 2 * (1 if process else chosen.TURNS)
     (about,) = json.loads((folder / "chosen.json").read_text()).values()
-    assert about == {"seconds": {"cpu.flash": 0.2, "cpu.compiled": 0.19}, "processes": chosen.PROCESSES}
+    assert about == {"seconds": {"cpu.flash": 0.02, "cpu.compiled": 0.019}, "processes": chosen.PROCESSES}
     in_a_new_process(monkeypatch)
     monkeypatch.setattr(chosen, "measure", lambda *_: pytest.fail("measured once more"))
     assert torch.equal(Compiled().forward(program, given, [], ())[0], ours)
@@ -132,7 +132,7 @@ def test_times_of_other_kernels_are_not_used(tmp_path: Path, monkeypatch: pytest
 )  # fmt: skip
 def test_a_malformed_file_is_ignored(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "chosen.json").write_text(text)
-    timed = takes(monkeypatch, 0.1, 0.3)
+    timed = takes(monkeypatch, 0.01, 0.03)
     Compiled().forward(parse(CAUSAL), operands(), [], ())
     assert len(timed) == 2 * chosen.TURNS
 
