@@ -126,8 +126,8 @@ def _is_served(found: nodes.CachedAttention | nodes.CachedLatentAttention) -> bo
     q = found.q.meta["val"]
     pages = tuple(getattr(found, name).meta["val"] for name in found.page_names)
     if isinstance(found, nodes.CachedLatentAttention):
-        ups = (None if up is None else up.meta["val"] for up in (found.key_up, found.value_up))
-        pages = LatentNode(q, found.latent.meta["val"], *ups, found.values).shared(*pages)
+        key_up, value_up = (None if up is None else up.meta["val"] for up in (found.key_up, found.value_up))
+        pages = LatentNode(q, found.latent.meta["val"], key_up, value_up, found.values).shared(*pages)
         q = q.new_empty((*q.shape[:3], pages[0].shape[3]))
     program = dataclasses.replace(found.program, in_order=True)
     reads = [read.meta["val"] for read in found.reads]

@@ -85,7 +85,8 @@ class Search:
 
     @functools.cache  # noqa: B019  (a search ends with its process)
     def _decoder(self, config: attngraph.CacheConfig) -> attngraph.Decoder:
-        return attngraph.compile(self.model, consistent=self.consistent, cache=config)
+        made: attngraph.Decoder = attngraph.compile(self.model, consistent=self.consistent, cache=config)
+        return made
 
     def _tokens(self, count: int) -> Tensor:
         return torch.tensor([self.draw.randrange(1, VOCABULARY) for _ in range(count)], dtype=torch.int64)
