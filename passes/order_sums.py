@@ -75,8 +75,8 @@ class OrderSums:
         if not all(_is_exact(meaning, node) for node in once if node.op == "call_function"):
             left["what is computed once for a prompt (an encoder)"] += 1
         graph.state = dataclasses.replace(graph.state, unordered=tuple(left))
-        told = [f"in no order: {what}{f', {n} times' * (n > 1)}" for what, n in left.items()]
-        return Outcome([f"one order of sums in {fixed} operation(s)", *told])
+        named = [f"in no order: {what}{f', {n} times' * (n > 1)}" for what, n in left.items()]
+        return Outcome([f"one order of sums in {fixed} operation(s)", *named])
 
 
 _ANY = tokens.parse("r0[t, 1]\nr1[] = r0[t, 0]\nreturn r1[t]")
