@@ -70,7 +70,7 @@ class Search:
 
     def __init__(self, make: Callable[[], Any], consistent: bool, seed: int = 0) -> None:
         torch.manual_seed(0)
-        self.model, self.draw = make(), random.Random(seed)
+        self.model, self.draw = make().eval(), random.Random(seed)
         self.consistent = consistent
         self.decoder = self._decoder(attngraph.CacheConfig())
         self.whole = attngraph.compile(self.model, consistent=consistent)
@@ -178,7 +178,7 @@ def _costs(make: Callable[[], Any], prompt: int) -> Iterator[Cell]:
 
     def both() -> dict[str, attngraph.Decoder]:
         if not built:
-            model = make()
+            model = make().eval()
             built["default"] = attngraph.compile(model, cache=True)
             built["consistent"] = attngraph.compile(model, cache=True, consistent=True)
         return built
