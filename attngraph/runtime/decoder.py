@@ -6,6 +6,7 @@ position. So prompts of unequal length, padded on either side, get the same resu
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from attngraph.errors import CacheError
 from attngraph.ir.modes import serving
+from attngraph.ir.ops.logprobs import logprobs
 from attngraph.report.cache_entry import Drift
 from attngraph.report.report import CompileReport, with_remarks
 from attngraph.runtime.cache_config import CacheConfig
@@ -112,6 +114,21 @@ class Decoder(ModelWrapper):
         step = self._derived.of_call(packed, inputs)
         logits, state = self._begin(step, packed, inputs)
         return unpacked(logits, packed), state
+
+    @serving
+    def logprobs(self, ids: Ids, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
+        """The log-probability of each token after those before it, `[B, T]`; 0 for first tokens and padding.
+
+        With `consistent=True` these are the bits of `attngraph.logprobs(logits, tokens)` for the logits that
+        `prefill` and `decode` give. Arguments and errors are those of `prefill`.
+        """
+        packed = self.pack(ids, self._mask(attention_mask, inputs))
+        logits, _ = self._begin(self._derived.of_call(packed, inputs), packed, inputs)
+        found = logits.new_zeros(packed.ids.shape, dtype=torch.float32)
+        found[:, 1:] = logprobs(logits[:, :-1], packed.ids[:, 1:])
+        starts = list(itertools.accumulate(packed.counts, initial=0))
+        found[:, [start for start, count in zip(starts, packed.counts, strict=False) if count]] = 0.0
+        return unpacked(found.unsqueeze(-1), packed).squeeze(-1)
 
     @serving
     def decode(

@@ -109,6 +109,10 @@ def test_probabilities_of_sampled_tokens_are_those_of_the_trainer() -> None:
     for at in range(4, 12):
         sampled.append(attngraph.logprobs(logits[:, -1], IDS[:, at]))
         logits = decoder.decode(IDS[:, at : at + 1], state)
+    assert torch.equal(decoder.logprobs(IDS)[:, 4:12], torch.stack(sampled, 1))
+    ragged = decoder.logprobs([IDS[0, :7], IDS[1, :0], IDS[2]])
+    assert torch.equal(ragged[2], decoder.logprobs(IDS)[2]) and not ragged[1].any()
+    assert torch.equal(ragged[0, :7], decoder.logprobs(IDS[:1, :7])[0]) and not ragged[0, 7:].any()
     trainer = attngraph.compile(own, consistent=True)
     found = attngraph.logprobs(trainer(IDS)[:, 3:11], IDS[:, 4:12])
     assert found.requires_grad and torch.equal(found.detach(), torch.stack(sampled, 1))
