@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import math
+import runpy
 import types
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -81,3 +82,11 @@ def test_options_that_make_no_sense_end_the_program_with_a_message(
         train_byte_lm.main(wrong)
     assert stop.value.code == 2
     assert f"{wrong[0]} must be" in capsys.readouterr().err
+
+
+def test_a_policy_trains_on_what_it_has_just_sampled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["same_bits.py", "--steps", "2", "--rows", "2"])
+    runpy.run_path(str(EXAMPLES / "same_bits.py"), run_name="__main__")
+    assert capsys.readouterr().out.count("ratio 1.0 to 1.0") == 2
