@@ -221,7 +221,8 @@ def test_the_backward_pass_is_a_cell_of_its_own(tmp_path: Path) -> None:
 
 
 SMALL = (
-    "models", "training", "narrow-caches", "decode", "states", "mla", "call-checks", "attention", "whole"
+    "models", "training", "narrow-caches", "decode", "states", "mla", "call-checks", "attention", "whole",
+    "same-bits", "cost-of-order",
 )  # fmt: skip
 
 
