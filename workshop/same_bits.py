@@ -184,7 +184,7 @@ def _costs(make: Callable[[], Any], prompt: int) -> Iterator[Cell]:
         return built
 
     def ids(rows: int) -> Tensor:
-        return torch.randint(0, VOCABULARY, (rows, prompt))
+        return torch.randint(0, 60, (rows, prompt))
 
     def prompts(rows: int) -> dict[str, Row]:
         given = ids(rows)
