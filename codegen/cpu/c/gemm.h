@@ -86,6 +86,74 @@ INLINE void copy_panel(const void *w, int64_t ldw, int64_t from, int64_t until, 
         }
 }
 
+/* A few rows in order: squares of a weight [out][depth] are turned and used at once, and what comes next is fetched
+   into the second cache meanwhile. */
+enum { FEW_IN_ORDER = 8 };
+
+INLINE void tile_in_order(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales,
+                          int64_t first, float *y, int64_t ldy, int64_t outs, const int rows, const int type,
+                          const int scaled, const int zeros) {
+    float square[LANES * PANEL] __attribute__((aligned(64))) = {0};
+    const int64_t piece = piece_of(depth, scales, type), vectors = parts_of(outs, LANES);
+    Vector whole[FEW_IN_ORDER][STEP_N], sum[FEW_IN_ORDER][STEP_N];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < STEP_N; ++v) whole[r][v] = sum[r][v] = (Vector){0};
+    for (int64_t d = 0; d < depth; d += LANES) {
+        int64_t deep = smaller(LANES, depth - d);
+        for (int64_t v = 0; v < vectors; ++v)
+            copy_square(w, ldw, scales, first + v * LANES, d, deep, smaller(LANES, outs - v * LANES),
+                        square + v * LANES, d, 0, type, scaled, zeros);
+        if (d * size_of(type) % LINE == 0)
+            for (int64_t o = 0; o < outs; ++o) PREFETCH(place(w, (first + outs + o) * ldw + d, type));
+#pragma GCC unroll 2
+        for (int from = 0; from < rows; from += 4) { /* as many as there are registers for */
+            const int some = rows - from < 4 ? rows - from : 4;
+            Vector own[4][STEP_N];
+#pragma GCC unroll 4
+            for (int r = 0; r < some; ++r) memcpy(own[r], sum[from + r], sizeof own[r]);
+            for (int64_t e = 0; e < deep; ++e)
+#pragma GCC unroll 4
+                for (int r = 0; r < some; ++r) {
+                    float by = x[(from + r) * ldx + d + e];
+#pragma GCC unroll 8
+                    for (int v = 0; v < STEP_N; ++v)
+                        own[r][v] += by * *(const Vector *)(square + e * PANEL + v * LANES);
+                }
+#pragma GCC unroll 4
+            for (int r = 0; r < some; ++r) memcpy(sum[from + r], own[r], sizeof own[r]);
+        }
+        if ((d + LANES) % piece && d + LANES < depth) continue;
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < STEP_N; ++v) {
+                if (d < piece) whole[r][v] = sum[r][v];
+                else whole[r][v] += sum[r][v];
+                sum[r][v] = (Vector){0};
+            }
+    }
+    for (int r = 0; r < rows; ++r)
+        for (int64_t o = 0; o < outs; ++o) y[r * ldy + o] = whole[r][o / LANES][o % LANES];
+}
+
+INLINE void product_of_few_in_order(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales,
+                                    int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, const int type,
+                                    const int scaled, const int zeros) {
+    for (int64_t o = 0; o < outs; o += PANEL)
+        for (int64_t r = 0; r < rows;) {
+#define TILE(ROWS)                                                                                              \
+    tile_in_order(x + r * ldx, ldx, w, ldw, depth, scales, first + o, y + r * ldy + o, ldy, smaller(PANEL, outs - o), \
+                  ROWS, type, scaled, zeros), r += ROWS
+            if (rows - r >= 8) TILE(8);
+            else if (rows - r >= 4) TILE(4);
+            else if (rows - r >= 2) TILE(2);
+            else TILE(1);
+#undef TILE
+        }
+}
+
 /* The same for a weight [depth][out] and the panels of a group, one after another: whole rows of the group are read. */
 INLINE void copy_group_turned(const void *w, int64_t ldw, int64_t from, int64_t until, int64_t first, int64_t outs,
                               float *panels, const int type) {

@@ -72,6 +72,10 @@ INLINE void product(const float *x, int64_t ldx, const void *w, int64_t ldw, int
                     float *panels, float *arranged, const int type, const int scaled, const int zeros,
                     const int turned) {
     const int across = type == FLOAT && !scaled && !zeros && !turned && !IN_ORDER;
+    if (IN_ORDER && !panels && !turned && elements_in(type) == 1 && rows <= FEW_IN_ORDER) {
+        product_of_few_in_order(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, type, scaled, zeros);
+        return;
+    }
     if (IN_ORDER && !panels && !turned) panels = arranged;
     if (across && panels && goes_across(rows, outs) && outs <= MOST_OUTS_ACROSS) {
         product_by_rows(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, panels);
