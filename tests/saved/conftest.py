@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import shutil
 import sys
 import textwrap
 import types
@@ -11,8 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import attngraph
 from attngraph.api import build, derive
+
+Models = Callable[..., types.ModuleType]
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 
 SOURCE = """
     import torch
@@ -63,26 +70,49 @@ SOURCE = """
 """
 
 
+def _module(folder: Path, *changes: tuple[str, str]) -> types.ModuleType:
+    text = textwrap.dedent(SOURCE)
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    path = folder / "saved_models.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location("saved_models", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["saved_models"] = module
+    exec(compile(text, str(path), "exec"), module.__dict__)  # no stale bytecode of the same second
+    return module
+
+
 @pytest.fixture
-def models(tmp_path: Path) -> Iterator[Callable[..., types.ModuleType]]:
+def models(tmp_path: Path) -> Iterator[Models]:
     """Makes the module of the models above; called with replacements, one whose source differs."""
-
-    def made(*changes: tuple[str, str]) -> types.ModuleType:
-        text = textwrap.dedent(SOURCE)
-        for before, after in changes:
-            assert before in text
-            text = text.replace(before, after)
-        path = tmp_path / "saved_models.py"
-        path.write_text(text)
-        spec = importlib.util.spec_from_file_location("saved_models", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["saved_models"] = module
-        exec(compile(text, str(path), "exec"), module.__dict__)  # no stale bytecode of the same second
-        return module
-
-    yield made
+    yield functools.partial(_module, tmp_path)
     sys.modules.pop("saved_models", None)
+
+
+@pytest.fixture(scope="session")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A folder with the first of these models, compiled with gradients and without, and saved with its
+    weights; and its answer."""
+    folder, threads = tmp_path_factory.mktemp("saved"), torch.get_num_threads()
+    torch.set_num_threads(1)  # as in every test
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNGRAPH_CACHE", "0")
+        compiled = attngraph.compile(_module(folder).Model().eval(), min_scores=0)
+        compiled(IDS)
+        with torch.no_grad():
+            answer = compiled(IDS)
+    torch.set_num_threads(threads)
+    sys.modules.pop("saved_models")
+    return compiled.save(folder / "m", weights=True), answer
+
+
+@pytest.fixture
+def saved(saved_once: tuple[Path, torch.Tensor], tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(saved_once[0], tmp_path / "m"))
 
 
 @pytest.fixture

@@ -21,26 +21,17 @@ Models = Callable[..., types.ModuleType]
 IDS = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 5, 3, 5]])
 
 
-@pytest.fixture
-def artifact(models: Models, tmp_path: Path) -> tuple[torch.nn.Module, Path]:
-    model = models().Model(layers=1)
-    compiled = attngraph.compile(model)
-    compiled(IDS)
-    return model, compiled.save(tmp_path / "m", weights=True)
-
-
-@pytest.mark.parametrize("count", [150, 1000])
 def test_changed_files_and_those_of_other_versions_are_all_noticed(
-    artifact: tuple[torch.nn.Module, Path], tmp_path: Path, count: int
+    models: Models, saved: Path, tmp_path: Path
 ) -> None:
     """In turn: one bit flipped, cut short, and folders that another version of something has written."""
-    model, path = artifact
+    model, path = models().Model().eval(), saved
     about = read_manifest(path)
     contents = {name: read_file(path, about, name) for name in about["files"]}
     listed = {key: value for key, value in about.items() if key not in ("files", "format")}
     files = sorted(p for p in path.rglob("*") if p.is_file())
     rng = random.Random(0)
-    for number in range(count):
+    for number in range(150):
         if number % 3 == 2:
             name = rng.choice(sorted(about["versions"]))
             versions = {**about["versions"], name: f"{about['versions'][name]}.{number}"}
@@ -59,8 +50,8 @@ def test_changed_files_and_those_of_other_versions_are_all_noticed(
     attngraph.load(path, model, strict=True)(IDS)
 
 
-def test_files_that_are_cut_short_longer_or_gone_are_noticed(artifact: tuple[torch.nn.Module, Path]) -> None:
-    model, path = artifact
+def test_files_that_are_cut_short_longer_or_gone_are_noticed(models: Models, saved: Path) -> None:
+    model, path = models().Model().eval(), saved
     rng = random.Random(1)
     for file in sorted(p for p in path.rglob("*") if p.is_file()):
         data = file.read_bytes()
@@ -74,20 +65,16 @@ def test_files_that_are_cut_short_longer_or_gone_are_noticed(artifact: tuple[tor
         file.write_bytes(data)
 
 
-def test_another_format_is_named(
-    artifact: tuple[torch.nn.Module, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, path = artifact
+def test_another_format_is_named(models: Models, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = models().Model().eval(), saved
     monkeypatch.setattr(folder, "FORMAT", folder.FORMAT + 1)
     with pytest.raises(SavedError, match="has the format 1; this version of attngraph reads 2"):
         attngraph.load(path, model)
 
 
-def test_files_that_do_not_go_together_are_refused(
-    artifact: tuple[torch.nn.Module, Path], tmp_path: Path
-) -> None:
+def test_files_that_do_not_go_together_are_refused(models: Models, saved: Path, tmp_path: Path) -> None:
     """A manifest that fits files which attngraph did not write: nothing is made of them, or executed."""
-    model, path = artifact
+    model, path = models().Model().eval(), saved
     about = read_manifest(path)
     files = {name: read_file(path, about, name) for name in about["files"]}
     text = files["graph-0/graph.txt"].decode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,58 +17,39 @@ Models = Callable[..., types.ModuleType]
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 
 
-def same_tokens(model: nn.Module, path: Path, **inputs: Any) -> Any:
-    """Save a decoder of the model, load it, and compare what both generate; returns the loaded one."""
+def test_a_loaded_decoder_gives_the_same_tokens(models: Models, tmp_path: Path, traces: list[str]) -> None:
+    model = models().Model().eval()
     decoder = attngraph.compile(model, cache=True)
-    wanted = decoder.generate(IDS, 6, **inputs)
-    decoder.save(path)
-    loaded = attngraph.load(path, model, strict=True)
-    assert torch.equal(loaded.generate(IDS, 6, **inputs), wanted)
-    logits, state = decoder.prefill(IDS, **inputs)
-    again, other = loaded.prefill(IDS, **inputs)
+    wanted = decoder.generate(IDS, 6)
+    loaded = attngraph.load(decoder.save(tmp_path / "d"), model, strict=True)
+    assert torch.equal(loaded.generate(IDS, 6), wanted)
+    (logits, state), (again, other) = decoder.prefill(IDS), loaded.prefill(IDS)
     assert torch.equal(again, logits)
     assert torch.equal(loaded.decode(IDS[:, :2], other), decoder.decode(IDS[:, :2], state))
     assert loaded.report.cache == decoder.report.cache  # with the proof's result
-    return loaded
-
-
-def test_a_loaded_decoder_gives_the_same_tokens(models: Models, tmp_path: Path, traces: list[str]) -> None:
-    model = models().Model().eval()
-    same_tokens(model, tmp_path / "d")
+    decoder.save(tmp_path / "with weights", weights=True)
+    models(("class Model", "class Gone"))
+    assert torch.equal(attngraph.load(tmp_path / "with weights").generate(IDS, 6), wanted)
     assert traces == ["derive_decoder"]
+    model = models(("SCALE = 0.5", "SCALE = 0.25")).Model().eval()
+    with pytest.raises(SavedError, match=r"SCALE was float 0\.5, and is"):
+        attngraph.load(tmp_path / "d", model, strict=True).prefill(IDS)
+    changed = attngraph.load(tmp_path / "d", model)
+    assert torch.allclose(changed.prefill(IDS)[0], model(IDS), atol=1e-5)
+    assert len(traces) == 2
 
 
 def test_a_window_a_paged_cache_and_other_options(models: Models, tmp_path: Path, traces: list[str]) -> None:
     model = models().Model().eval()
     config = attngraph.CacheConfig(layout="paged", page=4, rollback=5, proof=False)
     decoder = attngraph.compile(model, cache=config)
+    with pytest.raises(SavedError, match="call the model once"):
+        decoder.save(tmp_path / "d")
     wanted = decoder.generate(IDS, 6)
-    decoder.save(tmp_path / "d")
-    loaded = attngraph.load(tmp_path / "d", model, strict=True)
+    loaded = attngraph.load(decoder.save(tmp_path / "d"), model, strict=True)
     assert loaded.config_of_cache == config
     assert torch.equal(loaded.generate(IDS, 6), wanted)
     assert traces == ["derive_decoder"]
-
-
-def test_what_rows_carry_is_saved(tmp_path: Path, traces: list[str]) -> None:
-    model = Running().eval()
-    same_tokens(model, tmp_path / "d")
-    assert traces == ["derive_decoder"]
-
-
-class Running(nn.Module):
-    """Linear attention: a running sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        q, k, v = self.qkv(x).chunk(3, -1)
-        found: Tensor = (q @ k.mT).tril() @ v + x
-        return found @ self.embed.weight.T
 
 
 class Translating(nn.Module):
@@ -100,30 +80,3 @@ def test_a_stage_of_the_prompt_is_saved(tmp_path: Path, traces: list[str]) -> No
     assert torch.equal(logits, wanted)
     assert torch.equal(loaded.decode(IDS[:, :1], other), decoder.decode(IDS[:, :1], state))
     assert traces == ["derive_decoder"]
-
-
-def test_a_decoder_with_weights_needs_no_class(models: Models, tmp_path: Path, traces: list[str]) -> None:
-    model = models().Model().eval()
-    decoder = attngraph.compile(model, cache=True)
-    wanted = decoder.generate(IDS, 6)
-    decoder.save(tmp_path / "d", weights=True)
-    models(("class Model", "class Gone"))
-    assert torch.equal(attngraph.load(tmp_path / "d").generate(IDS, 6), wanted)
-    assert traces == ["derive_decoder"]
-
-
-def test_a_changed_model_is_named(models: Models, tmp_path: Path, traces: list[str]) -> None:
-    decoder = attngraph.compile(models().Model().eval(), cache=True)
-    decoder.generate(IDS, 2)
-    decoder.save(tmp_path / "d")
-    model = models(("SCALE = 0.5", "SCALE = 0.25")).Model().eval()
-    with pytest.raises(SavedError, match=r"SCALE was float 0\.5, and is"):
-        attngraph.load(tmp_path / "d", model, strict=True).prefill(IDS)
-    loaded = attngraph.load(tmp_path / "d", model)
-    assert torch.allclose(loaded.prefill(IDS)[0], model(IDS), atol=1e-5)
-    assert len(traces) == 2
-
-
-def test_a_decoder_that_was_not_derived_is_not_saved(models: Models, tmp_path: Path) -> None:
-    with pytest.raises(SavedError, match="call the model once"):
-        attngraph.compile(models().Model().eval(), cache=True).save(tmp_path / "d")
