@@ -11,6 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from attngraph.cli import main
+from attngraph.exporter import lower
+from attngraph.exporter import onnx as onnx_file
+from attngraph.exporter.export import FORMATS
 
 HEADS, WIDTH = 4, 8
 
@@ -80,10 +84,12 @@ WAYS = {
 }  # fmt: skip
 
 
-def as_onnx() -> None:
-    pytest.importorskip("onnx", reason="onnx is not installed")
-    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
-    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+@pytest.fixture(params=["pt2", "onnx"])
+def format(request: pytest.FixtureRequest) -> str:
+    if request.param == "onnx":
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            pytest.importorskip(package, reason=f"{package} is not installed")
+    return str(request.param)
 
 
 def without_attngraph(code: str, folder: Path) -> str:
@@ -107,29 +113,22 @@ def without_attngraph(code: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_module_as_pt2(way: str, tmp_path: Path) -> None:
-    model = Block(way).eval()
-    report = attngraph.export(attngraph.compile(model), tmp_path / "block.pt2", example(way))
-    plain = way in ("softcap", "squared")
-    assert [a.how for a in report.attentions] == [
-        "plain operations" if plain else "scaled_dot_product_attention"
-    ]
-    assert report.checked.startswith("equal to eager") and "other sizes" in report.checked
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_module_as_onnx(way: str, tmp_path: Path) -> None:
-    as_onnx()
+def test_a_module(way: str, format: str, tmp_path: Path) -> None:
+    file = tmp_path / f"block.{format}"
+    report = attngraph.export(attngraph.compile(Block(way).eval()), file, example(way))
+    assert report.checked.startswith("equal to eager")
+    (attention,) = report.attentions
+    if format == "pt2":
+        plain = way in ("softcap", "squared")
+        assert attention.how == ("plain operations" if plain else "scaled_dot_product_attention")
+        assert "other sizes" in report.checked
+        return
     import onnx
 
-    model = Block(way).eval()
-    report = attngraph.export(attngraph.compile(model), tmp_path / "block.onnx", example(way))
-    kinds = [n.op_type for n in onnx.load(tmp_path / "block.onnx").graph.node]
+    kinds = [n.op_type for n in onnx.load(file).graph.node]
     expected = 0 if way == "squared" else 1
     assert kinds.count("Attention") == report.count("Attention operation") == expected
-    assert kinds.count("Softmax") == 1 - expected
-    assert WAYS[way] in report.attentions[0].words
-    assert report.checked.startswith("equal to eager")
+    assert kinds.count("Softmax") == 1 - expected and WAYS[way] in attention.words
 
 
 @pytest.mark.slow
@@ -150,12 +149,9 @@ def test_a_pt2_file_runs_where_attngraph_is_not(tmp_path: Path) -> None:
     assert told.strip() == "False (3, 11, 32)"
 
 
-@pytest.mark.parametrize("format", ["pt2", "onnx"])
 @pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("way", ["causal", "window", "alibi", "softcap"])
 def test_a_decoder_with_its_cache(way: str, padding: bool, format: str, tmp_path: Path) -> None:
-    if format == "onnx":
-        as_onnx()
     decoder = attngraph.compile(Decoder(way).eval(), cache=True)
     ids = torch.randint(0, 30, (2, 9))
     report = attngraph.export(decoder, tmp_path / f"decoder.{format}", (ids,), padding=padding)
@@ -203,27 +199,9 @@ def test_a_decoder_generates_where_attngraph_is_not(tmp_path: Path) -> None:
     assert told.strip() == "True"
 
 
-@pytest.mark.slow
-def test_plain_operations_everywhere(tmp_path: Path) -> None:
-    report = attngraph.export(
-        attngraph.compile(Block().eval()), tmp_path / "block.pt2", example(""), fallback="eager"
-    )
-    assert report.count("plain operations") == 1
-    program = torch.export.load(tmp_path / "block.pt2")
-    assert "scaled_dot_product" not in str(program.graph)
-
-
-def test_a_wrong_file_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngraph.exporter import lower
-
-    right = lower._sdpa
-    monkeypatch.setattr(lower, "_sdpa", lambda *args: right(*args) * 1.001)
-    with pytest.raises(attngraph.ExportError, match="NOT equal to eager"):
-        attngraph.export(attngraph.compile(Block().eval()), tmp_path / "block.pt2", example(""))
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+def test_a_wrong_file_is_not_kept_and_what_cannot_be_exported_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled = attngraph.compile(Block().eval())
     with pytest.raises(ValueError, match="format must be one of pt2, onnx, found 'txt'"):
         attngraph.export(compiled, tmp_path / "a.txt", example(""))
@@ -231,16 +209,18 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
         attngraph.export(compiled, tmp_path / "a.pt2")
     with pytest.raises(TypeError, match=r"what attngraph\.compile returns, found Block"):
         attngraph.export(Block(), tmp_path / "a.pt2", example(""))
-
-
-def test_onnx_without_its_packages_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from attngraph.exporter import onnx
-
-    monkeypatch.setattr(onnx.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(attngraph.ExportError, match="pip install onnx onnxscript"):
-        attngraph.export(attngraph.compile(Block().eval()), tmp_path / "a.onnx", example(""))
+    with monkeypatch.context() as patch:
+        patch.setattr(onnx_file.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(attngraph.ExportError, match="pip install onnx onnxscript"):
+            attngraph.export(compiled, tmp_path / "a.onnx", example(""))
+    right = lower._sdpa
+    monkeypatch.setattr(lower, "_sdpa", lambda *args: right(*args) * 1.001)
+    with pytest.raises(attngraph.ExportError, match="NOT equal to eager"):
+        attngraph.export(compiled, tmp_path / "block.pt2", example(""))
+    assert not list(tmp_path.iterdir())
+    report = attngraph.export(compiled, tmp_path / "block.pt2", example(""), fallback="eager")
+    assert report.count("plain operations") == 1
+    assert "scaled_dot_product" not in str(torch.export.load(tmp_path / "block.pt2").graph)
 
 
 class Counter(nn.Module):
@@ -260,8 +240,6 @@ def test_a_model_that_writes_to_a_buffer_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from attngraph.cli import main
-
     file = tmp_path / "lm.pt2"
     target = ["export", "attngraph.models.targets:tiny_decoder_lm", "--tokens", "12"]
     assert main([*target, "-o", str(file), "--decoder"]) == 0
@@ -300,12 +278,7 @@ class Branches(nn.Module):
         return self.block(x) * 2 if x.shape[1] > 4 else self.block(x)
 
 
-@pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_a_file_refuses_sizes_for_which_the_model_takes_another_branch(format: str, tmp_path: Path) -> None:
-    if format == "onnx":
-        as_onnx()
-    from attngraph.exporter.export import FORMATS
-
     model, file = Branches().eval(), tmp_path / f"a.{format}"
     report = attngraph.export(attngraph.compile(model), file, (torch.randn(2, 8, 32),))
     assert "only for sizes with x.shape[1] > 4" in report.remarks
@@ -318,12 +291,7 @@ def test_a_file_refuses_sizes_for_which_the_model_takes_another_branch(format: s
         run([torch.randn(3, 4, 32)])
 
 
-@pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_a_decoder_refuses_more_tokens_than_its_table_of_positions(format: str, tmp_path: Path) -> None:
-    if format == "onnx":
-        as_onnx()
-    from attngraph.exporter.export import FORMATS
-
     file = tmp_path / f"a.{format}"
     decoder = attngraph.compile(Decoder().eval(), cache=True)
     report = attngraph.export(decoder, file, (torch.randint(0, 30, (2, 9)),), padding=False)
@@ -344,10 +312,7 @@ class HeadsOfTokens(nn.Module):
         return torch.einsum("btn,btnd->btd", s.softmax(-1), k[..., :4])
 
 
-@pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_heads_whose_number_varies(format: str, tmp_path: Path) -> None:
-    if format == "onnx":
-        as_onnx()
     call = (torch.randn(2, 6, 8), torch.randn(2, 6, 9, 8), torch.randn(9))
     report = attngraph.export(attngraph.compile(HeadsOfTokens()), tmp_path / f"a.{format}", call)
     expected = "plain operations" if format == "onnx" else "scaled_dot_product_attention"

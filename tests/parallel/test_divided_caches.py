@@ -9,45 +9,7 @@ from torch import Tensor, nn
 import attngraph
 from attngraph.ir.ops import collectives
 from attngraph.report.ranks import CACHE_EXCHANGE
-
-
-class Shared(nn.Module):
-    """A decoder of which groups of heads share keys and values of 8 numbers. `latent`: every head has its
-    own, made from 8 numbers for all."""
-
-    def __init__(self, heads: int = 4, key_heads: int = 1, most: int = 64, latent: bool = False) -> None:
-        super().__init__()
-        self.table, self.places, self.q = (
-            nn.Embedding(64, 32),
-            nn.Embedding(most, 32),
-            nn.Linear(32, 8 * heads),
-        )
-        kept = 8 if latent else 16 * key_heads
-        self.down = nn.Linear(32, kept)
-        self.up = nn.Linear(8, 16 * heads, bias=False) if latent else nn.Identity()
-        self.out, self.head = nn.Linear(8 * heads, 32), nn.Linear(32, 64)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids) + self.places(torch.arange(ids.shape[1]))
-        k, v = self.up(self.down(x)).unflatten(-1, (-1, 16)).transpose(1, 2).split(8, -1)
-        q = self.q(x).unflatten(-1, (-1, 8)).transpose(1, 2)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        found: Tensor = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
-        return found
-
-
-def _shared(**sizes: Any) -> Shared:
-    torch.manual_seed(0)
-    return Shared(**sizes).eval()
-
-
-def _on(ranks: int, model: nn.Module, cache: str = "auto", **config: Any) -> attngraph.Decoder:
-    found = attngraph.compile(
-        model, cache=attngraph.CacheConfig(**config), mesh=attngraph.SimulatedMesh(tensor=ranks),
-        shard=attngraph.ShardConfig(cache=cache),
-    )  # fmt: skip
-    assert isinstance(found, attngraph.Decoder)
-    return found
+from tests.parallel.models import Shared, on_ranks
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
@@ -66,9 +28,9 @@ def test_rows_that_differ_in_length_are_moved_as_on_one_device(
 ) -> None:
     """Rows shorter than the team, others that grow, are cut, copied and put in another order."""
     options: dict[str, Any] = {"layout": layout, "page": 2} if layout == "paged" else {}
-    model = _shared(**sizes)
+    model = Shared(**sizes)
     one = attngraph.compile(model, cache=attngraph.CacheConfig(**options))
-    many = _on(ranks, model, **options)
+    many = on_ranks(ranks, model, **options)
     ids = torch.randint(3, 64, (3, 7))
     states = [decoder.prefill([ids[0], ids[1, :1], ids[2, :4]])[1] for decoder in (one, many)]
 
@@ -95,7 +57,7 @@ def test_rows_that_differ_in_length_are_moved_as_on_one_device(
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_holds_the_bytes_that_the_report_tells(ranks: int) -> None:
     """64 tokens of each of 2 rows, in pages that hold just what a rank keeps of them."""
-    decoder = _on(ranks, _shared(latent=True), max_length=64)
+    decoder = on_ranks(ranks, Shared(latent=True), max_length=64)
     _, state = decoder.prefill(torch.randint(0, 64, (2, 64)))
     cache = decoder.report.cache
     assert cache is not None and cache.bytes_per_token == 32 // ranks
@@ -107,7 +69,7 @@ def test_ranks_send_what_the_report_says_and_nothing_for_a_first_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Simulated ranks wait once in each exchange."""
-    decoder, sent, wait = _on(2, _shared(latent=True)), list[int](), collectives._Waits.__init__
+    decoder, sent, wait = on_ranks(2, Shared(latent=True)), list[int](), collectives._Waits.__init__
 
     def counted(self: Any, parts: Tensor, team: collectives.Team) -> None:
         sent.append(parts.nbytes * (team.size - 1) // team.size)
@@ -141,8 +103,8 @@ def test_the_bytes_of_the_longest_sequence_decide_whether_tokens_are_divided(
     most: int, options: dict[str, Any], kept: int, longest: int | None
 ) -> None:
     """8 heads of a rank send 544 bytes for a token; of each token that is kept 32 bytes less are, or 16."""
-    model = _shared(heads=16, most=most)
-    decoder = _on(2, model, **options)
+    model = Shared(heads=16, most=most)
+    decoder = on_ranks(2, model, **options)
     ids = torch.randint(0, 64, (1, 5))
     torch.testing.assert_close(decoder.prefill(ids)[0], model(ids))
     cache = decoder.report.cache
@@ -152,37 +114,18 @@ def test_the_bytes_of_the_longest_sequence_decide_whether_tokens_are_divided(
     )
 
 
-def test_a_divided_state_is_saved_and_loaded(tmp_path: Any) -> None:
-    decoder = _on(2, _shared(latent=True))
-    ids = torch.randint(0, 64, (2, 5))
-    _, state = decoder.prefill(ids)
-    state.save(tmp_path / "state")
-    loaded = attngraph.KVCache.load(tmp_path / "state")
-    assert torch.equal(decoder.decode(ids[:, 0], loaded), decoder.decode(ids[:, 0], state))
-
-
-def test_an_engine_serves_a_divided_cache() -> None:
-    model, told = _shared(latent=True), []
-    for decoder in (attngraph.compile(model, cache=True), _on(2, model)):
+def test_an_engine_serves_a_divided_cache_and_a_state_is_saved_and_loaded(tmp_path: Any) -> None:
+    model, told, prompts = Shared(latent=True), [], torch.arange(3, 13).view(2, 5)
+    for decoder in (attngraph.compile(model, cache=True), on_ranks(2, model)):
         engine = attngraph.Engine(decoder, max_batch=2, chunk=3)
-        ids = torch.arange(3, 13).view(2, 5)
-        requests = [engine.submit(ids[n % 2, : 2 + n], 4) for n in range(4)]
+        requests = [engine.submit(prompts[n % 2, : 2 + n], 4) for n in range(4)]
         engine.run()
         told.append([request.result() for request in requests])
     assert told[0] == told[1]
-
-
-class Windowed(Shared):
-    """Each token sees itself and the two before it."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x, n = self.table(ids), torch.arange(ids.shape[1])
-        k, v = self.up(self.down(x)).unflatten(-1, (-1, 16)).transpose(1, 2).split(8, -1)
-        q = self.q(x).unflatten(-1, (-1, 8)).transpose(1, 2)
-        sees = (n[:, None] >= n) & (n[:, None] < n + 3)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, sees, enable_gqa=True)
-        found: Tensor = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
-        return found
+    _, state = decoder.prefill(prompts)
+    state.save(tmp_path / "state")
+    loaded = attngraph.KVCache.load(tmp_path / "state")
+    assert torch.equal(decoder.decode(prompts[:, 0], loaded), decoder.decode(prompts[:, 0], state))
 
 
 @pytest.mark.parametrize("rollback, page", [(0, None), (1, None), (5, None), (0, 2), (3, 2)])
@@ -198,12 +141,11 @@ def test_the_ring_of_a_window_is_divided(
     ranks: int, team: int, size: int, sizes: dict[str, Any], rollback: int, page: int | None
 ) -> None:
     """Rings that overflow, longer chunks, tokens taken back, members of whose tokens none is seen."""
-    torch.manual_seed(0)
-    model = Windowed(**sizes).eval()
+    model = Shared(**sizes, window=3)
     options: dict[str, Any] = {"rollback": rollback}
     options |= {} if page is None else {"layout": "paged", "page": page}
     one = attngraph.compile(model, cache=attngraph.CacheConfig(**options))
-    many = _on(ranks, model, cache="tokens", **options)
+    many = on_ranks(ranks, model, cache="tokens", **options)
     ids = torch.randint(3, 64, (3, 60))
     states = [decoder.prefill([ids[0, :9], ids[1, :1], ids[2, :2]])[1] for decoder in (one, many)]
     own = -(-(2 + rollback) // team)  # of what one device keeps of a row
@@ -232,25 +174,19 @@ def test_the_ring_of_a_window_is_divided(
 class Convolved(Shared):
     """Each token is mixed with the two before it, before attention."""
 
-    def __init__(self, **sizes: Any) -> None:
-        super().__init__(**sizes)
+    def __init__(self) -> None:
+        super().__init__()
         self.conv = nn.Conv1d(32, 32, 3)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
-        x = x + self.conv(nn.functional.pad(x.mT, (2, 0))).mT
-        k, v = self.down(x).unflatten(-1, (-1, 16)).transpose(1, 2).split(8, -1)
-        q = self.q(x).unflatten(-1, (-1, 8)).transpose(1, 2)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        found: Tensor = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
-        return found
+    def embedded(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.table(ids)
+        return x + self.conv(nn.functional.pad(x.mT, (2, 0))).mT  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow
 def test_tokens_that_a_convolution_reads_stay_with_every_rank_and_the_report_says_why() -> None:
-    torch.manual_seed(0)
-    model = Convolved().eval()
-    decoder = _on(2, model, cache="tokens")
+    model = Convolved()
+    decoder = on_ranks(2, model, cache="tokens")
     ids = torch.randint(0, 64, (2, 5))
     assert torch.equal(decoder.generate(ids, 6), attngraph.compile(model, cache=True).generate(ids, 6))
     cache = decoder.report.cache

@@ -13,6 +13,7 @@ from attngraph.report.ranks import RanksEntry
 
 pytest.importorskip("transformers.integrations.moe")
 Compared = Callable[..., RanksEntry]
+X = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 class Mixture(nn.Module):
@@ -39,32 +40,25 @@ class Mixture(nn.Module):
         return y[places].view(-1, 2, 16).sum(1).view(x.shape)
 
 
-@pytest.mark.parametrize("experts, ranks", [(4, 2), (8, 2), (8, 4)])
-def test_experts_are_divided_whole_where_there_are_more_than_ranks(
-    same_on_ranks: Compared, experts: int, ranks: int
+@pytest.mark.parametrize(
+    ("experts", "ranks", "whole"),
+    [(8, 4, True), (6, 4, False), (4, 2, True), (8, 2, True), (2, 2, False), (4, 4, False)],
+)
+def test_experts_are_divided_whole_or_by_hidden_units_where_ranks_would_have_one_or_unequally_many(
+    same_on_ranks: Compared, experts: int, ranks: int, whole: bool
 ) -> None:
-    x = torch.randn(2, 5, 16, dtype=torch.float64)
-    entry = same_on_ranks(Mixture(experts), ranks, x)
-    assert [(e.what, e.count) for e in entry.divided] == [("experts", experts)]
-    assert [(s.what, s.bytes_per_token) for s in entry.sent] == [("all-reduce", 128)], (
-        "after the sum of a token"
-    )
-    whole = {name for name, _, _ in entry.whole}
-    assert whole == {"gate.weight", "bias"}
-
-
-@pytest.mark.parametrize("experts, ranks", [(2, 2), (4, 4), (6, 4)])
-def test_hidden_units_are_divided_where_ranks_would_have_one_expert_or_unequally_many(
-    same_on_ranks: Compared, experts: int, ranks: int
-) -> None:
-    entry = same_on_ranks(Mixture(experts), ranks, torch.randn(2, 5, 16, dtype=torch.float64))
-    assert [(e.what, e.count) for e in entry.divided] == [("hidden units", 24)]
+    entry = same_on_ranks(Mixture(experts), ranks, X)
+    assert [(e.what, e.count) for e in entry.divided] == [
+        ("experts", experts) if whole else ("hidden units", 24)
+    ]
+    assert not whole or {name for name, _, _ in entry.whole} == {"gate.weight", "bias"}
+    after = [(s.what, s.bytes_per_token) for s in entry.sent]
+    assert not whole or after == [("all-reduce", 128)], "after the sum of a token"
 
 
 def test_units_that_depend_on_other_tokens_are_not_those_of_single_experts(same_on_ranks: Compared) -> None:
     """A softmax over all sorted tokens: a rank would need the units of tokens that are not its own."""
-    mixture = Mixture(8, lambda units: units.softmax(0))
-    entry = same_on_ranks(mixture, 2, torch.randn(2, 5, 16, dtype=torch.float64))
+    entry = same_on_ranks(Mixture(8, lambda units: units.softmax(0)), 2, X)
     assert "experts" not in {e.what for e in entry.divided}
 
 
@@ -155,26 +149,15 @@ def _one_by_one(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor, down: Tensor,
     return y
 
 
-def _is_divided_once(same_on_ranks: Compared, of: Callable[..., Tensor]) -> None:
-    """One sum over ranks of a token's width, after its experts are added."""
-    entry = same_on_ranks(Written(of), 4, torch.randn(2, 5, 16, dtype=torch.float64))
-    assert {e.what for e in entry.divided} == {"hidden units"}
-    assert [(s.what, s.bytes_per_token) for s in entry.sent] == [("all-reduce", 128)]
-    assert {name for name, _, _ in entry.whole} <= {"gate.weight", "out"}
-
-
-@pytest.mark.parametrize("of", [_einsum, _softmax, _batched])
+@pytest.mark.parametrize("of", [_gathered, _einsum, _softmax, _batched, _one_by_one])
 def test_experts_of_any_spelling_are_divided_and_added_up_once(
     same_on_ranks: Compared, of: Callable[..., Tensor]
 ) -> None:
-    _is_divided_once(same_on_ranks, of)
-
-
-@pytest.mark.parametrize("of", [_gathered, _one_by_one])
-def test_single_experts_that_are_taken_are_divided_and_added_up_once(
-    same_on_ranks: Compared, of: Callable[..., Tensor]
-) -> None:
-    _is_divided_once(same_on_ranks, of)
+    """One sum over ranks of a token's width, after its experts are added."""
+    entry = same_on_ranks(Written(of), 4, X)
+    assert {e.what for e in entry.divided} == {"hidden units"}
+    assert [(s.what, s.bytes_per_token) for s in entry.sent] == [("all-reduce", 128)]
+    assert {name for name, _, _ in entry.whole} <= {"gate.weight", "out"}
 
 
 def _mixed(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor, down: Tensor, out: Tensor) -> Tensor:
@@ -190,14 +173,12 @@ def _bent(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor, down: Tensor, out: 
     return torch.einsum("bteh,ehd->bted", hidden, down).tanh().sum(2)
 
 
-def test_units_that_are_normalised_are_not_divided(same_on_ranks: Compared) -> None:
-    entry = same_on_ranks(Written(_mixed), 2, torch.randn(2, 5, 16, dtype=torch.float64))
-    assert not entry.divided
-    assert {"up", "down"} <= {name for name, _, _ in entry.whole}
-
-
-def test_ranks_are_added_up_before_what_is_not_linear(same_on_ranks: Compared) -> None:
-    entry = same_on_ranks(Written(_bent), 2, torch.randn(2, 5, 16, dtype=torch.float64))
+def test_units_that_are_normalised_are_not_divided_nor_is_added_up_after_what_is_not_linear(
+    same_on_ranks: Compared,
+) -> None:
+    entry = same_on_ranks(Written(_mixed), 2, X)
+    assert not entry.divided and {"up", "down"} <= {name for name, _, _ in entry.whole}
+    entry = same_on_ranks(Written(_bent), 2, X)
     assert [(s.what, s.bytes_per_token) for s in entry.sent] == [("all-reduce", 6 * 128)]
 
 
@@ -246,5 +227,5 @@ def test_experts_and_the_one_of_all_tokens_are_added_up_together(
 
 @pytest.mark.parametrize("late", [False, True])
 def test_gradients_of_experts_added_up_together(same_on_ranks: Compared, late: bool) -> None:
-    entry = same_on_ranks(Shared(late), 4, torch.randn(2, 5, 16, dtype=torch.float64))
+    entry = same_on_ranks(Shared(late), 4, X)
     assert [s.bytes_per_token for s in entry.sent] == [128]

@@ -1,7 +1,6 @@
 """Heads and tokens divided together on 2 x 2 simulated ranks: values and gradients of one device."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,7 @@ import attngraph
 from attngraph.report.entries import Entries
 from tests.parallel.test_tokens import KV, Model
 
-transformers = pytest.importorskip("transformers")
 Compared = Callable[..., Entries]
-_USUAL: dict[str, Any] = {
-    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
-    "vocab_size": 64, "max_position_embeddings": 64,
-}  # fmt: skip
 
 
 def _ids(tokens: int = 16) -> Tensor:
@@ -34,40 +28,6 @@ def test_each_rank_has_some_heads_of_some_tokens(same_on_mesh: Compared, kind: s
     keys = next(f for f in report.context.fetched if f.what == "keys or values")
     seen = 2 if kind == "window" else 8
     assert max(keys.bytes) <= 2 * seen * (KV // 2) * 4 * 8
-
-
-@pytest.mark.parametrize(
-    "name, config, sizes",
-    [
-        ("GPT2LMHeadModel", "GPT2Config", {
-            "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 64, "eos_token_id": 0}),
-        ("LlamaForCausalLM", "LlamaConfig", {**_USUAL, "num_key_value_heads": 1}),
-        ("MistralForCausalLM", "MistralConfig", {**_USUAL, "num_key_value_heads": 2, "sliding_window": 3}),
-        ("BertForMaskedLM", "BertConfig", _USUAL),
-    ],
-)  # fmt: skip
-def test_stock_models(same_on_mesh: Compared, name: str, config: str, sizes: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = getattr(transformers, name)(getattr(transformers, config)(**sizes)).eval()
-    padded = torch.ones(2, 16, dtype=torch.long)
-    padded[0, 12:] = 0
-    more = {} if name.startswith("Bert") else {"use_cache": False}
-    report = same_on_mesh(model, _ids(), attention_mask=padded, **more)
-    assert report.ranks is not None and report.context is not None
-    assert {"heads", "hidden units"} <= {e.what for e in report.ranks.divided}
-    held, whole = report.ranks.parameters[1], report.ranks.parameters[0]
-    assert held < 0.7 * whole
-    assert [a.attentions for a in report.context.axes] == [1] and report.context.whole == ()
-
-
-@pytest.mark.slow
-def test_an_encoder_and_a_decoder(same_on_mesh: Compared) -> None:
-    """Two sizes that count tokens, one after the other, on a graph whose heads are divided already."""
-    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=64)
-    model = transformers.T5ForConditionalGeneration(config).eval()
-    report = same_on_mesh(model, _ids(), decoder_input_ids=_ids(8), use_cache=False)
-    assert report.context is not None
-    assert [(a.tokens, a.attentions) for a in report.context.axes] == [(16, 1), (8, 2)]
 
 
 @pytest.mark.slow

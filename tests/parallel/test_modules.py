@@ -1,6 +1,7 @@
 """Plain modules on simulated ranks: which are divided, which are not and why, and that nothing is wrong."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -60,21 +61,21 @@ def test_attention_is_divided_by_heads(same_on_ranks: Compared, odd: str) -> Non
     assert {n for n, _, _ in entry.whole} & {"qkv.weight", "out.weight", "table"} == PACKED_WHOLE
 
 
-@pytest.mark.parametrize("kv, ranks", [(2, 4), (1, 2), (1, 4), (2, 8)])
-def test_key_heads_that_are_fewer_than_ranks_are_shared(same_on_ranks: Compared, kv: int, ranks: int) -> None:
-    entry = same_on_ranks(Attention(heads=8, kv=kv), ranks, torch.randn(2, 5, 32, dtype=torch.float64))
-    assert [(e.what, e.count) for e in entry.divided] == [("heads", 8)]
-    assert "qkv.weight" in {name for name, _, _ in entry.whole}  # told, not hidden
-
-
-@pytest.mark.parametrize("heads, kv, ranks", [(3, 3, 2), (6, 3, 2), (4, 4, 3)])
-def test_heads_that_cannot_be_divided_are_left_to_every_rank(
+@pytest.mark.parametrize(
+    ("heads", "kv", "ranks"), [(8, 2, 4), (6, 3, 2), (8, 1, 2), (8, 1, 4), (8, 2, 8), (3, 3, 2), (4, 4, 3)]
+)
+def test_key_heads_that_are_fewer_than_ranks_are_shared_and_heads_that_cannot_be_divided_are_left(
     same_on_ranks: Compared, heads: int, kv: int, ranks: int
 ) -> None:
+    """To every rank."""
     entry = same_on_ranks(Attention(heads, kv), ranks, torch.randn(2, 5, 32, dtype=torch.float64))
-    assert entry.divided == () and entry.sent == ()
-    reasons = {name: reason for name, _, reason in entry.whole}
-    assert "divided among" in reasons["out.weight"] or "heads" in reasons["out.weight"]
+    whole = {name: reason for name, _, reason in entry.whole}
+    if heads == 8:
+        assert [(e.what, e.count) for e in entry.divided] == [("heads", 8)]
+        assert "qkv.weight" in whole  # told, not hidden
+    else:
+        assert entry.divided == () and entry.sent == ()
+        assert "divided among" in whole["out.weight"] or "heads" in whole["out.weight"]
 
 
 @pytest.mark.slow
@@ -112,46 +113,35 @@ def test_mlps_are_divided_by_hidden_units(same_on_ranks: Compared, packed: bool)
 
 
 class Mixing(nn.Module):
-    """Hidden units that depend on each other: no MLP."""
+    """Hidden units that depend on each other: no MLP. Or (`sum`) what is multiplied last is also a result:
+    dividing it would only add messages."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.up, self.down = how, nn.Linear(16, 32), nn.Linear(32, 16)
-        self.norm = nn.LayerNorm(32)
+        self.norm, self.a, self.b = nn.LayerNorm(32), nn.Linear(16, 16), nn.Linear(16, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.up(x)
-        if self.how == "softmax":
-            y = y.softmax(-1)
-        if self.how == "norm":
-            y = self.norm(y)
-        if self.how == "flip":
-            y = y + y.flip(-1)
-        if self.how == "cumsum":
-            y = y.cumsum(-1)
+        match self.how:
+            case "softmax":
+                y = y.softmax(-1)
+            case "norm":
+                y = self.norm(y)
+            case "flip":
+                y = y + y.flip(-1)
+            case "cumsum":
+                y = y.cumsum(-1)
+            case "sum":
+                x = x + self.a(x)
+                return self.b(x), x
         return self.down(y)
 
 
-@pytest.mark.parametrize("how", ["softmax", "norm", "flip", "cumsum"])
+@pytest.mark.parametrize("how", ["softmax", "norm", "flip", "cumsum", "sum"])
 def test_hidden_units_that_depend_on_each_other_are_not_divided(same_on_ranks: Compared, how: str) -> None:
     entry = same_on_ranks(Mixing(how), 2, torch.randn(3, 16, dtype=torch.float64))
     assert entry.divided == () and entry.sent == ()
-
-
-class Residual(nn.Module):
-    """What is multiplied last is also a result: dividing it would only add messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + self.a(x)
-        return self.b(x), x
-
-
-def test_a_sum_of_layers_is_not_divided(same_on_ranks: Compared) -> None:
-    assert same_on_ranks(Residual(), 2, torch.randn(3, 16, dtype=torch.float64)).divided == ()
 
 
 class Keys(Attention):

@@ -8,6 +8,7 @@ import torch
 import attngraph
 from attngraph.models.mla import MLAConfig, MLADecoder
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
+from tests.parallel.models import on_ranks
 
 
 def _heads(kv_heads: int) -> torch.nn.Module:
@@ -53,9 +54,4 @@ def test_ranks_round_what_their_heads_attend_to(
 
 def test_tokens_of_rounded_values_are_not_divided_yet() -> None:
     with pytest.raises(ValueError, match="a cache of int8 whose tokens are divided"):
-        attngraph.compile(
-            _latent(),
-            cache=attngraph.CacheConfig(dtype=torch.int8),
-            mesh=attngraph.SimulatedMesh(tensor=2),
-            shard=attngraph.ShardConfig(cache="tokens"),
-        )
+        on_ranks(2, _latent(), cache="tokens", dtype=torch.int8)

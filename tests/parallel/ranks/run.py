@@ -47,6 +47,19 @@ class Block(nn.Module):
         return x @ self.table.weight.T
 
 
+def said_by(call, kind=attngraph.DisagreementError):
+    """What a call's error says, in one line."""
+    try:
+        call()
+    except kind as problem:
+        return str(problem).replace("\n", " ")
+    return "nothing"
+
+
+def on_axes(*sizes, names=("tensor", "context")):
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -89,19 +102,13 @@ def train_whole(mesh, rank):
 
 def train_on_both(_, rank):
     """2 x 2 ranks: heads along one axis, tokens along the other; every rank holds its part of the heads."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "context"))
-    return train(mesh, rank)
+    return train(on_axes(2, 2), rank)
 
 
 def disagree_on_both(_, rank):
     """Of 2 x 2 ranks the last is called otherwise: all say so, those that share no axis with it too."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "context"))
-    compiled = attngraph.compile(Block(), mesh=mesh)
-    try:
-        compiled(torch.arange(32).view(2, 16) + (rank == 3))
-    except attngraph.DisagreementError as problem:
-        return str(problem).replace("\n", " ")
-    return "nothing"
+    compiled = attngraph.compile(Block(), mesh=on_axes(2, 2))
+    return said_by(lambda: compiled(torch.arange(32).view(2, 16) + (rank == 3)))
 
 
 def checkpoint(mesh, rank):
@@ -163,15 +170,10 @@ def on_meta(mesh, rank):
     with torch.device("meta"):
         model = Block()
         model.register_buffer("table_of_places", torch.arange(4))
-    try:
-        attngraph.compile(model, mesh=mesh).place(ids)
-    except attngraph.PlacementError as problem:
-        assert "buffer table_of_places is on meta" in str(problem), problem
-    try:
-        attngraph.load_weights(nn.Linear(2, 2), f"{folder}.False.safetensors")
-        said.append("nothing")
-    except attngraph.PlacementError as problem:
-        said.append(str(problem))
+    refused = said_by(lambda: attngraph.compile(model, mesh=mesh).place(ids), attngraph.PlacementError)
+    assert "buffer table_of_places is on meta" in refused, refused
+    file = f"{folder}.False.safetensors"
+    said.append(said_by(lambda: attngraph.load_weights(nn.Linear(2, 2), file), attngraph.PlacementError))
     return "; ".join(said)
 
 
@@ -217,8 +219,7 @@ class Windowed(Block):
 
 def tokens(_, rank):
     """Tokens divided: values and gradients beside one device, and the bytes that are received."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
-    said = []
+    mesh, said = on_axes(2, names=("context",)), []
     for documents in (None, torch.arange(16).div(6, rounding_mode="floor").expand(2, -1)):
         torch.manual_seed(0)
         alone = Windowed()
@@ -240,25 +241,16 @@ def tokens(_, rank):
 
 
 def disagree_in_tokens(_, rank):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
-    compiled = attngraph.compile(Windowed(), mesh=mesh)
-    try:
-        compiled(torch.arange(32).view(2, 16) + rank)
-    except attngraph.DisagreementError as problem:
-        return str(problem).replace("\n", " ")
-    return "nothing"
+    compiled = attngraph.compile(Windowed(), mesh=on_axes(2, names=("context",)))
+    return said_by(lambda: compiled(torch.arange(32).view(2, 16) + rank))
 
 
 def disagree(mesh, rank):
     compiled = attngraph.compile(Block(), mesh=mesh)
     ids = torch.arange(12).view(2, 6)
     compiled(ids)
-    found = []
-    for other in (ids[:, : 4 + rank], ids.float() if rank else ids):
-        try:
-            compiled(other)
-        except attngraph.DisagreementError as problem:
-            found.append(str(problem).replace("\n", " "))
+    others = (ids[:, : 4 + rank], ids.float() if rank else ids)
+    found = [said_by(lambda other=other: compiled(other)) for other in others]
     compiled(ids)  # and all is well afterwards
     return " | ".join(found)
 
@@ -267,11 +259,7 @@ def disagree_in_code(mesh, rank):
     model = Block()
     if rank:
         model.down = nn.Linear(64, 32, bias=False)
-    try:
-        attngraph.compile(model, mesh=mesh)(torch.arange(12).view(2, 6))
-    except attngraph.DisagreementError as problem:
-        return str(problem).replace("\n", " ")
-    return "nothing"
+    return said_by(lambda: attngraph.compile(model, mesh=mesh)(torch.arange(12).view(2, 6)))
 
 
 def disagree_in_numbers(mesh, rank):
@@ -280,11 +268,7 @@ def disagree_in_numbers(mesh, rank):
     torch.manual_seed(0)
     compiled(ids)
     torch.manual_seed(rank)
-    try:
-        compiled(ids)
-    except attngraph.DisagreementError as problem:
-        return str(problem).replace("\n", " ")
-    return "nothing"
+    return said_by(lambda: compiled(ids))
 
 
 def decoder_on(mesh, config=None, **sizes):
@@ -407,19 +391,14 @@ def disagree_in_prompts(mesh, rank):
     engine.submit([1, 2, 3 + rank], 3)
     mixed = attngraph.KVCache.load(f"{MEETING}.state0")
 
-    found = []
-    for call in (
+    calls = (
         lambda: decoder.prefill(ids + rank),
         lambda: decoder.generate(ids[:, : 4 + rank], 3),
         lambda: decoder.generate(ids, 3, temperature=float(rank)),
         lambda: engine.step(),
         lambda: decoder.decode(ids[:, 0], mixed),
-    ):
-        try:
-            call()
-            found.append("nothing")
-        except attngraph.DisagreementError as problem:
-            found.append(str(problem).replace("\n", " "))
+    )
+    found = [said_by(call) for call in calls]
     assert torch.equal(decoder.generate(ids, 3), wanted)
     return " | ".join(found)
 
@@ -473,15 +452,15 @@ def with_fully_shard(mesh, rank):
     from torch.distributed.fsdp import fully_shard
 
     found = []
-    data = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))["data"]
+    data = on_axes(1, 2, names=("data", "tensor"))["data"]
     for config in (None, attngraph.ShardConfig(parameters="whole")):
         model = Block()
         fully_shard(model, mesh=data)
-        try:
-            attngraph.compile(model, mesh=mesh, shard=config)
-            found.append("nothing")
-        except attngraph.PlacementError as problem:
-            found.append(str(problem).replace("\n", " "))
+        refused = said_by(
+            lambda: attngraph.compile(model, mesh=mesh, shard=config),  # noqa: B023
+            attngraph.PlacementError,
+        )
+        found.append(refused)
     model = Block()
     for _ in range(2):
         attngraph.compile(model, mesh=mesh)(torch.arange(12).view(2, 6))

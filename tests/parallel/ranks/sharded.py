@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import attngraph
 
 COMMON = runpy.run_path(str(Path(__file__).parent / "run.py"), run_name="common")
-Block, whole = COMMON["Block"], COMMON["whole"]
+Block, whole, said_by, on_axes = (COMMON[name] for name in ("Block", "whole", "said_by", "on_axes"))
 IDS = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(1))
 
 
@@ -76,23 +75,23 @@ def train(mesh, config=None, packed=False):
 
 def data(_, rank):
     """Two ranks, each with rows of its own; no other axis."""
-    return train(init_device_mesh("cpu", (2,), mesh_dim_names=("data",)))
+    return train(on_axes(2, names=("data",)))
 
 
 def data_and_tensor(_, rank):
     """2 x 2 ranks."""
-    return train(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+    return train(on_axes(2, 2, names=("data", "tensor")))
 
 
 def data_and_whole(_, rank):
     """Packed projections that stay whole along the axis that divides heads, and then all parameters do."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = on_axes(2, 2, names=("data", "tensor"))
     configs = (attngraph.ShardConfig(parameters=how) for how in ("even", "whole"))
     return "; ".join(train(mesh, config, packed=True) for config in configs)
 
 
 def data_and_context(_, rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    mesh = on_axes(2, 2, names=("data", "context"))
     return train(mesh)
 
 
@@ -109,17 +108,9 @@ class Twice(nn.Module):
         return logits
 
 
-def said_by(call, kind):
-    try:
-        call()
-    except kind as problem:
-        return str(problem).replace("\n", " ")
-    return "nothing"
-
-
 def refusals(_, rank):
     """What cannot be right is refused: each with what to do."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    mesh = on_axes(1, 2, names=("data", "tensor"))
     ids, found = IDS[:2, :5], []
 
     packed = attngraph.compile(Block(), mesh=mesh)
@@ -137,7 +128,7 @@ def refusals(_, rank):
     fully_shard(blocks, mesh=mesh["data"])
     found.append(said_by(lambda: blocks(ids), attngraph.CaptureError))
 
-    data = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    data = on_axes(2, names=("data",))
     decoder = attngraph.compile(Block(packed=False).eval(), cache=True)
     decoder.prefill(ids)
     fully_shard(decoder, mesh=data)
