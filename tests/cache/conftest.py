@@ -31,14 +31,17 @@ def decodes(poisoned: None) -> Decodes:
     unequal length, padded on either side, computed in chunks, in a copy, in another order of rows, after a
     reset, in an engine, and as beams. Returns the decoder."""
 
-    def check(model: nn.Module, vocabulary: int = 24, new: int = 64) -> attngraph.Decoder:
+    def check(model: nn.Module, vocabulary: int = 24, new: int = 16) -> attngraph.Decoder:
         model.eval()
         generator = torch.Generator().manual_seed(3)
         rows = [torch.randint(3, vocabulary, (n,), generator=generator) for n in (7, 2, 12)]
         wanted = [_recomputed(model, row[None], new)[0] for row in rows]
         decoder = attngraph.compile(model, cache=True)
-        found = decoder.generate(rows, new)[:, -new:]
-        assert [row.tolist() for row in found] == [row.tolist() for row in wanted]
+        found = decoder.generate(rows, new)
+        whole = [torch.cat(both) for both in zip(rows, wanted, strict=True)]
+        assert [row[-len(w) :].tolist() for row, w in zip(found, whole, strict=True)] == [
+            row.tolist() for row in whole
+        ]
         _assert_padding_changes_nothing(decoder, rows, wanted)
         _assert_states_are_independent(decoder, model, rows)
         engine = attngraph.Engine(decoder, max_batch=2, chunk=3)
@@ -82,6 +85,8 @@ def _assert_padding_changes_nothing(
             ids[number, place], mask[number, place] = row, 1
         padded = decoder.generate(ids, 8, attention_mask=mask)[:, -8:]
         assert torch.equal(padded, torch.stack([row[:8] for row in wanted]))
+    logits, state = decoder.prefill(ids, attention_mask=mask)
+    assert (logits[mask == 0] == 0).all() and state.lengths == [len(row) for row in rows]
 
 
 def _assert_states_are_independent(decoder: attngraph.Decoder, model: nn.Module, rows: list[Tensor]) -> None:

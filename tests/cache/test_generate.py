@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.runtime.generate import kept_weights, sample
+from tests.cache.models import WIDTH, Small, attend
 
 pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
 
@@ -249,24 +250,10 @@ def test_the_likeliest_tokens_decide_as_if_all_were_sorted(
 # --- a context that rolls ---
 
 
-class Learned(nn.Module):
-    """Learned positions for `CONTEXT` tokens, as in nanoGPT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.places = nn.Embedding(VOCABULARY, 8), nn.Embedding(CONTEXT, 8)
-        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
-        q, k, v = self.qkv(x).chunk(3, -1)
-        later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
-        return self.head(x + (q @ k.mT).masked_fill(later, -torch.inf).softmax(-1) @ v)
-
-
 def test_a_context_that_rolls_is_the_loop_over_the_last_tokens() -> None:
-    torch.manual_seed(0)
-    model = Learned().eval()
+    """Of learned positions for `CONTEXT` tokens, as in nanoGPT."""
+    table = nn.Embedding(CONTEXT, WIDTH)
+    model = Small(lambda m, x: attend(*[x + m.table(torch.arange(x.shape[1]))] * 3), table=table)
     decoder = attngraph.compile(model, cache=True)
     rows = [torch.randint(0, VOCABULARY, (n,)) for n in (3, 9, 10, 14)]
     found = decoder.generate(rows, 12, context="roll")

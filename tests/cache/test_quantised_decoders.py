@@ -3,6 +3,7 @@ what changes in the model is seen at the next call."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,112 +19,105 @@ from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 WIDTH, VOCABULARY = 32, 61
 
 
-class Int8Linear(nn.Module):
-    """By hand: integers and a scale for each output."""
+class Quantised(nn.Module):
+    """A linear layer whose weight is computed from buffers."""
 
-    def __init__(self, source: nn.Linear) -> None:
+    def __init__(self, source: nn.Linear, made: Callable[[Any], Tensor], **buffers: Tensor) -> None:
         super().__init__()
-        scale = source.weight.detach().abs().amax(1) / 127
-        self.register_buffer("weight", (source.weight.detach() / scale[:, None]).round().to(torch.int8))
-        self.register_buffer("scale", scale)
-        self.bias = source.bias
+        self.bias, self.made = source.bias, made
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype) * self.scale[:, None], self.bias)
+        return F.linear(x, self.made(self), self.bias)
 
 
-class GroupedLinear(Int8Linear):
-    """With a scale and a zero for each group of inputs."""
-
-    group = 16
-
-    def __init__(self, source: nn.Linear) -> None:
-        super().__init__(source)
-        parts = source.weight.detach().unflatten(1, (-1, self.group))
-        low = parts.amin(-1, keepdim=True)
-        scale = (parts.amax(-1, keepdim=True) - low) / 15
-        self.weight = ((parts - low) / scale).round().to(torch.uint8).flatten(1)
-        self.scale, self.zero = nn.Buffer(scale), nn.Buffer(-low / scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.weight.unflatten(1, (-1, self.group)).to(x.dtype)
-        return F.linear(x, ((parts - self.zero) * self.scale).flatten(1), self.bias)
+def rounded(source: nn.Linear) -> tuple[Tensor, Tensor]:
+    """Integers, and a scale for each output."""
+    scale = source.weight.detach().abs().amax(1) / 127
+    return (source.weight.detach() / scale[:, None]).round().to(torch.int8), scale
 
 
-class PackedLinear(GroupedLinear):
-    """The same with two integers in a byte: neighbours, the first in its low bits."""
-
-    group = 32
-
-    def __init__(self, source: nn.Linear) -> None:
-        super().__init__(source)
-        self.weight = self.packed(self.weight)
-
-    def packed(self, whole: Tensor) -> Tensor:
-        return whole[:, ::2] | whole[:, 1::2] << 4
-
-    def integers(self) -> Tensor:
-        return torch.stack([self.weight & 15, self.weight >> 4], -1).flatten(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.integers().unflatten(1, (-1, self.group)).to(x.dtype)
-        return F.linear(x, ((parts - self.zero) * self.scale).flatten(1), self.bias)
+def by_output(source: nn.Linear) -> nn.Module:
+    weight, scale = rounded(source)
+    return Quantised(source, lambda m: m.weight.float() * m.scale[:, None], weight=weight, scale=scale)
 
 
-class HalvesLinear(PackedLinear):
-    """The second half of a row in the high bits."""
-
-    group = 16
-
-    def packed(self, whole: Tensor) -> Tensor:
-        low, high = whole.chunk(2, 1)
-        return low | high << 4
-
-    def integers(self) -> Tensor:
-        return torch.cat([self.weight & 15, self.weight >> 4], 1)
-
-
-class WordsLinear(PackedLinear):
-    """Eight integers in a word of 32 bits, each less 8."""
-
-    def __init__(self, source: nn.Linear) -> None:
-        super().__init__(source)
-        self.weight, self.zero = self.weight.view(torch.int32), nn.Buffer(torch.zeros_like(self.zero))
-        self.by = nn.Buffer(torch.arange(0, 32, 4, dtype=torch.int32))
-
-    def integers(self) -> Tensor:
-        return ((self.weight[..., None] >> self.by) & 15).flatten(1) - 8
-
-
-class OutputsLinear(PackedLinear):
-    """Two outputs in a byte: PyTorch multiplies."""
-
-    def packed(self, whole: Tensor) -> Tensor:
-        self.odd = len(whole) % 2
-        whole = F.pad(whole, (0, 0, 0, self.odd))
-        return whole[::2] | whole[1::2] << 4
-
-    def integers(self) -> Tensor:
-        whole = torch.stack([self.weight & 15, self.weight >> 4], 1).flatten(0, 1)
-        return whole[: len(whole) - self.odd]
-
-
-class SmallGroups(GroupedLinear):
-    """Groups that are no whole vectors: PyTorch multiplies."""
-
-    group = 8
-
-
-class TurnedLinear(Int8Linear):
+class Turned(Quantised):
     """With the matrix as `[in, out]`."""
-
-    def __init__(self, source: nn.Linear) -> None:
-        super().__init__(source)
-        self.weight = self.weight.T.contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
         found = x @ self.weight.to(x.dtype) * self.scale
         return found if self.bias is None else found + self.bias
+
+
+def turned(source: nn.Linear) -> nn.Module:
+    weight, scale = rounded(source)
+    return Turned(source, lambda m: m.weight, weight=weight.T.contiguous(), scale=scale)
+
+
+def grouped(
+    source: nn.Linear, size: int = 16, pack: Callable[[Tensor], Tensor] = lambda whole: whole,
+    unpack: Callable[[Any], Tensor] = lambda m: m.weight, **more: Tensor,
+) -> nn.Module:  # fmt: skip
+    """With a scale and a zero for each group of inputs; `pack` says how the integers lie."""
+    parts = source.weight.detach().unflatten(1, (-1, size))
+    low = parts.amin(-1, keepdim=True)
+    scale = (parts.amax(-1, keepdim=True) - low) / 15
+    integers = ((parts - low) / scale).round().to(torch.uint8).flatten(1)
+    buffers = {"weight": pack(integers), "scale": scale, "zero": -low / scale, **more}
+    return Quantised(
+        source, lambda m: ((unpack(m).unflatten(1, (-1, size)).float() - m.zero) * m.scale).flatten(1),
+        **buffers,
+    )  # fmt: skip
+
+
+def both(m: Any) -> tuple[Tensor, Tensor]:
+    """The integers in the low and in the high bits of each byte."""
+    return m.weight & 15, m.weight >> 4
+
+
+def neighbours(whole: Tensor) -> Tensor:
+    return whole[:, ::2] | whole[:, 1::2] << 4
+
+
+def halves(whole: Tensor) -> Tensor:
+    """The second half of a row in the high bits."""
+    low, high = whole.chunk(2, 1)
+    return low | high << 4
+
+
+def packed(source: nn.Linear) -> nn.Module:
+    return grouped(source, 32, neighbours, lambda m: torch.stack(both(m), -1).flatten(1))
+
+
+def in_halves(source: nn.Linear) -> nn.Module:
+    return grouped(source, 16, halves, lambda m: torch.cat(both(m), 1))
+
+
+def words(source: nn.Linear) -> nn.Module:
+    """Eight integers in a word of 32 bits, each less 8."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    nothing = torch.zeros(source.out_features, source.in_features // 32, 1)
+    return grouped(
+        source, 32, lambda whole: neighbours(whole).view(torch.int32),
+        lambda m: ((m.weight[..., None] >> m.by) & 15).flatten(1) - 8, by=shifts, zero=nothing,
+    )  # fmt: skip
+
+
+def two_outputs(source: nn.Linear) -> nn.Module:
+    """Two outputs in a byte: PyTorch multiplies."""
+
+    def pack(whole: Tensor) -> Tensor:
+        whole = F.pad(whole, (0, 0, 0, len(whole) % 2))
+        return whole[::2] | whole[1::2] << 4
+
+    return grouped(source, 32, pack, lambda m: torch.stack(both(m), 1).flatten(0, 1)[: source.out_features])
+
+
+def small_groups(source: nn.Linear) -> nn.Module:
+    """Groups that are no whole vectors: PyTorch multiplies."""
+    return grouped(source, 8)
 
 
 class Wrapped(torch.Tensor):
@@ -189,8 +183,7 @@ class Model(nn.Module):
 
 
 def wrapped(source: nn.Linear) -> nn.Linear:
-    by_hand = Int8Linear(source)
-    source.weight = nn.Parameter(Wrapped(by_hand.weight, by_hand.scale), requires_grad=False)
+    source.weight = nn.Parameter(Wrapped(*rounded(source)), requires_grad=False)
     return source
 
 
@@ -213,6 +206,19 @@ def greedy(model: nn.Module, ids: Tensor, count: int) -> Tensor:
     return ids
 
 
+def by_torchao(config: Callable[[Any], Any]) -> nn.Module:
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    pytest.importorskip("torchao.quantization.granularity", reason="this torchao has no groups")
+    torch.manual_seed(0)
+    model = Model().eval().requires_grad_(False)
+    torchao.quantize_(model, config(torchao))
+    return model
+
+
+def ids(rows: int, tokens: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
 def note_of(decoder: Any) -> str:
     return " ".join(n for p in decoder.report.passes if p.name == "quantised-linear" for n in p.notes)
 
@@ -232,38 +238,64 @@ def fused_graph(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
     return graphs[-1]
 
 
-@pytest.mark.parametrize("convert", [
-    Int8Linear, TurnedLinear, GroupedLinear, SmallGroups, PackedLinear, HalvesLinear, WordsLinear, wrapped,
-])  # fmt: skip
-def test_greedy_tokens_are_those_of_the_quantised_model(convert: Any) -> None:
-    model = quantised(convert)
-    ids = torch.randint(0, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(1))
-    decoder = attngraph.compile(model, cache=True)
-    assert torch.equal(decoder.generate(ids, max_new_tokens=10), greedy(model, ids, 10))
-    assert note_of(decoder) == "9 product(s) read the weight's integers"
+CONVERTED: dict[str, Callable[[], nn.Module]] = {
+    "a scale for each output": lambda: quantised(by_output),
+    "two integers in a byte": lambda: quantised(packed),
+    "eight integers in a word": lambda: quantised(words),
+    "wrapped weights of many equal layers": lambda: quantised(wrapped, blocks=5),
+    "turned": lambda: quantised(turned),
+    "a scale and a zero for each group": lambda: quantised(grouped),
+    "small groups": lambda: quantised(small_groups),
+    "two halves in a byte": lambda: quantised(in_halves),
+    "two outputs in a byte": lambda: quantised(two_outputs),
+    "torchao's IntxWeightOnlyConfig": lambda: by_torchao(
+        lambda of: of.IntxWeightOnlyConfig(torch.int4, granularity=of.granularity.PerGroup(16))
+    ),
+    "torchao's Int8WeightOnlyConfig": lambda: by_torchao(lambda of: of.Int8WeightOnlyConfig()),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_greedy_tokens_are_those_of_the_quantised_model(name: str) -> None:
+    """A trace repeats equal layers only where their weights are plain tensors."""
+    model = CONVERTED[name]()
+    decoder, prompts = attngraph.compile(model, cache=True), ids(3, 7)
+    assert torch.equal(decoder.generate(prompts, max_new_tokens=10), greedy(model, prompts, 10))
+    if name != "two outputs in a byte":
+        count = 21 if "many" in name else 9
+        assert note_of(decoder) == f"{count} product(s) read the weight's integers"
 
 
 @pytest.mark.parametrize("count", [1, 40])
 def test_logits_are_those_of_the_quantised_model(count: int) -> None:
     """After few new tokens, whose products are C's, and after many, whose products are PyTorch's."""
-    model = quantised(Int8Linear)
-    ids = torch.randint(0, VOCABULARY, (2, 9 + count), generator=torch.Generator().manual_seed(2))
+    model, tokens = quantised(by_output), ids(2, 9 + count)
     decoder = attngraph.compile(model, cache=True)
-    with torch.no_grad():
-        _, state = decoder.prefill(ids[:, :9])
-        found = decoder.decode(ids[:, 9:], state)
-        wanted = model(ids)[:, -found.shape[1] :] if found.ndim == 3 else model(ids)[:, -1]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    _, state = decoder.prefill(tokens[:, :9])
+    torch.testing.assert_close(
+        decoder.decode(tokens[:, 9:], state), model(tokens)[:, 9:], rtol=1e-4, atol=1e-5
+    )
 
 
-def test_new_weights_are_read_at_the_next_token() -> None:
-    model = quantised(Int8Linear)
-    ids = torch.randint(0, VOCABULARY, (1, 6), generator=torch.Generator().manual_seed(3))
+def _other_weights(model: nn.Module) -> None:
+    model.load_state_dict(quantised(words, seed=5).state_dict())
+
+
+def _other_shifts(model: nn.Module) -> None:
+    """What a small table held when the decoder was made is part of its formulas."""
+    for module in model.modules():
+        if isinstance(module, Quantised):
+            module.by.copy_(module.by.flip(0))
+
+
+@pytest.mark.parametrize("change", [_other_weights, pytest.param(_other_shifts, marks=pytest.mark.slow)])
+def test_what_changes_is_read_at_the_next_token(change: Callable[[nn.Module], None]) -> None:
+    model, prompts = quantised(words), ids(1, 6)
     decoder = attngraph.compile(model, cache=True)
-    before = decoder.generate(ids, max_new_tokens=8)
-    model.load_state_dict(quantised(Int8Linear, seed=5).state_dict())
-    after = decoder.generate(ids, max_new_tokens=8)
-    assert torch.equal(after, greedy(model, ids, 8)) and not torch.equal(before, after)
+    before = decoder.generate(prompts, max_new_tokens=8)
+    change(model)
+    after = decoder.generate(prompts, max_new_tokens=8)
+    assert torch.equal(after, greedy(model, prompts, 8)) and not torch.equal(before, after)
 
 
 def test_c_reads_the_integers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +311,7 @@ def test_c_reads_the_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("convert", [PackedLinear, HalvesLinear, WordsLinear])
+@pytest.mark.parametrize("convert", [packed, in_halves, words])
 def test_c_reads_packed_integers(convert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they lie: nothing is unpacked, and no byte is copied to another tensor."""
     model = quantised(convert)
@@ -290,56 +322,3 @@ def test_c_reads_packed_integers(convert: Any, monkeypatch: pytest.MonkeyPatch) 
     given = [pair for n in programs for pair in zip(n.args[0], parse(str(n.args[1])).given, strict=True)]
     packed = [node for node, about in given if about.packed is not None]
     assert len(packed) == 9 and all(node.op == "placeholder" for node in packed)
-
-
-def test_packed_outputs_are_left_to_pytorch() -> None:
-    model = quantised(OutputsLinear)
-    ids = torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(1))
-    decoder = attngraph.compile(model, cache=True)
-    assert torch.equal(decoder.generate(ids, max_new_tokens=6), greedy(model, ids, 6))
-
-
-@pytest.mark.slow
-def test_another_table_of_shifts_is_another_formula() -> None:
-    """What a small table held when the decoder was made is part of its formulas."""
-    model = quantised(WordsLinear)
-    ids = torch.randint(0, VOCABULARY, (1, 6), generator=torch.Generator().manual_seed(3))
-    decoder = attngraph.compile(model, cache=True)
-    before = decoder.generate(ids, max_new_tokens=8)
-    for module in model.modules():
-        if isinstance(module, WordsLinear):
-            module.by.copy_(module.by.flip(0))
-    after = decoder.generate(ids, max_new_tokens=8)
-    assert torch.equal(after, greedy(model, ids, 8)) and not torch.equal(before, after)
-
-
-def test_many_equal_layers_with_wrapped_weights() -> None:
-    """A trace repeats equal layers only where their weights are plain tensors."""
-    model = quantised(wrapped, blocks=5)
-    ids = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
-    decoder = attngraph.compile(model, cache=True)
-    assert torch.equal(decoder.generate(ids, max_new_tokens=10), greedy(model, ids, 10))
-    assert note_of(decoder) == "21 product(s) read the weight's integers"
-
-
-def test_torchao_intx() -> None:
-    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    granularity = pytest.importorskip("torchao.quantization.granularity").PerGroup(16)
-    torch.manual_seed(0)
-    model = Model().eval().requires_grad_(False)
-    torchao.quantize_(model, torchao.IntxWeightOnlyConfig(torch.int4, granularity=granularity))
-    ids = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
-    decoder = attngraph.compile(model, cache=True)
-    assert torch.equal(decoder.generate(ids, max_new_tokens=10), greedy(model, ids, 10))
-    assert note_of(decoder) == "9 product(s) read the weight's integers"
-
-
-def test_torchao_int8() -> None:
-    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    torch.manual_seed(0)
-    model = Model().eval().requires_grad_(False)
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
-    ids = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
-    decoder = attngraph.compile(model, cache=True)
-    assert torch.equal(decoder.generate(ids, max_new_tokens=10), greedy(model, ids, 10))
-    assert note_of(decoder) == "9 product(s) read the weight's integers"

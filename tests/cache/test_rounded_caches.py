@@ -4,6 +4,7 @@ done to a state takes the scales along."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from attngraph.ir.ops import cached_attention as op
 from attngraph.ir.ops import quantised
 from attngraph.ir.ops.cached_attention import Rows
 from attngraph.ir.ops.quantised import largest_error, quantise, widened
+from tests.cache.models import Small, attend, convolved
 
 transformers = pytest.importorskip("transformers")
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
@@ -129,43 +131,33 @@ def test_pages_of_integers_without_scales_are_not_read_by_c() -> None:
 # --- decoders ---
 
 
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=VOCABULARY, n_positions=64)
-    return transformers.GPT2LMHeadModel(config)
-
-
 SMALL = {
     "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
     "vocab_size": VOCABULARY, "max_position_embeddings": 64,
 }  # fmt: skip
 
 
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **SMALL))
+def of(name: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        return getattr(transformers, name)(getattr(transformers, config)(**sizes))  # type: ignore[no-any-return]
+
+    make.__name__ = name  # in names of tests
+    return make
 
 
-def qwen3() -> nn.Module:
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(num_key_value_heads=2, head_dim=16, **SMALL)
-    )
-
-
-def mistral() -> nn.Module:
-    """With a window of six tokens: rings."""
-    config = transformers.MistralConfig(num_key_value_heads=2, sliding_window=6, **SMALL)
-    return transformers.MistralForCausalLM(config)
-
-
-def deepseek() -> nn.Module:
-    """With latents of 16 + 8."""
-    config = transformers.DeepseekV3Config(
-        kv_lora_rank=16, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-        first_k_dense_replace=1, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1,
-        moe_intermediate_size=16, num_key_value_heads=4, **SMALL,
-    )  # fmt: skip
-    return transformers.DeepseekV3ForCausalLM(config)
-
-
+gpt2 = of(
+    "GPT2LMHeadModel", "GPT2Config", n_layer=1, n_embd=32, n_head=2, vocab_size=VOCABULARY, n_positions=64
+)
+llama = of("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2, **SMALL)
+qwen3 = of("Qwen3ForCausalLM", "Qwen3Config", num_key_value_heads=2, head_dim=16, **SMALL)
+mistral = of("MistralForCausalLM", "MistralConfig", num_key_value_heads=2, sliding_window=6, **SMALL)
+"""With a window of six tokens: rings."""
+deepseek = of(
+    "DeepseekV3ForCausalLM", "DeepseekV3Config", kv_lora_rank=16, q_lora_rank=None, qk_rope_head_dim=8,
+    qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1, n_routed_experts=2, num_experts_per_tok=1,
+    n_group=1, topk_group=1, moe_intermediate_size=16, num_key_value_heads=4, **SMALL,
+)  # fmt: skip
+"""With latents of 16 + 8."""
 BYTES = {gpt2: (256, 2 * 2 * (16 + 4)), llama: (128, 2 * 2 * (8 + 4)), qwen3: (256, 80), mistral: (128, 48),
          deepseek: (96, 24 + 4)}  # fmt: skip
 """Per token as computed, and in 8 bits."""
@@ -221,10 +213,15 @@ def test_stock_models_drift_little_for_a_quarter_of_the_bytes(
 @pytest.mark.parametrize(
     "make", [m if m is llama else pytest.param(m, marks=pytest.mark.slow) for m in BYTES]
 )
-@pytest.mark.parametrize("layout", CONFIGS)
-def test_stock_models_keep_the_other_bytes_where_nothing_is_rounded(make: Any, layout: str) -> None:
-    decoder = attngraph.compile(model_of(make), cache=CacheConfig(proof=False, **CONFIGS[layout]))
-    assert decoder.prefill(ids(1, 9))[1].bytes_per_token == BYTES[make][0]
+def test_stock_models_keep_the_other_bytes_where_nothing_is_rounded(make: Any) -> None:
+    """As computed, and in float64."""
+    tokens = ids(2, 12)
+    for dtype, factor in ((None, 1), (torch.float64, 2)):
+        decoder = attngraph.compile(model_of(make), cache=CacheConfig(dtype=dtype))
+        _, state = decoder.prefill(tokens[:, :8])
+        assert state.bytes_per_token == factor * BYTES[make][0]
+        found = decoder.decode(tokens[:, 8:], state)
+        torch.testing.assert_close(found, model_of(make)(tokens).logits[:, 8:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("layout", CONFIGS)
@@ -275,7 +272,7 @@ def test_the_drift_is_measured_on_the_users_tokens() -> None:
 # --- what is checked ---
 
 
-def test_values_further_away_than_rounding_explains_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_kept_or_not_read_within_its_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(quantised.LARGEST, torch.int8, 100.0)
     attngraph.compile(model_of(llama), cache=CacheConfig(dtype=torch.int8)).prefill(ids(1, 9))
     exact = quantised.quantise
@@ -284,37 +281,20 @@ def test_values_further_away_than_rounding_explains_are_refused(monkeypatch: pyt
         found, by = exact(values, dtype)
         return found // 2 * 2, by
 
-    monkeypatch.setattr(quantised, "quantise", coarse)
-    with pytest.raises(NoDecoderError, match="further from what was computed than rounding explains"):
-        attngraph.compile(model_of(llama), cache=CacheConfig(dtype=torch.int8)).prefill(ids(1, 9))
-
-
-def test_scales_that_are_not_read_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "widened", lambda values, by, dtype: values.to(dtype))
-    with pytest.raises(NoDecoderError, match="not read as it is written"):
-        attngraph.compile(model_of(llama), cache=CacheConfig(dtype=torch.int8)).prefill(ids(1, 9))
-
-
-class Convolved(nn.Module):
-    """A window of tokens before attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
-        self.conv = nn.Conv1d(16, 16, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        x = self.conv(nn.functional.pad(x.mT, (2, 0))).mT.unflatten(-1, (2, 8)).transpose(1, 2)
-        out = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-        return self.head(out.transpose(1, 2).flatten(2))
+    for where, name, wrong, reason in (
+        (quantised, "quantise", coarse, "further from what was computed than rounding explains"),
+        (op, "widened", lambda values, by, dtype: values.to(dtype), "not read as it is written"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, wrong)
+            with pytest.raises(NoDecoderError, match=reason):
+                attngraph.compile(model_of(llama), cache=CacheConfig(dtype=torch.int8)).prefill(ids(1, 9))
 
 
 def test_what_else_is_kept_stays_as_it_is_computed() -> None:
-    torch.manual_seed(0)
-    model = Convolved().eval()
+    """A window of tokens before attention."""
+    model, tokens = Small(lambda m, x: attend(*[convolved(m, x)] * 3)), ids(2, 12) % 24
     decoder = attngraph.compile(model, cache=CacheConfig(dtype=torch.int8))
-    tokens = ids(2, 12)
     _, state = decoder.prefill(tokens[:, :8])
     found = torch.cat([decoder.decode(tokens[:, at : at + 1], state) for at in range(8, 12)], 1)
     assert close(found, model(tokens)[:, 8:])
@@ -324,14 +304,6 @@ def test_what_else_is_kept_stays_as_it_is_computed() -> None:
     assert notes[0] == "2 value(s) are kept as int8 with scales: approximate"
     assert any("kept as it is computed: last_tokens" in n for n in notes[1:])
     assert "1 value(s) kept as computed, not in 8 bits" in str(decoder.report)
-
-
-def test_a_cache_of_float64_serves_a_model_of_float32() -> None:
-    decoder, tokens = attngraph.compile(model_of(llama), cache=CacheConfig(dtype=torch.float64)), ids(2, 12)
-    _, state = decoder.prefill(tokens[:, :8])
-    found = decoder.decode(tokens[:, 8:], state)
-    with torch.no_grad():
-        torch.testing.assert_close(found, model_of(llama)(tokens).logits[:, 8:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e5m2])

@@ -65,6 +65,14 @@ def prefilled(decoder: attngraph.Decoder, model: nn.Module, ids: Tensor) -> bool
         return is_right(found, model(ids))
 
 
+def continued(model: nn.Module, ids: Tensor, new: int) -> Tensor:
+    """With greedy tokens, each from the whole sequence."""
+    with torch.no_grad():
+        for _ in range(new):
+            ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+    return ids
+
+
 BRANCHES: dict[str, tuple[Asks, list[tuple[int, int]]]] = {
     "n > 6": (lambda rows, n: n > 6, []),
     "n % 2": (lambda rows, n: n % 2, []),
@@ -86,45 +94,32 @@ def test_each_side_of_a_branch_has_a_graph_of_its_own_or_is_refused(name: str) -
     sizes = [(2, 9), (1, 5), (2, 1), (3, 12), (1, 1)]
     found = {size: prefilled(decoder, model, ids_of(*size)) for size in sizes}
     assert found == {size: None if size in without else True for size in sizes}
+    if name == "n % 2":
+        assert torch.equal(decoder.generate(ids_of(2, 5), 4), continued(model, ids_of(2, 5), 4))
 
 
-def test_a_row_that_crosses_a_branch_is_refused_and_its_state_is_as_before() -> None:
-    model = Branching(lambda rows, n: n > 6)
-    decoder = decoder_of(model)
-    ids = ids_of(2, 8)
+def test_a_row_does_not_cross_a_branch_and_its_state_is_as_before() -> None:
+    model, ids = Branching(lambda rows, n: n > 6), ids_of(2, 8)
+    decoder, crossed = decoder_of(model), r"test_sides.py:\d+ whether tokens <= 6, and does something else"
     with torch.no_grad():
         _, state = decoder.prefill(ids[:, :5])
         assert is_right(decoder.decode(ids[:, 5:6], state), model(ids[:, :6])[:, 5:])
-        with pytest.raises(
-            CacheError, match=r"test_sides.py:\d+ whether tokens <= 6, and does something else"
-        ):
-            decoder.decode(ids[:, 6:7], state)
-        assert state.lengths == [6, 6]
+    with pytest.raises(CacheError, match=crossed):
+        decoder.decode(ids[:, 6:7], state)
+    assert state.lengths == [6, 6]
+    with pytest.raises(CacheError, match="give rows of other lengths in calls of their own"):
+        decoder.prefill([[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8]])
+    with pytest.raises(CacheError, match=crossed):
+        decoder.generate(ids[:1, :5], max_new_tokens=4, num_beams=2)
+    assert torch.equal(decoder.generate(ids[:, :5], max_new_tokens=4), continued(model, ids[:, :5], 4))
 
 
 def test_rows_that_become_fewer_cross_a_branch_on_their_number() -> None:
-    model = Branching(lambda rows, n: rows > 1)
-    decoder = decoder_of(model)
+    decoder = decoder_of(Branching(lambda rows, n: rows > 1))
     _, state = decoder.prefill(ids_of(2, 5))
     state.reorder([1])
     with pytest.raises(CacheError, match="whether sequences > 1"):
         decoder.decode(torch.zeros(1, dtype=torch.int64), state)
-
-
-@pytest.mark.parametrize("asks", [lambda rows, n: n > 6, lambda rows, n: n % 2])
-def test_generation_crosses_a_branch(asks: Asks) -> None:
-    model = Branching(asks)
-    ids = wanted = ids_of(2, 5)
-    with torch.no_grad():
-        for _ in range(4):
-            wanted = torch.cat([wanted, model(wanted)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(decoder_of(model).generate(ids, max_new_tokens=4), wanted)
-
-
-def test_rows_on_two_sides_of_a_branch_are_refused() -> None:
-    decoder = decoder_of(Branching(lambda rows, n: n > 6))
-    with pytest.raises(CacheError, match="give rows of other lengths in calls of their own"):
-        decoder.prefill([[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8]])
 
 
 def test_requests_of_an_engine_are_each_alone_and_their_chunks_are_no_prompts() -> None:
@@ -133,19 +128,9 @@ def test_requests_of_an_engine_are_each_alone_and_their_chunks_are_no_prompts() 
     prompts = [ids_of(1, n)[0] for n in (9, 3, 8)]
     requests = [engine.submit(p, max_new_tokens=2) for p in prompts]
     for prompt, request in zip(prompts, requests, strict=True):
-        wanted = prompt[None]
-        with torch.no_grad():
-            for _ in range(2):
-                wanted = torch.cat([wanted, model(wanted)[:, -1:].argmax(-1)], 1)
-        assert request.result() == wanted[0, len(prompt) :].tolist()
+        assert request.result() == continued(model, prompt[None], 2)[0, len(prompt) :].tolist()
     with pytest.raises(CacheError, match="whether tokens <= 6"):
         engine.submit(prompts[1], max_new_tokens=5).result()
-
-
-def test_beams_do_not_cross_a_branch() -> None:
-    decoder = decoder_of(Branching(lambda rows, n: n > 6))
-    with pytest.raises(CacheError, match="whether tokens <= 6"):
-        decoder.generate(ids_of(1, 5), max_new_tokens=4, num_beams=2)
 
 
 def test_a_question_that_makes_no_difference_to_one_token_or_one_row_refuses_nothing() -> None:
@@ -199,12 +184,8 @@ def test_a_loop_over_tokens_that_does_something_else_with_short_sequences_is_ref
         decoder_of(Looping(lambda rows, n: None)).prefill(ids_of(2, 9))
 
 
-def _long_and_many(rows: int, tokens: int) -> bool:
-    return tokens > 6 and rows > 1
-
-
 def test_a_saved_decoder_keeps_what_it_is_for(tmp_path: Path) -> None:
-    model = Branching(_long_and_many)
+    model = Branching(lambda rows, n: n > 6 and rows > 1)
     decoder = decoder_of(model)
     assert prefilled(decoder, model, ids_of(2, 9))
     loaded = attngraph.load(decoder.save(tmp_path / "saved"), model, strict=True)

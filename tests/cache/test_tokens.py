@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx, nn
+from torch import Tensor
 
 import attngraph
 from attngraph import CacheConfig, NoDecoderError, parse
 from attngraph.capture.trace import capture
 from attngraph.ir.language import expr as E
+from attngraph.ir.ops import cached_attention
 from attngraph.ir.ops.cached_attention import CachePlan, Store
 from attngraph.meaning.algebra import M
 from attngraph.meaning.masks.causal import examine
@@ -28,8 +30,10 @@ from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.fuse_attention import FuseAttention
 from attngraph.passes.insert_kv_cache.write_formula import ByIndex
 from attngraph.pipeline import run
+from attngraph.runtime import pages
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.proof import poison
+from tests.cache.models import Small, attend
 
 REACHES: dict[str, tuple[Any, float]] = {
     "a comparison": (lambda x, p: x * (p == 300), 300),
@@ -73,22 +77,23 @@ def embed(ids: Tensor) -> Tensor:
     return torch.sin(ids[..., None] * torch.arange(1, 9))
 
 
-TOKEN_WISE = {
-    "flattened": lambda ids: (embed(ids).reshape(-1, 8) @ torch.ones(8, 3)).reshape(*ids.shape, 3),
-    "transposed": lambda ids: embed(ids).transpose(0, 1).relu(),
-    "heads beside tokens": lambda ids: (
-        embed(ids).view(*ids.shape, 2, 4).transpose(1, 2).reshape(-1, ids.shape[1], 4)
-    ),
-    "normalised": lambda ids: torch.nn.functional.layer_norm(embed(ids), (8,)),
-    "with places": lambda ids: embed(ids) * torch.arange(ids.shape[1])[:, None],
-    "sorted within a token": lambda ids: embed(ids).sort(-1).values,
-    "sorted by token and put back": lambda ids: _by_experts(embed(ids)),
-}
-POSITIONS = {
-    "a range": lambda ids: torch.arange(ids.shape[1]) * 2 + 1,
-    "a running count": lambda ids: torch.ones_like(ids).cumsum(1) - 1,
-    "the front of a table": lambda ids: torch.linspace(0, 1, 40)[3 : 3 + ids.shape[1]],
-}
+FACTS: dict[str, tuple[Kind, Any]] = {
+    "sorted by token and put back": (Kind.TOKEN, lambda ids: _by_experts(embed(ids))),
+    "flattened": (
+        Kind.TOKEN, lambda ids: (embed(ids).reshape(-1, 8) @ torch.ones(8, 3)).reshape(*ids.shape, 3)),
+    "transposed": (Kind.TOKEN, lambda ids: embed(ids).transpose(0, 1).relu()),
+    "heads beside tokens": (
+        Kind.TOKEN,
+        lambda ids: embed(ids).view(*ids.shape, 2, 4).transpose(1, 2).reshape(-1, ids.shape[1], 4)),
+    "normalised": (Kind.TOKEN, lambda ids: torch.nn.functional.layer_norm(embed(ids), (8,))),
+    "with places": (Kind.TOKEN, lambda ids: embed(ids) * torch.arange(ids.shape[1])[:, None]),
+    "sorted within a token": (Kind.TOKEN, lambda ids: embed(ids).sort(-1).values),
+    "a range": (Kind.POSITION, lambda ids: torch.arange(ids.shape[1]) * 2 + 1),
+    "a running count": (Kind.POSITION, lambda ids: torch.ones_like(ids).cumsum(1) - 1),
+    "the front of a table": (
+        Kind.POSITION, lambda ids: torch.linspace(0, 1, 40)[3 : 3 + ids.shape[1]]),
+    "of no tokens": (Kind.FIXED, lambda ids, other: other.softmax(0) * ids.shape[0] ** 0),
+}  # fmt: skip
 MIXING = {
     "a mean": (lambda ids: embed(ids) - embed(ids).mean(1, keepdim=True), (0, 1)),
     "flipped": (lambda ids: embed(ids).flip(1), (0, 4)),
@@ -113,17 +118,12 @@ def _by_experts(x: Tensor) -> Tensor:
     return worked[back].view_as(x)
 
 
-@pytest.mark.parametrize("name", TOKEN_WISE)
-def test_token_wise(name: str) -> None:
-    _, fact = facts(TOKEN_WISE[name])
-    assert fact.kind is Kind.TOKEN, fact.reason
-
-
-@pytest.mark.parametrize("name", POSITIONS)
-def test_positions(name: str) -> None:
-    found, fact = facts(POSITIONS[name])
-    assert fact.kind is Kind.POSITION, fact.reason
-    assert found.space.place(fact.axes, found.space.token) is not None
+@pytest.mark.parametrize("name", FACTS)
+def test_what_a_value_is_is_known(name: str) -> None:
+    kind, function = FACTS[name]
+    found, fact = facts(function, *([(3, 4)] if kind is Kind.FIXED else []))
+    assert fact.kind is kind, fact.reason
+    assert kind is not Kind.POSITION or found.space.place(fact.axes, found.space.token) is not None
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -134,11 +134,6 @@ def test_mixing_is_seen_and_shown(name: str) -> None:
     (result,) = found.graph.graph.output_node().args[0]  # type: ignore[misc, union-attr]
     if pair is not None:
         assert found.witness(found.cause(result), result) is not None
-
-
-def test_what_does_not_follow_the_tokens_is_fixed() -> None:
-    _, fact = facts(lambda ids, other: other.softmax(0) * ids.shape[0] ** 0, (3, 4))
-    assert fact.kind is Kind.FIXED
 
 
 @pytest.mark.slow
@@ -272,58 +267,48 @@ def test_selecting_tokens_of_a_tensor() -> None:
 # --- the proof ---
 
 
-def test_the_proof_catches_positions_that_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def _off_by_one(patch: pytest.MonkeyPatch) -> None:
     write = ByIndex.write
-
-    def wrong(self: ByIndex) -> fx.Node:
-        return self.builder.call(torch.ops.aten.add.Scalar, write(self), 1)
-
-    model: nn.Module = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()
-    monkeypatch.setattr(ByIndex, "write", wrong)
-    with pytest.raises(NoDecoderError, match="do not give what the whole sequence gives"):
-        attngraph.compile(model, cache=True).prefill(torch.tensor([[1, 2, 3]]))
-    unproved = attngraph.compile(model, cache=CacheConfig(proof=False))
-    unproved.prefill(torch.tensor([[1, 2, 3]]))
-    assert unproved.report.cache is not None
-    assert unproved.report.cache.error is None
+    patch.setattr(ByIndex, "write", lambda self: self.builder.call(torch.ops.aten.add.Scalar, write(self), 1))
 
 
-def test_the_proof_catches_what_is_kept_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngraph.runtime import pages
-
+def _in_the_wrong_place(patch: pytest.MonkeyPatch) -> None:
     write = pages.Pages.write
 
     def wrong(self: Any, news: Any, row: Tensor, positions: Tensor, firsts: Any, counts: Any) -> None:
         write(self, news, row, (positions - 1).clamp_min(0), [max(0, n - 1) for n in firsts], counts)
 
-    monkeypatch.setattr(pages.Pages, "write", wrong)
-    model: nn.Module = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()
-    with pytest.raises(NoDecoderError, match="do not give"):
-        attngraph.compile(model, cache=True).prefill(torch.tensor([[1, 2, 3]]))
+    patch.setattr(pages.Pages, "write", wrong)
 
 
-def test_the_proof_catches_what_reads_a_page_that_was_added_later_and_not_written_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The memory of a new page may hold numbers that do no harm: the proof must not depend on it."""
-    from attngraph.ir.ops import cached_attention
-    from attngraph.runtime import pages
-
+def _reads_pages_without_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Of those that were added after the four that the proof begins with. Their memory may hold numbers that
+    do no harm: the proof must not depend on it."""
     gather, empty = cached_attention.gather, pages.Pages._empty
-    first = 4
-    """The pages that the proof begins with."""
-    read: list[int] = []
+    patch.setattr(pages.Pages, "_empty", lambda *args: empty(*args).zero_())
+    patch.setattr(
+        cached_attention, "gather", lambda store, *others: gather(store, *others) + 0 * store[4:].sum()
+    )
 
-    def reading(store: Tensor, *others: Any) -> Tensor:
-        read.append(store.shape[0] - first)
-        return gather(store, *others) + 0 * store[first:].sum()
 
-    model: nn.Module = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()
-    monkeypatch.setattr(pages.Pages, "_empty", lambda *args: empty(*args).zero_())
-    monkeypatch.setattr(cached_attention, "gather", reading)
-    with pytest.raises(NoDecoderError, match="NaN in other places"):
-        attngraph.compile(model, cache=True).prefill(torch.tensor([[1, 2, 3]]))
-    assert max(read) > 0
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [(_off_by_one, "do not give what the whole sequence gives"), (_in_the_wrong_place, "do not give"),
+     (_reads_pages_without_tokens, "NaN in other places")],
+)  # fmt: skip
+def test_the_proof_catches_faults(
+    fault: Callable[[pytest.MonkeyPatch], None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = (
+        Small(lambda m, x: attend(x, x, x + m.places(torch.arange(x.shape[1])))),
+        torch.arange(3)[None],
+    )
+    fault(monkeypatch)
+    with pytest.raises(NoDecoderError, match=message):
+        attngraph.compile(model, cache=True).prefill(prompt)
+    unproved = attngraph.compile(model, cache=CacheConfig(proof=False))
+    unproved.prefill(prompt)
+    assert unproved.report.cache is not None and unproved.report.cache.error is None
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])

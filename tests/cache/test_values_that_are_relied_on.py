@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import attngraph
+from tests.cache.models import WIDTH, Small, apart, attend, causal
+from tests.cache.small import by_steps, some_ids
 
-VOCABULARY, TOKENS, KEPT = 11, 12, 6
+TOKENS, KEPT = 12, 6
 
 
-class Mixer(nn.Module):
+def by_a_table(m: Any, x: Tensor) -> Tensor:
     """A table in a buffer says how much a token takes from which."""
-
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.logits = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
-        self.register_buffer("table", table)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x, tokens = self.embed(ids), ids.shape[1]
-        return self.logits((x @ x.mT * self.table[:tokens, :tokens]) @ x)
+    return (x @ x.mT * m.table[: x.shape[1], : x.shape[1]]) @ x
 
 
-class Ahead(Mixer):
-    """A number in a buffer says how much a token takes from the next one."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        return self.logits(x + self.table * torch.cat([x[:, 1:], x[:, :1]], 1))
+def from_the_next(m: Any, x: Tensor) -> Tensor:
+    return x + m.table * torch.cat([x[:, 1:], x[:, :1]], 1)
 
 
-def causal() -> Tensor:
-    return torch.ones(32, 32).tril()
-
-
-def decays() -> Tensor:
-    place = torch.arange(32)
-    return (0.9 ** (place[:, None] - place)).tril()
+def decays() -> nn.Buffer:
+    return nn.Buffer((0.9 ** apart(32)).tril())
 
 
 def _one_entry(table: Tensor) -> None:
@@ -52,35 +37,34 @@ def _all_ones(table: Tensor) -> None:
     table.fill_(1.0)
 
 
-CASES = [
-    pytest.param(lambda: Mixer(causal()), _all_ones, id="a mask that then shows all"),
-    pytest.param(lambda: Mixer(decays()), _one_entry, id="a table of decays"),
-    pytest.param(lambda: Ahead(torch.zeros(1)), _all_ones, id="a factor of nothing"),
-]
+CASES: dict[str, tuple[Callable[[], Any], Callable[[Tensor], None]]] = {
+    "a mask that then shows all": (
+        lambda: Small(by_a_table, table=nn.Buffer(causal(32).float())), _all_ones),
+    "a table of decays": (lambda: Small(by_a_table, table=decays()), _one_entry),
+    "a factor of nothing": (lambda: Small(from_the_next, table=nn.Buffer(torch.zeros(1))), _all_ones),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "change"), CASES)
-def test_a_decoder_is_derived_again_or_refused(
-    make: Callable[[], Mixer], change: Callable[[Tensor], None]
-) -> None:
-    model = make().eval()
-    decoder = attngraph.compile(model, cache=True)
-    ids = torch.randint(0, VOCABULARY, (1, TOKENS))
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_is_traced_again_and_a_decoder_is_derived_again_or_refused(name: str) -> None:
+    make, change = CASES[name]
+    model, ids = make(), some_ids(1, TOKENS)
+    decoder, compiled = attngraph.compile(model, cache=True), attngraph.compile(model, min_scores=0)
     with torch.no_grad():
+        compiled(ids)
         decoder.prefill(ids[:, :KEPT])
         change(model.table)
+        torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-4)
         try:
-            logits, state = decoder.prefill(ids[:, :KEPT])
+            found, _ = by_steps(decoder, ids, KEPT)
         except attngraph.NoDecoderError:
             return  # no decoder is right for the new values
-        found = [logits, *(decoder.decode(ids[:, at : at + 1], state) for at in range(KEPT, TOKENS))]
-        torch.testing.assert_close(torch.cat(found, 1), model(ids), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, model(ids), rtol=1e-4, atol=1e-4)
 
 
 def test_a_state_of_other_values_does_not_go_on() -> None:
-    model = Mixer(decays()).eval()
+    model, ids = Small(by_a_table, table=decays()), some_ids(1, TOKENS)
     decoder = attngraph.compile(model, cache=True)
-    ids = torch.randint(0, VOCABULARY, (1, TOKENS))
     with torch.no_grad():
         _, state = decoder.prefill(ids[:, :KEPT])
         model.table.mul_(0.5)
@@ -91,29 +75,9 @@ def test_a_state_of_other_values_does_not_go_on() -> None:
         torch.testing.assert_close(logits[:, -1], model(ids[:, : KEPT + 1])[:, -1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("make", "change"), CASES)
-def test_a_compiled_model_is_traced_again(
-    make: Callable[[], Mixer], change: Callable[[Tensor], None]
-) -> None:
-    model = make().eval()
-    compiled = attngraph.compile(model, min_scores=0)
-    ids = torch.randint(0, VOCABULARY, (1, TOKENS))
-    with torch.no_grad():
-        compiled(ids)
-        change(model.table)
-        torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-4)
-
-
 def test_a_buffer_whose_values_nothing_was_found_with_may_change() -> None:
-    class Scaled(Mixer):
-        def forward(self, ids: Tensor) -> Tensor:
-            x, tokens = self.embed(ids) * self.table, ids.shape[1]
-            mask = torch.ones(tokens, tokens).tril().bool()
-            return self.logits((x @ x.mT).masked_fill(~mask, -torch.inf).softmax(-1) @ x)
-
-    model = Scaled(torch.rand(8) + 1).eval()
-    decoder = attngraph.compile(model, cache=True)
-    ids = torch.randint(0, VOCABULARY, (1, TOKENS))
+    model = Small(lambda m, x: attend(*[x * m.table] * 3), table=nn.Buffer(torch.rand(WIDTH) + 1))
+    decoder, ids = attngraph.compile(model, cache=True), some_ids(1, TOKENS)
     with torch.no_grad():
         decoder.prefill(ids)
         model.table.mul_(2)

@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import attngraph
 from attngraph import CacheConfig, CacheError, KVCache
 from attngraph.ir.ops import memory
 from tests.cache.faults import KINDS, fails, places
+from tests.cache.models import VOCABULARY, Small, apart, attend, convolved, heads, joined
 
 pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
 
-VOCABULARY, AT, FEW = 29, 14, 24
+AT, FEW = 14, 24
 CONFIGS = {
     "contiguous": CacheConfig(rollback=2),
     "paged": CacheConfig(layout="paged", page=3, rollback=2, snapshots=2),
@@ -32,38 +33,23 @@ CONFIGS = {
 }
 
 
-class Mixed(nn.Module):
+def mixed(m: Any, x: Tensor) -> Tensor:
     """Attention to all tokens, to a window, a convolution, a mean of all tokens, linear attention with a
     decay, a running maximum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
-        self.qkv = nn.ModuleList(nn.Linear(16, 48) for _ in range(3))
-        self.conv = nn.Conv1d(16, 16, 3, groups=16)
-
-    def attend(self, layer: int, x: Tensor, hidden: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv[layer](x).chunk(3, -1))
-        weights = (q @ k.mT / 8**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
-        return (weights @ v).transpose(1, 2).flatten(2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x, place = self.embed(ids), torch.arange(ids.shape[1])
-        apart = place[:, None] - place
-        x = x + self.attend(0, x, apart < 0)
-        x = x + self.attend(1, x, (apart < 0) | (apart >= 4))
-        x = x + self.conv(nn.functional.pad(x.mT, (2, 0))).mT
-        x = x + x.cumsum(1) / (place + 1)[:, None]
-        q, k, v = self.qkv[2](x).chunk(3, -1)
-        x = x + ((q @ k.mT) * (0.9 ** apart.clamp(min=0) * (apart >= 0))) @ v / 8
-        return self.head(x + x.cummax(1)[0])
+    far, (q, k, v) = apart(x.shape[1]), m.qkv(x).chunk(3, -1)
+    for keep in (far >= 0, (far >= 0) & (far < 4)):
+        x = x + joined(attend(*(heads(t) for t in m.qkv(x).chunk(3, -1)), keep))
+    x = x + convolved(m, x)
+    x = x + x.cumsum(1) / (far[:, :1] + 1)
+    x = x + ((q @ k.mT) * (0.9 ** far.clamp(min=0) * (far >= 0))) @ v / 8
+    return x + x.cummax(1)[0]
 
 
 @functools.cache
 def made(config: str) -> tuple[Any, KVCache, Tensor, Tensor]:
     """A decoder, a state of two rows of AT tokens, tokens, and their logits."""
     torch.manual_seed(0)
-    model = Mixed().eval()
+    model = Small(mixed)
     ids = torch.randint(0, VOCABULARY, (2, 60))
     with torch.no_grad():
         whole = model(ids)

@@ -8,22 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import attngraph
 from attngraph import CacheError
+from tests.cache.models import VOCABULARY, WIDTH, Small, attend
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.out, self.factor = nn.Embedding(23, 8), nn.Linear(8, 23), 1.0
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) * self.factor
-        scores = x @ x.mT / 3
-        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        return self.out(scores.masked_fill(future, -torch.inf).softmax(-1) @ x)
+def small() -> Small:
+    return Small(lambda m, x: attend(*[x * m.factor] * 3), factor=1.0)
 
 
 def decoder_of(model: nn.Module) -> attngraph.Decoder:
@@ -39,20 +32,22 @@ def _write(model: Small) -> None:
 
 
 CHANGES: dict[str, Callable[[Small], Any]] = {
-    "a layer is replaced": lambda m: setattr(m, "out", nn.Linear(8, 23)),
-    "a narrower head": lambda m: setattr(m, "out", nn.Linear(8, 20)),
-    "a hook": lambda m: m.out.register_forward_hook(lambda layer, given, found: found * 2),
+    "a layer is replaced": lambda m: setattr(m, "logits", nn.Linear(WIDTH, VOCABULARY)),
+    "a narrower head": lambda m: setattr(m, "logits", nn.Linear(WIDTH, 20)),
+    "a hook": lambda m: m.logits.register_forward_hook(lambda layer, given, found: found * 2),
     "an attribute": lambda m: setattr(m, "factor", 3.0),
     "training": lambda m: m.train(),
     "a weight is written to": _write,
-    "a weight is replaced": lambda m: setattr(m.embed, "weight", nn.Parameter(torch.randn(23, 8))),
-    "weights are loaded": lambda m: m.load_state_dict(Small().state_dict()),
+    "a weight is replaced": lambda m: setattr(
+        m.embed, "weight", nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+    ),
+    "weights are loaded": lambda m: m.load_state_dict(small().state_dict()),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_has_changed_does_not_go_on_with_what_was_kept(change: str) -> None:
-    model = Small()
+    model = small()
     decoder = decoder_of(model)
     _, state = decoder.prefill(IDS[:, :7])
     copy = state.copy()
@@ -64,7 +59,7 @@ def test_a_model_that_has_changed_does_not_go_on_with_what_was_kept(change: str)
 
 
 def test_autocast_around_the_prompt_alone_is_a_change() -> None:
-    decoder = decoder_of(Small())
+    decoder = decoder_of(small())
     with torch.autocast("cpu", torch.bfloat16):
         _, state = decoder.prefill(IDS[:, :7])
     with pytest.raises(CacheError, match="a mode of torch"):
@@ -72,31 +67,31 @@ def test_autocast_around_the_prompt_alone_is_a_change() -> None:
 
 
 def test_a_state_of_another_decoder_is_refused_and_a_change_undone_is_none() -> None:
-    model = Small()
-    one, other = decoder_of(model), decoder_of(Small())
+    model = small()
+    one, other = decoder_of(model), decoder_of(small())
     _, state = one.prefill(IDS[:, :7])
     with pytest.raises(CacheError, match="belongs to another decoder"):
         other.decode(IDS[:, 7:], state)
-    hook = model.out.register_forward_hook(lambda layer, given, found: found * 2)
+    hook = model.logits.register_forward_hook(lambda layer, given, found: found * 2)
     hook.remove()
     with torch.no_grad():
         assert torch.allclose(one.decode(IDS[:, 7:], state), model(IDS)[:, 7:], atol=1e-4)
 
 
 def test_a_loaded_state_belongs_to_the_decoder_that_goes_on_with_it(tmp_path: Path) -> None:
-    model = Small()
+    model = small()
     decoder = decoder_of(model)
     decoder.prefill(IDS[:, :7])[1].save(tmp_path / "state")
     state = attngraph.KVCache.load(tmp_path / "state")
     with torch.no_grad():
         assert torch.allclose(decoder.decode(IDS[:, 7:], state), model(IDS)[:, 7:], atol=1e-4)
-    model.out = nn.Linear(8, 23)
+    model.logits = nn.Linear(WIDTH, VOCABULARY)
     with pytest.raises(CacheError, match="call prefill again"):
         decoder.decode(IDS[:, 7:], state)
 
 
 def test_requests_end_where_the_model_changes_and_later_ones_begin_with_it_as_it_is() -> None:
-    model = Small()
+    model = small()
     engine = attngraph.Engine(decoder_of(model), max_batch=2)
     request = engine.submit(IDS[0], max_new_tokens=4)
     engine.step()
