@@ -320,9 +320,9 @@ def _retained(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _attention_free(m: Any, x: Tensor) -> Tensor:
     """Zhai et al. 2021, arXiv 2105.14103: weights of places and keys, and a gate of the query."""
-    tokens, (q, k, v) = x.shape[1], m.qkv(x).chunk(3, -1)
+    tokens, k = x.shape[1], m.gate(x).exp()
     weights = m.pairs[:tokens, :tokens].masked_fill(~causal(tokens), -math.inf).exp()
-    return torch.sigmoid(q) * (weights @ (k.exp() * v)) / (weights @ k.exp())
+    return torch.sigmoid(x) * (weights @ (k * x)) / (weights @ k)
 
 
 def _scan(m: Any, x: Tensor) -> Tensor:
@@ -429,7 +429,6 @@ WINDOWS: dict[str, Mix] = {
         before(x, 1), 3, 1, 1, count_include_pad=False)[..., : x.shape[1]].mT,
     "a dilated convolution in groups": lambda m, x: F.silu(m.dilated(F.pad(x.mT, (4, 0)))).mT,
     "windows, weighed": lambda m, x: before(x, 2).unfold(-1, 3, 1).transpose(1, 2) @ m.begin[:3],
-    "a difference": lambda m, x: x + F.pad(x[:, 1:] - x[:, :-1], (0, 0, 1, 0)),
     "a convolution of a convolution": lambda m, x: convolved(m, convolved(m, x).tanh()),
     "a convolution after zeros": lambda m, x: m.dilated(
         torch.cat([x.new_zeros(x.shape[0], WIDTH, 4), x.mT], 2)).mT,
@@ -449,6 +448,7 @@ WINDOWS: dict[str, Mix] = {
     "a mean": lambda m, x: F.avg_pool1d(before(x, 2), 3, 1).mT,
     "a mean before a convolution": lambda m, x: convolved(m, F.avg_pool1d(before(x, 2), 3, 1).mT),
     "the largest after a convolution": lambda m, x: F.max_pool1d(before(convolved(m, x), 2), 3, 1).mT,
+    "a difference": lambda m, x: x + F.pad(x[:, 1:] - x[:, :-1], (0, 0, 1, 0)),
 }  # fmt: skip
 
 

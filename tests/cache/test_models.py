@@ -177,7 +177,13 @@ def test_a_sum_is_compared_on_more_tokens_than_its_numbers_reach(name: str) -> N
 # --- windows ---
 
 
-@pytest.mark.parametrize("name", [*models.WINDOWS, "a trigram"])
+TOO_SHORT = pytest.mark.xfail(reason="prompts of two tokens are refused", strict=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=TOO_SHORT if n == "a difference" else []) for n in models.WINDOWS] + ["a trigram"],
+)
 def test_a_window_of_tokens_is_kept(name: str, decodes: Any) -> None:
     trigram = name == "a trigram"
     decoder = decodes(models.OfIds(models.trigram) if trigram else Small(models.WINDOWS[name]))
