@@ -113,22 +113,27 @@ def without_attngraph(code: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_module(way: str, format: str, tmp_path: Path) -> None:
-    file = tmp_path / f"block.{format}"
-    report = attngraph.export(attngraph.compile(Block(way).eval()), file, example(way))
-    assert report.checked.startswith("equal to eager")
-    (attention,) = report.attentions
-    if format == "pt2":
-        plain = way in ("softcap", "squared")
-        assert attention.how == ("plain operations" if plain else "scaled_dot_product_attention")
-        assert "other sizes" in report.checked
-        return
+def test_a_module_as_pt2(way: str, tmp_path: Path) -> None:
+    report = attngraph.export(attngraph.compile(Block(way).eval()), tmp_path / "block.pt2", example(way))
+    plain = way in ("softcap", "squared")
+    assert [a.how for a in report.attentions] == [
+        "plain operations" if plain else "scaled_dot_product_attention"
+    ]
+    assert report.checked.startswith("equal to eager") and "other sizes" in report.checked
+
+
+@pytest.mark.parametrize("format", ["onnx"], indirect=True)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_as_onnx(way: str, format: str, tmp_path: Path) -> None:
     import onnx
 
+    file = tmp_path / f"block.{format}"
+    report = attngraph.export(attngraph.compile(Block(way).eval()), file, example(way))
     kinds = [n.op_type for n in onnx.load(file).graph.node]
     expected = 0 if way == "squared" else 1
     assert kinds.count("Attention") == report.count("Attention operation") == expected
-    assert kinds.count("Softmax") == 1 - expected and WAYS[way] in attention.words
+    assert kinds.count("Softmax") == 1 - expected and WAYS[way] in report.attentions[0].words
+    assert report.checked.startswith("equal to eager")
 
 
 @pytest.mark.slow

@@ -31,10 +31,10 @@ class Flagged(Asking):
 
 ASKS: dict[str, tuple[Callable[[int, int], Any], set[tuple[int, int]]]] = {
     "rows > 1": (lambda rows, n: rows > 1, {(1, 7), (1, 1), (1, 2)}),
+    "n > 1, which makes no difference": (lambda rows, n: n > 1, set()),
     "n > 1 and rows > 1": (lambda rows, n: n > 1 and rows > 1, {(1, 7), (1, 2)}),
     "rows + n > 3": (lambda rows, n: rows + n > 3, {(1, 1), (1, 2)}),
     "n > 0": (lambda rows, n: n > 0, set()),
-    "n > 1, which makes no difference": (lambda rows, n: n > 1, set()),
 }
 """The question, and the sizes that are refused: not those of one token, whose weight is 1 in any case, where
 that was compared."""
