@@ -1,7 +1,5 @@
 """What the tests of fusion share: the comparison of a compiled callable with eager."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

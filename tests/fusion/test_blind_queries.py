@@ -1,7 +1,5 @@
 """A mask that hides every key from a query is told in the report: usually it was inverted by mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Equal layers are recognised once, and the claims are those of a recogniser that looks at each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

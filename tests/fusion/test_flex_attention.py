@@ -1,7 +1,5 @@
 """FlexAttention is read as what its score and mask functions compute, and trained on a CPU too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keys that come in parts under one softmax: what one part may be, several may be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ Where there is no softmax (linear attention), or where the loop over keys is Pyt
 equal and nothing is said of what became of the graph.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -89,132 +87,80 @@ def padded_states(batch: int, tokens: int) -> Inputs:
     return normal(batch, tokens, C), padding(batch, tokens)
 
 
-def _masked(**options: Any) -> Callable[[float], nn.Module]:
-    return lambda rate: masked_attention.PaddedSelfAttention(
-        masked_attention.MaskedAttentionConfig(**SMALL, dropout=rate, **options)
-    )
+def made(
+    model: Callable[..., nn.Module], config: Callable[..., Any], dropout: bool = True, **sizes: Any
+) -> Any:
+    """Gives, for options, what makes a model for a rate of dropout."""
+
+    def with_options(**options: Any) -> Callable[[float], nn.Module]:
+        return lambda rate: model(config(**sizes, **options, **({"dropout": rate} if dropout else {})))
+
+    return with_options
 
 
-def _window(**options: Any) -> Callable[[float], nn.Module]:
-    return lambda rate: masked_attention.SlidingWindowAttention(
-        masked_attention.SlidingWindowConfig(**SMALL, dropout=rate, **options)
-    )
-
-
-def _global_window(rate: float) -> nn.Module:
-    return windowed_attention.GlobalWindowAttention(
-        windowed_attention.GlobalWindowConfig(**SMALL, window=4, dropout=rate)
-    )
-
-
-def _dilated(**options: Any) -> Callable[[float], nn.Module]:
-    return lambda rate: windowed_attention.DilatedWindowAttention(
-        windowed_attention.DilatedWindowConfig(
-            **SMALL, window=4, dilations=(1, 1, 2, 3), dropout=rate, **options
-        )
-    )
-
-
-def _sparse(**options: Any) -> Callable[[float], nn.Module]:
-    return lambda rate: sparse_attention.SparseAttention(
-        sparse_attention.SparseAttentionConfig(**SMALL, dropout=rate, **options)
-    )
-
-
-def _linear(**options: Any) -> Callable[[float], nn.Module]:
-    return lambda rate: linear_attention.LinearAttention(
-        linear_attention.LinearAttentionConfig(**SMALL, **options)
-    )
-
-
-def _biased(**options: Any) -> Callable[[float], nn.Module]:
-    return lambda rate: relative_bias.RelativeBiasAttention(
-        relative_bias.RelativeBiasConfig(**SMALL, buckets=8, max_distance=8, side=3, dropout=rate, **options)
-    )
-
-
-def _grouped(**options: Any) -> Callable[[float], nn.Module]:
-    return lambda rate: grouped_attention.GroupedQueryAttention(
-        grouped_attention.GroupedQueryConfig(**SMALL, kv_heads=2, dropout=rate, **options)
-    )
-
-
-def _modern(**options: Any) -> Callable[[float], nn.Module]:
-    return lambda rate: modern_decoder.ModernDecoder(
-        modern_decoder.ModernDecoderConfig(
-            vocab_size=50,
-            layers=2,
-            width=C,
-            heads=H,
-            kv_heads=2,
-            head_width=D,
-            hidden=48,
-            dropout=rate,
-            **options,
-        )
-    )
+STACK = {"vocab_size": 50, "layers": 2, "width": C, "heads": H, "max_tokens": 32}
+_attention = made(plain.MultiHeadAttention, plain.AttentionConfig, **SMALL)
+_packed = made(plain.PackedMultiHeadAttention, plain.AttentionConfig, **SMALL)
+_by_head = made(plain.HeadByHeadAttention, plain.AttentionConfig, **SMALL)
+_cross = made(plain.CrossAttention, plain.CrossAttentionConfig, **SMALL, memory_width=24)
+_causal = made(
+    masked_attention.CausalSelfAttention, masked_attention.CausalAttentionConfig, **SMALL, max_tokens=32
+)
+_any_mask = made(masked_attention.MaskedSelfAttention, masked_attention.MaskedAttentionConfig, **SMALL)
+_masked = made(masked_attention.PaddedSelfAttention, masked_attention.MaskedAttentionConfig, **SMALL)
+_window = made(masked_attention.SlidingWindowAttention, masked_attention.SlidingWindowConfig, **SMALL)
+_global_window = made(
+    windowed_attention.GlobalWindowAttention, windowed_attention.GlobalWindowConfig, **SMALL, window=4
+)()
+_dilated = made(
+    windowed_attention.DilatedWindowAttention, windowed_attention.DilatedWindowConfig, **SMALL, window=4,
+    dilations=(1, 1, 2, 3),
+)  # fmt: skip
+_sparse = made(sparse_attention.SparseAttention, sparse_attention.SparseAttentionConfig, **SMALL)
+_linear = made(
+    linear_attention.LinearAttention, linear_attention.LinearAttentionConfig, dropout=False, **SMALL
+)
+_biased = made(
+    relative_bias.RelativeBiasAttention,
+    relative_bias.RelativeBiasConfig,
+    **SMALL,
+    buckets=8,
+    max_distance=8,
+    side=3,
+)
+_multi_query = made(grouped_attention.MultiQueryAttention, grouped_attention.MultiQueryConfig, **SMALL)
+_grouped = made(
+    grouped_attention.GroupedQueryAttention, grouped_attention.GroupedQueryConfig, **SMALL, kv_heads=2
+)
+_modern = made(
+    modern_decoder.ModernDecoder, modern_decoder.ModernDecoderConfig, vocab_size=50, layers=2, width=C,
+    heads=H, kv_heads=2, head_width=D, hidden=48,
+)  # fmt: skip
+_longformer = made(longformer.Longformer, longformer.LongformerConfig, **STACK, hidden=48, window=4)()
+_sparse_transformer = made(
+    sparse_transformer.SparseTransformer,
+    sparse_transformer.SparseTransformerConfig,
+    **STACK,
+    stride=4,
+    summary=2,
+)()
+_linear_transformer = made(
+    linear_transformer.LinearTransformer, linear_transformer.LinearTransformerConfig, **STACK
+)()
+_post_norm = made(post_norm_decoder.PostNormDecoder, decoder_lm.DecoderLMConfig, **STACK)()
+_vit = made(
+    vit.ViT, vit.ViTConfig, image=(8, 12), patch=4, classes=5, layers=2, width=C, heads=H, hidden=48
+)()
+_decoder = made(decoder_lm.DecoderLM, decoder_lm.DecoderLMConfig, **{**STACK, "layers": 3})()
+_encoder = made(encoder.Encoder, encoder.EncoderConfig, **STACK, hidden=48)()
+_encoder_decoder = made(
+    encoder_decoder.EncoderDecoder, encoder_decoder.EncoderDecoderConfig, source_vocab_size=50,
+    target_vocab_size=50, layers=2, width=C, heads=H, hidden=48, max_tokens=32,
+)()  # fmt: skip
 
 
 def global_tokens(batch: int, tokens: int) -> Tensor:
     return (torch.arange(tokens) + torch.arange(batch)[:, None]) % 5 == 0
-
-
-STACK = {"vocab_size": 50, "layers": 2, "width": C, "heads": H, "max_tokens": 32}
-
-
-def _longformer(rate: float) -> nn.Module:
-    return longformer.Longformer(longformer.LongformerConfig(**STACK, hidden=48, window=4, dropout=rate))
-
-
-def _sparse_transformer(rate: float) -> nn.Module:
-    return sparse_transformer.SparseTransformer(
-        sparse_transformer.SparseTransformerConfig(**STACK, stride=4, summary=2, dropout=rate)
-    )
-
-
-def _linear_transformer(rate: float) -> nn.Module:
-    return linear_transformer.LinearTransformer(
-        linear_transformer.LinearTransformerConfig(**STACK, dropout=rate)
-    )
-
-
-def _post_norm(rate: float) -> nn.Module:
-    return post_norm_decoder.PostNormDecoder(decoder_lm.DecoderLMConfig(**STACK, dropout=rate))
-
-
-def _vit(rate: float) -> nn.Module:
-    sizes = vit.ViTConfig(
-        image=(8, 12), patch=4, classes=5, layers=2, width=C, heads=H, hidden=48, dropout=rate
-    )
-    return vit.ViT(sizes)
-
-
-def _decoder(rate: float) -> nn.Module:
-    return decoder_lm.DecoderLM(
-        decoder_lm.DecoderLMConfig(vocab_size=50, layers=3, width=C, heads=H, max_tokens=32, dropout=rate)
-    )
-
-
-def _encoder(rate: float) -> nn.Module:
-    return encoder.Encoder(
-        encoder.EncoderConfig(
-            vocab_size=50, layers=2, width=C, heads=H, hidden=48, max_tokens=32, dropout=rate
-        )
-    )
-
-
-def _encoder_decoder(rate: float) -> nn.Module:
-    config = encoder_decoder.EncoderDecoderConfig(
-        source_vocab_size=50,
-        target_vocab_size=50,
-        layers=2,
-        width=C,
-        heads=H,
-        hidden=48,
-        max_tokens=32,
-        dropout=rate,
-    )
-    return encoder_decoder.EncoderDecoder(config)
 
 
 def _sharing(spelling: str) -> Case:
@@ -222,71 +168,31 @@ def _sharing(spelling: str) -> Case:
 
 
 CASES = {
-    "dot product": Case(
-        lambda rate: plain.DotProductAttention(),
-        lambda b, t: (normal(D), normal(t, D), normal(t, D)),
-        ("none",),
-    ),
-    "sequence to sequence": Case(
-        lambda rate: plain.Seq2SeqAttention(), lambda b, t: (normal(b, D), normal(b, t, D)), ("none",)
-    ),
-    "scaled dot product": Case(
-        lambda rate: plain.ScaledDotProductAttention(),
-        lambda b, t: (normal(b, t, D), normal(b, t + 2, D), normal(b, t + 2, D + 1)),
-        ("none",),
-    ),
-    "multi-head": Case(
-        lambda rate: plain.MultiHeadAttention(plain.AttentionConfig(**SMALL, dropout=rate)), states, ("none",)
-    ),
-    "packed multi-head": Case(
-        lambda rate: plain.PackedMultiHeadAttention(plain.AttentionConfig(**SMALL, dropout=rate)),
-        states,
-        ("none",),
-    ),
-    "head by head": Case(
-        lambda rate: plain.HeadByHeadAttention(plain.AttentionConfig(**SMALL, dropout=rate)),
-        states,
-        None,  # as many as there are heads, or one where they are merged
-    ),
-    "cross": Case(
-        lambda rate: plain.CrossAttention(plain.CrossAttentionConfig(**SMALL, dropout=rate, memory_width=24)),
-        lambda b, t: (normal(b, t, C), normal(b, t + 3, 24), padding(b, t + 3)),
-        ("padding(not r0)",),
-    ),
-    "causal, no projections": Case(
-        lambda rate: masked_attention.CausalAttention(),
-        lambda b, t: (normal(b, H, t, D), normal(b, H, t, D), normal(b, H, t, D)),
-        ("causal",),
-    ),
-    "causal": Case(
-        lambda rate: masked_attention.CausalSelfAttention(
-            masked_attention.CausalAttentionConfig(**SMALL, dropout=rate, max_tokens=32)
-        ),
-        states,
-        ("causal",),
-    ),
-    "masked": Case(
-        lambda rate: masked_attention.MaskedSelfAttention(
-            masked_attention.MaskedAttentionConfig(**SMALL, dropout=rate)
-        ),
-        lambda b, t: (normal(b, t, C), torch.rand(t, t) > 0.8),
-        ("not r0[q, k]",),
-    ),
+    "dot product": Case(lambda rate: plain.DotProductAttention(), lambda b, t: (normal(D), normal(t, D),
+        normal(t, D)), ("none",)),
+    "sequence to sequence": Case(lambda rate: plain.Seq2SeqAttention(), lambda b, t: (normal(b, D), normal(b,
+        t, D)), ("none",)),
+    "scaled dot product": Case(lambda rate: plain.ScaledDotProductAttention(), lambda b, t: (normal(b, t, D),
+        normal(b, t + 2, D), normal(b, t + 2, D + 1)), ("none",)),
+    "multi-head": Case(_attention(), states, ("none",)),
+    "packed multi-head": Case(_packed(), states, ("none",)),
+    "head by head": Case(_by_head(), states, None),
+    "cross": Case(_cross(), lambda b, t: (normal(b, t, C), normal(b, t + 3, 24), padding(b, t + 3)),
+        ("padding(not r0)",)),
+    "causal, no projections": Case(lambda rate: masked_attention.CausalAttention(), lambda b, t: (normal(b, H,
+        t, D), normal(b, H, t, D), normal(b, H, t, D)), ("causal",)),
+    "causal": Case(_causal(), states, ("causal",)),
+    "masked": Case(_any_mask(), lambda b, t: (normal(b, t, C), torch.rand(t, t) > 0.8), ("not r0[q, k]",)),
     "padded, true means drop": Case(_masked(), padded_states, ("padding(not r0)",)),
-    "padded, true means keep": Case(
-        _masked(true_means="keep"), lambda b, t: (normal(b, t, C), ~padding(b, t)), ("padding(r0)",)
-    ),
+    "padded, true means keep": Case(_masked(true_means="keep"), lambda b, t: (normal(b, t, C), ~padding(b,
+        t)), ("padding(r0)",)),
     "padded and causal": Case(_masked(causal=True), padded_states, ("causal & padding(not r0)",)),
     "window, both sides": Case(_window(window=4), states, ("window(+-2)",)),
     "window, causal": Case(_window(window=4, causal=True), states, ("causal & window(5)",)),
-    "window with global tokens": Case(
-        _global_window, lambda b, t: (normal(b, t, C), global_tokens(b, t)), (ANY, "none")
-    ),
-    "window with global tokens, padded": Case(
-        _global_window,
-        lambda b, t: (normal(b, t, C), global_tokens(b, t), ~padding(b, t)),
-        (ANY, "padding(r0)"),
-    ),
+    "window with global tokens": Case(_global_window, lambda b, t: (normal(b, t, C), global_tokens(b, t)),
+        (ANY, "none")),
+    "window with global tokens, padded": Case(_global_window, lambda b, t: (normal(b, t, C), global_tokens(b,
+        t), ~padding(b, t)), (ANY, "padding(r0)")),
     "dilated window": Case(_dilated(), states, (ANY,)),
     "dilated window, causal": Case(_dilated(causal=True), states, (ANY,)),
     "sparse, strided": Case(_sparse(stride=3, summary=1), states, (ANY,)),
@@ -300,29 +206,13 @@ CASES = {
     "ALiBi": Case(_biased(bias_kind="alibi", causal=True), states, ("causal",)),
     "ALiBi, both sides": Case(_biased(bias_kind="alibi"), states, ("none",)),
     "Swin table": Case(_biased(bias_kind="swin"), lambda b, t: (normal(b, 9, C),), ("none",)),
-    "online softmax, key by key": Case(
-        lambda rate: online_softmax.OnlineSoftmaxAttention(),
-        lambda b, t: (normal(b, t, 5), normal(b, 5, D)),
-        None,
-    ),
-    "flash loop": Case(
-        lambda rate: online_softmax.FlashAttention(4),
-        lambda b, t: (normal(b, H, t, D), normal(b, H, 9, D), normal(b, H, 9, D + 1)),
-        ("none",),
-    ),
-    "flash loop, causal": Case(
-        lambda rate: online_softmax.FlashAttention(4, causal=True),
-        lambda b, t: (normal(b, H, t, D), normal(b, H, t, D), normal(b, H, t, D + 1)),
-        ("causal",),
-        counted=True,
-    ),
-    "multi-query": Case(
-        lambda rate: grouped_attention.MultiQueryAttention(
-            grouped_attention.MultiQueryConfig(**SMALL, dropout=rate)
-        ),
-        states,
-        ("causal",),
-    ),
+    "online softmax, key by key": Case(lambda rate: online_softmax.OnlineSoftmaxAttention(), lambda b,
+        t: (normal(b, t, 5), normal(b, 5, D)), None),
+    "flash loop": Case(lambda rate: online_softmax.FlashAttention(4), lambda b, t: (normal(b, H, t, D),
+        normal(b, H, 9, D), normal(b, H, 9, D + 1)), ("none",)),
+    "flash loop, causal": Case(lambda rate: online_softmax.FlashAttention(4, causal=True), lambda b,
+        t: (normal(b, H, t, D), normal(b, H, t, D), normal(b, H, t, D + 1)), ("causal",), counted=True),
+    "multi-query": Case(_multi_query(), states, ("causal",)),
     "grouped, repeated": _sharing("repeat_interleave"),
     "grouped, expanded": _sharing("expand"),
     "grouped, broadcast": _sharing("grouped"),
@@ -330,33 +220,25 @@ CASES = {
     "decoder": Case(_decoder, lambda b, t: (ids(b, t),), ("causal",) * 3),
     "decoder with loss": Case(_decoder, lambda b, t: (ids(b, t), ids(b, t)), ("causal",) * 3),
     "modern decoder": Case(_modern(), lambda b, t: (ids(b, t),), ("causal",) * 2),
-    "modern decoder, other spellings": Case(
-        _modern(rotary="interleaved", sharing="grouped"), lambda b, t: (ids(b, t), ids(b, t)), ("causal",) * 2
-    ),
+    "modern decoder, other spellings": Case(_modern(rotary="interleaved", sharing="grouped"), lambda b,
+        t: (ids(b, t), ids(b, t)), ("causal",) * 2),
     "post-norm decoder": Case(_post_norm, lambda b, t: (ids(b, t), ids(b, t)), ("causal",) * 2),
     "sparse transformer": Case(_sparse_transformer, lambda b, t: (ids(b, t), ids(b, t)), (ANY,) * 2),
     "linear transformer": Case(_linear_transformer, lambda b, t: (ids(b, t), ids(b, t)), None),
-    "longformer": Case(
-        _longformer,
-        lambda b, t: (ids(b, t), global_tokens(b, t), ~padding(b, t)),
-        (ANY, "padding(r0)") * 2,
-    ),
-    "longformer with loss": Case(
-        _longformer, lambda b, t: (ids(b, t), None, None, ids(b, t)), (ANY, "none") * 2
-    ),
+    "longformer": Case(_longformer, lambda b, t: (ids(b, t), global_tokens(b, t), ~padding(b, t)), (ANY,
+        "padding(r0)") * 2),
+    "longformer with loss": Case(_longformer, lambda b, t: (ids(b, t), None, None, ids(b, t)), (ANY,
+        "none") * 2),
     "ViT": Case(_vit, lambda b, t: (normal(b, 3, 8, 12),), ("none",) * 2),
     "ViT with loss": Case(_vit, lambda b, t: (normal(b, 3, 8, 12), torch.randint(0, 5, (b,))), ("none",) * 2),
     "encoder": Case(_encoder, lambda b, t: (ids(b, t), ~padding(b, t)), ("padding(r0)",) * 2),
     "encoder with loss": Case(_encoder, lambda b, t: (ids(b, t), None, None, ids(b, t)), ("none",) * 2),
-    "encoder-decoder": Case(
-        _encoder_decoder,
-        lambda b, t: (ids(b, t + 2), ids(b, t), padding(b, t + 2), padding(b, t), ids(b, t)),
-        ("padding(not r0)",) * 2 + ("causal & padding(not r0)", "padding(not r0)") * 2,
-    ),
-    "encoder-decoder without padding": Case(
-        _encoder_decoder, lambda b, t: (ids(b, t + 2), ids(b, t)), ("none",) * 2 + ("causal", "none") * 2
-    ),
-}
+    "encoder-decoder": Case(_encoder_decoder, lambda b, t: (ids(b, t + 2), ids(b, t), padding(b, t + 2),
+        padding(b, t), ids(b, t)), ("padding(not r0)",) * 2 + ("causal & padding(not r0)",
+        "padding(not r0)") * 2),
+    "encoder-decoder without padding": Case(_encoder_decoder, lambda b, t: (ids(b, t + 2), ids(b, t)),
+        ("none",) * 2 + ("causal", "none") * 2),
+}  # fmt: skip
 WITH_DROPOUT = {
     *(n for n, c in CASES.items() if c.inputs in (states, padded_states) and not n.startswith("linear")),
     *("decoder", "encoder", "window with global tokens", "longformer", "ViT"),
@@ -364,20 +246,13 @@ WITH_DROPOUT = {
 
 
 SLOWER = {
-    *(
-        "multi-head",
-        "packed multi-head",
-        "scaled dot product",
-        "causal, no projections",
-        "grouped, not causal",
-    ),
-    *("grouped, repeated", "decoder", "encoder with loss", "encoder-decoder without padding"),
-    *("padded, true means drop", "modern decoder"),
-    *("window with global tokens", "dilated window, causal", "sparse, strided", "T5 bias, causal"),
-    *("linear, both sides", "linear with features, both sides", "ALiBi, both sides"),
-    *("online softmax, key by key", "flash loop, causal", "post-norm decoder", "sparse transformer"),
-    *("longformer with loss", "ViT"),
-}
+    "multi-head", "packed multi-head", "scaled dot product", "causal, no projections", "grouped, not causal",
+    "grouped, repeated", "decoder", "encoder with loss", "encoder-decoder without padding",
+    "padded, true means drop", "modern decoder", "window with global tokens", "dilated window, causal",
+    "sparse, strided", "T5 bias, causal", "linear, both sides", "linear with features, both sides",
+    "ALiBi, both sides", "online softmax, key by key", "flash loop, causal", "post-norm decoder",
+    "sparse transformer", "longformer with loss", "ViT",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

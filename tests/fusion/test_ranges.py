@@ -1,7 +1,5 @@
 """Factors stay where the model multiplies by them, if their product leaves the range in which it computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Softmaxes that choose: routers are no attention, a choice among products of queries and keys may be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

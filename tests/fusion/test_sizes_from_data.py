@@ -1,7 +1,5 @@
 """Attention over what data choose: rows and tokens picked by a mask, by indices, by a measured number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -78,50 +76,43 @@ def a_measured_bound(x, w):
     return (q @ k.mT).masked_fill(torch.arange(x.shape[1]) >= n, -torch.inf).softmax(-1) @ v
 
 
+X, W = torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0
+
+
+def fused(
+    function: Callable[..., Tensor], compare: Callable[..., Any], *calls: tuple[Tensor, ...], **options: Any
+) -> attngraph.CompileReport:
+    """The report, after calls that agree with eager's."""
+    compiled = attngraph.compile(function, min_scores=0)
+    for call in calls or ((X, W),):
+        same = compare(function, compiled, call, **options)
+        assert same, same.differences
+    return compiled.report
+
+
+def chosen_heads(x, w):
+    q, k, v = (t[:, w[:2]] for t in heads(x))
+    return (q @ k.mT).softmax(-1) @ v
+
+
 @pytest.mark.parametrize(
     "function",
     [
         chosen_rows, rows_put_back, chosen_tokens_after_another, tokens_without_padding, different_tokens,
-        queries_of_other_tokens, experts, a_measured_number, a_measured_bound,
+        queries_of_other_tokens, experts, a_measured_number, a_measured_bound, chosen_heads,
     ],
 )  # fmt: skip
 def test_attention_over_what_data_choose_is_fused(
     function: Callable[..., Tensor], compare: Callable[..., Any]
 ) -> None:
-    compiled = attngraph.compile(function)
     x = torch.randn(5, 5, 8, dtype=torch.float64)
-    for chosen in ([1, 0, 1, 1, 0], [0, 1, 0, 0, 0]):
-        same = compare(function, compiled, (x, torch.tensor(chosen) > 0))
-        assert same, same.differences
-    assert compiled.report.attention
-    assert not compiled.report.missed
+    other = [1, 0, 0, 0, 0] if function is chosen_heads else [0, 1, 0, 0, 0]
+    report = fused(function, compare, (x, W), (x, torch.tensor(other) > 0))
+    assert report.attention and not report.missed
 
 
 def weights_alone(x, w):
     return (x[:, w] @ x[:, w].mT).softmax(-1)
-
-
-def test_a_softmax_over_so_many_keys_as_data_say_is_reported(compare: Callable[..., Any]) -> None:
-    compiled = attngraph.compile(weights_alone)
-    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0
-    same = compare(weights_alone, compiled, args)
-    assert same, same.differences
-    assert [m.reason.split(",")[0] for m in compiled.report.missed]
-
-
-def returns_weights(x, w):
-    q, k, v = heads(x[:, w])
-    p = (q @ k.mT).softmax(-1)
-    return p @ v, p
-
-
-def test_weights_of_chosen_tokens_wait_and_their_gradients_are_whole() -> None:
-    compiled = attngraph.compile(returns_weights)
-    x, w = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True), torch.tensor([1, 0, 1, 1, 0]) > 0
-    found = [torch.autograd.grad(out.square().sum(), p) for out, p in (compiled(x, w), returns_weights(x, w))]
-    torch.testing.assert_close(*found)
-    assert [entry.what for entry in compiled.report.later] == ["weights"]
-    assert not compiled.report.missed
 
 
 def weights_of_a_measured_number(x, w):
@@ -133,13 +124,26 @@ def weights_of_a_measured_number(x, w):
     return p @ v, p.narrow(2, 0, n)
 
 
-def test_weights_that_a_measured_number_cuts_are_used_in_the_call(compare: Callable[..., Any]) -> None:
-    compiled = attngraph.compile(weights_of_a_measured_number)
-    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0
-    same = compare(weights_of_a_measured_number, compiled, args)
-    assert same, same.differences
-    assert [m.reason.split(",")[0] for m in compiled.report.missed]
-    assert not compiled.report.attention
+@pytest.mark.parametrize("function", [weights_alone, weights_of_a_measured_number])
+def test_a_softmax_whose_weights_are_used_in_the_call_is_reported(
+    function: Callable[..., Any], compare: Callable[..., Any]
+) -> None:
+    report = fused(function, compare)
+    assert not report.attention and [m.reason.split(",")[0] for m in report.missed]
+
+
+def returns_weights(x, w):
+    q, k, v = heads(x[:, w])
+    p = (q @ k.mT).softmax(-1)
+    return p @ v, p
+
+
+def test_weights_of_chosen_tokens_wait_and_their_gradients_are_whole() -> None:
+    compiled, x = attngraph.compile(returns_weights), X.clone().requires_grad_()
+    found = [torch.autograd.grad(out.square().sum(), p) for out, p in (compiled(x, W), returns_weights(x, W))]
+    torch.testing.assert_close(*found)
+    assert [entry.what for entry in compiled.report.later] == ["weights"]
+    assert not compiled.report.missed
 
 
 def hides_the_first_few(x, w):
@@ -150,21 +154,8 @@ def hides_the_first_few(x, w):
 
 def test_nothing_is_said_of_blind_queries_where_data_decide() -> None:
     compiled = attngraph.compile(hides_the_first_few)
-    compiled(torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0)
+    compiled(X, W)
     assert [entry.warning for entry in compiled.report.attention] == [""]
-
-
-def chosen_heads(x, w):
-    q, k, v = (t[:, w[:2]] for t in heads(x))
-    return (q @ k.mT).softmax(-1) @ v
-
-
-def test_heads_may_be_chosen_by_data(compare: Callable[..., Any]) -> None:
-    compiled = attngraph.compile(chosen_heads)
-    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0
-    same = compare(chosen_heads, compiled, args)
-    assert same, same.differences
-    assert compiled.report.attention
 
 
 def two_parts_of_one_tensor(x, w):
@@ -173,16 +164,12 @@ def two_parts_of_one_tensor(x, w):
     return scores.softmax(-1) @ torch.cat([v, v[:, :, 1:]], 2)
 
 
-@pytest.mark.parametrize("chosen", ["measured", "all"])
-def test_an_index_that_leads_outside_of_a_tensor_is_no_view(chosen: str, compare: Callable[..., Any]) -> None:
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        return two_parts_of_one_tensor(x, w if chosen == "measured" else slice(None))
-
-    compiled = attngraph.compile(function)
-    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0]) > 0
-    same = compare(function, compiled, args)
-    assert same, same.differences
-    assert [m.reason for m in compiled.report.missed] == [
+@pytest.mark.parametrize("measured", [True, False])
+def test_an_index_that_leads_outside_of_a_tensor_is_no_view(
+    measured: bool, compare: Callable[..., Any]
+) -> None:
+    report = fused(lambda x, w: two_parts_of_one_tensor(x, w if measured else slice(None)), compare)
+    assert [m.reason for m in report.missed] == [
         "its queries, keys or values are no view of a tensor of the model"
     ]
 
@@ -192,24 +179,18 @@ def parts_of_an_unfinished_sum(x, w):
     return (weights @ torch.cat([x] * 2, 1) / weights.sum(-1, True)).split(1, -2)[0]
 
 
-def test_several_results_of_one_operation_are_no_sum(
+def linear_over_fewer_keys(x, w):
+    t = x[:, w]
+    return torch.tril(t @ t[:, :1].mT) @ t[:, :1]
+
+
+def test_several_results_of_one_operation_are_no_sum_and_linear_attention_has_fewer_keys(
     compare: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiled = attngraph.compile(parts_of_an_unfinished_sum)
-    args = torch.randn(3, 5, 8, dtype=torch.float64), torch.ones(5) > 0
-    same = compare(parts_of_an_unfinished_sum, compiled, args)
-    assert same, same.differences
+    fused(parts_of_an_unfinished_sum, compare)
+    calls = [(torch.randn(2, 9, 8), torch.arange(9) % n == 0) for n in (2, 3, 1)]
+    fused(linear_over_fewer_keys, compare, *calls, tolerance=1e-5)
     assert not [record for record in caplog.records if record.name.startswith("attngraph")]
-
-
-def test_linear_attention_over_fewer_keys_than_chosen_queries(compare: Callable[..., Any]) -> None:
-    def f(x: Tensor, w: Tensor) -> Tensor:
-        t = x[:, w]
-        return torch.tril(t @ t[:, :1].mT) @ t[:, :1]
-
-    compiled = attngraph.compile(f, min_scores=0)
-    for n in (2, 3, 1):
-        assert compare(f, compiled, (torch.randn(2, 9, 8), torch.arange(9) % n == 0), tolerance=1e-5)
 
 
 def test_chunks_of_chosen_tokens_over_no_keys_are_declined(caplog: pytest.LogCaptureFixture) -> None:

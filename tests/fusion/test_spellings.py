@@ -4,8 +4,6 @@ The spellings stand in `spellings/`. Each is called with gradients, in float64, 
 then at another; results, NaN patterns and gradients are compared with eager's.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import sys

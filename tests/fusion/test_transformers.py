@@ -1,8 +1,6 @@
 """Stock models of the transformers package, tiny, unmodified, eager attention: every attention fuses, padded
 batches on either side answer as eager does, other lengths need no new graph, and results keep their class."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,42 +23,22 @@ WINDOWED = {**HEADED, "sliding_window": 4, "layer_types": ["sliding_attention", 
 EXPERTS = {**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 1}
 STACK = {"n_embd": 32, "n_layer": 2, "n_head": 4}
 LATENT = {
-    **WIDTHS,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 2,
-}
+    **WIDTHS, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 2,
+    "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 2,
+}  # fmt: skip
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 BOTH_SIDES = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
     "decoder_start_token_id": 1,
-}
+}  # fmt: skip
 PATCHES = {**WIDTHS, "image_size": 32, "patch_size": 8}
 STAGES = {"hidden_sizes": [8, 16], "num_attention_heads": [1, 2], "depths": [1, 1], "num_encoder_blocks": 2}
 SAMPLES = {
-    **WIDTHS,
-    "conv_dim": (8, 8),
-    "conv_stride": (2, 2),
-    "conv_kernel": (3, 3),
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "num_feat_extract_layers": 2,
-}
+    **WIDTHS, "conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2,
+}  # fmt: skip
 
 
 def ids(tokens: int) -> dict[str, Tensor]:
@@ -159,300 +137,149 @@ def image(name: str, settings: dict[str, Any] = PATCHES, *, attentions: int = 2,
 
 DECODERS = {
     "gpt2": Case("GPT2LMHeadModel", "GPT2Config", STACK, words=frozenset({"causal"})),
-    "llama": causal("Llama", GROUPED),
+    **{name.lower(): causal(name, GROUPED) for name in (
+        "Llama", "Qwen2", "Phi3", "Olmo", "Olmo2", "Cohere", "StableLm", "Starcoder2", "Granite",
+        "Nemotron", "SmolLM3", "Arcee", "Apertus", "BitNet", "NanoChat"
+    )},
     "mistral": causal("Mistral", {**GROUPED, "sliding_window": 4}, "window(4)"),
-    "gemma": causal("Gemma", HEADED),
+    **{name.lower(): causal(name, HEADED) for name in (
+        "Gemma", "Qwen3", "Glm", "Glm4", "Helium", "Ministral3", "Jais2"
+    )},
     "gemma2": causal("Gemma2", WINDOWED, "window(4)"),
     "gemma3": causal("Gemma3", WINDOWED, "window(4)", config="Gemma3TextConfig"),
     "gpt-neox": causal("GPTNeoX", WIDTHS),
     "gpt-neox-japanese": causal("GPTNeoXJapanese", WIDTHS),
-    "opt": causal(
-        "OPT",
-        {
-            "hidden_size": 32,
-            "ffn_dim": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "word_embed_proj_dim": 32,
-        },
-    ),
+    "opt": causal("OPT", {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "word_embed_proj_dim": 32}),
     "bloom": causal("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    "qwen2": causal("Qwen2", GROUPED),
-    "qwen2-moe": causal(
-        "Qwen2Moe",
-        {
-            **GROUPED,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "qwen3": causal("Qwen3", HEADED),
-    "qwen3-moe": causal(
-        "Qwen3Moe", {**HEADED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-    ),
-    "phi": causal("Phi", WIDTHS),
-    "phi3": causal("Phi3", GROUPED),
+    "qwen2-moe": causal("Qwen2Moe", {**GROUPED, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": causal("Qwen3Moe", {**HEADED, "moe_intermediate_size": 16, "num_experts": 4,
+        "num_experts_per_tok": 2}),
+    **{name.lower(): causal(name, WIDTHS) for name in ("Phi", "Persimmon", "BioGpt")},
     "phimoe": causal("Phimoe", EXPERTS),
     "gpt-j": causal("GPTJ", {**STACK, "rotary_dim": 4}),
     "codegen": causal("CodeGen", {**STACK, "rotary_dim": 4}),
-    "gpt-neo": causal(
-        "GPTNeo",
-        {
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": 4,
-        },
-        "window(4)",
-    ),
+    "gpt-neo": causal("GPTNeo", {"hidden_size": 32, "num_layers": 2, "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]], "window_size": 4}, "window(4)"),
     "gpt-bigcode": causal("GPTBigCode", STACK),
     "falcon": causal("Falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
-    "falcon with groups": causal(
-        "Falcon",
-        {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "new_decoder_architecture": True,
-            "num_kv_heads": 2,
-        },
-    ),
-    "olmo": causal("Olmo", GROUPED),
-    "olmo2": causal("Olmo2", GROUPED),
+    "falcon with groups": causal("Falcon", {"hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "olmo3": causal("Olmo3", {k: v for k, v in WINDOWED.items() if k != "head_dim"}, "window(4)"),
     "olmoe": causal("Olmoe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
-    "cohere": causal("Cohere", GROUPED),
     "cohere2": causal("Cohere2", WINDOWED, "window(4)"),
-    "stablelm": causal("StableLm", GROUPED),
-    "starcoder2": causal("Starcoder2", GROUPED),
-    "persimmon": causal("Persimmon", WIDTHS),
-    "granite": causal("Granite", GROUPED),
     "granite-moe": causal("GraniteMoe", EXPERTS),
-    "glm": causal("Glm", HEADED),
-    "glm4": causal("Glm4", HEADED),
-    "nemotron": causal("Nemotron", GROUPED),
     "exaone4": causal("Exaone4", {k: v for k, v in WINDOWED.items() if k != "head_dim"}, "window(4)"),
-    "smollm3": causal("SmolLM3", GROUPED),
-    "helium": causal("Helium", HEADED),
-    "arcee": causal("Arcee", GROUPED),
     "ernie4.5": causal("Ernie4_5", HEADED),
     "hunyuan": causal("HunYuanDenseV1", HEADED),
     "seed-oss": causal("SeedOss", HEADED),
-    "apertus": causal("Apertus", GROUPED),
-    "bitnet": causal("BitNet", GROUPED),
     "mixtral": causal("Mixtral", {**GROUPED, "num_local_experts": 2}),
     "deepseek-v3": causal("DeepseekV3", LATENT),
-    "llama4": causal(
-        "Llama4",
-        {
-            **EXPERTS,
-            "head_dim": 8,
-            "intermediate_size_mlp": 64,
-            "layer_types": ["chunked_attention", "full_attention"],
-            "attention_chunk_size": 4,
-            "no_rope_layers": [1, 0],
-            "moe_layers": [1],
-        },
-        config="Llama4TextConfig",
-    ),
-    "biogpt": causal("BioGpt", WIDTHS),
+    "llama4": causal("Llama4", {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 64,
+        "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 4,
+        "no_rope_layers": [1, 0], "moe_layers": [1]}, config="Llama4TextConfig"),
     "ctrl": Case("CTRLLMHeadModel", "CTRLConfig", {**STACK, "dff": 64}, words=frozenset({"causal"})),
-    "modernbert decoder": causal(
-        "ModernBertDecoder", {**WIDTHS, "local_attention": 8, "global_attn_every_n_layers": 2}
-    ),
-    "bert decoder": Case(
-        "BertLMHeadModel", "BertConfig", {**WIDTHS, "is_decoder": True}, words=frozenset({"causal"})
-    ),
+    "modernbert decoder": causal("ModernBertDecoder", {**WIDTHS, "local_attention": 8,
+        "global_attn_every_n_layers": 2}),
+    "bert decoder": Case("BertLMHeadModel", "BertConfig", {**WIDTHS, "is_decoder": True},
+        words=frozenset({"causal"})),
     "clip text": encoder("CLIPText", WIDTHS, "causal"),
-    "ministral3": causal("Ministral3", HEADED),
     "minimax-m2": causal("MiniMaxM2", {**HEADED, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "jais2": causal("Jais2", HEADED),
-    "nanochat": causal("NanoChat", GROUPED),
     "youtu": causal("Youtu", LATENT),
     "minicpm3": causal("MiniCPM3", LATENT),
     "cwm": causal("Cwm", WINDOWED, "window(4)"),
     "flint": causal("Flint", WINDOWED, "window(4)"),
     "beam": causal("Beam", WINDOWED, "window(4)"),
-    "solar-open": causal(
-        "SolarOpen", {**HEADED, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
-    ),
+    "solar-open": causal("SolarOpen", {**HEADED, "moe_intermediate_size": 16, "n_routed_experts": 4,
+        "num_experts_per_tok": 2}),
     "mpt": causal("Mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
-    "qwen3.5": Case(
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5TextConfig",
-        {
-            **HEADED,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-        },
-        attentions=1,
-        words=frozenset({"causal"}),
-    ),
-    "gpt-oss": causal(
-        "GptOss",
-        {**WINDOWED, "num_local_experts": 2, "num_experts_per_tok": 1},
-    ),
-}
+    "qwen3.5": Case("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**HEADED, "layer_types": ["linear_attention",
+        "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8}, attentions=1, words=frozenset({"causal"})),
+    "gpt-oss": causal("GptOss", {**WINDOWED, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}  # fmt: skip
 ENCODERS = {
-    "bert": encoder("Bert", WIDTHS),
-    "roberta": encoder("Roberta", WIDTHS),
+    **{name.lower(): encoder(name, WIDTHS) for name in (
+        "Bert", "Roberta", "Camembert", "MPNet", "Ernie", "Splinter", "Gte", "Esmc", "Ultrabert"
+    )},
     "roberta-prelayernorm": encoder("RobertaPreLayerNorm", WIDTHS),
     "xlm-roberta": encoder("XLMRoberta", WIDTHS),
     "xlm-roberta-xl": encoder("XLMRobertaXL", WIDTHS),
-    "camembert": encoder("Camembert", WIDTHS),
     "distilbert": encoder("DistilBert", {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}),
     "electra": encoder("Electra", {**WIDTHS, "embedding_size": 16}),
     "albert": encoder("Albert", {**WIDTHS, "embedding_size": 16}),
-    "mpnet": encoder("MPNet", WIDTHS),
-    "squeezebert": encoder(
-        "SqueezeBert",
-        {**WIDTHS, "embedding_size": 32, "q_groups": 2, "k_groups": 2, "v_groups": 2, "output_groups": 2},
-    ),
-    "mobilebert": encoder(
-        "MobileBert", {**WIDTHS, "embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16}
-    ),
+    "squeezebert": encoder("SqueezeBert", {**WIDTHS, "embedding_size": 32, "q_groups": 2, "k_groups": 2,
+        "v_groups": 2, "output_groups": 2}),
+    "mobilebert": encoder("MobileBert", {**WIDTHS, "embedding_size": 16, "intra_bottleneck_size": 16,
+        "true_hidden_size": 16}),
     "megatron-bert": encoder("MegatronBert", WIDTHS),
     "rembert": encoder("RemBert", {**WIDTHS, "input_embedding_size": 16, "output_embedding_size": 16}),
     "roformer": encoder("RoFormer", {**WIDTHS, "embedding_size": 32}),
-    "ernie": encoder("Ernie", WIDTHS),
     "data2vec text": encoder("Data2VecText", WIDTHS),
     "esm": encoder("Esm", {**WIDTHS, "position_embedding_type": "rotary", "mask_token_id": 3}),
-    "splinter": encoder("Splinter", WIDTHS),
     "big bird": encoder("BigBird", {**WIDTHS, "attention_type": "original_full"}),
     "modernbert": encoder("ModernBert", {**WIDTHS, "local_attention": 8, "global_attn_every_n_layers": 2}),
     "nomic-bert": encoder("NomicBert", WIDTHS),
     "layoutlm": encoder("LayoutLM", WIDTHS, inputs=boxes),
     "chinese-clip text": encoder("ChineseCLIPText", WIDTHS),
     "siglip text": encoder("SiglipText", WIDTHS),
-    "deberta-v2": encoder(
-        "DebertaV2",
-        {
-            **WIDTHS,
-            "relative_attention": True,
-            "pos_att_type": ["p2c", "c2p"],
-            "position_buckets": 4,
-            "max_relative_positions": 8,
-        },
-    ),
-    "gte": encoder("Gte", WIDTHS),
+    "deberta-v2": encoder("DebertaV2", {**WIDTHS, "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 4, "max_relative_positions": 8}),
     "i-bert": encoder("IBert", WIDTHS),
     "luke": encoder("Luke", {**WIDTHS, "entity_vocab_size": 16, "entity_emb_size": 16}),
     "visual-bert": encoder("VisualBert", {**WIDTHS, "visual_embedding_dim": 16}),
-    "esmc": encoder("Esmc", WIDTHS),
-    "ultrabert": encoder("Ultrabert", WIDTHS),
     "xlnet": Case("XLNetModel", "XLNetConfig", {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}),
-}
+}  # fmt: skip
 ENCODER_DECODERS = {
-    "t5": both("T5", T5),
-    "mt5": both("MT5", T5),
-    "umt5": both("UMT5", T5),
-    "bart": both("Bart", BOTH_SIDES),
-    "mbart": both("MBart", BOTH_SIDES),
-    "pegasus": both("Pegasus", BOTH_SIDES),
-    "blenderbot": both("Blenderbot", BOTH_SIDES),
+    **{name.lower(): both(name, T5) for name in ("T5", "MT5", "UMT5")},
+    **{name.lower(): both(name, BOTH_SIDES) for name in (
+        "Bart", "MBart", "Pegasus", "Blenderbot", "PLBart", "Mvp"
+    )},
     "blenderbot-small": both("BlenderbotSmall", BOTH_SIDES),
     "m2m-100": both("M2M100", BOTH_SIDES),
-    "plbart": both("PLBart", BOTH_SIDES),
     "nllb-moe": both("NllbMoe", {**BOTH_SIDES, "num_experts": 4}),
-    "mvp": both("Mvp", BOTH_SIDES),
     "pegasus-x": both("PegasusX", {**BOTH_SIDES, "block_size": 8, "num_global_tokens": 3}, attentions=7),
     "marian": Case("MarianMTModel", "MarianConfig", BOTH_SIDES, 6, frozenset({"causal"}), pairs),
-    "whisper": both(
-        "Whisper",
-        {**BOTH_SIDES, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 20},
-        inputs=sound,
-    ),
-    "speech-to-text": both(
-        "Speech2Text",
-        {
-            **BOTH_SIDES,
-            "input_feat_per_channel": 8,
-            "conv_channels": 16,
-            "num_conv_layers": 2,
-            "max_target_positions": 20,
-        },
-        inputs=speech,
-    ),
-}
+    "whisper": both("Whisper", {**BOTH_SIDES, "num_mel_bins": 8, "max_source_positions": 10,
+        "max_target_positions": 20}, inputs=sound),
+    "speech-to-text": both("Speech2Text", {**BOTH_SIDES, "input_feat_per_channel": 8, "conv_channels": 16,
+        "num_conv_layers": 2, "max_target_positions": 20}, inputs=speech),
+}  # fmt: skip
 IMAGES = {
-    "vit": image("ViT"),
-    "deit": image("DeiT"),
-    "beit": image("Beit"),
+    **{name.lower(): image(name) for name in ("ViT", "DeiT", "Beit", "Dinov2", "Sapiens2")},
     "beit with relative positions": image("Beit", {**PATCHES, "use_relative_position_bias": True}),
-    "dinov2": image("Dinov2"),
     "dinov3": image("DINOv3ViT"),
     "vit-msn": image("ViTMSN"),
     "mlcd": image("MLCDVision"),
-    "sapiens2": image("Sapiens2"),
     "vitdet": image("VitDet", {**PATCHES, "pretrain_image_size": 32}),
     "yolos": image("Yolos", {**PATCHES, "image_size": [32, 32], "num_detection_tokens": 3}),
     "clip vision": image("CLIPVision"),
     "blip vision": image("BlipVision"),
-    "segformer": image(
-        "Segformer",
-        {**STAGES, "patch_sizes": [3, 3], "strides": [4, 2], "sr_ratios": [2, 1], "mlp_ratios": [2, 2]},
-    ),
-    "pvt": image(
-        "Pvt",
-        {
-            **STAGES,
-            "image_size": 32,
-            "patch_sizes": [4, 2],
-            "strides": [4, 2],
-            "sequence_reduction_ratios": [2, 1],
-            "mlp_ratios": [2, 2],
-        },
-    ),
+    "segformer": image("Segformer", {**STAGES, "patch_sizes": [3, 3], "strides": [4, 2], "sr_ratios": [2, 1],
+        "mlp_ratios": [2, 2]}),
+    "pvt": image("Pvt", {**STAGES, "image_size": 32, "patch_sizes": [4, 2], "strides": [4, 2],
+        "sequence_reduction_ratios": [2, 1], "mlp_ratios": [2, 2]}),
     "videomae": image("VideoMAE", {**PATCHES, "num_frames": 4}, inputs=video),
-    "swin": image(
-        "Swin",
-        {
-            "image_size": 32,
-            "patch_size": 4,
-            "embed_dim": 16,
-            "depths": [2, 1],
-            "num_heads": [2, 4],
-            "window_size": 4,
-        },
-        attentions=3,
-    ),
+    "swin": image("Swin", {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 1],
+        "num_heads": [2, 4], "window_size": 4}, attentions=3),
     "timesformer": image("Timesformer", {**PATCHES, "num_frames": 4}, attentions=4, inputs=video),
     "vivit": image("Vivit", {**PATCHES, "num_frames": 4, "tubelet_size": [2, 8, 8]}, inputs=video),
-    "imagegpt": Case(
-        "ImageGPTModel", "ImageGPTConfig", {**STACK, "vocab_size": 64}, words=frozenset({"causal"})
-    ),
-}
+    "imagegpt": Case("ImageGPTModel", "ImageGPTConfig", {**STACK, "vocab_size": 64},
+        words=frozenset({"causal"})),
+}  # fmt: skip
 SOUNDS = {
     "wav2vec2": image("Wav2Vec2", SAMPLES, inputs=wave),
     "hubert": image("Hubert", SAMPLES, inputs=wave),
     "unispeech-sat": image("UniSpeechSat", SAMPLES, inputs=wave),
-    "wav2vec2 conformer": image(
-        "Wav2Vec2Conformer",
-        {**SAMPLES, "position_embeddings_type": "relative", "conv_depthwise_kernel_size": 3},
-        inputs=wave,
-    ),
+    "wav2vec2 conformer": image("Wav2Vec2Conformer", {**SAMPLES, "position_embeddings_type": "relative",
+        "conv_depthwise_kernel_size": 3}, inputs=wave),
     "unispeech": image("UniSpeech", SAMPLES, inputs=wave),
     "wavlm": image("WavLM", {**SAMPLES, "num_buckets": 8, "max_bucket_distance": 16}, inputs=wave),
     "data2vec audio": image("Data2VecAudio", {**SAMPLES, "conv_pos_kernel_size": 3}, inputs=wave),
-    "ast": image(
-        "AST",
-        {
-            **WIDTHS,
-            "max_length": 24,
-            "num_mel_bins": 16,
-            "patch_size": 8,
-            "frequency_stride": 8,
-            "time_stride": 8,
-        },
-        inputs=spectrum,
-    ),
-}
+    "ast": image("AST", {**WIDTHS, "max_length": 24, "num_mel_bins": 16, "patch_size": 8,
+        "frequency_stride": 8, "time_stride": 8}, inputs=spectrum),
+}  # fmt: skip
 CASES = DECODERS | ENCODERS | ENCODER_DECODERS | IMAGES | SOUNDS
 
 FAST = {"mistral"}

@@ -1,7 +1,5 @@
 """Reports to show: of real models, and one whose every name tries to be markup."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Needs playwright's Python package and a Chromium that is installed already: `ATT
 the usual names on the path. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Whatever word of a report tries to be markup is shown as text: names, source, comments, reasons."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any

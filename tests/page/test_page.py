@@ -1,7 +1,5 @@
 """The page of a report: what stands in it and in which order, how large it is; no name becomes markup."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import hashlib

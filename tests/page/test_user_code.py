@@ -1,7 +1,5 @@
 """The user's code in reports: which lines are kept, how they were reached; dumps and pages have it."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A program gets a `Compiler`, whose compiled models are looked at afterwards, and asserts eager's answer
 itself. The tests of this folder enter them; docs/reports.md lists them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The report has every attention: without a softmax too, what tensors its program reads, and who calls it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Faults that were found while the public reports were tried, as small as they get; those that stand are
 expected to fail."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,8 +1,6 @@
 """Public reports about compilers of PyTorch models that went on with what had changed, or lost what a call
 should change, each as a tiny program: what eager answers at every call, a compiled model answers."""
 
-from __future__ import annotations
-
 import collections
 import contextvars
 import importlib

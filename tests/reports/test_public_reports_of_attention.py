@@ -1,8 +1,6 @@
 """Public reports about sizes, gradients, masks and decoders, each as a tiny program: what eager
 answers, a compiled model or a decoder answers."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

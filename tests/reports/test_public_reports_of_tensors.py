@@ -1,8 +1,6 @@
 """Public reports about modes, random numbers and memory, each as a tiny program: what eager answers, a
 compiled model answers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

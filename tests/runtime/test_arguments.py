@@ -1,7 +1,5 @@
 """What `compile`, `prefill` and `submit` are given: decorators, passes by name, and clear errors."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.passes import DEFAULT_PIPELINE
-
-
-def attend(x: Tensor) -> Tensor:
-    return torch.softmax(x @ x.mT, -1) @ x
+from tests.runtime.small import attend
 
 
 class Words(nn.Module):
@@ -27,6 +22,19 @@ class Words(nn.Module):
         x = self.embed(ids)
         seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         return torch.softmax((x @ x.mT).masked_fill(~seen, float("-inf")), -1) @ x
+
+
+@pytest.fixture(scope="module")
+def decoder() -> attngraph.Decoder:
+    return attngraph.compile(Words().eval(), cache=True)
+
+
+@pytest.fixture(scope="module")
+def report() -> attngraph.CompileReport:
+    """Of attention that is compiled with its passes given by name."""
+    compiled = attngraph.compile(attend, passes=[step.name for step in DEFAULT_PIPELINE], min_scores=0)
+    compiled(torch.randn(2, 5, 8))
+    return compiled.report
 
 
 def test_compile_is_a_decorator_with_and_without_options(x: Tensor) -> None:
@@ -42,69 +50,57 @@ def test_compile_is_a_decorator_with_and_without_options(x: Tensor) -> None:
         torch.testing.assert_close(compiled(x), attend(x))
         assert len(compiled.report.attention) == 1
     assert [p.notes for p in strict.report.passes if p.name == "merge-heads"] == [("disabled",)]
-
-
-def test_options_of_a_decorator_are_checked_where_it_stands() -> None:
     with pytest.raises(ValueError, match="backend must be one of"):
-        attngraph.compile(backend="abacus")
-
-
-def test_passes_may_be_given_by_name(x: Tensor) -> None:
-    compiled = attngraph.compile(attend, passes=[step.name for step in DEFAULT_PIPELINE])
-    compiled(x)
-    assert [p.name for p in compiled.report.passes] == [step.name for step in DEFAULT_PIPELINE]
+        attngraph.compile(backend="abacus")  # where the decorator stands
 
 
 @pytest.mark.parametrize(
-    ("passes", "kind", "message"),
+    ("model", "options", "kind", "message"),
     [
-        (["nope"], ValueError, "there is no pass 'nope'"),
-        ("nope", ValueError, r"passes takes a sequence, as in passes=('nope',)."),
-        ([3], TypeError, "passes takes names and passes; 3 has no 'name'"),
+        (attend, {"passes": ["nope"]}, ValueError, "there is no pass 'nope'"),
+        (attend, {"passes": "nope"}, ValueError, "passes takes a sequence, as in passes=('nope',)."),
+        (attend, {"passes": [3]}, TypeError, "passes takes names and passes; 3 has no 'name'"),
+        (attend, {"backend": "nonsense"}, ValueError, "auto, cpu, triton, reference"),
+        (attend, {"min_scores": -1}, ValueError, "is a whole number from 0 on; found -1"),
+        (3, {}, TypeError, "found int"),
     ],
 )
-def test_what_is_no_pass_is_told(passes: Any, kind: type[Exception], message: str) -> None:
+def test_what_cannot_be_compiled_is_refused_at_once(
+    model: Any, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=re.escape(message)):
-        attngraph.compile(attend, passes=passes)
+        attngraph.compile(model, **options)
 
 
-@pytest.mark.parametrize("prompt", ["hello", [1.5, 2.0], ["a", "b"], None])
-def test_a_prompt_that_is_no_tokens_is_told(prompt: Any) -> None:
-    decoder = attngraph.compile(Words().eval(), cache=True)
-    with pytest.raises(TypeError, match="a prompt is a sequence of token ids"):
-        attngraph.Engine(decoder).submit(prompt)
-    if prompt is not None:
-        with pytest.raises(TypeError, match="a prompt is a sequence of token ids"):
-            decoder.prefill(prompt)
-
-
-def test_a_row_without_new_tokens_may_be_an_empty_list() -> None:
-    decoder = attngraph.compile(Words().eval(), cache=True)
-    (_, state), (_, other) = (decoder.prefill([[1, 2], [3], [0, 1]]) for _ in range(2))
-    found = decoder.decode([[1], [], [2]], state)
-    wanted = decoder.decode(
-        [torch.tensor([1]), torch.tensor([], dtype=torch.int64), torch.tensor([2])], other
-    )
-    assert torch.equal(found, wanted) and state.lengths == [3, 1, 3]
-
-
-def test_an_engine_takes_a_decoder() -> None:
+def test_what_is_no_prompt_or_no_decoder_is_told(decoder: attngraph.Decoder) -> None:
+    for prompt in ("hello", [1.5, 2.0], ["a", "b"], None):
+        for take in (attngraph.Engine(decoder).submit, *([] if prompt is None else [decoder.prefill])):
+            with pytest.raises(TypeError, match="a prompt is a sequence of token ids"):
+                take(prompt)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Engine takes what"):
         attngraph.Engine(Words())  # type: ignore[arg-type]
 
 
-def test_the_report_has_the_time_of_capture_what_went_and_a_notebooks_form(x: Tensor) -> None:
-    compiled = attngraph.compile(attend)
-    compiled(x)
-    text = str(compiled.report)
-    report = compiled.report
+def test_a_row_without_new_tokens_may_be_an_empty_list(decoder: attngraph.Decoder) -> None:
+    (_, state), (_, other) = (decoder.prefill([[1, 2], [3], [0, 1]]) for _ in range(2))
+    found = decoder.decode([[1], [], [2]], state)
+    wanted = decoder.decode([torch.tensor(row, dtype=torch.int64) for row in ([1], [], [2])], other)
+    assert torch.equal(found, wanted) and state.lengths == [3, 1, 3]
+
+
+def test_the_report_has_the_passes_the_time_of_capture_and_a_notebooks_form(
+    report: attngraph.CompileReport,
+) -> None:
+    text = str(report)
+    assert [p.name for p in report.passes] == [step.name for step in DEFAULT_PIPELINE]
     assert report.waited >= report.seconds >= report.capture > 0
     first = f"compiled in {report.seconds:.2f} s, in a call that took {report.waited:.2f} s"
-    assert str(report).splitlines()[0].endswith(first)
+    assert text.splitlines()[0].endswith(first)
     assert re.search(r"capture +\d+ ops +[\d.]+ ms", text)
     assert "no longer written: " in text
-    assert compiled.report._repr_html_().startswith("<pre>attngraph: 1 of 1")
-    assert attngraph.CompileReport.from_json(compiled.report.to_json()).capture == compiled.report.capture
+    assert report._repr_html_().startswith("<pre>attngraph: 1 of 1")
+    assert attngraph.CompileReport.from_json(report.to_json()).capture == report.capture
+    assert (report.attention[0].caller, report.attention[0].code) == ("", "")
 
 
 def test_the_lowest_number_of_a_dtype_is_named(x: Tensor) -> None:
@@ -113,10 +109,9 @@ def test_the_lowest_number_of_a_dtype_is_named(x: Tensor) -> None:
         scores = x @ x.mT
         return torch.softmax(scores.masked_fill(~seen, torch.finfo(x.dtype).min), -1) @ x
 
-    compiled = attngraph.compile(filled)
-    compiled(x)
-    assert "finfo.min" in str(compiled.report)
-    assert compiled.report.attention[0].mask.endswith("(else finfo(float32).min)")
+    report = attngraph.explain(filled, x)
+    assert "finfo.min" in str(report)
+    assert report.attention[0].mask.endswith("(else finfo(float32).min)")
 
 
 def test_a_call_of_a_library_is_shown_with_the_models_own_line(x: Tensor) -> None:
@@ -129,8 +124,6 @@ def test_a_call_of_a_library_is_shown_with_the_models_own_line(x: Tensor) -> Non
     assert "integrations/sdpa_attention.py" in entry.source
     assert "models/gpt2/modeling_gpt2.py" in entry.caller and "attention_interface(" in entry.code
     assert f"called at {entry.caller}" in str(report)
-    plain = attngraph.explain(attend, x).attention[0]
-    assert (plain.caller, plain.code) == ("", "")
 
 
 def test_a_library_of_several_files_is_shown_with_the_models_own_line(
@@ -144,20 +137,11 @@ def test_a_library_of_several_files_is_shown_with_the_models_own_line(
     monkeypatch.syspath_prepend(tmp_path)
     import strange_library  # type: ignore[import-not-found]
 
-    class Layer(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            weights = (x @ x.mT).softmax(-1)
-            return strange_library.product(weights, x)  # type: ignore[no-any-return]
+    def layer(x: Tensor) -> Tensor:
+        weights = (x @ x.mT).softmax(-1)
+        return strange_library.product(weights, x)  # type: ignore[no-any-return]
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Layer()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x)  # type: ignore[no-any-return]
-
-    (entry,) = attngraph.explain(Model(), x).attention
+    (entry,) = attngraph.explain(lambda x: layer(x), x).attention
     assert entry.source == "strange_library/inner.py:2"
     assert "test_arguments.py" in entry.caller and entry.code.startswith("return strange_library.product")
 

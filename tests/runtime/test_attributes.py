@@ -1,7 +1,5 @@
 """Attributes that a forward sets anew in every call are results of one graph; others remain side effects."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io
@@ -9,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +18,7 @@ from attngraph.capture.state import fingerprint as state
 from attngraph.capture.state.fingerprint import fingerprint
 from attngraph.errors import CaptureError
 from attngraph.runtime.look import Unseen
-
-Same = Callable[..., None]
+from tests.runtime.small import agree, same, sequence
 
 
 class Attention(nn.Module):
@@ -33,10 +30,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(
-            torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), -torch.inf
-        )
-        self.attention_weights = scores.softmax(-1)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        self.attention_weights = (q @ k.mT / 2).masked_fill(later, -torch.inf).softmax(-1)
         found: Tensor = (self.attention_weights @ v).transpose(1, 2).flatten(2)
         return found
 
@@ -60,12 +55,21 @@ def weights_of(model: Any) -> Any:
     return [layer.attention_weights for layer in model.layers], model.gathered
 
 
-def test_weights_kept_in_attributes_are_results_of_one_graph(same: Same) -> None:
+def test_weights_kept_in_attributes_are_results_of_one_graph_through_which_gradients_flow(
+    tmp_path: Path,
+) -> None:
     model = Layers()
     reference = copy.deepcopy(model)
-    compiled = attngraph.compile(model)
-    for tokens in (5, 7, 5):
-        x = torch.randn(2, tokens, 8)
+    compiled = attngraph.compile(model, dump=tmp_path)
+    for count in (5, 7, 5):
+        x = sequence(count)
+        for each in (compiled, reference):
+            each.zero_grad()
+            loss = each(x).square().mean()
+            for weights in each.gathered:
+                loss = loss - (weights * (weights + 1e-9).log()).sum(-1).mean()
+            loss.backward()
+        same([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
         same(compiled(x), reference(x))
         same(weights_of(compiled), weights_of(reference))
         assert model.gathered[2] is model.layers[0].attention_weights
@@ -76,19 +80,8 @@ def test_weights_kept_in_attributes_are_results_of_one_graph(same: Same) -> None
         ("gathered[2]", "layers.0.attention_weights"),
     }  # fmt: skip
     assert "computed when somebody looks at it\n      gathered[0]" in str(compiled.report)
-
-
-def test_gradients_flow_through_an_attribute(same: Same) -> None:
-    model = Layers()
-    reference = copy.deepcopy(model)
-    x = torch.randn(2, 5, 8)
-    for each in (attngraph.compile(model), reference):
-        loss = each(x).square().mean()
-        for weights in each.gathered:
-            loss = loss - (weights * (weights + 1e-9).log()).sum(-1).mean()
-        loss.backward()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        same(mine.grad, theirs.grad)
+    text = (tmp_path / "graph-0" / "00-capture.txt").read_text()
+    assert "attribute $layers.0.attention_weights = " in text
 
 
 @dataclasses.dataclass
@@ -150,18 +143,15 @@ SET: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", SET)
-def test_whatever_an_attribute_is_set_to_is_there_after_each_call(name: str, same: Same) -> None:
+def test_whatever_an_attribute_is_set_to_is_there_after_each_call(name: str) -> None:
     model, reference = Setting(SET[name]), Setting(SET[name])
     compiled = attngraph.compile(model)
-    for tokens in (5, 7, 5):
-        x = torch.randn(2, tokens, 8, requires_grad=True)
+    for count in (5, 7, 5):
+        x = sequence(count, requires_grad=True)
         mine, theirs = compiled(x), reference(x)
         same(mine, theirs)
-        if isinstance(reference.kept, Maps):
-            same(vars(model.kept), vars(reference.kept))
-            assert type(model.kept) is Maps
-        else:
-            same(model.kept, reference.kept)
+        assert type(model.kept) is type(reference.kept) or type(model.kept) is Unseen
+        same(*(vars(m.kept) if isinstance(m.kept, Maps) else m.kept for m in (model, reference)))
         assert (model.kept is x, model.kept is mine) == (reference.kept is x, reference.kept is theirs)
         assert isinstance(mine, Tensor) or mine[1] is model.kept or mine is model.kept
     assert (compiled.report.graphs, compiled.report.breaks) == (1, ())
@@ -183,10 +173,6 @@ def _grows(m: Any, x: Tensor, p: Tensor) -> None:
     m.kept = [*(m.kept or []), p]
 
 
-def _times(m: Any, x: Tensor, p: Tensor) -> None:
-    m.kept = (time.perf_counter(), p)
-
-
 STATE: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "read first": _adds_the_last,
     "asked for first": _asks_whether_it_is_there,
@@ -195,42 +181,39 @@ STATE: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", STATE)
-def test_an_attribute_that_is_read_first_is_state(name: str, same: Same) -> None:
+def test_an_attribute_that_is_read_first_is_state(name: str) -> None:
     model, reference = Setting(STATE[name]), Setting(STATE[name])
     compiled = attngraph.compile(model)
-    for tokens in (5, 7, 5):
-        x = torch.randn(2, tokens, 8)
+    for count in (5, 7, 5):
+        x = sequence(count)
         same(compiled(x), reference(x))
         same(vars(model).get("kept"), vars(reference).get("kept"))
     assert compiled.report.breaks[0].reason.startswith("forward() changes the attribute")
 
 
-def test_a_time_is_not_taken_for_a_constant() -> None:
-    model = Setting(_times)
+def test_a_time_is_not_taken_for_a_constant(x: Tensor) -> None:
+    model = Setting(lambda m, x, p: setattr(m, "kept", (time.perf_counter(), p)))
     compiled = attngraph.compile(model)
     times = []
     for _ in range(3):
-        compiled(torch.randn(2, 5, 8))
+        compiled(x)
         times.append(model.kept[0])
     assert times[0] < times[1] < times[2]
     assert compiled.report.breaks
 
 
-class _Inside(nn.Module):
+class Inside(nn.Module):
     """Looks for its attribute without asking for it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * 2 if self.known() is None else x
+        x = x * 2 if self.__dict__.get("last") is None else x
         self.last = x.sum()
         return (x @ x.mT).softmax(-1) @ x
 
-    def known(self) -> Any:
-        return self.__dict__.get("last")
 
-
-def test_a_model_that_looks_into_its_dictionary_is_not_taken_to_read_nothing() -> None:
+def test_a_model_that_looks_into_its_dictionary_is_not_taken_to_read_nothing(x: Tensor) -> None:
     with pytest.raises(CaptureError, match="forward\\(\\) changes the attribute last"):
-        attngraph.compile(_Inside(), strict=True)(torch.randn(2, 5, 8))
+        attngraph.compile(Inside(), strict=True)(x)
 
 
 class Reusing(nn.Module):
@@ -242,14 +225,13 @@ class Reusing(nn.Module):
         return self.weights @ x
 
 
-def test_a_call_that_only_reads_an_attribute_depends_on_it(same: Same) -> None:
+def test_a_call_that_only_reads_an_attribute_depends_on_it() -> None:
     model, reference = Reusing(), Reusing()
     compiled = attngraph.compile(model)
     for reuse in (False, True, False, True, True, False, True):
-        x = torch.randn(2, 5, 8)
+        x = sequence()
         same(compiled(x, reuse), reference(x, reuse))
     model.weights = reference.weights = torch.eye(5).expand(2, 5, 5)
-    x = torch.randn(2, 5, 8)
     same(compiled(x, True), reference(x, True))
 
 
@@ -270,56 +252,33 @@ def test_an_attribute_that_waits_is_not_known_by_its_address(monkeypatch: pytest
 class Store:
     """Is no module, and is filled by one."""
 
-    default: ClassVar[Any] = None
-
     def __init__(self) -> None:
         self.maps: dict[str, Tensor] = {}
 
 
-class Storing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.store = Store()
-
-    def forward(self, x: Tensor) -> Tensor:
-        p = (x @ x.mT).softmax(-1)
-        self.store.maps = {"p": p}
-        return p @ x
+def _stores(m: Any, x: Tensor, p: Tensor) -> None:
+    m.store.maps = {"p": p}
 
 
-def test_objects_that_the_model_holds_are_set_as_well(same: Same) -> None:
-    model, reference = Storing(), Storing()
+def test_objects_that_the_model_holds_are_set_as_well() -> None:
+    model, reference = Setting(_stores), Setting(_stores)
+    model.store, reference.store = Store(), Store()
     compiled = attngraph.compile(lambda x: model(x) * 2)
-    for tokens in (5, 6):
-        x = torch.randn(2, tokens, 8)
+    for count in (5, 6):
+        x = sequence(count)
         same(compiled(x), reference(x) * 2)
         same(model.store.maps, reference.store.maps)
     assert (compiled.report.graphs, compiled.report.breaks) == (1, ())
 
 
-def test_other_objects_of_the_class_are_not_disturbed(same: Same) -> None:
+def test_other_objects_of_the_class_are_not_disturbed(x: Tensor) -> None:
     """While one object of a class is watched, others of it are read and set as ever."""
-
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.writer, self.reader = Setting(SET["a tensor"]), Setting(_read)
-            self.reader.kept = torch.ones(8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.reader(self.writer(x))
-            return found
-
-    def _read(m: Any, x: Tensor, p: Tensor) -> Any:
-        return x * m.kept
-
-    model, reference = Pair(), Pair()
-    compiled = attngraph.compile(model)
-    x = torch.randn(2, 5, 8)
-    same(compiled(x), reference(x))
-    model.reader.kept = reference.reader.kept = torch.zeros(8)
-    same(compiled(x), reference(x))
-    assert compiled.report.breaks == ()
+    reader = Setting(lambda m, x, p: x * m.kept)
+    reader.kept = torch.ones(8)
+    model = nn.Sequential(Setting(SET["a tensor"]), reader)
+    compiled = agree(model, x, reason="")
+    reader.kept = torch.zeros(8)
+    same(compiled(x), model(x))
     assert "kept" not in vars(Setting) or vars(Setting)["kept"] is None
 
 
@@ -336,7 +295,7 @@ def test_a_list_that_is_also_the_callers_is_not_copied() -> None:
 
 
 @pytest.mark.slow
-def test_copies_and_pickles_set_their_own_attributes(same: Same) -> None:
+def test_copies_and_pickles_set_their_own_attributes() -> None:
     model = Layers()
     compiled = attngraph.compile(model)
     x = torch.randn(2, 5, 8)
@@ -393,7 +352,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_is_looked_at_later_is_what_the_call_computed(same: Same) -> None:
+def test_what_is_looked_at_later_is_what_the_call_computed() -> None:
     """Inputs, parameters and buffers may have changed since, and dropped weights are the call's own."""
     model = Dropping()
     compiled = attngraph.compile(model)
@@ -438,25 +397,13 @@ def test_nothing_is_computed_before_somebody_looks() -> None:
     assert copy.deepcopy(weights).equal(weights) and (weights.numpy() >= 1).all()
 
 
-def test_other_random_numbers_are_drawn_in_the_call() -> None:
-    class Noisy(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            p = (x @ x.mT).softmax(-1)
-            self.noisy = p + torch.rand_like(p)
-            return p @ x
-
-    model = Noisy()
+def test_other_random_numbers_are_drawn_in_the_call(x: Tensor) -> None:
+    model = Setting(lambda m, x, p: setattr(m, "noisy", p + torch.rand_like(p)))
     compiled = attngraph.compile(model)
-    compiled(torch.randn(2, 5, 8))
+    compiled(x)
     (missed,) = compiled.report.missed
     assert missed.reason.startswith("its weights are also used in what forward() sets noisy to (")
     assert type(model.noisy) is Tensor
-
-
-def test_a_dump_names_the_attributes(tmp_path: Path) -> None:
-    attngraph.compile(Layers(), dump=tmp_path)(torch.randn(2, 5, 8))
-    text = (tmp_path / "graph-0" / "00-capture.txt").read_text()
-    assert "attribute $layers.0.attention_weights = " in text
 
 
 class Head(nn.Module):
@@ -471,16 +418,23 @@ class Head(nn.Module):
         return found
 
 
-def test_a_decoder_does_not_set_attributes_and_fuses_what_they_kept_whole(same: Same) -> None:
-    model = Head().eval()
+class Returning(Head):
+    """Returns the weights of a layer besides."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return super().forward(ids), self.layers.gathered[0]
+
+
+def test_a_decoder_does_not_set_attributes_and_fuses_what_they_kept_whole() -> None:
+    model = Returning().eval()  # a decoder leaves out weights that are returned, too
     decoder = attngraph.compile(model, cache=True)
     ids = torch.randint(0, 11, (2, 6))
     for _ in range(2):
         logits, state = decoder.prefill(ids)
-        same(logits, model(ids).detach())
+        same(logits, model(ids)[0].detach())
     assert len(decoder._derived.all()) == 1
     more = torch.randint(0, 11, (2,))
-    same(decoder.decode(more, state)[:, 0], model(torch.cat([ids, more[:, None]], 1))[:, -1].detach())
+    same(decoder.decode(more, state)[:, 0], model(torch.cat([ids, more[:, None]], 1))[0][:, -1].detach())
     report = decoder.report
     assert (len(report.attention), report.missed) == (3, ())
     assert report.cache is not None
@@ -488,16 +442,3 @@ def test_a_decoder_does_not_set_attributes_and_fuses_what_they_kept_whole(same: 
         "layers.gathered", "layers.layers.0.attention_weights", "layers.layers.1.attention_weights"
     }  # fmt: skip
     assert "not set, unlike by the model's own forward(): layers.gathered" in str(report)
-
-
-def test_a_decoder_leaves_out_weights_that_are_returned(same: Same) -> None:
-    class Returning(Head):
-        def forward(self, ids: Tensor) -> Any:
-            found = super().forward(ids)
-            return found, self.layers.gathered[0]
-
-    model = Returning().eval()
-    decoder = attngraph.compile(model, cache=True)
-    ids = torch.randint(0, 11, (2, 6))
-    same(decoder.prefill(ids)[0], model(ids)[0].detach())
-    assert (len(decoder.report.attention), decoder.report.missed) == (3, ())

@@ -1,8 +1,5 @@
 """Checks of values that only raise are kept in one graph; the model's own error is raised where one fails."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from tests.runtime.small import agree, same, sequence
 
-Same = Callable[..., None]
 GOOD, BAD = torch.ones(5, 5, dtype=torch.bool), torch.zeros(5, 5, dtype=torch.bool)
 
 
@@ -72,10 +69,10 @@ CHECKS = [_assert, _two_asserts, _raise, _either, _as_bool, _number, _torchs, _b
 
 
 @pytest.mark.parametrize("checked", CHECKS)
-def test_a_check_stays_in_the_graph_and_raises_the_models_own_error(checked: Any, same: Same) -> None:
+def test_a_check_stays_in_the_graph_and_raises_the_models_own_error(checked: Any) -> None:
     compiled = attngraph.compile(checked)
-    for batch in (2, 3):
-        x = torch.randn(batch, 5, 8)
+    for rows in (2, 3):
+        x = sequence(5, rows)
         same(compiled(x, GOOD), checked(x, GOOD))
         with pytest.raises(Exception, match="nothing is left") as wanted:
             checked(x, BAD)
@@ -101,11 +98,11 @@ class Counting(nn.Module):
         return attend(x, mask)
 
 
-def test_a_check_that_fails_leaves_what_it_leaves_in_eager(same: Same) -> None:
+def test_a_check_that_fails_leaves_what_it_leaves_in_eager() -> None:
     model, reference = Counting(), Counting()
     compiled = attngraph.compile(model)
     for mask in (GOOD, BAD, GOOD):
-        x = torch.randn(2, 5, 8)
+        x = sequence()
         for each in (compiled, reference):
             if mask is GOOD:
                 each(x, mask)
@@ -140,27 +137,21 @@ def _catches(x: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("branching", [_branches, _raises_in_part, _catches])
-def test_a_branch_that_does_not_only_raise_keeps_both_ways(branching: Any, same: Same) -> None:
-    compiled = attngraph.compile(branching)
-    for mask in (GOOD, BAD, GOOD):
-        x = torch.randn(2, 5, 8)
-        same(compiled(x, mask), branching(x, mask))
+def test_a_branch_that_does_not_only_raise_keeps_both_ways(branching: Any) -> None:
+    agree(branching, *((sequence(), mask) for mask in (GOOD, BAD, GOOD)))
 
 
-def test_known_values_are_asked_as_ever(same: Same) -> None:
+def test_known_values_are_asked_as_ever(x: Tensor) -> None:
     def known(x: Tensor, mask: Tensor) -> Tensor:
         if torch.tensor(True):
             x = x * 2
         assert torch.arange(3).sum() == 3
         return attend(x, mask)
 
-    compiled = attngraph.compile(known)
-    x = torch.randn(2, 5, 8)
-    same(compiled(x, GOOD), known(x, GOOD))
-    assert not compiled.report.breaks
+    agree(known, (x, GOOD), reason="")
 
 
-def test_a_decoder_says_what_it_does_not_check(same: Same) -> None:
+def test_a_decoder_says_what_it_does_not_check() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -170,9 +161,7 @@ def test_a_decoder_says_what_it_does_not_check(same: Same) -> None:
             if (ids >= 11).any() or ids.min().item() < 0:
                 raise ValueError("no such token")
             x = self.embed(ids)
-            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-            found: Tensor = self.head(attend(x, mask))
-            return found
+            return self.head(attend(x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()))  # type: ignore[no-any-return]
 
     model = Model().eval()
     decoder = attngraph.compile(model, cache=True)

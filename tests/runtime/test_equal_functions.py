@@ -1,7 +1,5 @@
 """Equal calls of torch's functions are repeated in a trace; the graph is the one of a trace of all calls."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import types
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attngraph.capture import faster, trace
@@ -18,7 +17,7 @@ from attngraph.errors import CaptureError
 from attngraph.ir.graph.printer import format_file
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 
-LAYERS, WIDTH, CALLS = 5, 8, 15
+LAYERS, WIDTH, CALLS = 5, 8, 10
 _EMPTY = re.compile(r"\$[\w.]*lifted_tensor_\d+")
 REST = (LAYERS - 2) * CALLS
 """What is repeated of a stack of layers, of which two are traced."""
@@ -40,21 +39,31 @@ class Layer(nn.Module):
         return self.inner(x) @ self.norm(x).mT
 
     def forward(self, x: Tensor, *beside: Any, **named: Any) -> Any:
-        p = self.scores(x).sub(1.0).mul(0.5).add(0.25).softmax(-1)
-        return x + (p @ x).tanh().mul(2.0).sin().cos() * self.scale()
+        p = self.scores(x).sub(1.0).softmax(-1)
+        return x + (p @ x).tanh() * self.scale()
 
     def scale(self) -> Any:
         return 1.0
 
 
-class Stack(nn.Module):
-    """Layers of a class, one after the other."""
+def kind(base: type[Layer] = Layer, **methods: Callable[..., Any]) -> type[Layer]:
+    """A class of layers with other methods."""
+    return type("Other", (base,), methods)
 
-    def __init__(self, kind: Callable[[int], nn.Module], layers: int = LAYERS) -> None:
+
+class Stack(nn.Module):
+    """Layers of a class, one after the other: `go` is what is done from one to the next."""
+
+    def __init__(
+        self, kind: Callable[[int], nn.Module] = Layer, layers: int = LAYERS, go: Any = None
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(kind(n) for n in range(layers))
+        self.__dict__["go"] = go
 
     def forward(self, x: Tensor) -> Any:
+        if self.go is not None:
+            return self.go(self.layers, x)
         for layer in self.layers:
             x = layer(x)
         return x
@@ -108,116 +117,84 @@ def inputs() -> Tensor:
 def test_equal_layers_are_traced_twice(
     monkeypatch: pytest.MonkeyPatch, gradients: bool, training: bool
 ) -> None:
-    config = DecoderLMConfig(vocab_size=17, layers=LAYERS, width=16, heads=2, max_tokens=32)
+    config = DecoderLMConfig(vocab_size=17, layers=4, width=8, heads=2, max_tokens=32)
     with torch.set_grad_enabled(gradients):
         model = DecoderLM(config).train(training)
-        assert repeats(monkeypatch, model, torch.randint(0, 17, (2, 9))) >= (LAYERS - 2) * CALLS
+        assert repeats(monkeypatch, model, torch.randint(0, 17, (2, 9))) >= 2 * CALLS
         # The first layer's input needs no gradient, so the calls on it are others.
         fewer = 4 if gradients else 0
-        assert repeats(monkeypatch, Stack(Layer).train(training), inputs()) == REST - fewer
+        assert repeats(monkeypatch, Stack().train(training), inputs()) == REST - fewer
 
 
 def test_a_size_that_a_layer_makes_a_number_is_one_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < repeats(monkeypatch, Stack(Layer), torch.randn(2, 6, WIDTH)) <= REST
+    assert 0 < repeats(monkeypatch, Stack(), torch.randn(2, 6, WIDTH)) <= REST
 
 
-class WithNumber(Layer):
-    def scale(self) -> Any:
-        return float(self.number % 2 + 1)
+# --- what a layer reads ---
 
 
-class WithVariable(Layer):
-    def scale(self) -> Any:
-        return COUNTER + 1
+READS: dict[str, Callable[[Any], Any]] = {
+    "its number": lambda layer: float(layer.number % 2 + 1),
+    "its dictionary": lambda layer: vars(layer)["number"] + 1,
+    "by getattr": lambda layer: getattr(layer, "num" + "ber") + 1,
+    "one of them": lambda layer: 2.0 if layer.number == 3 else 1.0,
+}
 
 
-class WithContainer(Layer):
-    def scale(self) -> Any:
-        return SCALES[0]
-
-
-class WithObject(Layer):
-    def scale(self) -> Any:
-        return SETTINGS.scale
-
-
-class WithTable(Layer):
-    def scale(self) -> Any:
-        return vars(self)["number"] + 1
-
-
-class WithGetattr(Layer):
-    def scale(self) -> Any:
-        return getattr(self, "num" + "ber") + 1
-
-
-class AtThree(Layer):
-    """A layer that is the same as others but for one."""
-
-    def scale(self) -> Any:
-        return 2.0 if self.number == 3 else 1.0
-
-
-@pytest.mark.parametrize("kind", [WithNumber, WithTable, WithGetattr, AtThree])
-def test_a_number_that_a_layer_reads_is_its_own(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    found = repeats(monkeypatch, Stack(kind), inputs())
+@pytest.mark.parametrize("name", READS)
+def test_a_number_that_a_layer_reads_is_its_own(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    found = repeats(monkeypatch, Stack(kind(scale=READS[name])), inputs())
     assert REST - LAYERS <= found <= REST  # all but the product with the number
 
 
-@pytest.mark.parametrize("kind", [WithVariable, WithContainer, WithObject])
-def test_what_changes_between_layers_is_seen(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    """The model itself changes it back, so that the trace as a whole changes nothing."""
+def _changing(layers: Any, x: Tensor) -> Tensor:
+    """Changes back what it changes, so that the trace as a whole changes nothing."""
+    global COUNTER
+    for number, layer in enumerate(layers):
+        COUNTER = SCALES[0] = SETTINGS.scale = float(number // 3)
+        x = layer(x)
+    COUNTER = 0
+    SCALES[0] = SETTINGS.scale = 1.0
+    return x
 
-    class Changing(Stack):
-        def forward(self, x: Tensor) -> Any:
-            global COUNTER
-            for number, layer in enumerate(self.layers):
-                COUNTER = SCALES[0] = SETTINGS.scale = float(number // 3)
-                x = layer(x)
-            COUNTER = 0
-            SCALES[0] = SETTINGS.scale = 1.0
-            return x
 
+@pytest.mark.parametrize(
+    "read",
+    [lambda _: COUNTER + 1, lambda _: SCALES[0], lambda _: SETTINGS.scale],
+    ids=["variable", "list", "object"],
+)
+def test_what_changes_between_layers_is_seen(monkeypatch: pytest.MonkeyPatch, read: Any) -> None:
     globals()["COUNTER"] = 0
-    # 2.0 is also what another product on this line has, for which COUNTER + 1 is known already
-    expected = 4 * CALLS if kind is WithVariable else 4 * CALLS - 2
-    assert repeats(monkeypatch, Changing(kind, 6), inputs()) == expected
+    found = repeats(monkeypatch, Stack(kind(scale=read), 6, _changing), inputs())
+    assert found == 4 * CALLS - 2  # the product with another number, and the sum with it
+
+
+# --- what differs, what does not ---
+
+
+def _hooked(model: Any, place: int) -> None:
+    model.layers[place].inner.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def _other_attribute(model: Any, place: int) -> None:
+    model.layers[place].norm.eps = 1e-3
 
 
 @pytest.mark.parametrize("place", [2, 3])
+@pytest.mark.parametrize("change", [_hooked, _other_attribute])  # torch calls a hook from another line
 def test_a_layer_with_a_hook_or_another_attribute_differs(
-    monkeypatch: pytest.MonkeyPatch, place: int
+    monkeypatch: pytest.MonkeyPatch, change: Any, place: int
 ) -> None:
-    model = Stack(Layer)
-    model.layers[place].inner.register_forward_hook(lambda module, args, out: out * 2)
-    assert repeats(monkeypatch, model, inputs()) == REST - 1  # torch calls it from another line
-    model = Stack(Layer)
-    model.layers[place].norm.eps = 1e-3
+    model = Stack()
+    change(model, place)
     assert repeats(monkeypatch, model, inputs()) == REST - 1
 
 
 def test_weights_of_other_dtypes_or_frozen_ones_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Stack(Layer)
+    model = Stack()
     model.layers[3].norm.weight.requires_grad_(False)
     with torch.enable_grad():
         assert repeats(monkeypatch, model, inputs()) == REST - 4 - 1
-
-
-@pytest.mark.slow
-def test_shared_modules_and_weights_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Shared(Layer):
-        def __init__(self, norm: nn.LayerNorm) -> None:
-            super().__init__()
-            self.norm = norm
-
-    norm = nn.LayerNorm(WIDTH)
-    assert repeats(monkeypatch, Stack(lambda n: Shared(norm)), inputs()) == REST
-    tied = Stack(Layer)
-    tied.layers[3].inner.weight = tied.layers[0].inner.weight
-    assert repeats(monkeypatch, tied, inputs()) == REST
-    inside = Stack(lambda n: Twice(n))
-    inside.layers[3].other.weight = inside.layers[3].inner.weight
-    assert repeats(monkeypatch, inside, inputs()) == REST + 2  # two equal calls a layer, on one line
 
 
 class Twice(Layer):
@@ -229,102 +206,135 @@ class Twice(Layer):
         return self.inner(x) @ self.other(x).mT
 
 
-def test_a_layer_that_is_called_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Again(Stack):
-        def forward(self, x: Tensor) -> Any:
-            for _ in range(6):
-                x = self.layers[0](x)
-            return x
-
-    assert repeats(monkeypatch, Again(Layer, 1), inputs()) == 4 * CALLS
-
-
-def test_layers_on_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Written(Stack):
-        def forward(self, x: Tensor) -> Any:
-            x = self.layers[0](x)
-            x = self.layers[1](x)
-            x = self.layers[2](x)
-            return self.layers[3](x)
-
-    assert repeats(monkeypatch, Written(Layer), inputs()) == 0
+@pytest.mark.slow
+def test_shared_modules_and_weights_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = nn.LayerNorm(WIDTH)
+    shared = Stack()
+    for layer in shared.layers:
+        layer.norm = norm
+    assert repeats(monkeypatch, shared, inputs()) == REST
+    tied = Stack()
+    tied.layers[3].inner.weight = tied.layers[0].inner.weight
+    assert repeats(monkeypatch, tied, inputs()) == REST
+    inside = Stack(Twice)
+    inside.layers[3].other.weight = inside.layers[3].inner.weight
+    assert repeats(monkeypatch, inside, inputs()) == REST + 2  # two equal calls a layer, on one line
 
 
-@pytest.mark.parametrize("beside", [lambda n, x: n, lambda n, x: x[:, : n + 1], lambda n, x: [x] * (n + 1)])
-def test_arguments_that_a_layer_ignores_do_not_count(monkeypatch: pytest.MonkeyPatch, beside: Any) -> None:
-    class Given(Stack):
-        def forward(self, x: Tensor) -> Any:
-            for number, layer in enumerate(self.layers):
-                x = layer(x, beside(number, x))
-            return x
-
-    assert repeats(monkeypatch, Given(Layer), inputs()) >= REST
+WithDropout = kind(scores=lambda self, x: F.dropout(Layer.scores(self, x), 0.5, self.training))
 
 
-def test_arguments_that_are_the_same_tensor_differ_from_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pair(Layer):
-        def forward(self, x: Tensor, other: Tensor) -> Any:
-            return super().forward(x) + (other if other is x else other * 2)
-
-    class Given(Stack):
-        def forward(self, x: Tensor) -> Any:
-            for number, layer in enumerate(self.layers):
-                x = layer(x, x if number < 3 else x + 1)
-            return x
-
-    assert repeats(monkeypatch, Given(lambda n: Pair()), inputs()) == REST + LAYERS - 2
+@pytest.mark.slow
+def test_one_layer_differs_from_the_others_in_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack(WithDropout).train()
+    model.layers[2].eval()
+    assert repeats(monkeypatch, model, inputs()) == REST + LAYERS - 2 - 1
 
 
-def test_results_that_are_containers_or_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Several(Layer):
-        def forward(self, x: Tensor, kept: Any) -> Any:
-            out = super().forward(x)
-            return {"out": out, "kept": (kept, None, 3), "again": out}
-
-    class Given(Stack):
-        def forward(self, x: Tensor) -> Any:
-            kept = x + 1
-            for layer in self.layers:
-                found = layer(x, kept)
-                x, kept = found["out"] + found["again"], found["kept"][0]
-            return x, kept
-
-    assert repeats(monkeypatch, Given(lambda n: Several()), inputs()) == REST + LAYERS - 2
+def _again(layers: Any, x: Tensor) -> Tensor:
+    for _ in range(6):
+        x = layers[0](x)
+    return x
 
 
-class IntoTheInput(Layer):
-    def forward(self, x: Tensor) -> Any:
-        x.add_(super().forward(x))
+def _on_lines_of_their_own(layers: Any, x: Tensor) -> Tensor:
+    x = layers[0](x)
+    x = layers[1](x)
+    x = layers[2](x)
+    return layers[3](x)  # type: ignore[no-any-return]
+
+
+def _beside(given: Callable[[int, Tensor], Any]) -> Callable[..., Tensor]:
+    """Gives each layer another argument beside, which it may ignore."""
+
+    def go(layers: Any, x: Tensor) -> Tensor:
+        for number, layer in enumerate(layers):
+            x = layer(x, given(number, x))
         return x
 
-
-class IntoItsOwn(Layer):
-    def forward(self, x: Tensor) -> Any:
-        out = super().forward(x)
-        out.mul_(2)
-        out[:, 0].zero_()
-        return out
+    return go
 
 
-class AView(Layer):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x).mT.mT[:, :, :] if x.shape[-1] == WIDTH else x
+def _of_two(self: Any, x: Tensor, other: Tensor) -> Tensor:
+    return Layer.forward(self, x) + (other if other is x else other * 2)  # type: ignore[no-any-return]
 
 
-class WithDropout(Layer):
-    def scores(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(super().scores(x), 0.5, self.training)
+def _several(self: Any, x: Tensor, kept: Any) -> dict[str, Any]:
+    out = Layer.forward(self, x)
+    return {"out": out, "kept": (kept, None, 3), "again": out}
 
 
-class WithoutGradients(Layer):
-    def scores(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return super().scores(x)
+def _from_containers(layers: Any, x: Tensor) -> Any:
+    kept = x + 1
+    for layer in layers:
+        found = layer(x, kept)
+        x, kept = found["out"] + found["again"], found["kept"][0]
+    return x, kept
 
 
-class WithAConstant(Layer):
-    def scale(self) -> Any:
-        return torch.tensor([2.0])
+def _into_a_cache(self: Any, x: Tensor, cache: Any = None) -> Tensor:
+    """Keeps what it computed in an object that it is given, as transformers' layers do."""
+    out: Tensor = Layer.forward(self, x)
+    cache.kept[self.number] = torch.cat([cache.kept.get(self.number, torch.tensor([])), out])
+    return out
+
+
+def _filling(layers: Any, x: Tensor) -> Any:
+    cache = types.SimpleNamespace(kept={})
+    for layer in layers:
+        x = layer(x, cache)
+    return x, tuple(cache.kept.values())
+
+
+STACKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "a layer that is called several times": (lambda: Stack(Layer, 1, _again), 4 * CALLS),
+    "layers on lines of their own": (lambda: Stack(go=_on_lines_of_their_own), 0),
+    "numbers beside do not count": (lambda: Stack(go=_beside(lambda n, x: n)), REST),
+    "lists beside do not count": (lambda: Stack(go=_beside(lambda n, x: [x] * (n + 1))), REST),
+    "the same tensor differs from two": (
+        lambda: Stack(kind(forward=_of_two), go=_beside(lambda n, x: x if n < 3 else x + 1)),
+        REST + LAYERS - 2,
+    ),
+    "results that are containers or operands": (
+        lambda: Stack(kind(forward=_several), go=_from_containers), REST + LAYERS - 2
+    ),
+    # besides a layer's own calls, an empty tensor and the joining with it
+    "layers that fill a cache": (
+        lambda: Stack(kind(forward=_into_a_cache), go=_filling), REST + 2 * (LAYERS - 2)
+    ),
+    "stages that differ of layers that do not": (
+        lambda: nn.Sequential(*(Stack(Layer, n) for n in (2, 3, 4))), 7 * CALLS
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_how_layers_are_called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    make, expected = STACKS[name]
+    assert repeats(monkeypatch, make(), inputs()) == expected
+
+
+def test_parts_of_tensors_that_a_layer_ignores_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert repeats(monkeypatch, Stack(go=_beside(lambda n, x: x[:, : n + 1])), inputs()) >= REST
+
+
+# --- what a layer does to memory, and besides ---
+
+
+def _into_its_own(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = Layer.forward(self, x)
+    out.mul_(2)
+    out[:, 0].zero_()
+    return out
+
+
+def _a_view(self: Any, x: Tensor) -> Tensor:
+    return Layer.forward(self, x).mT.mT[:, :, :] if x.shape[-1] == WIDTH else x
+
+
+def _without_gradients(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return Layer.scores(self, x)
 
 
 class WithABuffer(Layer):
@@ -336,120 +346,64 @@ class WithABuffer(Layer):
         return self.kept
 
 
-class IntoACache(Layer):
-    """Keeps what it computed in an object that it is given, as transformers' layers do."""
-
-    def forward(self, x: Tensor, cache: Any = None) -> Any:
-        out = super().forward(x)
-        cache.kept[self.number] = torch.cat([cache.kept.get(self.number, torch.tensor([])), out])
-        return out
+MEMORY: dict[str, type[Layer]] = {
+    "into the input": kind(forward=lambda self, x: x.add_(Layer.forward(self, x))),
+    "into its own": kind(forward=_into_its_own),
+    "a view": kind(forward=_a_view),
+    "dropout": WithDropout,
+    "no gradients": kind(scores=_without_gradients),
+    "a constant": kind(scale=lambda _: torch.tensor([2.0])),
+    "a buffer": WithABuffer,
+}
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize(
-    "kind",
-    [IntoTheInput, IntoItsOwn, AView, WithDropout, WithoutGradients, WithAConstant, WithABuffer],
-)
-def test_what_a_layer_does_to_memory(monkeypatch: pytest.MonkeyPatch, kind: Any, gradients: bool) -> None:
-    class Copied(Stack):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x + 1)
-
+@pytest.mark.parametrize("name", MEMORY)
+def test_what_a_layer_does_to_memory(monkeypatch: pytest.MonkeyPatch, name: str, gradients: bool) -> None:
+    model = nn.Sequential(nn.Identity(), Stack(MEMORY[name])).train()
     with torch.set_grad_enabled(gradients):
-        assert repeats(monkeypatch, Copied(kind).train(), inputs()) >= REST - 3 * LAYERS
+        assert repeats(monkeypatch, lambda x: model(x + 1), inputs()) >= REST - 3 * LAYERS
 
 
-def test_layers_that_fill_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Filling(Stack):
-        def forward(self, x: Tensor) -> Any:
-            cache = types.SimpleNamespace(kept={})
-            for layer in self.layers:
-                x = layer(x, cache)
-            return x, tuple(cache.kept.values())
-
-    # besides a layer's own calls, an empty tensor and the joining with it
-    assert repeats(monkeypatch, Filling(IntoACache), inputs()) == REST + 2 * (LAYERS - 2)
+def _asks_for_gradients(self: Any, x: Tensor) -> Tensor:
+    return Layer.forward(self, x).detach().requires_grad_()  # type: ignore[no-any-return]
 
 
-class IntoAttributes(Layer):
-    def forward(self, x: Tensor) -> Any:
-        out = super().forward(x).detach()
-        out.requires_grad_()
-        return out
+def _counts(self: Any, x: Tensor) -> Any:
+    SETTINGS.scale += 1
+    return Layer.forward(self, x)
 
 
-def test_what_a_function_does_to_its_operand_besides_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.enable_grad(), pytest.raises(CaptureError, match="asks for gradients of a tensor"):
-        repeats(monkeypatch, Stack(IntoAttributes), inputs())
+def _prints(self: Any, x: Tensor) -> Any:
+    print("here")
+    return Layer.forward(self, x)
 
 
-class Counting(Layer):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Any:
-        type(self).calls += 1
-        return super().forward(x)
+def _keeps(self: Any, x: Tensor) -> Any:
+    SCALES.append(1.0)
+    return Layer.forward(self, x)
 
 
-class Printing(Layer):
-    def forward(self, x: Tensor) -> Any:
-        print("here")
-        return super().forward(x)
-
-
-class Keeping(Layer):
-    def forward(self, x: Tensor) -> Any:
-        SCALES.append(1.0)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("kind", [Counting, Printing, Keeping])
-def test_side_effects_are_refused_as_before(kind: Any) -> None:
-    with pytest.raises(CaptureError, match="forward\\(\\)"):
-        trace.capture(Stack(kind), (inputs(),), {})
-    assert (SCALES, Counting.calls) == ([1.0], 0)
-
-
-def test_layers_in_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages that differ hold layers that do not."""
-
-    class Stages(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stages = nn.ModuleList(Stack(Layer, n) for n in (2, 3, 4))
-
-        def forward(self, x: Tensor) -> Any:
-            for stage in self.stages:
-                x = stage(x)
-            return x
-
-    assert repeats(monkeypatch, Stages(), inputs()) == 7 * CALLS
-
-
-@pytest.mark.slow
-def test_one_layer_differs_from_the_others_in_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Stack(WithDropout).train()
-    model.layers[2].eval()
-    assert repeats(monkeypatch, model, inputs()) == REST + LAYERS - 2 - 1
+@pytest.mark.parametrize("forward", [_asks_for_gradients, _counts, _prints, _keeps])
+def test_side_effects_are_refused_as_before(forward: Any) -> None:
+    what = "asks for gradients of a tensor" if forward is _asks_for_gradients else "forward\\(\\)"
+    with torch.enable_grad(), pytest.raises(CaptureError, match=what):
+        trace.capture(Stack(kind(forward=forward)), (inputs(),), {})
+    assert (SCALES, SETTINGS.scale) == ([1.0], 1.0)
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+LAYERED = {**SMALL, "num_hidden_layers": 4}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 4, "num_heads": 2, "vocab_size": 32}
+STOCK: dict[str, dict[str, Any]] = {
+    "GPT2Model": {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 32},
+    "LlamaModel": {**LAYERED, "num_key_value_heads": 1}, "BertModel": LAYERED, "T5EncoderModel": T5,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("GPT2Model", {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 32}),
-        ("LlamaModel", {**SMALL, "num_hidden_layers": 4, "num_key_value_heads": 1}),
-        ("BertModel", {**SMALL, "num_hidden_layers": 4}),
-        (
-            "T5EncoderModel",
-            {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 4, "num_heads": 2, "vocab_size": 32},
-        ),
-    ],
-)
-def test_stock_models(monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_models(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    kind = getattr(transformers, name)
-    model = kind(kind.config_class(**options)).eval()
+    model = getattr(transformers, name)
+    model = model(model.config_class(**STOCK[name])).eval()
     assert repeats(monkeypatch, model, torch.randint(0, 32, (2, 9))) >= 2 * CALLS

@@ -1,8 +1,6 @@
 """A fingerprint that is known already serves again exactly while a new walk through the model's state would
 find the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import gc

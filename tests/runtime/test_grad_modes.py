@@ -1,8 +1,6 @@
 """A forward may switch gradients on or off itself: its results have gradients where the model's have."""
 
-from __future__ import annotations
-
-import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,81 +8,58 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from tests.runtime.small import Of, attend
 
 
-def attend(x: Tensor) -> Tensor:
-    return (x @ x.mT).softmax(-1) @ x
+def _in_part(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = attend(m.layer(x))
+    with torch.no_grad():
+        z = m.layer(y)
+        with torch.set_grad_enabled(True):
+            return y, z, m.layer(y)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
+def _for_good(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = attend(m.layer(x))
+    torch.set_grad_enabled(not torch.is_grad_enabled())
+    return y, m.layer(y)
 
 
-class Decorated(Model):
-    @torch.enable_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        return attend(self.layer(x))
+def _inferring(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    with torch.inference_mode():
+        y = attend(m.layer(x))
+    return (y + 1,)
 
 
-class InPart(Model):
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        y = attend(self.layer(x))
-        with torch.no_grad():
-            z = self.layer(y)
-            with torch.set_grad_enabled(True):
-                return y, z, self.layer(y)
+ON = "forward() switches gradients on, which its caller has switched off"
+FOR_CALLER = "forward() switches gradients on or off for its caller"
+INFERENCE = "forward() enters torch.inference_mode; the model runs as it is"
+MODES = torch.enable_grad, torch.no_grad, torch.inference_mode
+SWITCHING: dict[str, tuple[Callable[..., Any], tuple[str, str, str]]] = {
+    "decorated": (torch.enable_grad()(lambda m, x: (attend(m.layer(x)),)), ("", ON, "")),
+    "in part": (_in_part, ("", ON, "")),
+    "for good": (_for_good, (FOR_CALLER, FOR_CALLER, FOR_CALLER)),
+    "inferring": (_inferring, (INFERENCE, INFERENCE, "")),
+    "not inferring": (
+        torch.inference_mode(False)(lambda m, x: (attend(m.layer(x)),)), ("", INFERENCE, INFERENCE)
+    ),
+}  # fmt: skip
+"""With the reason why it is in pieces under each mode."""
 
 
-class ForGood(Model):
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        y = attend(self.layer(x))
-        torch.set_grad_enabled(not torch.is_grad_enabled())
-        return y, self.layer(y)
-
-
-class Inferring(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.inference_mode():
-            y = attend(self.layer(x))
-        return y + 1
-
-
-class NotInferring(Model):
-    @torch.inference_mode(False)
-    def forward(self, x: Tensor) -> Tensor:
-        return attend(self.layer(x))
-
-
-REASONS = {
-    (Decorated, "no_grad"): "forward() switches gradients on, which its caller has switched off",
-    (InPart, "no_grad"): "forward() switches gradients on, which its caller has switched off",
-    (ForGood, "no_grad"): "forward() switches gradients on or off for its caller",
-    (ForGood, "enable_grad"): "forward() switches gradients on or off for its caller",
-    (ForGood, "inference_mode"): "forward() switches gradients on or off for its caller",
-    (Inferring, "no_grad"): "forward() enters torch.inference_mode; the model runs as it is",
-    (Inferring, "enable_grad"): "forward() enters torch.inference_mode; the model runs as it is",
-    (NotInferring, "no_grad"): "forward() enters torch.inference_mode; the model runs as it is",
-    (NotInferring, "inference_mode"): "forward() enters torch.inference_mode; the model runs as it is",
-}
-
-
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("kind", [Decorated, InPart, ForGood, Inferring, NotInferring])
-def test_results_have_gradients_where_the_models_have(kind: Any, mode: Any) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SWITCHING)
+def test_results_have_gradients_where_the_models_have(name: str, mode: Any) -> None:
     torch._dynamo.reset()
-    model = kind()
-    compiled = attngraph.compile(copy.deepcopy(model))
-    x, found, values = torch.randn(2, 5, 8), [], []
+    function, reasons = SWITCHING[name]
+    model, x = Of(function, layer=nn.Linear(8, 8)), torch.randn(2, 5, 8)
+    compiled, found, values = attngraph.compile(model), [], []
     for each in (model, compiled, compiled):
         with mode():
-            results = each(x)
-            after = torch.is_grad_enabled()
-        results = results if isinstance(results, tuple) else (results,)
+            results, after = each(x), torch.is_grad_enabled()
         found.append([after, [(t.requires_grad, t.is_inference()) for t in results]])
         values.append([t.detach() for t in results])
     assert found[0] == found[1] == found[2]
     torch.testing.assert_close(values[1:], [values[0], values[0]])
-    reason = REASONS.get((kind, mode.__name__))
+    reason = reasons[MODES.index(mode)]
     assert [b.reason for b in compiled.report.breaks][:1] == ([reason] if reason else [])

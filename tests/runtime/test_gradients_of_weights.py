@@ -3,8 +3,6 @@
 The attention is fused all the same, and without anybody who asks nothing of the size of the weights is made.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,17 +66,10 @@ def _changed(out: Tensor, maps: list[Tensor], model: Any) -> Sequence[Tensor | N
     return []
 
 
-def _retained(out: Tensor, maps: list[Tensor], model: Any) -> Sequence[Tensor | None]:
-    loss = out.square().sum() + sum(p.square().sum() for p in maps)
-    for p in maps:
-        p.retain_grad()
-    loss.backward()
-    return [p.grad for p in maps]
-
-
 def _twice(out: Tensor, maps: list[Tensor], model: Any) -> Sequence[Tensor | None]:
-    loss = out.square().sum()
-    loss.backward(retain_graph=True)
+    """After a backward pass gradients are retained; in the second the weights themselves count too."""
+    loss = out.square().sum() + sum(p.square().sum() for p in maps)
+    out.square().sum().backward(retain_graph=True)
     for p in maps:
         p.retain_grad()
     loss.backward()
@@ -103,15 +94,22 @@ ASKED: dict[str, Asked] = {
     "grad of what is kept": lambda out, _, m: torch.autograd.grad(out.square().sum(), m.kept),
     "hooks": _hooked,
     "hooks that change": _changed,
-    "retain_grad": _retained,
-    "after a backward pass": _twice,
+    "retain_grad after a backward pass": _twice,
     "gradients of gradients": _double,
     "of one in another": _among,
     "nothing, after a look": lambda out, maps, _: [p.sum() for p in maps] + [out.square().sum().backward()],
 }
 
 
-def _are_eagers(pick: str, asked: str) -> None:
+@pytest.mark.parametrize(
+    ("pick", "asked"),
+    [
+        ("scores and weights", "grad of what is kept"),  # not looked at
+        *((pick, asked) for asked in ASKED for pick in PICKS
+          if (pick, asked) != ("what follows alone", "gradients of gradients")),  # there are none
+    ],
+)  # fmt: skip
+def test_gradients_of_what_is_handed_out_are_eagers(pick: str, asked: str) -> None:
     model = Model(PICKS[pick]).double()
     compiled = attngraph.compile(copy.deepcopy(model))
     x = torch.randn(2, 5, 8, dtype=torch.float64)
@@ -125,18 +123,6 @@ def _are_eagers(pick: str, asked: str) -> None:
     assert [t is None for t in found[0]] == [t is None for t in found[1]]
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("pick", PICKS)
-def test_gradients_of_what_is_handed_out_are_eagers(pick: str, asked: str) -> None:
-    if pick == "what follows alone" and asked == "gradients of gradients":
-        return  # there are none
-    _are_eagers(pick, asked)
-
-
-def test_gradients_by_what_was_kept_of_results_not_looked_at_are_eagers() -> None:
-    _are_eagers("scores and weights", "grad of what is kept")
 
 
 @pytest.mark.parametrize("after", [True, False])

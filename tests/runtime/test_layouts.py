@@ -1,7 +1,5 @@
 """Where it shows how a value lies in memory, or which memory it is in, a graph has it as the model does."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from tests.runtime.small import agree, sequence
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (2, 4)).transpose(1, 2)
 
 
 def attend(x: Tensor) -> Tensor:
     """Two heads, in memory by heads: a fused result lies by tokens."""
-    k = x.unflatten(-1, (2, 4)).transpose(1, 2).contiguous()
+    k = heads(x).contiguous()
     return (k @ k.mT).softmax(-1) @ k
 
 
@@ -37,28 +40,9 @@ READ: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("name", READ)
-def test_what_reads_by_memory_reads_the_models(name: str, gradients: bool) -> None:
-    def model(x: Tensor) -> Tensor:
-        return READ[name](attend(x))
-
-    compiled = attngraph.compile(model)
-    for tokens in (5, 7):
-        x = torch.randn(2, tokens, 8, dtype=torch.float64, requires_grad=gradients)
-        found, expected = compiled(x), model(x)
-        is_float = expected.is_floating_point()
-        mine, theirs = (found, expected) if is_float else (t.view(torch.float64) for t in (found, expected))
-        torch.testing.assert_close(mine, theirs)
-        if gradients and is_float:
-            grads = [torch.autograd.grad(t.square().sum(), x)[0] for t in (found, expected)]
-            torch.testing.assert_close(*grads)
-    assert len(compiled.report.attention) == 1
-
-
 def by_exponentials(x: Tensor) -> Tensor:
     """The same, computed by sums of exponentials: its result follows from weights element by element."""
-    k = x.unflatten(-1, (2, 4)).transpose(1, 2).contiguous()
+    k = heads(x).contiguous()
     scores = k @ k.mT
     top = torch.full((*k.shape[:-1], 1), -torch.inf, dtype=k.dtype)
     new = torch.maximum(top, scores.amax(-1, True))
@@ -66,18 +50,18 @@ def by_exponentials(x: Tensor) -> Tensor:
     return (0 * rescaled + weights @ k) / (0 * rescaled + weights.sum(-1, True))
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("spelling", [attend, by_exponentials])
 @pytest.mark.parametrize("name", READ)
-def test_what_reads_the_memory_of_weights_reads_the_models(name: str) -> None:
-    def model(x: Tensor) -> Tensor:
-        return READ[name](by_exponentials(x))
+def test_what_reads_by_memory_reads_the_models(name: str, spelling: Any, gradients: bool) -> None:
+    as_int = name == "a view as another dtype"
 
-    compiled = attngraph.compile(model, min_scores=0)
-    for tokens in (5, 7):
-        x = torch.randn(2, tokens, 8, dtype=torch.float64)
-        found, expected = compiled(x), model(x)
-        mine, theirs = (t.view(torch.float64) for t in (found, expected))
-        torch.testing.assert_close(mine, theirs)
-    assert len(compiled.report.attention) == 1
+    def model(x: Tensor) -> Tensor:
+        found = READ[name](spelling(x))
+        return found.view(torch.float64) if as_int else found
+
+    calls = [sequence(n, dtype=torch.float64, requires_grad=gradients) for n in (5, 7)]
+    agree(model, *calls, grads=gradients and not as_int, tolerance=1e-7, min_scores=0, fused=1)
 
 
 def test_what_reads_the_memory_of_chosen_tokens_reads_the_models() -> None:
@@ -88,11 +72,8 @@ def test_what_reads_the_memory_of_chosen_tokens_reads_the_models() -> None:
         o = (t @ t.mT).softmax(-1) @ t[..., :1]
         return (o + 1)[..., 1:, :].as_strided(o.shape[:1], (2,))
 
-    compiled = attngraph.compile(model, min_scores=0)
-    for chosen in (2, 4, 3, 7):
-        x, w = torch.randn(3, 9, 8, dtype=torch.float64), torch.arange(9) < chosen
-        torch.testing.assert_close(compiled(x, w), model(x, w))
-    assert len(compiled.report.attention) == 1
+    calls = [(torch.randn(3, 9, 8, dtype=torch.float64), torch.arange(9) < n) for n in (2, 4, 3, 7)]
+    agree(model, *calls, min_scores=0, fused=1)
 
 
 class Results(nn.Module):
@@ -141,8 +122,15 @@ RESULTS: dict[str, Callable[[Tensor, Any], Any]] = {
     "the same twice": lambda x, m: (y := attend(x), y, y.contiguous()),
     "cut from gradients": lambda x, m: (y := attend(x), y.detach(), m.weight.detach()),
     "an argument": lambda x, m: (attend(x), x, x[:, 0]),
+    "views of an argument": lambda x, m: (x.transpose(0, 1), x[:1], x.view(-1), x.detach(), attend(x)),
+    "copies of an argument": lambda x, m: (x.clone(), x + 0, x.reshape(-1).clone(), attend(x)),
+    "casts that do nothing": lambda x, m: (x.to(torch.float32), x.float(), x.contiguous(), attend(x)),
     "a parameter": lambda x, m: (attend(x), m.weight, m.weight.T, m.count),
     "weights": lambda x, m: (attend(x), p := (x @ x.mT).softmax(-1), p @ x, p[:, 0]),
+    "an expanded result": lambda x, m: attend(x).sum(1, keepdim=True).expand(-1, 3, -1, -1),
+    "heads joined": lambda x, m: attend(x).transpose(1, 2),
+    "heads joined, contiguous": lambda x, m: attend(x).transpose(1, 2).contiguous(),
+    "strided": lambda x, m: (attend(x)[:, :, ::2], attend(x).mT, heads(x) @ heads(x).mT),
     "an argument that is written": _written_whole,
     "what is written": _written,
     "a buffer that is written": _written_buffer,
@@ -171,7 +159,8 @@ def test_results_share_memory_as_the_models_do(name: str, gradients: bool) -> No
     model = Results(RESULTS[name])
     other = copy.deepcopy(model)
     compiled = attngraph.compile(model)
-    assert _relations(model, compiled, gradients) == _relations(other, other, gradients)
+    for _ in range(2):
+        assert _relations(model, compiled, gradients) == _relations(other, other, gradients)
     written = name.startswith(("what is", "a buffer"))
     assert bool(compiled.report.breaks) == written
     if written:
@@ -201,10 +190,8 @@ FOLLOWED: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_gradients_flow_through_results_that_others_follow_from(name: str) -> None:
-    model = FOLLOWED[name]
+    model, x, found = FOLLOWED[name], sequence(requires_grad=True), []
     compiled = attngraph.compile(model)
-    x = torch.randn(2, 5, 8, requires_grad=True)
-    found = []
     for each in (model, compiled):
         *between, last = each(x)
         found.append(torch.autograd.grad(last.sum(), (x, *between)))
@@ -217,12 +204,9 @@ def test_an_argument_that_is_a_view_is_another_call_if_the_model_asks(ask: Calla
     """Its strides are those of one that is none."""
 
     def model(x: Tensor) -> Tensor:
-        return (x @ x.mT).softmax(-1) @ x * (2.0 if ask(x) else 3.0)
+        return attend(x) * (2.0 if ask(x) else 3.0)
 
-    compiled = attngraph.compile(model, min_scores=0)
-    for x in (torch.randn(2, 5, 8), torch.randn(80).view(2, 5, 8), torch.randn(2, 5, 8)):
-        torch.testing.assert_close(compiled(x), model(x))
-    assert len(compiled.report.attention) == 1
+    agree(model, sequence(), torch.randn(80).view(2, 5, 8), sequence(), min_scores=0, fused=1)
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -230,12 +214,10 @@ def test_a_model_that_asks_how_often_its_argument_was_written_to_runs_as_it_is(a
     """Under autocast another mode stands between the model and the one that hears what it asks."""
 
     def model(x: Tensor) -> Tensor:
-        return (x @ x.mT).softmax(-1) @ x * (1.0 + x._version)
+        return attend(x) * (1.0 + x._version)
 
-    compiled = attngraph.compile(model, min_scores=0)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for x in (torch.randn(2, 5, 8), torch.randn(2, 5, 8).add_(1)):
-            torch.testing.assert_close(compiled(x), model(x))
+        agree(model, sequence(), sequence().add_(1), min_scores=0)
 
 
 def test_an_operation_in_pieces_reads_memory_whose_strides_are_of_other_sizes() -> None:
@@ -244,7 +226,6 @@ def test_an_operation_in_pieces_reads_memory_whose_strides_are_of_other_sizes() 
         o = nn.functional.scaled_dot_product_attention(t, t, t[..., :1])
         return torch.kron(o, o[..., :1, :])
 
-    compiled = attngraph.compile(model, min_scores=0)
-    for rows, tokens in ((2, 17), (4, 4), (3, 6)):
-        x, w = torch.randn(rows, tokens, 8, dtype=torch.float64), torch.arange(tokens) < 3
-        torch.testing.assert_close(compiled(x, w), model(x, w))
+    sizes = (2, 17), (4, 4), (3, 6)
+    calls = [(torch.randn(rows, n, 8, dtype=torch.float64), torch.arange(n) < 3) for rows, n in sizes]
+    agree(model, *calls, min_scores=0)

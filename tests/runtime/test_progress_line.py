@@ -1,7 +1,5 @@
 """The line that is shown while a model compiles: on a terminal, late, and gone at the end."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

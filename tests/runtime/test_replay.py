@@ -1,9 +1,9 @@
 """Recorded calls of decoders give what whole sequences give, whatever happens between two calls."""
 
-from __future__ import annotations
-
+import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -87,8 +87,11 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
 def made(name: str, **config: Any) -> tuple[nn.Module, Decoder]:
     model = MODELS[name]()
-    found = attngraph.compile(model, cache=CacheConfig(**config) if config else True)
-    return model, found
+    return model, attngraph.compile(model, cache=CacheConfig(**config) if config else True)
+
+
+shared = functools.cache(made)
+"""The same, for tests that leave the model and its recordings as they are."""
 
 
 def recordings(decoder: Decoder) -> list[Recording]:
@@ -119,7 +122,7 @@ def walk(decoder: Decoder, tokens: Tensor, first: int) -> list[Tensor]:
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("name", MODELS)
 def test_many_steps_while_pages_grow(name: str, layout: str, replayed: list[bool]) -> None:
-    model, decoder = made(name, layout=layout)
+    model, decoder = shared(name, layout=layout)
     tokens = ids(3, 84)
     wanted = whole(model, tokens)
     found = walk(decoder, tokens, 4)  # kept while later steps run
@@ -128,15 +131,18 @@ def test_many_steps_while_pages_grow(name: str, layout: str, replayed: list[bool
         close(logits.reshape(3, -1), wanted[:, n])
 
 
-def test_batches_of_different_sizes_and_two_states_in_turn(replayed: list[bool]) -> None:
-    model, decoder = made("rotary")
+def test_batches_of_different_sizes_and_several_states_in_turn(replayed: list[bool]) -> None:
+    model, decoder = shared("rotary")
     batches = [ids(rows, 30, rows) for rows in (1, 2, 2, 5)]
-    wanted = [whole(model, tokens) for tokens in batches]
+    other = ids(2, 30, 9)
+    other[:, :4] = batches[1][:, :4]
     states = [decoder.prefill(tokens[:, : 3 + n])[1] for n, tokens in enumerate(batches)]
+    batches, states = [*batches, other], [*states, states[1].copy()]  # which goes its own way
+    wanted = [whole(model, tokens) for tokens in batches]
     found: list[tuple[int, int, Tensor]] = []
     for step in range(20):
         for n, (tokens, state) in enumerate(zip(batches, states, strict=True)):
-            at = 3 + n + step
+            at = (3, 4, 5, 6, 4)[n] + step
             found.append((n, at, decoder.decode(tokens[:, at : at + 1], state)))
     assert sum(replayed) > 60
     for n, at, logits in found:
@@ -145,7 +151,7 @@ def test_batches_of_different_sizes_and_two_states_in_turn(replayed: list[bool])
 
 def test_rows_that_divide_the_same_tokens_in_another_way(replayed: list[bool]) -> None:
     """As many tokens in all, but more blocks of queries than in the step that was recorded."""
-    model, decoder = made("rotary")
+    model, decoder = shared("rotary")
     tokens = ids(4, 16)
     wanted = whole(model, tokens)
     for lengths in ([7, 7, 7, 7], [7, 7, 7, 7], [13, 13, 1, 1], [1, 9, 9, 9], [16, 4, 4, 4], [7, 7, 7, 7]):
@@ -154,20 +160,6 @@ def test_rows_that_divide_the_same_tokens_in_another_way(replayed: list[bool]) -
             close(logits[row, :count], wanted[row, :count])
         assert state.lengths == lengths
     assert sum(replayed) >= 4
-
-
-def test_a_copy_of_a_state_goes_its_own_way(replayed: list[bool]) -> None:
-    model, decoder = made("learned")
-    one, other = ids(2, 20), ids(2, 20, 1)
-    other[:, :8] = one[:, :8]
-    state = decoder.prefill(one[:, :8])[1]
-    copy = state.copy()
-    for n in range(8, 20):
-        first = decoder.decode(one[:, n : n + 1], state)
-        second = decoder.decode(other[:, n : n + 1], copy)
-        close(first.flatten(0, 1), whole(model, one)[:, n])
-        close(second.flatten(0, 1), whole(model, other)[:, n])
-    assert sum(replayed) > 20
 
 
 def test_weights_change_between_steps(replayed: list[bool]) -> None:
@@ -217,7 +209,7 @@ def test_other_dtypes_and_back(replayed: list[bool]) -> None:
 
 @pytest.mark.slow
 def test_threads_share_a_decoder(replayed: list[bool]) -> None:
-    model, decoder = made("rotary")
+    model, decoder = shared("rotary")
     batches = [ids(2, 40, seed) for seed in range(4)]
     wanted = [whole(model, tokens) for tokens in batches]
     walk(decoder, batches[0][:, :6], 3)
@@ -240,7 +232,7 @@ def test_results_stay_until_the_same_thread_steps_again(monkeypatch: pytest.Monk
     """Another thread's step between a step and the writing of its keys to the pages changes nothing."""
     from attngraph.runtime.kv_cache import KVCache
 
-    model, decoder = made("learned")
+    model, decoder = shared("learned")
     mine, theirs = ids(1, 12), ids(1, 12, 1)
     wanted, other_state = whole(model, mine), decoder.prefill(theirs[:, :4])[1]
     state = decoder.prefill(mine[:, :4])[1]
@@ -260,73 +252,58 @@ def test_results_stay_until_the_same_thread_steps_again(monkeypatch: pytest.Monk
         close(decoder.decode(mine[:, n : n + 1], state).flatten(0, 1), wanted[:, n])
 
 
-@pytest.mark.slow
-def test_threads_of_the_machine_may_change(replayed: list[bool]) -> None:
-    model, decoder = made("rotary")
-    tokens = ids(1, 40)
-    wanted, state = whole(model, tokens), decoder.prefill(tokens[:, :4])[1]
-    before = torch.get_num_threads()
-    try:
-        for n in range(4, 40):
-            torch.set_num_threads(1 + n // 4 % 2)
-            close(decoder.decode(tokens[:, n : n + 1], state).flatten(0, 1), wanted[:, n])
-    finally:
-        torch.set_num_threads(before)
-    assert sum(replayed) > 25
+def _mode(n: int, decoder: Decoder, state: Any) -> Any:
+    return (torch.inference_mode, torch.no_grad, torch.enable_grad)[n % 3]()
 
 
-def test_modes_of_gradients_in_turn(replayed: list[bool]) -> None:
-    model, decoder = made("rotary")
-    tokens = ids(2, 24)
-    wanted, state = whole(model, tokens), decoder.prefill(tokens[:, :4])[1]
-    for n in range(4, 24):
-        mode = (torch.inference_mode, torch.no_grad, torch.enable_grad)[n % 3]
-        with mode():
-            logits = decoder.decode(tokens[:, n : n + 1], state)
-        close(logits.flatten(0, 1), wanted[:, n])
-    assert sum(replayed) > 15
+def _threads(n: int, decoder: Decoder, state: Any) -> Any:
+    torch.set_num_threads(1 + n // 4 % 2)
+    return contextlib.nullcontext()
 
 
-def test_a_token_out_of_range_is_an_error_and_later_steps_are_right(replayed: list[bool]) -> None:
+def _a_token_out_of_range(n: int, decoder: Decoder, state: Any) -> Any:
+    if n in (4, 5, 12):
+        with pytest.raises((IndexError, RuntimeError)):
+            decoder.decode(torch.full((2, 1), VOCABULARY + 7), state)
+    return contextlib.nullcontext()
+
+
+def _other_dtypes_of_tokens(n: int, decoder: Decoder, state: Any) -> Any:
+    return contextlib.nullcontext((torch.int64, torch.int32)[n % 2])
+
+
+@pytest.mark.parametrize(
+    "before",
+    [_mode, _a_token_out_of_range, _other_dtypes_of_tokens, pytest.param(_threads, marks=pytest.mark.slow)],
+)
+def test_what_happens_between_two_steps(before: Callable[..., Any], replayed: list[bool]) -> None:
     model, decoder = made("learned")
     tokens = ids(2, 24)
     wanted, state = whole(model, tokens), decoder.prefill(tokens[:, :4])[1]
     for n in range(4, 24):
-        if n in (4, 5, 12):
-            with pytest.raises((IndexError, RuntimeError)):
-                decoder.decode(torch.full((2, 1), VOCABULARY + 7), state)
-        close(decoder.decode(tokens[:, n : n + 1], state).flatten(0, 1), wanted[:, n])
+        with before(n, decoder, state) as dtype:
+            step = tokens[:, n : n + 1]
+            logits = decoder.decode(step.to(dtype) if isinstance(dtype, torch.dtype) else step, state)
+        close(logits.flatten(0, 1), wanted[:, n])
     assert sum(replayed) > 10
 
 
-def test_a_recording_does_not_keep_the_pages_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    run = Recording.run
-    monkeypatch.setattr(Recording, "run", lambda self, inputs: seen.append(self) or run(self, inputs))
-    _, decoder = made("rotary")
+def test_a_recording_does_not_keep_the_pages_of_a_state() -> None:
+    _, decoder = shared("rotary")
     tokens = ids(2, 10)
     state = decoder.prefill(tokens[:, :4])[1]
     for n in range(4, 10):
         decoder.decode(tokens[:, n : n + 1], state)
-    assert seen
     pages = {t.untyped_storage().data_ptr() for t in state.stores().values()}
-    for recording in seen:
+    assert recordings(decoder)
+    for recording in recordings(decoder):
         held = [v for v in recording.values.values() if isinstance(v, Tensor)]
         held += [t for reader in recording.readers for t in reader.link.held]
         assert pages.isdisjoint(t.untyped_storage().data_ptr() for t in held)
 
 
-def test_other_token_dtypes_make_other_recordings() -> None:
-    model, decoder = made("learned")
-    tokens = ids(2, 20)
-    wanted, state = whole(model, tokens), decoder.prefill(tokens[:, :4])[1]
-    for n in range(4, 20):
-        step = tokens[:, n : n + 1].to((torch.int64, torch.int32)[n % 2])
-        close(decoder.decode(step, state).flatten(0, 1), wanted[:, n])
-
-
 def test_generation_beams_and_the_engine_choose_what_the_model_chooses() -> None:
-    model, decoder = made("rotary")
+    model, decoder = shared("rotary")
     prompt = ids(2, 5)
     wanted = prompt
     for _ in range(12):
@@ -350,7 +327,7 @@ def test_generation_beams_and_the_engine_choose_what_the_model_chooses() -> None
 @pytest.mark.parametrize("name", ["learned", "rotary", "window"])
 def test_prompts_of_many_tokens_are_recorded_too(name: str, layout: str, replayed: list[bool]) -> None:
     """Rows of other lengths, and chunks after kept tokens, of as many tokens in all."""
-    model, decoder = made(name, layout=layout)
+    model, decoder = shared(name, layout=layout)
     tokens = ids(2, 90)
     wanted = whole(model, tokens)
     for lengths in ([40, 40], [40, 40], [79, 1], [20, 60], [40, 40]):

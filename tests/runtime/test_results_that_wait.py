@@ -4,8 +4,6 @@ What attributes share with them is in test_attributes.py; here are results that 
 be done to a tensor that waits.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -24,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attngraph
 from attngraph.runtime.look import Unseen
-
-Same = Callable[..., None]
+from tests.runtime.small import agree, same, sequence
 
 
 @dataclasses.dataclass
@@ -100,13 +97,13 @@ def leaves(result: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_results_are_eagers_with_its_gradients_whenever_they_are_looked_at(name: str, same: Same) -> None:
+def test_results_are_eagers_with_its_gradients_whenever_they_are_looked_at(name: str) -> None:
     result, waiting = RESULTS[name]
     model = Model(result)
     reference = copy.deepcopy(model)
     compiled = attngraph.compile(model)
     for tokens in (5, 7):
-        x = torch.randn(2, tokens, 8, requires_grad=True)
+        x = sequence(tokens, requires_grad=True)
         mine, theirs = leaves(compiled(x)), leaves(reference(x))
         assert any(type(t) is Unseen for t in mine)
         losses = [sum(t.square().sum() for t in found if t.requires_grad) for found in (mine, theirs)]
@@ -120,35 +117,22 @@ def test_results_are_eagers_with_its_gradients_whenever_they_are_looked_at(name:
     assert names(compiled) == waiting
 
 
-def test_a_result_that_is_returned_twice_is_one_tensor() -> None:
-    first, _, second = attngraph.compile(Model(RESULTS["twice"][0]))(torch.randn(2, 5, 8))
-    assert first is second and type(first) is Unseen
+def test_what_is_of_the_same_weights_is_one_tensor_and_each_layers_weights_are_apart(x: Tensor) -> None:
+    model = Model(lambda out, maps, m: (maps[0], _sets(out, maps, m), maps[0], maps[1]))
+    first, (_, kept), again, second = attngraph.compile(model)(x)
+    assert first is again is kept is model.kept and type(first) is Unseen
     first += 1
-    assert float(second.detach().min()) == 1
+    assert float(again.detach().min()) == 1
+    assert type(first) is Tensor and type(second) is Unseen
 
 
-def test_a_result_and_the_attribute_of_the_same_weights_are_one_tensor() -> None:
-    model = Model(_sets)
-    _, found = attngraph.compile(model)(torch.randn(2, 5, 8))
-    assert found is model.kept and type(found) is Unseen
-
-
-def test_a_look_may_need_a_part_of_a_split_that_the_call_does_not(same: Same) -> None:
+def test_a_look_may_need_a_part_of_a_split_that_the_call_does_not() -> None:
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         q, k, v, w = x.split(8, -1)
         p = (q @ k.mT).softmax(-1)
         return p @ v, q.sort(-1).values, p * w.sum(-1, keepdim=True)
 
-    x = torch.randn(2, 5, 32)
-    compiled = attngraph.compile(forward)
-    same(compiled(x), forward(x))
-    assert names(compiled) == [("result[2]",)]
-
-
-def test_a_look_at_one_layers_weights_computes_no_others() -> None:
-    _, first, second = attngraph.compile(Model(RESULTS["a tuple"][0]))(torch.randn(2, 5, 8))
-    assert float(first.detach().sum()) > 0
-    assert type(first) is Tensor and type(second) is Unseen
+    assert names(agree(forward, torch.randn(2, 5, 32))) == [("result[2]",)]
 
 
 def largest_result(seen: Any) -> int:
@@ -158,25 +142,27 @@ def largest_result(seen: Any) -> int:
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_weights_are_never_in_memory_where_the_caller_drops_them(grad: bool) -> None:
-    compiled = attngraph.compile(Model(RESULTS["a tuple"][0]))
-    x = torch.randn(1, 300, 8)
+    compiled, x = attngraph.compile(Model(RESULTS["a tuple"][0])), torch.randn(1, 300, 8)
     profile = functools.partial(torch.profiler.profile, profile_memory=True)
     with torch.set_grad_enabled(grad):
         compiled(x)
-    with torch.set_grad_enabled(grad), profile() as seen:
-        out, *_ = compiled(x)
-        if grad:
-            out.sum().backward()
+        with profile() as seen:
+            out, *_ = compiled(x)
+            if grad:
+                out.sum().backward()
     assert largest_result(seen) < 300 * 300
     with profile() as eager:
         compiled._model(x)
     assert largest_result(eager) >= 300 * 300
 
 
-def test_a_dropout_before_the_weights_is_drawn_in_the_call() -> None:
+def test_dropped_weights_are_those_of_the_call_whose_dropouts_are_drawn_in_it(x: Tensor) -> None:
+    def attend(x: Tensor) -> tuple[Tensor, Tensor]:
+        p = nn.functional.dropout((x @ x.mT).softmax(-1), 0.4)
+        return p @ x, p
+
     model = Model(RESULTS["a tuple"][0], dropout=0.3).train()
     compiled = attngraph.compile(model)
-    x = torch.randn(2, 5, 8)
     out, *maps = compiled(x)
     assert (len(compiled.report.attention), names(compiled)) == (2, [("result[1]",), ("result[2]",)])
     (q, k, _), seen = model.layers[0](x).chunk(3, -1), torch.ones(5, 5, dtype=torch.bool).tril()
@@ -185,14 +171,6 @@ def test_a_dropout_before_the_weights_is_drawn_in_the_call() -> None:
     torch.testing.assert_close(maps[0].sum(-1), torch.ones(2, 5))
     before = torch.autograd.grad(out.sum(), model.layers[0].weight, retain_graph=True)
     assert float(before[0].abs().sum()) > 0
-
-
-def test_dropped_weights_are_those_of_the_call(same: Same) -> None:
-    def attend(x: Tensor) -> tuple[Tensor, Tensor]:
-        p = nn.functional.dropout((x @ x.mT).softmax(-1), 0.4)
-        return p @ x, p
-
-    x = torch.randn(2, 9, 8)
     out, p = attngraph.compile(attend)(x)
     y = x.clone()
     x.zero_()
@@ -200,16 +178,13 @@ def test_dropped_weights_are_those_of_the_call(same: Same) -> None:
     assert 0 < int((p == 0).sum()) < p.numel()
 
 
-class Noisy(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+def test_what_draws_random_numbers_from_weights_keeps_them_in_the_call(x: Tensor) -> None:
+    def noisy(x: Tensor) -> tuple[Tensor, Tensor]:
         p = (x @ x.mT).softmax(-1)
         return p @ x, p + torch.rand_like(p)
 
-
-def test_what_draws_random_numbers_from_weights_keeps_them_in_the_call() -> None:
-    compiled = attngraph.compile(Noisy())
-    _, noisy = compiled(torch.randn(2, 5, 8))
-    assert type(noisy) is Tensor and names(compiled) == []
+    compiled = attngraph.compile(noisy)
+    assert type(compiled(x)[1]) is Tensor and names(compiled) == []
     assert "its weights are also used in the model's results (" in compiled.report.missed[0].reason
 
 
@@ -222,11 +197,9 @@ def model() -> Model:
     return Model(lambda out, maps, _: (out, maps[1]))
 
 
-@pytest.fixture
-def both(model: Model) -> tuple[Any, Any]:
-    """What a call returns, and what eager does."""
-    x = torch.randn(2, 5, 8)
-    return attngraph.compile(model)(x), model(x)
+@pytest.fixture(scope="module")
+def compiled(model: Model) -> Any:
+    return attngraph.compile(model, min_scores=0)
 
 
 class Scaled(torch.autograd.Function):
@@ -315,10 +288,8 @@ HELD = "checkpoint", "checkpoint anew", "vmap", "a function of one's own", "a fu
 
 
 @pytest.mark.parametrize("name", USES)
-def test_a_tensor_that_waits_can_be_used_as_any(
-    name: str, both: tuple[Any, Any], model: Model, same: Same
-) -> None:
-    found = []
+def test_a_tensor_that_waits_can_be_used_as_any(name: str, compiled: Any, model: Model, x: Tensor) -> None:
+    found, both = [], (compiled(x), model(x))
     for out, p in both:
         model.zero_grad()
         value = USES[name](out, p)
@@ -329,8 +300,9 @@ def test_a_tensor_that_waits_can_be_used_as_any(
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_mode_of_the_call_counts_not_that_of_the_look(mode: Any, model: Model) -> None:
-    compiled, x = attngraph.compile(model), torch.randn(2, 5, 8)
+def test_the_mode_of_the_call_counts_not_that_of_the_look(
+    mode: Any, compiled: Any, model: Model, x: Tensor
+) -> None:
     with mode():
         _, p = compiled(x)
         _, expected = model(x)
@@ -343,28 +315,28 @@ def test_the_mode_of_the_call_counts_not_that_of_the_look(mode: Any, model: Mode
     assert p.requires_grad and p.grad_fn is not None
 
 
-def test_requires_grad_is_known_before_a_look(model: Model) -> None:
-    out, p, fixed, number = attngraph.compile(
-        Model(lambda out, maps, _: (out, maps[1], maps[1].detach(), maps[1].argmax()))
-    )(torch.randn(2, 5, 8))
+def test_requires_grad_is_known_before_a_look(x: Tensor) -> None:
+    model = Model(lambda out, maps, _: (out, maps[1], maps[1].detach(), maps[1].argmax()))
+    out, p, fixed, number = attngraph.compile(model)(x)
     assert [t.requires_grad for t in (out, p, fixed, number)] == [True, True, False, False]
     assert {type(t) for t in (p, fixed, number)} == {Unseen}
 
 
-def test_what_c_holds_stays_one_operation(model: Model, same: Same) -> None:
-    """A function that keeps its argument for its gradient: the object cannot become another tensor."""
+class Kept(torch.autograd.Function):
+    """Keeps its argument for its gradient."""
 
-    class Kept(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-            ctx.save_for_backward(x)
-            return torch.zeros(())
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return torch.zeros(())
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-            return grad * ctx.saved_tensors[0]
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad * ctx.saved_tensors[0]
 
-    compiled, x = attngraph.compile(model), torch.randn(2, 5, 8)
+
+def test_what_c_holds_stays_one_operation(compiled: Any, model: Model, x: Tensor) -> None:
+    """The object that is held cannot become another tensor."""
     found = []
     for each in (compiled, model):
         model.zero_grad()
@@ -378,61 +350,57 @@ def test_what_c_holds_stays_one_operation(model: Model, same: Same) -> None:
 # --- where nothing may wait -----------------------------------------------------------------------
 
 
-def test_a_traced_call_computes_its_results(model: Model) -> None:
-    compiled, x = attngraph.compile(model), torch.randn(2, 5, 8)
+def test_a_traced_call_computes_its_results(compiled: Any, model: Model, x: Tensor) -> None:
     compiled(x)
-    traced = make_fx(lambda y: compiled(y)[1] * 2)(x)
-    y = torch.randn(2, 5, 8)
+    traced, y = make_fx(lambda y: compiled(y)[1] * 2)(x), sequence()
     torch.testing.assert_close(traced(y), model(y)[1] * 2)
 
 
-def test_torchs_compiler_gets_computed_results(model: Model, same: Same) -> None:
+def test_torchs_compiler_gets_computed_results(model: Model, x: Tensor) -> None:
     torch._dynamo.reset()
-    compiled, x = torch.compile(model, backend="attngraph"), torch.randn(2, 5, 8)
-    found = compiled(x)
+    found = torch.compile(model, backend="attngraph")(x)
     assert type(found[1]) is Tensor
     same(found, model(x))
 
 
-class Broken(nn.Module):
-    """Is captured in two pieces; the second needs the weights of the first."""
+@pytest.mark.slow
+def test_pieces_hand_on_computed_results(x: Tensor) -> None:
+    """Of a model in two pieces the second needs the weights of the first."""
+    torch._dynamo.reset()
+    first = Model(lambda out, maps, _: (out, maps[1]))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Model(lambda out, maps, _: (out, maps[1]))
-
-    def forward(self, x: Tensor) -> Any:
-        out, p = self.first(x)
+    def broken(x: Tensor) -> Any:
+        out, p = first(x)
         if float(out.detach().sum()) > 1e9:
             return out, p
         return out + p.sum(), p
 
-
-@pytest.mark.slow
-def test_pieces_hand_on_computed_results(same: Same) -> None:
-    torch._dynamo.reset()
-    model, x = Broken(), torch.randn(2, 5, 8)
-    compiled = attngraph.compile(model)
+    compiled = attngraph.compile(broken)
     found = compiled(x)
     assert compiled.report.breaks and type(found[1]) is Tensor
-    same(found, model(x))
+    same(found, broken(x))
     for passes in (("canonicalize", "fuse-attention"), None):
-        part = attngraph.compile(model, passes=passes)
-        same(part(x), model(x))
-        assert part.report.later == ()
+        assert agree(broken, x, passes=passes).report.later == ()
 
 
-def test_a_file_has_all_results(model: Model, tmp_path: Path, same: Same) -> None:
-    x = torch.randn(2, 5, 8)
-    report = attngraph.export(attngraph.compile(model.eval()), tmp_path / "model.pt2", (x,))
+def test_a_file_has_all_results_and_a_saved_model_those_that_wait(
+    compiled: Any, model: Model, tmp_path: Path, x: Tensor
+) -> None:
+    compiled(x)
+    compiled.save(tmp_path / "saved")
+    loaded = attngraph.load(tmp_path / "saved", model)
+    found = loaded(x)
+    assert type(found[1]) is Unseen and loaded.report.later == compiled.report.later
+    same(found, model(x))
+    report = attngraph.export(compiled, tmp_path / "model.pt2", (x,))
     assert len(report.outputs) == 2
     found = torch.export.load(tmp_path / "model.pt2").module()(x)
     same(tuple(t.detach() for t in found), tuple(t.detach() for t in model(x)))
 
 
 @pytest.mark.slow
-def test_inductor_computes_no_weights_either(model: Model, same: Same) -> None:
-    compiled, x = attngraph.compile(model, inductor=True), torch.randn(2, 5, 8)
+def test_inductor_computes_no_weights_either(model: Model, x: Tensor) -> None:
+    compiled = attngraph.compile(model, inductor=True)
     with torch.no_grad():
         found, expected = compiled(x), model(x)
     assert type(found[1]) is Unseen
@@ -444,25 +412,14 @@ def test_inductor_computes_no_weights_either(model: Model, same: Same) -> None:
     same((out, p), model(given))
 
 
-def test_a_saved_model_returns_what_waits(model: Model, tmp_path: Path, same: Same) -> None:
-    compiled, x = attngraph.compile(model), torch.randn(2, 5, 8)
-    compiled(x)
-    compiled.save(tmp_path / "saved")
-    loaded = attngraph.load(tmp_path / "saved", model)
-    found = loaded(x)
-    assert type(found[1]) is Unseen and loaded.report.later == compiled.report.later
-    same(found, model(x))
-
-
 @pytest.mark.slow
-def test_comparers_compare_what_waits(model: Model) -> None:
-    x = torch.randn(2, 5, 8)
+def test_comparers_compare_what_waits(model: Model, x: Tensor) -> None:
     attngraph.testing.compile(model.eval(), x).assert_close_to_eager()
     assert attngraph.bisect(model, x).culprit == ""
 
 
-def test_a_dump_names_no_weights_in_the_graph_of_the_call(model: Model, tmp_path: Path) -> None:
-    attngraph.compile(model, dump=tmp_path)(torch.randn(2, 5, 8))
+def test_a_dump_names_no_weights_in_the_graph_of_the_call(model: Model, tmp_path: Path, x: Tensor) -> None:
+    attngraph.compile(model, dump=tmp_path)(x)
     (path,) = (tmp_path / "graph-0").glob("*fuse-attention.txt")
     text = path.read_text()
     assert text.count("softmax") == 1 and "look(" in text

@@ -1,7 +1,5 @@
 """Why a model is traced again is told: in the report, and as a warning if a cause keeps coming."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.ir.budgets import RETRACES_TOLD
+from tests.runtime.small import agree, attend, sequence
 
 LOGGER = "attngraph"
 
@@ -27,22 +26,16 @@ class Model(nn.Module):
         return torch.softmax(q @ q.mT * scale, -1) @ x + self.step
 
 
-def step(compiled: Any) -> None:
-    compiled.step = 3
-
-
-def fresh(compiled: Any) -> None:
-    compiled.fresh = 1
-
-
-def gain(compiled: Any) -> None:
-    compiled.inner.gain = 2
+def _set(path: str, value: Any) -> Callable[[Any, Tensor], Any]:
+    """Sets an attribute and calls."""
+    *way, last = path.split(".")
+    return lambda c, x: (setattr(c.inner if way else c, last, value), c(x))
 
 
 CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    "an attribute": (lambda c, x: (step(c), c(x)), "the attribute step of the model"),
-    "a new attribute": (lambda c, x: (fresh(c), c(x)), "the attribute fresh of the model"),
-    "of a module": (lambda c, x: (gain(c), c(x)), "the attribute inner.gain of the model"),
+    "an attribute": (_set("step", 3), "the attribute step of the model"),
+    "a new attribute": (_set("fresh", 1), "the attribute fresh of the model"),
+    "of a module": (_set("inner.gain", 2), "the attribute inner.gain of the model"),
     "a number": (lambda c, x: c(x, 2.0), "which arguments are given, or their structure"),
     "mode": (lambda c, x: c.train()(x), "train() or eval() mode"),
     "dtype": (lambda c, x: c(x.requires_grad_()), "requires_grad of the argument x"),
@@ -62,23 +55,18 @@ def test_the_report_names_what_changed(name: str, x: Tensor) -> None:
     assert f"traced again x 1   because of {what}" in str(compiled.report)
 
 
-def test_a_fixed_size_that_differs_is_named() -> None:
-    compiled = attngraph.compile(lambda x: torch.softmax(x @ x.mT, -1) @ x)
-    for tokens in (4, 5):
-        given = torch.randn(2, tokens, 8)
+def in_blocks(x: Tensor) -> Tensor:
+    return sum((x[:, at : at + 3].mean(1) for at in range(0, x.shape[1], 3)), torch.zeros(()))
+
+
+def test_a_size_that_is_a_number_is_named() -> None:
+    fixed = [sequence(tokens) for tokens in (4, 5)]
+    for given in fixed:
         torch._dynamo.mark_static(given, 1)
-        compiled(given)
-    assert compiled.report.retraces == (("dimension 1 of tensor argument 0", 1),)
-
-
-def test_a_size_that_a_loop_counts_is_named() -> None:
-    def in_blocks(x: Tensor) -> Tensor:
-        return sum((x[:, at : at + 3].mean(1) for at in range(0, x.shape[1], 3)), torch.zeros(()))
-
-    compiled = attngraph.compile(in_blocks)
-    for batch, tokens in ((2, 7), (3, 7), (2, 8)):
-        compiled(torch.randn(batch, tokens, 8))
-    assert compiled.report.retraces == (("dimension 1 of tensor argument 0", 1),)
+    counted = [sequence(7), sequence(7, 3), sequence(8)]  # by a loop
+    for model, calls in ((attend, fixed), (in_blocks, counted)):
+        compiled = agree(model, *calls)
+        assert compiled.report.retraces == (("dimension 1 of tensor argument 0", 1),)
 
 
 @pytest.mark.slow
@@ -122,13 +110,8 @@ def test_a_call_that_the_model_does_not_take_is_its_own_error_and_nothing_else(
 def test_going_on_in_pieces_is_said_once_with_what_a_hook_changes(
     x: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = Model().eval()
-    seen = []
-
-    def look(*given: Any) -> None:
-        seen.append(given)
-
-    model.inner.register_forward_hook(look)
+    model, seen = Model().eval(), []
+    model.inner.register_forward_hook(lambda *given: seen.append(given))
     compiled = attngraph.compile(model)
     for _ in range(2):
         compiled(x)

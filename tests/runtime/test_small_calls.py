@@ -1,6 +1,8 @@
-"""Calls with few scores run the model itself; the report says so; larger ones run the graph."""
+"""Where the model itself serves: calls with few scores, and sizes at which it is faster, which is measured in
+their first calls. The report says so; other calls run the graph."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ import attngraph
 from attngraph.ir import budgets
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.passes import DEFAULT_PIPELINE
+from attngraph.runtime import graphs
+from tests.runtime.small import Of, agree, attend
 
 
 class Layer(nn.Module):
-    """One attention, written out, that counts how often its own forward runs outside of a trace."""
+    """One attention, written out."""
 
     def __init__(self, heads: int = 2, width: int = 16) -> None:
         super().__init__()
@@ -75,12 +79,18 @@ def test_gradients_and_state_are_the_models(monkeypatch: pytest.MonkeyPatch) -> 
     assert compiled.report.small_calls == 2
 
 
-@pytest.mark.parametrize("options", [{"min_scores": 0}, {"backend": "cpu"}, {"passes": DEFAULT_PIPELINE}])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (Layer(), {"min_scores": 0}), (Layer(), {"backend": "cpu"}), (Layer(), {"passes": DEFAULT_PIPELINE}),
+        (nn.Sequential(attngraph.compile(Layer()), nn.Linear(16, 16)), {}),  # parts are compiled already
+    ],
+)  # fmt: skip
 def test_whoever_asks_for_the_graph_gets_it(
-    options: dict[str, object], runs: list[int], monkeypatch: pytest.MonkeyPatch
+    model: nn.Module, options: dict[str, object], runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from_scores(1 << 20, monkeypatch)
-    compiled = attngraph.compile(Layer(), **options)
+    compiled = attngraph.compile(model, **options)
     compiled(torch.randn(1, 5, 16))
     runs.clear()
     compiled(torch.randn(1, 5, 16))
@@ -89,25 +99,8 @@ def test_whoever_asks_for_the_graph_gets_it(
 
 def test_a_graph_without_anything_fused_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from_scores(1 << 20, monkeypatch)
-    compiled = attngraph.compile(nn.Linear(4, 4))
-    compiled(torch.randn(3, 4))
+    compiled = agree(nn.Linear(4, 4), torch.randn(3, 4))
     assert "1 call ran the model itself: there is nothing fused" in str(compiled.report)
-
-
-def test_a_model_with_compiled_parts_runs_as_a_graph(
-    runs: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from_scores(1 << 20, monkeypatch)
-    whole = attngraph.compile(nn.Sequential(attngraph.compile(Layer()), nn.Linear(16, 16)))
-    whole(torch.randn(1, 5, 16))
-    runs.clear()
-    whole(torch.randn(1, 5, 16))
-    assert runs and not whole.report.small_calls
-
-
-def test_the_fewest_scores_are_a_number() -> None:
-    with pytest.raises(ValueError, match="is a whole number from 0 on; found -1"):
-        attngraph.compile(Layer(), min_scores=-1)
 
 
 def test_where_only_data_tell_how_many_scores_there_are_the_graph_runs(
@@ -115,12 +108,86 @@ def test_where_only_data_tell_how_many_scores_there_are_the_graph_runs(
 ) -> None:
     from_scores(1 << 20, monkeypatch)
     model = Layer()
+    calls = [(torch.randn(2, 9, 16), torch.arange(9) < count) for count in (3, 7)]
+    assert not agree(lambda x, real: model(x[:, real]), *calls, fused=1).report.small_calls
 
-    def of_real_tokens(x: Tensor, real: Tensor) -> Tensor:
-        return model(x[:, real])
 
-    compiled = attngraph.compile(of_real_tokens)
-    for count in (3, 7):
-        x, real = torch.randn(2, 9, 16), torch.arange(9) < count
-        torch.testing.assert_close(compiled(x, real), of_real_tokens(x, real))
-    assert not compiled.report.small_calls and len(compiled.report.attention) == 1
+# --- the faster one ---
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """A clock that only passes when it is told to."""
+    now = [0.0]
+    monkeypatch.setattr(graphs.time, "perf_counter", lambda: now[0])
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    return passes
+
+
+@pytest.mark.parametrize(
+    ("graph", "model", "turns"),
+    [(1.0, 1.2, "ggmgmggg"), (1.2, 1.0, "ggmgmmmm"), (1.0, 1.0, "ggmgmggg"), (1.0, 1.6, "ggmggggg"),
+     (9.0, 1.0, "ggmmmmmm"), (1.02, 1.0, "ggmgmggg")],
+)  # fmt: skip
+def test_the_faster_one_serves_after_few_turns(
+    graph: float, model: float, turns: str, clock: Callable[[float], None]
+) -> None:
+    paces, ran = graphs.Paces(), list[str]()
+
+    def run(name: str, seconds: float) -> Callable[[], None]:
+        def one() -> None:
+            ran.append(name)
+            clock(seconds)
+
+        return one
+
+    for _ in turns:
+        paces.serve("a size", run("g", graph), run("m", model))
+    assert "".join(ran) == turns
+    assert bool(paces.slower()) == (turns[-1] == "m")
+
+
+def layer() -> nn.Module:
+    return Of(lambda m, x: m.out(attend(x)), out=nn.Linear(8, 8))
+
+
+def test_a_model_that_is_faster_serves_calls_of_that_size_alone(
+    clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "FUSED_SCORES", 1)
+    model = layer()
+    compiled = attngraph.compile(model)
+    by_graph, ran = type(compiled)._by_graph, list[int]()
+
+    def slow(self: object, *args: object) -> object:
+        clock(1.0)
+        ran.append(1)
+        return by_graph(self, *args)
+
+    monkeypatch.setattr(type(compiled), "_by_graph", slow)
+    with torch.no_grad():
+        for tokens, turns, of_graph in ((6, 6, 2), (7, 2, 2)):
+            x = torch.randn(2, tokens, 8)
+            ran.clear()
+            for _ in range(turns):
+                torch.testing.assert_close(compiled(x), model(x))
+            assert len(ran) == of_graph
+    told = "the model itself serves calls of one size: 0 ms, measured by turns, instead of 1e+03"
+    assert str(compiled.report).count(told) == 1
+
+
+@pytest.mark.parametrize("why", ["gradients", "many scores", "asked for"])
+def test_the_graph_serves_where_nothing_is_measured(
+    why: str, clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "FUSED_SCORES", 1)
+    if why == "many scores":
+        monkeypatch.setattr(budgets, "TIMED_SCORES", 10)
+    compiled = attngraph.compile(layer(), min_scores=0 if why == "asked for" else None)
+    monkeypatch.setattr(graphs.Paces, "serve", lambda *_: pytest.fail("measured"))
+    with torch.set_grad_enabled(why == "gradients"):
+        for _ in range(3):
+            compiled(torch.randn(2, 6, 8))

@@ -1,8 +1,6 @@
 """Operations of torch that run functions: those that only call them are part of the graph, the others are
 named, and what is before and after them is compiled."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import attngraph
 from attngraph.capture.subgraphs import functions_run
 from attngraph.errors import CaptureError, NoDecoderError
+from tests.runtime.small import agree, attend, same
 
-Same = Callable[..., None]
 X = torch.randn(2, 3, 6, 8)
 
 
@@ -30,10 +28,6 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def attend(x: Tensor) -> Tensor:
-    return (x @ x.mT / 4).softmax(-1) @ x
 
 
 @torch.compiler.nested_compile_region
@@ -56,14 +50,9 @@ INLINED: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", INLINED)
-def test_what_only_calls_a_function_is_part_of_the_graph(name: str, same: Same) -> None:
-    function = INLINED[name]
-    compiled = attngraph.compile(function, strict=True, min_scores=0)
-    x = X.clone().requires_grad_()
-    found, expected = compiled(x), function(x)
-    same(found, expected)
-    same(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)))
-    assert len(compiled.report.attention) == (2 if name == "nested_compile_region" else 1)
+def test_what_only_calls_a_function_is_part_of_the_graph(name: str) -> None:
+    fused = 2 if name == "nested_compile_region" else 1
+    agree(INLINED[name], X.clone().requires_grad_(), grads=True, strict=True, min_scores=0, fused=fused)
 
 
 class Thrice(torch.autograd.Function):
@@ -92,20 +81,15 @@ LEFT: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_around_a_function_that_is_left_is_compiled(name: str, same: Same) -> None:
+def test_what_is_around_a_function_that_is_left_is_compiled(name: str) -> None:
     operation, between = LEFT[name]
 
     def function(x: Tensor) -> Tensor:
         return attend(between(attend(x)))
 
-    compiled = attngraph.compile(function, min_scores=0)
-    for sign in (1, -1):
-        x = (X * sign).detach().requires_grad_()
-        found, expected = compiled(x), function(x)
-        same(found, expected)
-        if operation != "while_loop":  # torch does not divide its graph for training
-            assert len(compiled.report.attention) == 2
-        same(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)), 1e-4)
+    calls = [(X * sign).detach().requires_grad_() for sign in (1, -1)]
+    fused = None if operation == "while_loop" else 2  # torch does not divide its graph for training
+    compiled = agree(function, *calls, grads=True, tolerance=1e-5, min_scores=0, fused=fused)
     reasons = {b.reason: b.source for b in compiled.report.breaks}
     source = reasons[f"{operation} is a higher-order operation of torch, and a graph has plain ones alone"]
     assert "test_subgraphs.py:" in source
@@ -122,16 +106,12 @@ def test_a_function_that_is_left_is_named_where_a_whole_graph_is_wanted() -> Non
         attngraph.compile(function, strict=True)(X, torch.tensor(True))
 
 
-def test_what_torch_cannot_run_in_a_checkpoint_of_its_own_graph_runs_as_it_is(same: Same) -> None:
+def test_what_torch_cannot_run_in_a_checkpoint_of_its_own_graph_runs_as_it_is() -> None:
     def function(x: Tensor, flag: Tensor) -> Any:
         return checkpoint(lambda y: torch.cond(flag, torch.sin, torch.cos, (y,)), x, use_reentrant=False)
 
-    compiled = attngraph.compile(function, min_scores=0)
     x = X.clone().requires_grad_()
-    for flag in (torch.tensor(True), torch.tensor(False)):
-        found, expected = compiled(x, flag), function(x, flag)
-        same(found, expected)
-        same(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)))
+    agree(function, (x, torch.tensor(True)), (x, torch.tensor(False)), grads=True, min_scores=0)
 
 
 def test_another_thread_may_use_such_operations_while_one_traces() -> None:
@@ -162,7 +142,7 @@ def test_an_operation_that_prints_prints_in_every_call(capfd: pytest.CaptureFixt
     assert capfd.readouterr().out.count("2 rows") == 2
 
 
-def test_a_sum_by_associative_scan_is_plain_operations(same: Same) -> None:
+def test_a_sum_by_associative_scan_is_plain_operations() -> None:
     def function(x: Tensor) -> Tensor:
         return attend(associative_scan(torch.add, x, dim=2, combine_mode="generic"))
 

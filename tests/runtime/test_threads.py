@@ -1,16 +1,14 @@
 """Threads trace and serve at once: whatever traces waits its turn, and every answer is eager's."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 import attngraph
 from attngraph.models.targets import tiny_decoder_lm
+from tests.runtime.small import SelfAttention
 
 THREADS = 8
 
@@ -60,10 +58,10 @@ def test_compiled_modules_and_decoders_trace_and_serve_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_explaining_converting_and_calling_at_once(layer: type[nn.Module]) -> None:
+def test_explaining_converting_and_calling_at_once() -> None:
     model, (ids,) = tiny_decoder_lm(tokens=12)
     model.eval()
-    small, x = layer().eval(), torch.randn(2, 5, 8)
+    small, x = SelfAttention().eval(), torch.randn(2, 5, 8)
     # Only compiled models wait: the model itself, called while another thread traces it, would meet fakes.
     compiled, language_model = attngraph.compile(small), attngraph.compile(model)
     with torch.no_grad():

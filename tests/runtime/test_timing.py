@@ -1,8 +1,7 @@
 """`compiled.times`: every operation is measured, alike ones are told together, and nothing is changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,36 +12,19 @@ from attngraph import cli
 from attngraph.errors import CaptureError
 from attngraph.report.account import OpTime, Times
 from attngraph.report.entries import AttentionEntry, KernelEntry
+from tests.runtime.small import Of, attend
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(self.q(x) @ x.mT, -1) @ x
+def _calls(m: Any, x: Tensor) -> Tensor:
+    m.calls.add_(1)
+    for layer in m.layers:
+        x = layer(x)
+    return x
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def target() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return Model().eval(), (torch.randn(2, 5, 8),)
-
-
-def test_every_operation_is_measured_and_the_model_is_as_it_was() -> None:
-    model, (x,) = target()
+def test_every_operation_is_measured_and_the_model_is_as_it_was(x: Tensor) -> None:
+    layers = nn.ModuleList(Of(lambda m, x: attend(m.q(x), x), q=nn.Linear(8, 8)) for _ in range(2))
+    model = Of(_calls, layers=layers, calls=nn.Buffer(torch.zeros(()))).eval()
     compiled = attngraph.compile(model)
     times = compiled.times(x, rounds=2)
     assert {op.name for op in times.ops} >= {"layers.0", "layers.1", "layers.0.q", "layers.1.q"}

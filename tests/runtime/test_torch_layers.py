@@ -1,8 +1,5 @@
 """PyTorch's own attention layers, as users build them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-
-Same = Callable[..., None]
+from tests.runtime.small import agree, same, sequence
 
 
 @pytest.mark.parametrize("batch_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["plain", "each head", "no weights", "padding", "causal"])
-def test_multihead_attention_answers_as_eager_and_fuses(case: str, batch_first: bool, same: Same) -> None:
+def test_multihead_attention_answers_as_eager_and_fuses(case: str, batch_first: bool) -> None:
     layer = nn.MultiheadAttention(32, 4, batch_first=batch_first).eval()
     compiled = attngraph.compile(layer)
     x = torch.randn(2, 7, 32) if batch_first else torch.randn(7, 2, 32)
@@ -37,11 +33,10 @@ def test_multihead_attention_answers_as_eager_and_fuses(case: str, batch_first: 
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_a_transformer_encoder_fuses(norm_first: bool, same: Same) -> None:
-    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first, dropout=0.0)
+def test_a_transformer_encoder_fuses(norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True, norm_first=norm_first, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    compiled = attngraph.compile(model)
-    x = torch.randn(2, 7, 32)
+    compiled, x = attngraph.compile(model), sequence(7, width=16)
     mask = nn.Transformer.generate_square_subsequent_mask(7)
     for training in (True, False):
         model.train(training)
@@ -52,19 +47,14 @@ def test_a_transformer_encoder_fuses(norm_first: bool, same: Same) -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_transformer_fuses(same: Same) -> None:
+def test_a_whole_transformer_fuses() -> None:
     model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
-    compiled = attngraph.compile(model)
-    source, target = torch.randn(2, 9, 16), torch.randn(2, 7, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(7)
-    same(compiled(source, target, tgt_mask=mask), model(source, target, tgt_mask=mask))
-    assert len(compiled.report.attention) == 3
+    agree(model, (sequence(9, width=16), sequence(7, width=16), None, mask), fused=3)
 
 
-def test_the_op_itself_may_be_called_by_a_model(same: Same) -> None:
+def test_the_op_itself_may_be_called_by_a_model() -> None:
     def f(q: Tensor) -> Tensor:
         return attngraph.attention(q, q, q, "s = 0.5 * dot\nkeep k <= q")
 
-    compiled = attngraph.compile(f)
-    q = torch.randn(2, 4, 7, 8)
-    same(compiled(q), f(q))
+    agree(f, torch.randn(2, 4, 7, 8))

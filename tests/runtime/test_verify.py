@@ -1,7 +1,5 @@
 """The comparison with eager cannot be passed by an answer that is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

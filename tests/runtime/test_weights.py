@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attngraph
 from attngraph.errors import CaptureError
 from attngraph.ir.ops import weights as computing
+from tests.runtime.small import Of, agree, attend
 
 
 class Attention(nn.Module):
@@ -19,11 +20,7 @@ class Attention(nn.Module):
     def __init__(self, form: str, heads: int = 4, groups: int = 4) -> None:
         super().__init__()
         self.form, self.heads, self.groups = form, heads, groups
-        self.q, self.k, self.v = (
-            nn.Linear(16, heads * 4),
-            nn.Linear(16, groups * 4),
-            nn.Linear(16, groups * 4),
-        )
+        self.q, self.k, self.v = (nn.Linear(16, n * 4) for n in (heads, groups, groups))
         self.out = nn.Linear(heads * 4, 16)
         self.bias = nn.Parameter(torch.randn(heads, 1, 1))
         self.kept: list[Tensor] = []
@@ -86,16 +83,7 @@ def eager_weights(model: Model, *args: Tensor) -> list[Tensor]:
 
 
 FORMS = (
-    "plain",
-    "causal",
-    "filled",
-    "alibi",
-    "padding",
-    "sees nothing",
-    "sink",
-    "dropout",
-    "gated",
-    "signed",
+    *("plain", "causal", "filled", "alibi", "padding", "sees nothing", "sink", "dropout", "gated", "signed"),
 )
 
 
@@ -168,45 +156,30 @@ def test_a_long_sequence_is_cheap_where_few_queries_are_asked_for(monkeypatch: p
     assert largest.size < 10 * 3000 * 16  # nothing of the size of the scores, which are 36 million
 
 
-def test_a_name_that_there_is_not_lists_those_that_there_are() -> None:
-    model, x = Model(form="plain").eval(), torch.randn(1, 4, 16)
-    compiled = attngraph.compile(model)
+def test_names_that_there_are_not_or_that_are_several_list_those_that_there_are() -> None:
+    def twice(m: Any, x: Tensor) -> Any:
+        return m.attn(m.attn(x))
+
+    x = torch.randn(1, 4, 16)
+    compiled = attngraph.compile(Model(form="plain").eval())
     with pytest.raises(ValueError, match=r"'h.3.attn' is no fused attention.*h.0.attn, h.1.attn, h.2.attn"):
         compiled.weights(x, at="h.3.attn")
     assert list(compiled.weights(x, at=["h.2.attn", "h.0.attn"])) == ["h.2.attn", "h.0.attn"]
-
-
-def test_several_attentions_of_one_module_are_numbered() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = Attention("plain")
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.attn(self.attn(x))
-
-    compiled = attngraph.compile(Twice().eval())
-    x = torch.randn(1, 4, 16)
+    compiled = attngraph.compile(Of(twice, attn=Attention("plain")).eval())
     assert list(compiled.weights(x)) == ["attn#0", "attn#1"]
     with pytest.raises(ValueError, match="'attn' is several attentions; there are: attn#0, attn#1"):
         compiled.weights(x, at="attn")
-    plain = attngraph.compile(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
+    plain = attngraph.compile(attend)
     q = torch.randn(1, 2, 5, 4)
     torch.testing.assert_close(plain.weights(q, q, q, at="attention"), (q @ q.mT).softmax(-1))
 
 
 def test_looking_changes_nothing() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = Attention("dropout")
-            self.register_buffer("calls", torch.zeros(()))
+    def counting(m: Any, x: Tensor) -> Any:
+        m.calls += 1
+        return m.attn(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return self.attn(x)
-
-    model = Counting().train()
+    model: Any = Of(counting, attn=Attention("dropout"), calls=nn.Buffer(torch.zeros(()))).train()
     compiled, x = attngraph.compile(model), torch.randn(2, 5, 16)
     compiled(x)
     before = torch.get_rng_state()
@@ -239,37 +212,29 @@ def test_autocast_weights_are_those_of_the_cast_operands() -> None:
 
 @pytest.mark.parametrize("absorb", ["auto", "always", "never"])
 def test_latent_attention_has_weights_too(absorb: str) -> None:
-    class Latent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.down = nn.Linear(16, 4 * 8), nn.Linear(16, 6)
-            self.up_k, self.up_v = nn.Linear(6, 4 * 8, bias=False), nn.Linear(6, 4 * 8, bias=False)
+    def latent(m: Any, x: Tensor) -> Tensor:
+        c = m.down(x)
+        return heads_joined(
+            *(t.unflatten(-1, (4, 8)).transpose(1, 2) for t in (m.q(x), m.up_k(c), m.up_v(c)))
+        )
 
-        def forward(self, x: Tensor) -> Tensor:
-            c = self.down(x)
-            q, k, v = (
-                t.unflatten(-1, (4, 8)).transpose(1, 2) for t in (self.q(x), self.up_k(c), self.up_v(c))
-            )
-            return (((q @ k.mT) / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-    model, x = Latent().eval(), torch.randn(2, 7, 16)
+    up_k, up_v = (nn.Linear(6, 4 * 8, bias=False) for _ in range(2))
+    model: Any = Of(latent, q=nn.Linear(16, 4 * 8), down=nn.Linear(16, 6), up_k=up_k, up_v=up_v).eval()
+    x = torch.randn(2, 7, 16)
     with torch.no_grad():
         found = attngraph.compile(model, absorb=absorb).weights(x, at="attention")
-        q, k = (f.unflatten(-1, (4, 8)).transpose(1, 2) for f in (model.q(x), model.up_k(model.down(x))))
+        q, k = (f.unflatten(-1, (4, 8)).transpose(1, 2) for f in (model.q(x), up_k(model.down(x))))
         torch.testing.assert_close(found, (q @ k.mT / 8**0.5).softmax(-1))
 
 
 def test_a_model_in_pieces_says_why_it_has_no_weights_to_show() -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = Attention("plain")
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.attn(x) if x.sum() > 0 else x
-
+    model = Of(lambda m, x: m.attn(x) if x.sum() > 0 else x, attn=Attention("plain")).eval()
     with pytest.raises(CaptureError, match="of a model that is one graph, not of pieces: "):
-        attngraph.compile(Branching().eval()).weights(torch.ones(1, 3, 16), at="attn")
+        attngraph.compile(model).weights(torch.ones(1, 3, 16), at="attn")
+
+
+def heads_joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (((q @ k.mT) / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 class Returning(nn.Module):
@@ -294,32 +259,19 @@ class Returning(nn.Module):
         return found[self.use]
 
 
-def test_weights_that_the_caller_does_not_use_cost_nothing() -> None:
-    compiled = attngraph.compile(Returning("none").eval())
-    compiled(torch.randn(2, 70, 16))
-    assert (len(compiled.report.attention), len(compiled.report.missed)) == (2, 0)
-
-
-@pytest.mark.parametrize("use", ["all", "mean"])
+@pytest.mark.parametrize("use", ["none", "all", "mean"])
 def test_a_model_that_returns_its_weights_is_told_what_that_costs(use: str) -> None:
-    model, x = Returning(use).eval(), torch.randn(2, 70, 16)
-    compiled = attngraph.compile(model)
-    for found, expected in zip(compiled(x), model(x), strict=True):
-        torch.testing.assert_close(found, expected)
-    assert (len(compiled.report.attention), compiled.report.missed) == (2, ())
-    assert [(entry.names, entry.bytes, entry.multiplications) for entry in compiled.report.later] == [
-        (("result[1]",), 2 * 2 * 70 * 70 * 4, 2 * 2 * 70 * 70 * 8)
-    ]
-    text = str(compiled.report)
-    assert "computed when somebody looks at it\n      result[1]\n        weights of 76.6 KiB, " in text
+    compiled = agree(Returning(use).eval(), torch.randn(2, 70, 16), fused=2)
+    later = [(entry.names, entry.bytes, entry.multiplications) for entry in compiled.report.later]
+    told = [(("result[1]",), 2 * 2 * 70 * 70 * 4, 2 * 2 * 70 * 70 * 8)]
+    assert (later, compiled.report.missed) == ([] if use == "none" else told, ())
+    text = "computed when somebody looks at it\n      result[1]\n        weights of 76.6 KiB, "
+    assert (text in str(compiled.report)) == (use != "none")
 
 
 def test_a_result_that_is_computed_from_weights_and_values_does_not_wait() -> None:
     """Nothing would be left that the call computes."""
-    model, x = Returning("one result").eval(), torch.randn(2, 70, 16)
-    compiled = attngraph.compile(model)
-    torch.testing.assert_close(compiled(x), model(x))
-    assert (len(compiled.report.attention), compiled.report.later) == (1, ())
+    compiled = agree(Returning("one result").eval(), torch.randn(2, 70, 16), fused=1)
     (missed,) = compiled.report.missed
-    assert "used in the model's results" in missed.reason
+    assert compiled.report.later == () and "used in the model's results" in missed.reason
     assert f"{2 * 2 * 70 * 70 * 4 / 1024:.1f} KiB in the call that was compiled" in missed.reason

@@ -1,7 +1,5 @@
 """A call of a compiled module has all of its effects on the model, or none."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

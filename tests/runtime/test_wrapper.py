@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-
-Same = Callable[..., None]
+from tests.runtime.small import same
 
 
 class Base(nn.Module):
@@ -70,9 +69,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_attributes_are_set_and_deleted_on_the_model(
-    wrapper: str, model: Model, x: Tensor, same: Same
-) -> None:
+def test_attributes_are_set_and_deleted_on_the_model(wrapper: str, model: Model, x: Tensor) -> None:
     compiled = WRAPPERS[wrapper](model)
     same(compiled(x), model(x))
     compiled.scale = 3.0
@@ -87,6 +84,8 @@ def test_attributes_are_set_and_deleted_on_the_model(
     assert model.fresh == 1
     del compiled.fresh
     assert not hasattr(model, "fresh")
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = compiled.nonsense
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -103,12 +102,14 @@ def test_names_of_weights_agree_with_the_models_everywhere(wrapper: str, model: 
     outer.load_state_dict(new)
     assert torch.equal(model.project.weight, new["inner.project.weight"])
     compiled.load_state_dict({f"_orig_mod.{k}": v for k, v in model.state_dict().items()})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        compiled.load_state_dict({})
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_modes_and_dtypes_are_the_models(wrapper: str, model: Model) -> None:
     compiled = WRAPPERS[wrapper](model)
-    assert compiled.train() is compiled
+    assert nn.Sequential(compiled).train()[0] is compiled.train() is compiled
     assert model.training and compiled.training
     assert not model.project.training, "the model's own train() decides"
     compiled.training = False
@@ -128,11 +129,12 @@ def test_it_has_the_signature_and_the_class_of_the_model(model: Model) -> None:
     assert {"scale", "twice", "report"} <= set(dir(compiled))
 
 
-def test_a_forward_that_is_set_is_the_wrappers_and_may_call_the_compiled_one(
-    model: Model, x: Tensor, same: Same
-) -> None:
+def test_the_models_own_methods_run_compiled_code_where_they_call_the_model(model: Model, x: Tensor) -> None:
     compiled = attngraph.compile(model)
-    before, seen = compiled.forward, []
+    same(compiled.twice(x), copy.deepcopy(model).twice(x))
+    assert compiled.report.attention and model.calls == 1
+    assert compiled.width.__self__ is model, "a method that does not call the model stays the model's"
+    before, seen = compiled.forward, []  # a forward that is set is the wrapper's
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         seen.append(1)
@@ -141,15 +143,6 @@ def test_a_forward_that_is_set_is_the_wrappers_and_may_call_the_compiled_one(
     compiled.forward = forward
     same(compiled(x), model(x))
     assert seen == [1]
-
-
-def test_the_models_own_methods_run_compiled_code_where_they_call_the_model(
-    model: Model, x: Tensor, same: Same
-) -> None:
-    compiled = attngraph.compile(model)
-    same(compiled.twice(x), copy.deepcopy(model).twice(x))
-    assert compiled.report.attention and model.calls == 1
-    assert compiled.width.__self__ is model, "a method that does not call the model stays the model's"
 
 
 class Weighed(nn.Module):
@@ -167,7 +160,7 @@ class Weighed(nn.Module):
 
 
 def test_a_method_that_names_an_attribute_of_both_stays_the_models_and_says_so(
-    x: Tensor, same: Same, caplog: pytest.LogCaptureFixture
+    x: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Weighed()
     compiled = attngraph.compile(model)
@@ -177,7 +170,7 @@ def test_a_method_that_names_an_attribute_of_both_stays_the_models_and_says_so(
     assert "Weighed.loss runs the uncompiled model: it uses the model's weights" in record.getMessage()
 
 
-def test_copies_have_graphs_and_weights_of_their_own(model: Model, x: Tensor, same: Same) -> None:
+def test_copies_have_graphs_and_weights_of_their_own(model: Model, x: Tensor) -> None:
     compiled = attngraph.compile(model)
     expected = compiled(x)
     for made in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
@@ -191,7 +184,7 @@ def test_copies_have_graphs_and_weights_of_their_own(model: Model, x: Tensor, sa
     same(compiled(x), expected)
 
 
-def test_a_wrapped_function_keeps_its_signature_and_its_own_attributes(x: Tensor) -> None:
+def test_a_wrapped_function_keeps_its_signature_and_its_own_attributes() -> None:
     def attend(x: Tensor, scale: float = 1.0) -> Tensor:
         return torch.softmax(x @ x.mT * scale, -1) @ x
 

@@ -5,7 +5,7 @@ otherwise). `NOT_YET` are attention too, but are left alone so far. `MUST_NOT` a
 look like attention, one change away from it, and have another meaning. `MUTANTS` are a spelling with one
 thing changed, which may fuse only with the meaning that it then has. All are run against eager in float64.
 
-A new spelling is a function in the file of its topic, under one of the decorators of `registry.py`.
+A new spelling is a function in the file of its topic, entered in one of the tables of `registry.py`.
 """
 
 from . import (

@@ -1,8 +1,6 @@
 """What is added to a score for a pair of positions: dense biases, ALiBi, tables of distances, relative
 shifts."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -16,23 +14,28 @@ def dense_bias(q, k, v, bias):
     return (bias + q @ k.mT).softmax(-1) @ v
 
 
-@spelling(lambda: (*qkv(), normal(H)))
-def alibi(q, k, v, slopes):
-    i = torch.arange(q.shape[2])
-    return (q @ k.mT + slopes[:, None, None] * (i[None] - i[:, None])).softmax(-1) @ v
+with spelling(lambda: (*qkv(), normal(H))):
+
+    def alibi(q, k, v, slopes):
+        i = torch.arange(q.shape[2])
+        return (q @ k.mT + slopes[:, None, None] * (i[None] - i[:, None])).softmax(-1) @ v
+
+    def alibi_by_key(q, k, v, slopes):
+        bias = slopes.view(1, H, 1, 1) * torch.arange(k.shape[2]).view(1, 1, 1, -1)
+        return (q @ k.mT + bias).masked_fill(~causal(q.shape[2]), -INF).softmax(-1) @ v
 
 
-@spelling(lambda: (*qkv(), normal(H)))
-def alibi_by_key(q, k, v, slopes):
-    bias = slopes.view(1, H, 1, 1) * torch.arange(k.shape[2]).view(1, 1, 1, -1)
-    return (q @ k.mT + bias).masked_fill(~causal(q.shape[2]), -INF).softmax(-1) @ v
+with spelling(qkv):
 
+    def alibi_with_computed_slopes(q, k, v):
+        slopes = 2.0 ** (-8.0 * torch.arange(1, H + 1, dtype=q.dtype) / H)
+        i = torch.arange(q.shape[2])
+        return (q @ k.mT - slopes[:, None, None] * (i[:, None] - i[None]).abs()).softmax(-1) @ v
 
-@spelling(qkv)
-def alibi_with_computed_slopes(q, k, v):
-    slopes = 2.0 ** (-8.0 * torch.arange(1, H + 1, dtype=q.dtype) / H)
-    i = torch.arange(q.shape[2])
-    return (q @ k.mT - slopes[:, None, None] * (i[:, None] - i[None]).abs()).softmax(-1) @ v
+    def two_finite_fills_one_inside_the_other(q, k, v):
+        i = torch.arange(q.shape[2])
+        causal_fill = torch.where(i[:, None] >= i, 0.0, -1e9)
+        return (q @ k.mT + torch.where(i[:, None] - i < 4, causal_fill, -1e9)).softmax(-1) @ v
 
 
 @spelling(lambda: (*qkv(), normal(H, 2 * size.T - 1)))
@@ -118,13 +121,6 @@ def bias_of_near_keys_and_a_finite_fill_in_one_selection(q, k, v, relative):
     behind = i[:, None] - i
     bias = relative.gather(-1, behind.clamp(0, 3).expand(*relative.shape[:2], -1, -1))
     return (q @ k.mT + torch.where((behind >= 0) & (behind < 4), bias, -3e38)).softmax(-1) @ v
-
-
-@spelling(qkv)
-def two_finite_fills_one_inside_the_other(q, k, v):
-    i = torch.arange(q.shape[2])
-    causal_fill = torch.where(i[:, None] >= i, 0.0, -1e9)
-    return (q @ k.mT + torch.where(i[:, None] - i < 4, causal_fill, -1e9)).softmax(-1) @ v
 
 
 @spelling(lambda: (*normals("BHTD BHTD BHTD"), normals("H")[0]))

@@ -1,7 +1,5 @@
 """Heads that share keys, loops over heads, heads stacked or written one by one."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -9,11 +7,42 @@ import torch.nn.functional as F
 
 from .registry import INF, D, H, causal, grouped, near_miss, normal, normals, qkv, size, spelling
 
+with spelling(grouped):
 
-@spelling(grouped)
-def grouped_repeat_interleave(q, k, v):
-    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-    return (q @ k.mT).softmax(-1) @ v
+    def grouped_repeat_interleave(q, k, v):
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        return (q @ k.mT).softmax(-1) @ v
+
+    def grouped_queries(q, k, v):
+        q = q.view(size.B, 2, 2, -1, D)
+        return ((q @ k[:, :, None].mT).softmax(-1) @ v[:, :, None]).reshape(size.B, H, -1, D)
+
+    def grouped_tiled(q, k, v):
+        k, v = k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)
+        return (q @ k.mT).softmax(-1) @ v
+
+    def grouped_by_index(q, k, v):
+        pick = torch.arange(H) // 2
+        return (q @ k[:, pick].mT).softmax(-1) @ v[:, pick]
+
+    def grouped_stacked(q, k, v):
+        k, v = (torch.stack([x, x], 2).flatten(1, 2) for x in (k, v))
+        return (q @ k.mT).softmax(-1) @ v
+
+    def grouped_einsum(q, k, v):
+        q = q.unflatten(1, (2, 2))
+        weights = torch.einsum("bgrqd,bgkd->bgrqk", q, k).softmax(-1)
+        return torch.einsum("bgrqk,bgkd->bgrqd", weights, v).flatten(1, 2)
+
+    def grouped_by_torch(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def groups_of_queries_in_one_product(q, k, v):
+        b, heads, t, width = q.shape
+        groups = k.shape[1]
+        scores = (q.reshape(b, groups, heads // groups * t, width) @ k.mT).view(b, heads, t, -1)
+        weights = scores.masked_fill(~causal(t), -INF).softmax(-1)
+        return (weights.view(b, groups, heads // groups * t, -1) @ v).view(b, heads, t, width)
 
 
 @spelling(grouped)
@@ -24,70 +53,30 @@ def grouped_expand_reshape(q, k, v):
     return (q @ k.mT).softmax(-1) @ v
 
 
-@spelling(grouped)
-def grouped_queries(q, k, v):
-    q = q.view(size.B, 2, 2, -1, D)
-    return ((q @ k[:, :, None].mT).softmax(-1) @ v[:, :, None]).reshape(size.B, H, -1, D)
-
-
-@spelling(grouped)
-def grouped_tiled(q, k, v):
-    k, v = k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)
-    return (q @ k.mT).softmax(-1) @ v
-
-
-@spelling(grouped)
-def grouped_by_index(q, k, v):
-    pick = torch.arange(H) // 2
-    return (q @ k[:, pick].mT).softmax(-1) @ v[:, pick]
-
-
-@spelling(lambda: normals("BHTD BTD BTD"))
-def one_key_head(q, k, v):
-    return torch.einsum("bhqk,bkd->bhqd", torch.einsum("bhqd,bkd->bhqk", q, k).softmax(-1), v)
-
-
-@spelling(grouped)
-def grouped_stacked(q, k, v):
-    k, v = (torch.stack([x, x], 2).flatten(1, 2) for x in (k, v))
-    return (q @ k.mT).softmax(-1) @ v
-
-
-@spelling(grouped)
-def grouped_einsum(q, k, v):
-    q = q.unflatten(1, (2, 2))
-    weights = torch.einsum("bgrqd,bgkd->bgrqk", q, k).softmax(-1)
-    return torch.einsum("bgrqk,bgkd->bgrqd", weights, v).flatten(1, 2)
-
-
-@spelling(grouped)
-def grouped_by_torch(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-
-@spelling(lambda: normals("BHTD BTD BTD"))
-def one_key_head_broadcast(q, k, v):
-    return (q @ k[:, None].mT).softmax(-1) @ v[:, None]
-
-
-@spelling(grouped)
-def groups_of_queries_in_one_product(q, k, v):
-    b, heads, t, width = q.shape
-    groups = k.shape[1]
-    scores = (q.reshape(b, groups, heads // groups * t, width) @ k.mT).view(b, heads, t, -1)
-    weights = scores.masked_fill(~causal(t), -INF).softmax(-1)
-    return (weights.view(b, groups, heads // groups * t, -1) @ v).view(b, heads, t, width)
-
-
-@spelling(
-    lambda: (normal(size.B, size.T, H * D), normal(size.B, size.T, H * D), normal(size.B, size.T, H * D))
+spelling(
+    lambda: normals("BHTD BTD BTD"),
+    one_key_head=lambda q, k, v: torch.einsum(
+        "bhqk,bkd->bhqd", torch.einsum("bhqd,bkd->bhqk", q, k).softmax(-1), v
+    ),
+    one_key_head_broadcast=lambda q, k, v: (q @ k[:, None].mT).softmax(-1) @ v[:, None],
 )
-def loop_over_heads(q, k, v):
-    heads = []
-    for h in range(H):
-        one = slice(h * D, (h + 1) * D)
-        heads.append((q[..., one] @ k[..., one].mT).softmax(-1) @ v[..., one])
-    return torch.cat(heads, -1)
+
+
+with spelling(
+    lambda: (normal(size.B, size.T, H * D), normal(size.B, size.T, H * D), normal(size.B, size.T, H * D))
+):
+
+    def loop_over_heads(q, k, v):
+        heads = []
+        for h in range(H):
+            one = slice(h * D, (h + 1) * D)
+            heads.append((q[..., one] @ k[..., one].mT).softmax(-1) @ v[..., one])
+        return torch.cat(heads, -1)
+
+    def heads_stacked_into_the_batch(q, k, v):
+        b = q.shape[0]
+        q, k, v = (torch.cat(x.split(D, -1), 0) for x in (q, k, v))
+        return torch.cat(((q @ k.mT).softmax(-1) @ v).split(b, 0), -1)
 
 
 @spelling(lambda: normals("BHTD B2TD B2TD"))
@@ -108,15 +97,6 @@ def heads_of_their_own_weights(x, w, slopes):
         s = (q @ k.mT / math.sqrt(D) + slopes[h] * (i[None] - i[:, None])).tril()
         heads.append(s.masked_fill(i[None] > i[:, None], -INF).softmax(-1) @ v)
     return torch.cat(heads, -1)
-
-
-@spelling(
-    lambda: (normal(size.B, size.T, H * D), normal(size.B, size.T, H * D), normal(size.B, size.T, H * D))
-)
-def heads_stacked_into_the_batch(q, k, v):
-    b = q.shape[0]
-    q, k, v = (torch.cat(x.split(D, -1), 0) for x in (q, k, v))
-    return torch.cat(((q @ k.mT).softmax(-1) @ v).split(b, 0), -1)
 
 
 @spelling(qkv, count=H)

@@ -1,8 +1,6 @@
 """Attention computed in loops over keys: online softmax, flash, results merged by their log-sum-exp; and
 loops in which one thing is wrong."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -36,25 +34,88 @@ def flash(
     return o / l
 
 
-@spelling(cross)
-def flash_by_slices(q, k, v):
-    return flash(q, k, v, range(0, k.shape[2], BLOCK))
+spelling(
+    cross,
+    flash_by_slices=lambda q, k, v: flash(q, k, v, range(0, k.shape[2], BLOCK)),
+    flash_of_one_block=lambda q, k, v: flash(q, k, v, range(0, k.shape[2], 64), 64),
+    flash_from_the_last_block_to_the_first=lambda q, k, v: flash(q, k, v, range(0, k.shape[2], BLOCK)[::-1]),
+)
 
 
-@spelling(cross)
-def flash_of_one_block(q, k, v):
-    return flash(q, k, v, range(0, k.shape[2], 64), 64)
+with spelling(qkv):
 
+    def flash_causal(q, k, v):
+        i = torch.arange(q.shape[2])
+        return flash(q, k, v, range(0, k.shape[2], BLOCK), mask=i[None] <= i[:, None])
 
-@spelling(cross)
-def flash_from_the_last_block_to_the_first(q, k, v):
-    return flash(q, k, v, range(0, k.shape[2], BLOCK)[::-1])
+    def keys_one_after_the_other(q, k, v):
+        s = q @ k.mT
+        m, l, o = running(q, v)
+        for i in range(k.shape[2]):
+            x = s[..., i : i + 1]
+            new = torch.maximum(m, x)
+            shrink, weight = (m - new).exp(), (x - new).exp()
+            total = l * shrink + weight
+            o = o * (l / total) * shrink + weight * v[:, :, i : i + 1] / total
+            m, l = new, total
+        return o
 
+    def causal_keys_one_after_the_other(q, k, v):
+        i = torch.arange(q.shape[2])[:, None]
+        m, l, o = running(q, v)
+        for j in range(k.shape[2]):
+            x = torch.where(j <= i, (q * k[:, :, j : j + 1]).sum(-1, keepdim=True) / math.sqrt(D), -INF)
+            new = torch.maximum(m, x)
+            l, o = (
+                (m - new).exp() * l + (x - new).exp(),
+                (m - new).exp() * o + (x - new).exp() * v[:, :, j : j + 1],
+            )
+            m = new
+        return o / l
 
-@spelling(qkv)
-def flash_causal(q, k, v):
-    i = torch.arange(q.shape[2])
-    return flash(q, k, v, range(0, k.shape[2], BLOCK), mask=i[None] <= i[:, None])
+    def started_with_the_first_key(q, k, v):
+        m = (q * k[:, :, :1]).sum(-1, keepdim=True)
+        l, o = torch.ones_like(m), v[:, :, :1].expand_as(q)
+        for j in range(1, k.shape[2]):
+            x = (q * k[:, :, j : j + 1]).sum(-1, keepdim=True)
+            new = torch.maximum(m, x)
+            l = l * (m - new).exp() + (x - new).exp()
+            o = o * (m - new).exp() + (x - new).exp() * v[:, :, j : j + 1]
+            m = new
+        return o / l
+
+    def online_divisor_then_one_product(q, k, v):
+        s = q @ k.mT
+        m = s[..., 0]
+        d = torch.ones_like(m)
+        for j in range(1, s.shape[-1]):
+            new = torch.maximum(m, s[..., j])
+            d, m = d * torch.exp(m - new) + torch.exp(s[..., j] - new), new
+        return (torch.exp(s - m[..., None]) / d[..., None]) @ v
+
+    def softmax_whose_values_are_added_one_by_one(q, k, v):
+        p = (q @ k.mT).softmax(-1)
+        o = torch.zeros_like(q)
+        for j in range(k.shape[2]):
+            o = o + p[..., j : j + 1] * v[:, :, j : j + 1]
+        return o
+
+    def sums_without_a_maximum(q, k, v):
+        o = l = 0
+        for j in range(k.shape[2]):
+            weight = torch.exp((q * k[:, :, j : j + 1]).sum(-1, keepdim=True) / math.sqrt(D))
+            o, l = o + weight * v[:, :, j : j + 1], l + weight
+        return o / l
+
+    def flash_with_a_penalty_by_distance(q, k, v):
+        m, l, o = running(q, v)
+        i = torch.arange(q.shape[2])
+        for j in range(0, k.shape[2], BLOCK):
+            s = q @ k[:, :, j : j + BLOCK].mT - 0.5 * (i[:, None] - i[None, j : j + BLOCK]).abs()
+            new = torch.maximum(m, s.amax(-1, keepdim=True))
+            l = l * (m - new).exp() + (s - new).exp().sum(-1, keepdim=True)
+            o, m = o * (m - new).exp() + (s - new).exp() @ v[:, :, j : j + BLOCK], new
+        return o / l
 
 
 @spelling(qkv, count=3)
@@ -73,71 +134,70 @@ def flash_that_skips_later_blocks(q, k, v):
     return out
 
 
-@spelling(cross)
-def flash_divided_at_each_step(q, k, v):
-    m, l, o = running(q, v)
-    for keys, values in zip(torch.split(k, BLOCK, 2), torch.split(v, BLOCK, 2), strict=True):
-        s = q @ keys.mT
-        top = s.max(-1, keepdim=True).values
-        p = (s - top).exp()
-        new = torch.max(m, top)
-        total = (m - new).exp() * l + (top - new).exp() * p.sum(-1, keepdim=True)
-        o = (l * (m - new).exp() * o + (top - new).exp() * (p @ values)) / total
-        m, l = new, total
-    return o
+with spelling(cross):
 
+    def flash_divided_at_each_step(q, k, v):
+        m, l, o = running(q, v)
+        for keys, values in zip(torch.split(k, BLOCK, 2), torch.split(v, BLOCK, 2), strict=True):
+            s = q @ keys.mT
+            top = s.max(-1, keepdim=True).values
+            p = (s - top).exp()
+            new = torch.max(m, top)
+            total = (m - new).exp() * l + (top - new).exp() * p.sum(-1, keepdim=True)
+            o = (l * (m - new).exp() * o + (top - new).exp() * (p @ values)) / total
+            m, l = new, total
+        return o
 
-@spelling(cross)
-def flash_in_powers_of_two(q, k, v):
-    m, l, o = running(q, v)
-    for keys, values in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True):
-        s = q @ keys.mT * (math.log2(math.e) / math.sqrt(D))
-        new = torch.maximum(m, s.amax(-1, keepdim=True))
-        shrink, p = torch.exp2(m - new), torch.exp2(s - new)
-        l, o, m = l * shrink + p.sum(-1, keepdim=True), torch.addcmul(p @ values, o, shrink), new
-    return o * l.reciprocal()
+    def flash_in_powers_of_two(q, k, v):
+        m, l, o = running(q, v)
+        for keys, values in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True):
+            s = q @ keys.mT * (math.log2(math.e) / math.sqrt(D))
+            new = torch.maximum(m, s.amax(-1, keepdim=True))
+            shrink, p = torch.exp2(m - new), torch.exp2(s - new)
+            l, o, m = l * shrink + p.sum(-1, keepdim=True), torch.addcmul(p @ values, o, shrink), new
+        return o * l.reciprocal()
 
+    def merged_by_logaddexp(q, k, v):
+        o = whole = None
+        for keys, values in zip(k.split(BLOCK, 2), v.split(BLOCK, 2), strict=True):
+            s = q @ keys.mT
+            part, total = s.softmax(-1) @ values, s.logsumexp(-1, keepdim=True)
+            if o is None:
+                o, whole = part, total
+            else:
+                both = torch.logaddexp(whole, total)
+                o, whole = o * (whole - both).exp() + part * (total - both).exp(), both
+        return o
 
-@spelling(qkv)
-def keys_one_after_the_other(q, k, v):
-    s = q @ k.mT
-    m, l, o = running(q, v)
-    for i in range(k.shape[2]):
-        x = s[..., i : i + 1]
-        new = torch.maximum(m, x)
-        shrink, weight = (m - new).exp(), (x - new).exp()
-        total = l * shrink + weight
-        o = o * (l / total) * shrink + weight * v[:, :, i : i + 1] / total
-        m, l = new, total
-    return o
+    def merged_as_in_a_ring(q, k, v):
+        o = whole = None
+        for keys, values in zip(k.split(BLOCK, 2), v.split(BLOCK, 2), strict=True):
+            s = q @ keys.mT
+            part, total = s.softmax(-1) @ values, s.logsumexp(-1, keepdim=True)
+            if o is None:
+                o, whole = part, total
+            else:
+                o = o - torch.sigmoid(total - whole) * (o - part)
+                whole = whole - F.logsigmoid(whole - total)
+        return o
 
+    def split_keys_combined_by_a_softmax(q, k, v):
+        parts, totals = [], []
+        for keys, values in zip(k.split(BLOCK, 2), v.split(BLOCK, 2), strict=True):
+            s = q @ keys.mT
+            parts.append(s.softmax(-1) @ values)
+            totals.append(s.logsumexp(-1))
+        return (torch.stack(totals).softmax(0).unsqueeze(-1) * torch.stack(parts)).sum(0)
 
-@spelling(qkv)
-def causal_keys_one_after_the_other(q, k, v):
-    i = torch.arange(q.shape[2])[:, None]
-    m, l, o = running(q, v)
-    for j in range(k.shape[2]):
-        x = torch.where(j <= i, (q * k[:, :, j : j + 1]).sum(-1, keepdim=True) / math.sqrt(D), -INF)
-        new = torch.maximum(m, x)
-        l, o = (
-            (m - new).exp() * l + (x - new).exp(),
-            (m - new).exp() * o + (x - new).exp() * v[:, :, j : j + 1],
-        )
-        m = new
-    return o / l
-
-
-@spelling(qkv)
-def started_with_the_first_key(q, k, v):
-    m = (q * k[:, :, :1]).sum(-1, keepdim=True)
-    l, o = torch.ones_like(m), v[:, :, :1].expand_as(q)
-    for j in range(1, k.shape[2]):
-        x = (q * k[:, :, j : j + 1]).sum(-1, keepdim=True)
-        new = torch.maximum(m, x)
-        l = l * (m - new).exp() + (x - new).exp()
-        o = o * (m - new).exp() + (x - new).exp() * v[:, :, j : j + 1]
-        m = new
-    return o / l
+    def three_passes_over_blocks(q, k, v):
+        """The maximum, then the divisor, then the values."""
+        m = torch.stack([(q @ a.mT).amax(-1) for a in k.split(BLOCK, 2)]).amax(0).unsqueeze(-1)
+        l = o = 0
+        for a in k.split(4, 2):
+            l = l + (q @ a.mT - m).exp().sum(-1, keepdim=True)
+        for a, b in zip(k.split(BLOCK, 2), v.split(BLOCK, 2), strict=True):
+            o = o + ((q @ a.mT - m).exp() / l) @ b
+        return o
 
 
 @spelling(lambda: normals("D SD SD"))
@@ -150,44 +210,6 @@ def one_query_in_a_loop_over_vectors(q, k, v):
         o = o * (l * (m - new).exp() / total) + (x - new).exp() / total * v[j]
         m, l = new, total
     return o
-
-
-@spelling(cross)
-def merged_by_logaddexp(q, k, v):
-    o = whole = None
-    for keys, values in zip(k.split(BLOCK, 2), v.split(BLOCK, 2), strict=True):
-        s = q @ keys.mT
-        part, total = s.softmax(-1) @ values, s.logsumexp(-1, keepdim=True)
-        if o is None:
-            o, whole = part, total
-        else:
-            both = torch.logaddexp(whole, total)
-            o, whole = o * (whole - both).exp() + part * (total - both).exp(), both
-    return o
-
-
-@spelling(cross)
-def merged_as_in_a_ring(q, k, v):
-    o = whole = None
-    for keys, values in zip(k.split(BLOCK, 2), v.split(BLOCK, 2), strict=True):
-        s = q @ keys.mT
-        part, total = s.softmax(-1) @ values, s.logsumexp(-1, keepdim=True)
-        if o is None:
-            o, whole = part, total
-        else:
-            o = o - torch.sigmoid(total - whole) * (o - part)
-            whole = whole - F.logsigmoid(whole - total)
-    return o
-
-
-@spelling(cross)
-def split_keys_combined_by_a_softmax(q, k, v):
-    parts, totals = [], []
-    for keys, values in zip(k.split(BLOCK, 2), v.split(BLOCK, 2), strict=True):
-        s = q @ keys.mT
-        parts.append(s.softmax(-1) @ values)
-        totals.append(s.logsumexp(-1))
-    return (torch.stack(totals).softmax(0).unsqueeze(-1) * torch.stack(parts)).sum(0)
 
 
 def with_prefix() -> tuple[Tensor, ...]:
@@ -217,59 +239,6 @@ def flash_with_a_sink(q, k, v, sink):
     return o / l
 
 
-@spelling(cross)
-def three_passes_over_blocks(q, k, v):
-    """The maximum, then the divisor, then the values."""
-    m = torch.stack([(q @ a.mT).amax(-1) for a in k.split(BLOCK, 2)]).amax(0).unsqueeze(-1)
-    l = o = 0
-    for a in k.split(4, 2):
-        l = l + (q @ a.mT - m).exp().sum(-1, keepdim=True)
-    for a, b in zip(k.split(BLOCK, 2), v.split(BLOCK, 2), strict=True):
-        o = o + ((q @ a.mT - m).exp() / l) @ b
-    return o
-
-
-@spelling(qkv)
-def online_divisor_then_one_product(q, k, v):
-    s = q @ k.mT
-    m = s[..., 0]
-    d = torch.ones_like(m)
-    for j in range(1, s.shape[-1]):
-        new = torch.maximum(m, s[..., j])
-        d, m = d * torch.exp(m - new) + torch.exp(s[..., j] - new), new
-    return (torch.exp(s - m[..., None]) / d[..., None]) @ v
-
-
-@spelling(qkv)
-def softmax_whose_values_are_added_one_by_one(q, k, v):
-    p = (q @ k.mT).softmax(-1)
-    o = torch.zeros_like(q)
-    for j in range(k.shape[2]):
-        o = o + p[..., j : j + 1] * v[:, :, j : j + 1]
-    return o
-
-
-@spelling(qkv)
-def sums_without_a_maximum(q, k, v):
-    o = l = 0
-    for j in range(k.shape[2]):
-        weight = torch.exp((q * k[:, :, j : j + 1]).sum(-1, keepdim=True) / math.sqrt(D))
-        o, l = o + weight * v[:, :, j : j + 1], l + weight
-    return o / l
-
-
-@spelling(qkv)
-def flash_with_a_penalty_by_distance(q, k, v):
-    m, l, o = running(q, v)
-    i = torch.arange(q.shape[2])
-    for j in range(0, k.shape[2], BLOCK):
-        s = q @ k[:, :, j : j + BLOCK].mT - 0.5 * (i[:, None] - i[None, j : j + BLOCK]).abs()
-        new = torch.maximum(m, s.amax(-1, keepdim=True))
-        l = l * (m - new).exp() + (s - new).exp().sum(-1, keepdim=True)
-        o, m = o * (m - new).exp() + (s - new).exp() @ v[:, :, j : j + BLOCK], new
-    return o / l
-
-
 @spelling(qkv)
 def blocks_of_keys_one_after_another(q, k, v):
     most, total, out = torch.full(q.shape[:3], -INF, dtype=q.dtype)[..., None], 0.0, 0.0
@@ -290,138 +259,64 @@ def step(q, k, v, j, m):
     return s, torch.maximum(m, s.amax(-1, keepdim=True)), v[..., j : j + BLOCK, :]
 
 
-@near_miss(qkv)
-def divisor_that_is_not_rescaled(q, k, v):
-    m, l, o = running(q, v)
-    for j in range(0, k.shape[2], BLOCK):
-        s, new, values = step(q, k, v, j, m)
-        p = (s - new).exp()
-        l, o, m = l + p.sum(-1, keepdim=True), o * (m - new).exp() + p @ values, new
-    return o / l
+with near_miss(qkv):
+
+    def block_that_the_divisor_lacks(q, k, v):
+        m, l, o = running(q, v)
+        for j in range(0, k.shape[2], BLOCK):
+            s, new, values = step(q, k, v, j, m)
+            p, shrink = (s - new).exp(), (m - new).exp()
+            l = l * shrink + (p.sum(-1, keepdim=True) if j else 0.0)
+            o, m = o * shrink + p @ values, new
+        return o / l
+
+    def block_whose_values_are_left_out(q, k, v):
+        m, l, o = running(q, v)
+        for j in range(0, k.shape[2], BLOCK):
+            s, new, values = step(q, k, v, j, m)
+            p, shrink = (s - new).exp(), (m - new).exp()
+            l = l * shrink + p.sum(-1, keepdim=True)
+            o, m = o * shrink + (p @ values if j else 0.0), new
+        return o / l
+
+    def divisor_of_one_key_less(q, k, v):
+        s = q @ k.mT
+        m = s.amax(-1)
+        d = torch.zeros_like(m)
+        for j in range(1, s.shape[-1]):
+            d = d + torch.exp(s[..., j] - m)
+        return (torch.exp(s - m[..., None]) / d[..., None]) @ v
+
+    def weights_added_in_another_order_than_the_values(q, k, v):
+        p = (q @ k.mT).softmax(-1)
+        o = torch.zeros_like(q)
+        for j in range(k.shape[2]):
+            o = o + p[..., j : j + 1] * v[:, :, (j + 1) % 7 : (j + 1) % 7 + 1]
+        return o
 
 
-@near_miss(qkv)
-def output_that_is_not_rescaled(q, k, v):
-    m, l, o = running(q, v)
-    for j in range(0, k.shape[2], BLOCK):
-        s, new, values = step(q, k, v, j, m)
-        p = (s - new).exp()
-        l, o, m = l * (m - new).exp() + p.sum(-1, keepdim=True), o + p @ values, new
-    return o / l
+with mutant(qkv):
+
+    def results_merged_by_shares_of_their_own(q, k, v):
+        parts = [(q @ a.mT).softmax(-1) @ b for a, b in zip(k.split(4, 2), v.split(4, 2), strict=True)]
+        shares = torch.stack([(q @ a.mT).logsumexp(-1) for a in k.split(4, 2)]).sigmoid().unsqueeze(-1)
+        return (shares * torch.stack(parts)).sum(0)
+
+    def each_block_scaled_by_its_number(q, k, v):
+        m, l, o = running(q, v)
+        for j in range(0, k.shape[2], BLOCK):
+            s = q @ k[..., j : j + BLOCK, :].mT / (1 + j)
+            new = torch.maximum(m, s.amax(-1, keepdim=True))
+            p, shrink = (s - new).exp(), (m - new).exp()
+            l, o, m = l * shrink + p.sum(-1, keepdim=True), o * shrink + p @ v[..., j : j + BLOCK, :], new
+        return o / l
 
 
-@near_miss(qkv)
-def nothing_rescaled(q, k, v):
-    m, l, o = running(q, v)
-    for j in range(0, k.shape[2], BLOCK):
-        s, new, values = step(q, k, v, j, m)
-        p = (s - new).exp()
-        l, o, m = l + p.sum(-1, keepdim=True), o + p @ values, new
-    return o / l
-
-
-@near_miss(qkv)
-def maximum_of_the_block_alone(q, k, v):
-    m, l, o = running(q, v)
-    for j in range(0, k.shape[2], BLOCK):
-        s, new, values = step(q, k, v, j, m)
-        p, shrink = (s - s.amax(-1, keepdim=True)).exp(), (m - new).exp()
-        l, o, m = l * shrink + p.sum(-1, keepdim=True), o * shrink + p @ values, new
-    return o / l
-
-
-@near_miss(qkv)
-def blocks_that_overlap(q, k, v):
-    return flash(q, k, v, range(0, k.shape[2], BLOCK - 1))
-
-
-@near_miss(qkv)
-def block_that_the_divisor_lacks(q, k, v):
-    m, l, o = running(q, v)
-    for j in range(0, k.shape[2], BLOCK):
-        s, new, values = step(q, k, v, j, m)
-        p, shrink = (s - new).exp(), (m - new).exp()
-        l = l * shrink + (p.sum(-1, keepdim=True) if j else 0.0)
-        o, m = o * shrink + p @ values, new
-    return o / l
-
-
-@near_miss(qkv)
-def block_whose_values_are_left_out(q, k, v):
-    m, l, o = running(q, v)
-    for j in range(0, k.shape[2], BLOCK):
-        s, new, values = step(q, k, v, j, m)
-        p, shrink = (s - new).exp(), (m - new).exp()
-        l = l * shrink + p.sum(-1, keepdim=True)
-        o, m = o * shrink + (p @ values if j else 0.0), new
-    return o / l
-
-
-@near_miss(qkv)
-def loop_that_does_not_divide(q, k, v):
-    m, _, o = running(q, v)
-    for j in range(0, k.shape[2], BLOCK):
-        s, new, values = step(q, k, v, j, m)
-        o, m = o * (m - new).exp() + (s - new).exp() @ values, new
-    return o
-
-
-@mutant(qkv)
-def results_merged_by_shares_of_their_own(q, k, v):
-    parts = [(q @ a.mT).softmax(-1) @ b for a, b in zip(k.split(4, 2), v.split(4, 2), strict=True)]
-    shares = torch.stack([(q @ a.mT).logsumexp(-1) for a in k.split(4, 2)]).sigmoid().unsqueeze(-1)
-    return (shares * torch.stack(parts)).sum(0)
-
-
-@near_miss(qkv)
-def divisor_of_one_key_less(q, k, v):
-    s = q @ k.mT
-    m = s.amax(-1)
-    d = torch.zeros_like(m)
-    for j in range(1, s.shape[-1]):
-        d = d + torch.exp(s[..., j] - m)
-    return (torch.exp(s - m[..., None]) / d[..., None]) @ v
-
-
-@near_miss(qkv)
-def divisor_that_is_clamped_for_each_block(q, k, v):
-    m, l, o = running(q, v)
-    for j in range(0, k.shape[2], BLOCK):
-        s, new, values = step(q, k, v, j, m)
-        p, shrink = (s - new).exp(), (m - new).exp()
-        l = l * shrink + p.sum(-1, keepdim=True).clamp(min=1e-10)
-        o, m = o * shrink + p @ values, new
-    return o / l
-
-
-@near_miss(qkv)
-def weights_added_in_another_order_than_the_values(q, k, v):
-    p = (q @ k.mT).softmax(-1)
-    o = torch.zeros_like(q)
-    for j in range(k.shape[2]):
-        o = o + p[..., j : j + 1] * v[:, :, (j + 1) % 7 : (j + 1) % 7 + 1]
-    return o
-
-
-@mutant(qkv)
-def block_left_out(q, k, v):
-    return flash(q, k, v, range(0, k.shape[2], 2 * BLOCK))
-
-
-@mutant(qkv)
-def values_of_the_next_keys(q, k, v):
-    return flash(q, k, v.roll(-1, 2), range(0, k.shape[2], BLOCK))
-
-
-@mutant(qkv)
-def each_block_scaled_by_its_number(q, k, v):
-    m, l, o = running(q, v)
-    for j in range(0, k.shape[2], BLOCK):
-        s = q @ k[..., j : j + BLOCK, :].mT / (1 + j)
-        new = torch.maximum(m, s.amax(-1, keepdim=True))
-        p, shrink = (s - new).exp(), (m - new).exp()
-        l, o, m = l * shrink + p.sum(-1, keepdim=True), o * shrink + p @ v[..., j : j + BLOCK, :], new
-    return o / l
+mutant(
+    qkv,
+    block_left_out=lambda q, k, v: flash(q, k, v, range(0, k.shape[2], 2 * BLOCK)),
+    values_of_the_next_keys=lambda q, k, v: flash(q, k, v.roll(-1, 2), range(0, k.shape[2], BLOCK)),
+)
 
 
 def with_left_padding() -> tuple[Tensor, ...]:

@@ -1,7 +1,5 @@
 """Keys in several parts, joined or multiplied separately under one softmax; and parts that do not fit."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -21,10 +19,15 @@ def prefixed() -> tuple[Tensor, ...]:
     return (*qkv(), *normals("BHSD BHSD"))
 
 
-@spelling(prefixed)
-def keys_and_values_in_two_parts(q, k, v, more_k, more_v):
-    p = torch.cat([q @ more_k.mT, q @ k.mT], -1).div(math.sqrt(D)).softmax(-1)
-    return p[..., : more_k.shape[2]] @ more_v + p[..., more_k.shape[2] :] @ v
+with spelling(prefixed):
+
+    def keys_and_values_in_two_parts(q, k, v, more_k, more_v):
+        p = torch.cat([q @ more_k.mT, q @ k.mT], -1).div(math.sqrt(D)).softmax(-1)
+        return p[..., : more_k.shape[2]] @ more_v + p[..., more_k.shape[2] :] @ v
+
+    def parts_with_queries_of_their_own(q, k, v, more_k, more_v):
+        p = torch.cat([q @ more_k.mT, (q + 1).tanh() @ k.mT], -1).softmax(-1)
+        return p[..., : more_k.shape[2]] @ more_v + p[..., more_k.shape[2] :] @ v
 
 
 @spelling(lambda: (*prefixed(), normal(size.B, size.S + size.T)))
@@ -55,24 +58,17 @@ def shared_keys_beside_those_of_each_block(q, k, v, shared_k, shared_v, mask):
     return own + torch.einsum("bhnqk,bhkd->bhnqd", p[..., :n], shared_v)
 
 
-@near_miss(prefixed)
-def parts_of_which_a_key_is_left_out(q, k, v, more_k, more_v):
-    n = more_k.shape[2]
-    p = torch.cat([q @ more_k.mT, q @ k.mT], -1).softmax(-1)
-    return p[..., : n - 1] @ more_v[:, :, : n - 1] + p[..., n:] @ v
+with near_miss(prefixed):
 
+    def parts_of_which_a_key_is_left_out(q, k, v, more_k, more_v):
+        n = more_k.shape[2]
+        p = torch.cat([q @ more_k.mT, q @ k.mT], -1).softmax(-1)
+        return p[..., : n - 1] @ more_v[:, :, : n - 1] + p[..., n:] @ v
 
-@near_miss(prefixed)
-def parts_of_which_a_key_counts_twice(q, k, v, more_k, more_v):
-    n = more_k.shape[2]
-    p = torch.cat([q @ more_k.mT, q @ k.mT], -1).softmax(-1)
-    return p[..., :n] @ more_v + p[..., n - 1 :] @ F.pad(v, (0, 0, 1, 0))
-
-
-@spelling(prefixed)
-def parts_with_queries_of_their_own(q, k, v, more_k, more_v):
-    p = torch.cat([q @ more_k.mT, (q + 1).tanh() @ k.mT], -1).softmax(-1)
-    return p[..., : more_k.shape[2]] @ more_v + p[..., more_k.shape[2] :] @ v
+    def parts_of_which_a_key_counts_twice(q, k, v, more_k, more_v):
+        n = more_k.shape[2]
+        p = torch.cat([q @ more_k.mT, q @ k.mT], -1).softmax(-1)
+        return p[..., :n] @ more_v + p[..., n - 1 :] @ F.pad(v, (0, 0, 1, 0))
 
 
 @mutant(lambda: (*cross(), normal(size.B, H, size.T, 5), normal(size.B, H, 5, D + 2)))

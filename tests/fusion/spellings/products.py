@@ -1,34 +1,55 @@
 """The two products, by every operation that multiplies and sums (matmul, einsum, bmm, vmap, torch's own), and
 the layouts of what is multiplied: packed projections, images, axes, local blocks."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 
 from .registry import D, H, cross, normal, normals, qkv, size, spelling
 
-
-@spelling(cross)
-def einsum(q, k, v):
-    return torch.einsum("bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v)
-
-
-@spelling(lambda: normals("BTHD BSHD BSHD"))
-def einsum_tokens_first(q, k, v):
-    weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+spelling(
+    cross,
+    einsum=lambda q, k, v: torch.einsum(
+        "bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v
+    ),
+    keys_in_rows=lambda q, k, v: torch.softmax(k @ q.mT, dim=-2).mT @ v,
+    torchs_own=lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+)
 
 
-@spelling(lambda: normals("BTHD BSHD BSHD"))
-def einsum_heads_before_keys(q, k, v):
-    return torch.einsum("bths,bshd->bthd", torch.einsum("bthd,bshd->bths", q, k).softmax(3), v)
+with spelling(lambda: normals("BTHD BSHD BSHD")):
+
+    def einsum_tokens_first(q, k, v):
+        weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    def einsum_heads_before_keys(q, k, v):
+        return torch.einsum("bths,bshd->bthd", torch.einsum("bthd,bshd->bths", q, k).softmax(3), v)
 
 
-@spelling(cross)
-def einsum_ellipsis(q, k, v):
-    weights = torch.einsum("...qd,...kd->...qk", q, k).softmax(-1)
-    return torch.einsum("...qk,...kd->...qd", weights, v)
+with spelling(cross):
+
+    def einsum_ellipsis(q, k, v):
+        weights = torch.einsum("...qd,...kd->...qk", q, k).softmax(-1)
+        return torch.einsum("...qk,...kd->...qd", weights, v)
+
+    def flattened_bmm(q, k, v):
+        q, k, v = (x.reshape(size.B * H, x.shape[2], -1) for x in (q, k, v))
+        return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v).view(size.B, H, size.T, -1)
+
+    def baddbmm(q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        zero = torch.zeros(size.B * H, size.T, size.S, dtype=q.dtype)
+        return torch.baddbmm(zero, q, k.transpose(1, 2), beta=0, alpha=D**-0.5).softmax(-1) @ v
+
+    def multiply_and_sum(q, k, v):
+        scores = (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1)
+        return (scores.softmax(-1).unsqueeze(-1) * v.unsqueeze(2)).sum(3)
+
+    def vmap_over_batch_and_heads(q, k, v):
+        def one(q, k, v):
+            return torch.softmax(q @ k.T, -1) @ v
+
+        return torch.vmap(torch.vmap(one))(q, k, v)
 
 
 @spelling(lambda: (*cross(), normal(H, D + 2, 16)))
@@ -48,44 +69,18 @@ def einsum_with_values_and_projection(q, k, v, w):
     return torch.einsum("bhij,bhje,hec->bic", weights, v, w)
 
 
-@spelling(cross)
-def flattened_bmm(q, k, v):
-    q, k, v = (x.reshape(size.B * H, x.shape[2], -1) for x in (q, k, v))
-    return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v).view(size.B, H, size.T, -1)
-
-
-@spelling(cross)
-def baddbmm(q, k, v):
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    zero = torch.zeros(size.B * H, size.T, size.S, dtype=q.dtype)
-    return torch.baddbmm(zero, q, k.transpose(1, 2), beta=0, alpha=D**-0.5).softmax(-1) @ v
-
-
-@spelling(lambda: normals("TD SD SD"))
-def linear_as_product(q, k, v):
-    return F.linear(q, k).softmax(-1) @ v
-
-
-@spelling(cross)
-def multiply_and_sum(q, k, v):
-    scores = (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1)
-    return (scores.softmax(-1).unsqueeze(-1) * v.unsqueeze(2)).sum(3)
+spelling(
+    lambda: normals("TD SD SD"),
+    linear_as_product=lambda q, k, v: F.linear(q, k).softmax(-1) @ v,
+    tensordot=lambda q, k, v: torch.tensordot(torch.tensordot(q, k, dims=([1], [1])).softmax(-1), v, dims=1),
+    inner_products=lambda q, k, v: torch.inner(torch.inner(q, k).softmax(-1), v.T),
+)
 
 
 @spelling(lambda: (*normals("D SD"), normal(size.S, D + 2)))
 def one_query_multiplied_and_summed(q, k, v):
     weights = ((k * q).sum(1) / D**0.5).softmax(0)
     return (weights[:, None] * v).sum(0)
-
-
-@spelling(lambda: normals("TD SD SD"))
-def tensordot(q, k, v):
-    return torch.tensordot(torch.tensordot(q, k, dims=([1], [1])).softmax(-1), v, dims=1)
-
-
-@spelling(lambda: normals("TD SD SD"))
-def inner_products(q, k, v):
-    return torch.inner(torch.inner(q, k).softmax(-1), v.T)
 
 
 @spelling(lambda: normals("BTD BSD BSD"))
@@ -96,24 +91,6 @@ def single_head(q, k, v):
 @spelling(lambda: (*normals("D SD"), normal(size.S, D + 1)))
 def one_vector_query(q, k, v):
     return torch.softmax(k @ q, 0) @ v
-
-
-@spelling(cross)
-def vmap_over_batch_and_heads(q, k, v):
-    def one(q, k, v):
-        return torch.softmax(q @ k.T, -1) @ v
-
-    return torch.vmap(torch.vmap(one))(q, k, v)
-
-
-@spelling(cross)
-def keys_in_rows(q, k, v):
-    return torch.softmax(k @ q.mT, dim=-2).mT @ v
-
-
-@spelling(cross)
-def torchs_own(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v)
 
 
 @spelling(qkv)
@@ -133,16 +110,15 @@ def channel_first_images(q, k, v):
     return (v.flatten(2) @ weights.mT).view(v.shape)
 
 
-@spelling(lambda: (normal(size.B, size.T, 3 * H * D),))
-def packed_interleaved(x):
-    q, k, v = x.view(size.B, -1, H, 3, D).permute(3, 0, 2, 1, 4)
-    return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).reshape(size.B, -1, H * D)
+with spelling(lambda: (normal(size.B, size.T, 3 * H * D),)):
 
+    def packed_interleaved(x):
+        q, k, v = x.view(size.B, -1, H, 3, D).permute(3, 0, 2, 1, 4)
+        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).reshape(size.B, -1, H * D)
 
-@spelling(lambda: (normal(size.B, size.T, 3 * H * D),))
-def packed_per_head(x):
-    q, k, v = x.view(size.B, -1, H, 3 * D).transpose(1, 2).chunk(3, dim=-1)
-    return (q @ k.mT).softmax(-1) @ v
+    def packed_per_head(x):
+        q, k, v = x.view(size.B, -1, H, 3 * D).transpose(1, 2).chunk(3, dim=-1)
+        return (q @ k.mT).softmax(-1) @ v
 
 
 @spelling(lambda: normals("B5TD B5TD B5TD"))

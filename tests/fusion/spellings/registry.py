@@ -5,9 +5,9 @@ Operands are made from the lengths in `size`, which the tests change to see whet
 lengths. A function that names one of them in its own body is therefore compared at one size only.
 """
 
-from __future__ import annotations
-
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,40 +36,47 @@ TOLERANCE: dict[str, float] = {}
 """How far a result may be from eager's, where it is not the tests' usual 1e-10."""
 
 
-def enter(
-    table: Table, operands: Operands, count: int = 1, tolerance: float | None = None
-) -> Callable[[Function], Function]:
-    def add(function: Function) -> Function:
-        name = function.__name__
+class enter:
+    """Enters functions in a table, with the operands to call them with: those that are given by name, one
+    that it decorates, or all that are defined in a `with` block."""
+
+    def __init__(
+        self, table: Table, operands: Operands, count: int = 1, tolerance: float | None = None,
+        **functions: Function,
+    ) -> None:  # fmt: skip
+        self.table, self.operands, self.count, self.tolerance = table, operands, count, tolerance
+        for name, function in functions.items():
+            self.add(name, function)
+
+    def add(self, name: str, function: Function) -> None:
         assert not any(name in t for t in (MUST_FUSE, MUST_NOT, NOT_YET, MUTANTS)), f"{name} is there twice"
-        table[name] = (function, operands)
-        if count != 1:
-            COUNT[name] = count
-        if tolerance is not None:
-            TOLERANCE[name] = tolerance
+        self.table[name] = (function, self.operands)
+        if self.count != 1:
+            COUNT[name] = self.count
+        if self.tolerance is not None:
+            TOLERANCE[name] = self.tolerance
+
+    def __call__(self, function: Function) -> Function:
+        self.add(function.__name__, function)
         return function
 
-    return add
+    def __enter__(self) -> None:
+        self.names = sys._getframe(1).f_globals
+        self.before = len(self.names)
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in list(self.names.items())[self.before :]:
+            self.add(name, function)
 
 
-def spelling(operands: Operands, count: int = 1) -> Callable[[Function], Function]:
-    """Attention: it must fuse, to `count` attentions."""
-    return enter(MUST_FUSE, operands, count)
-
-
-def near_miss(operands: Operands) -> Callable[[Function], Function]:
-    """Not attention: it must be left alone."""
-    return enter(MUST_NOT, operands)
-
-
-def not_yet(operands: Operands) -> Callable[[Function], Function]:
-    """Attention that does not fuse so far."""
-    return enter(NOT_YET, operands)
-
-
-def mutant(operands: Operands, tolerance: float | None = None) -> Callable[[Function], Function]:
-    """A spelling with one thing changed: it may fuse, with the meaning that it then has."""
-    return enter(MUTANTS, operands, tolerance=tolerance)
+spelling = partial(enter, MUST_FUSE)
+"""Attention: it must fuse, to `count` attentions."""
+near_miss = partial(enter, MUST_NOT)
+"""Not attention: it must be left alone."""
+not_yet = partial(enter, NOT_YET)
+"""Attention that does not fuse so far."""
+mutant = partial(enter, MUTANTS)
+"""A spelling with one thing changed: it may fuse, with the meaning that it then has."""
 
 
 def normal(*shape: int) -> Tensor:

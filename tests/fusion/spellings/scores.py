@@ -1,7 +1,5 @@
 """How a score comes about: where its scale stands, and functions of the score, the query or the key."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -9,50 +7,34 @@ import torch.nn.functional as F
 
 from .registry import INF, D, H, causal, cross, normal, normals, not_yet, qkv, size, spelling
 
-
-@spelling(qkv)
-def no_scale(q, k, v):
-    return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
-
-
-@spelling(cross)
-def scale_divides_scores(q, k, v):
-    return torch.softmax(q @ k.mT / math.sqrt(D), dim=-1) @ v
-
-
-@spelling(cross)
-def scale_from_the_tensor(q, k, v):
-    return (q @ k.mT * q.size(-1) ** -0.5).softmax(-1) @ v
+spelling(
+    qkv,
+    no_scale=lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2), -1) @ v,
+    scale_divides_in_place=lambda q, k, v: (
+        torch.matmul(q, k.transpose(2, 3)).div_(D**0.5).softmax(-1).matmul(v)
+    ),
+    leaky_scores=lambda q, k, v: F.leaky_relu(q @ k.mT, 0.2).softmax(-1) @ v,
+    clipped_to_six=lambda q, k, v: F.relu6(q @ k.mT).softmax(-1) @ v,
+    cosine=lambda q, k, v: (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * 10).softmax(-1) @ v,
+)
 
 
-@spelling(cross)
-def scale_in_q(q, k, v):
-    return torch.softmax((q * D**-0.5) @ k.mT, -1) @ v
-
-
-@spelling(cross)
-def scale_in_k(q, k, v):
-    return torch.softmax(q @ (k / math.sqrt(D)).mT, -1) @ v
-
-
-@spelling(cross)
-def scale_in_both(q, k, v):
-    return torch.softmax((q * D**-0.25) @ (k * D**-0.25).mT, -1) @ v
-
-
-@spelling(cross)
-def scale_as_tensor(q, k, v):
-    return torch.softmax(q @ k.mT / torch.tensor(math.sqrt(D), dtype=torch.float64), -1) @ v
+spelling(
+    cross,
+    scale_divides_scores=lambda q, k, v: torch.softmax(q @ k.mT / math.sqrt(D), dim=-1) @ v,
+    scale_from_the_tensor=lambda q, k, v: (q @ k.mT * q.size(-1) ** -0.5).softmax(-1) @ v,
+    scale_in_q=lambda q, k, v: torch.softmax((q * D**-0.5) @ k.mT, -1) @ v,
+    scale_in_k=lambda q, k, v: torch.softmax(q @ (k / math.sqrt(D)).mT, -1) @ v,
+    scale_in_both=lambda q, k, v: torch.softmax((q * D**-0.25) @ (k * D**-0.25).mT, -1) @ v,
+    scale_as_tensor=lambda q, k, v: (
+        torch.softmax(q @ k.mT / torch.tensor(math.sqrt(D), dtype=torch.float64), -1) @ v
+    ),
+)
 
 
 @spelling(lambda: (*qkv(), normal(H, 1, 1)))
 def scale_per_head(q, k, v, temperature):
     return torch.softmax(q @ k.mT * temperature, -1) @ v
-
-
-@spelling(qkv)
-def scale_divides_in_place(q, k, v):
-    return torch.matmul(q, k.transpose(2, 3)).div_(D**0.5).softmax(-1).matmul(v)
 
 
 @spelling(lambda: (*cross(), torch.rand((), dtype=torch.float64)))
@@ -71,25 +53,21 @@ def a_constant_added_to_each_row(q, k, v, shift):
     return (q @ k.mT + shift).softmax(-1) @ v
 
 
-@spelling(qkv)
-def softcap(q, k, v):
-    s = 20.0 * torch.tanh(q @ k.mT / 20.0)
-    return s.masked_fill(~causal(q.shape[2]), -INF).softmax(-1) @ v
+with spelling(qkv):
 
+    def softcap(q, k, v):
+        s = 20.0 * torch.tanh(q @ k.mT / 20.0)
+        return s.masked_fill(~causal(q.shape[2]), -INF).softmax(-1) @ v
 
-@spelling(qkv)
-def leaky_scores(q, k, v):
-    return F.leaky_relu(q @ k.mT, 0.2).softmax(-1) @ v
+    def rotary(q, k, v):
+        i = torch.arange(q.shape[2], dtype=q.dtype)
+        angle = i[:, None] * 10000 ** (-torch.arange(0, D, 2, dtype=q.dtype) / D)
 
+        def turn(x):
+            a, b = x.chunk(2, -1)
+            return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
-@spelling(qkv)
-def clipped_to_six(q, k, v):
-    return F.relu6(q @ k.mT).softmax(-1) @ v
-
-
-@spelling(qkv)
-def cosine(q, k, v):
-    return (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * 10).softmax(-1) @ v
+        return (turn(q) @ turn(k).mT).masked_fill(~causal(q.shape[2]), -INF).softmax(-1) @ v
 
 
 @not_yet(cross)
@@ -100,18 +78,6 @@ def cosine_by_its_function(q, k, v):
 @spelling(lambda: (*qkv(), *normals("D D")))
 def normalised_queries_and_keys(q, k, v, a, b):
     return (F.layer_norm(q, (D,), a) @ F.layer_norm(k, (D,), b).mT).softmax(-1) @ v
-
-
-@spelling(qkv)
-def rotary(q, k, v):
-    i = torch.arange(q.shape[2], dtype=q.dtype)
-    angle = i[:, None] * 10000 ** (-torch.arange(0, D, 2, dtype=q.dtype) / D)
-
-    def turn(x):
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
-
-    return (turn(q) @ turn(k).mT).masked_fill(~causal(q.shape[2]), -INF).softmax(-1) @ v
 
 
 @spelling(lambda: normals("BT BS BSD"))

@@ -1,18 +1,26 @@
 """One softmax that weighs several tensors, and one matrix of scores with a softmax over its rows and another
 over its columns; near misses, in which a use is left that needs the weights or the scores."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 
 from .registry import D, cross, near_miss, normals, qkv, size, spelling
 
+with spelling(lambda: (*cross(), *normals("BHS3"))):
 
-@spelling(lambda: (*cross(), *normals("BHS3")))
-def one_softmax_for_two_values(q, k, v, more):
-    p = (q @ k.mT).softmax(-1)
-    return p @ v, p @ more
+    def one_softmax_for_two_values(q, k, v, more):
+        p = (q @ k.mT).softmax(-1)
+        return p @ v, p @ more
+
+    def two_values_in_a_loop_over_blocks_of_keys(q, k, v, more):
+        most, total, out, other = torch.full_like(q[..., :1], -torch.inf), 0.0, 0.0, 0.0
+        for keys, values, others in zip(k.chunk(2, 2), v.chunk(2, 2), more.chunk(2, 2), strict=True):
+            s = q @ keys.mT
+            now = torch.maximum(most, s.amax(-1, keepdim=True))
+            p, kept, most = (s - now).exp(), (most - now).exp(), now
+            total = kept * total + p.sum(-1, keepdim=True)
+            out, other = kept * out + p @ values, kept * other + p @ others
+        return out / total, other / total
 
 
 @spelling(lambda: (*cross(), *normals("BHS3 TD")))
@@ -30,18 +38,6 @@ def invariant_points(q, k, v, q_points, k_points, v_points, weight):
     values = torch.einsum("bhij,bjhd->bihd", p, v).flatten(2)
     points = torch.einsum("bhij,bjhpc->bihpc", p, v_points)
     return torch.cat([values, points.flatten(2), points.norm(dim=-1).flatten(2)], -1)
-
-
-@spelling(lambda: (*cross(), *normals("BHS3")))
-def two_values_in_a_loop_over_blocks_of_keys(q, k, v, more):
-    most, total, out, other = torch.full_like(q[..., :1], -torch.inf), 0.0, 0.0, 0.0
-    for keys, values, others in zip(k.chunk(2, 2), v.chunk(2, 2), more.chunk(2, 2), strict=True):
-        s = q @ keys.mT
-        now = torch.maximum(most, s.amax(-1, keepdim=True))
-        p, kept, most = (s - now).exp(), (most - now).exp(), now
-        total = kept * total + p.sum(-1, keepdim=True)
-        out, other = kept * out + p @ values, kept * other + p @ others
-    return out / total, other / total
 
 
 @spelling(qkv, count=2)

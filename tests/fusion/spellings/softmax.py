@@ -1,7 +1,5 @@
 """The softmax written by hand, and what is done with its weights afterwards."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -9,82 +7,75 @@ import torch.nn.functional as F
 
 from .registry import INF, D, H, causal, cross, near_miss, normal, qkv, size, spelling, with_padding
 
+with spelling(cross):
 
-@spelling(cross)
-def exp_over_sum(q, k, v):
-    e = torch.exp(q @ k.mT)
-    return (e / e.sum(-1, keepdim=True)) @ v
+    def exp_over_sum(q, k, v):
+        e = torch.exp(q @ k.mT)
+        return (e / e.sum(-1, keepdim=True)) @ v
 
+    def stable_exp_over_sum(q, k, v):
+        s = q @ k.mT
+        e = (s - s.amax(-1, keepdim=True)).exp()
+        return (e / e.sum(dim=-1, keepdim=True)) @ v
 
-@spelling(cross)
-def stable_exp_over_sum(q, k, v):
-    s = q @ k.mT
-    e = (s - s.amax(-1, keepdim=True)).exp()
-    return (e / e.sum(dim=-1, keepdim=True)) @ v
+    def stable_with_max(q, k, v):
+        s = q @ k.mT
+        e = torch.exp(s - torch.max(s, dim=-1, keepdim=True)[0])
+        return torch.matmul(e / torch.sum(e, -1, keepdim=True), v)
 
+    def max_of_all_scores_subtracted(q, k, v):
+        s = q @ k.mT
+        e = (s - s.max()).exp()
+        return (e / e.sum(-1, keepdim=True)) @ v
 
-@spelling(cross)
-def stable_with_max(q, k, v):
-    s = q @ k.mT
-    e = torch.exp(s - torch.max(s, dim=-1, keepdim=True)[0])
-    return torch.matmul(e / torch.sum(e, -1, keepdim=True), v)
+    def divided_after_values(q, k, v):
+        e = torch.exp(q @ k.mT)
+        return (e @ v) / e.sum(-1, keepdim=True)
 
+    def minus_logsumexp(q, k, v):
+        s = q @ k.mT
+        return torch.exp(s - torch.logsumexp(s, -1, keepdim=True)) @ v
 
-@spelling(cross)
-def max_of_all_scores_subtracted(q, k, v):
-    s = q @ k.mT
-    e = (s - s.max()).exp()
-    return (e / e.sum(-1, keepdim=True)) @ v
+    def powers_of_two(q, k, v):
+        e = torch.exp2(q @ k.mT / math.log(2))
+        return (e / e.sum(-1, keepdim=True)) @ v
 
+    def powers_of_e(q, k, v):
+        w = torch.pow(math.e, q @ k.mT / 4)
+        return w / w.sum(3, keepdim=True) @ v
 
-@spelling(cross)
-def divided_after_values(q, k, v):
-    e = torch.exp(q @ k.mT)
-    return (e @ v) / e.sum(-1, keepdim=True)
+    def squared_softmax_renormalised(q, k, v):
+        w = (q @ k.mT).softmax(-1) ** 2
+        return w / w.sum(-1, keepdim=True) @ v
 
+    def values_gated_by_hand(q, k, v):
+        e = (q @ k.mT).exp()
+        return (e @ (v / (1 + (-v).exp()))) / e.sum(-1, keepdim=True)
 
-@spelling(cross)
-def minus_logsumexp(q, k, v):
-    s = q @ k.mT
-    return torch.exp(s - torch.logsumexp(s, -1, keepdim=True)) @ v
+    def hyperbolic_values_in_a_broadcast_product(q, k, v):
+        p = (q @ k.mT).softmax(-1)
+        return (p[..., None] * (v.exp() + (-v).exp())[:, :, None]).sum(3)
 
+    def a_small_number_added_before_weights_are_normalised_once_more(q, k, v):
+        p = (q @ k.mT).softmax(-1) + 1e-6
+        return (p / p.sum(dim=-1, keepdim=True)) @ v
 
-@spelling(cross)
-def exp_of_log_softmax(q, k, v):
-    return F.log_softmax(q @ k.mT, -1).exp() @ v
-
-
-@spelling(cross)
-def softmax_of_log_softmax(q, k, v):
-    return F.softmax(F.log_softmax(q @ k.mT, -1), -1) @ v
-
-
-@spelling(cross)
-def softmax_in_float32_and_back(q, k, v):
-    return torch.softmax(q @ k.mT, -1, dtype=torch.float64).to(v.dtype) @ v
-
-
-@spelling(cross)
-def softmin_of_the_negative(q, k, v):
-    return F.softmin(-(q @ k.mT), dim=-1) @ v
+    def weights_with_the_sign_of_their_score(q, k, v):
+        s = torch.einsum("bhid,bhjd->bhij", q, k) * D**-0.5
+        return torch.einsum("bhij,bhjd->bhid", s.sign() * s.abs().softmax(-1), v)
 
 
-@spelling(cross)
-def powers_of_two(q, k, v):
-    e = torch.exp2(q @ k.mT / math.log(2))
-    return (e / e.sum(-1, keepdim=True)) @ v
-
-
-@spelling(cross)
-def powers_of_e(q, k, v):
-    w = torch.pow(math.e, q @ k.mT / 4)
-    return w / w.sum(3, keepdim=True) @ v
-
-
-@spelling(cross)
-def squared_softmax_renormalised(q, k, v):
-    w = (q @ k.mT).softmax(-1) ** 2
-    return w / w.sum(-1, keepdim=True) @ v
+spelling(
+    cross,
+    exp_of_log_softmax=lambda q, k, v: F.log_softmax(q @ k.mT, -1).exp() @ v,
+    softmax_of_log_softmax=lambda q, k, v: F.softmax(F.log_softmax(q @ k.mT, -1), -1) @ v,
+    softmax_in_float32_and_back=lambda q, k, v: (
+        torch.softmax(q @ k.mT, -1, dtype=torch.float64).to(v.dtype) @ v
+    ),
+    softmin_of_the_negative=lambda q, k, v: F.softmin(-(q @ k.mT), dim=-1) @ v,
+    exponentials_are_weighed=lambda q, k, v: ((q @ k.mT).softmax(-1) @ v.exp()).log(),
+    weights_normalised_once_more=lambda q, k, v: F.normalize((q @ k.mT).softmax(-1), p=1, dim=-1) @ v,
+)
 
 
 @spelling(qkv)
@@ -94,9 +85,11 @@ def squared_weights(q, k, v):
     return (p / p.sum(-1, keepdim=True)) @ v
 
 
-@spelling(qkv)
-def masked_after_softmax(q, k, v):
-    return ((q @ k.mT).softmax(-1) * causal(q.shape[2])) @ v
+spelling(
+    qkv,
+    masked_after_softmax=lambda q, k, v: ((q @ k.mT).softmax(-1) * causal(q.shape[2])) @ v,
+    value_gated_after=lambda q, k, v: ((q @ k.mT).softmax(-1) @ v) * torch.sigmoid(q),
+)
 
 
 @spelling(lambda: (*qkv(), normal(H)))
@@ -110,54 +103,24 @@ def nan_to_num(q, k, v, keep):
     return s.softmax(-1).nan_to_num(0.0) @ v
 
 
-@spelling(qkv)
-def value_gated_after(q, k, v):
-    return ((q @ k.mT).softmax(-1) @ v) * torch.sigmoid(q)
-
-
-@spelling(cross)
-def exponentials_are_weighed(q, k, v):
-    return ((q @ k.mT).softmax(-1) @ v.exp()).log()
-
-
-@spelling(cross)
-def values_gated_by_hand(q, k, v):
-    e = (q @ k.mT).exp()
-    return (e @ (v / (1 + (-v).exp()))) / e.sum(-1, keepdim=True)
-
-
-@spelling(cross)
-def hyperbolic_values_in_a_broadcast_product(q, k, v):
-    p = (q @ k.mT).softmax(-1)
-    return (p[..., None] * (v.exp() + (-v).exp())[:, :, None]).sum(3)
-
-
-@spelling(cross)
-def weights_normalised_once_more(q, k, v):
-    return F.normalize((q @ k.mT).softmax(-1), p=1, dim=-1) @ v
-
-
-@spelling(cross)
-def a_small_number_added_before_weights_are_normalised_once_more(q, k, v):
-    p = (q @ k.mT).softmax(-1) + 1e-6
-    return (p / p.sum(dim=-1, keepdim=True)) @ v
-
-
 @spelling(lambda: (*cross(), torch.rand(size.B, size.S) < 0.7))
 def padding_gets_a_small_weight_after_the_softmax(q, k, v, keep):
     p = (q @ k.mT).masked_fill(~keep[:, None, None], -1e9).softmax(-1) + 1e-3
     return (p @ v) / p.sum(dim=-1, keepdim=True)
 
 
-@near_miss(cross)
-def weights_of_length_one(q, k, v):
-    return F.normalize((q @ k.mT).softmax(-1), p=2, dim=-1) @ v
+with near_miss(cross):
 
+    def weights_of_length_one(q, k, v):
+        return F.normalize((q @ k.mT).softmax(-1), p=2, dim=-1) @ v
 
-@spelling(cross)
-def weights_with_the_sign_of_their_score(q, k, v):
-    s = torch.einsum("bhid,bhjd->bhij", q, k) * D**-0.5
-    return torch.einsum("bhij,bhjd->bhid", s.sign() * s.abs().softmax(-1), v)
+    def weights_with_the_sign_of_another_key(q, k, v):
+        s = q @ k.mT
+        return (s.abs().softmax(-1) * s.flip(-1).sign()) @ v
+
+    def exponentials_of_keys_gate_the_weights(q, k, v):
+        s = q @ k.mT
+        return (s.softmax(-1) * (s * s).exp()) @ v.exp()
 
 
 @spelling(lambda: (*qkv(), normal(H, 1, 1)))
@@ -167,25 +130,12 @@ def weights_gated_by_their_score(q, k, v, threshold):
     return (p * torch.sigmoid(s - threshold)) @ v
 
 
-@spelling(lambda: (*cross(), normal(size.B, H, size.T, 1)))
-def weights_scaled_by_an_exponential_of_each_query(q, k, v, level):
-    return ((q @ k.mT).softmax(-1) * level.exp()) @ v
+with spelling(lambda: (*cross(), normal(size.B, H, size.T, 1))):
 
+    def weights_scaled_by_an_exponential_of_each_query(q, k, v, level):
+        return ((q @ k.mT).softmax(-1) * level.exp()) @ v
 
-@spelling(lambda: (*cross(), normal(size.B, H, size.T, 1)))
-def exponentials_scaled_before_they_are_divided(q, k, v, level):
-    s = q @ k.mT
-    e = (s - s.amax(-1, keepdim=True)).exp()
-    return (e * level.exp() / e.sum(-1, keepdim=True)) @ v
-
-
-@near_miss(cross)
-def weights_with_the_sign_of_another_key(q, k, v):
-    s = q @ k.mT
-    return (s.abs().softmax(-1) * s.flip(-1).sign()) @ v
-
-
-@near_miss(cross)
-def exponentials_of_keys_gate_the_weights(q, k, v):
-    s = q @ k.mT
-    return (s.softmax(-1) * (s * s).exp()) @ v.exp()
+    def exponentials_scaled_before_they_are_divided(q, k, v, level):
+        s = q @ k.mT
+        e = (s - s.amax(-1, keepdim=True)).exp()
+        return (e * level.exp() / e.sum(-1, keepdim=True)) @ v

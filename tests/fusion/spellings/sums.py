@@ -1,8 +1,6 @@
 """Sums of several products in one score, and weights that are a sum of several softmaxes; near misses and a
 mutant of the latter."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -10,18 +8,16 @@ from torch import Tensor
 
 from .registry import INF, D, H, causal, mutant, near_miss, normal, normals, qkv, size, spelling
 
+with spelling(lambda: (*qkv(), *normals("BHT4 B1T4"))):
 
-@spelling(lambda: (*qkv(), *normals("BHT4 B1T4")))
-def products_added_up(q, k, v, q_rotary, k_rotary):
-    return ((q_rotary @ k_rotary.mT + q @ k.mT) / math.sqrt(D + 4)).softmax(-1) @ v
+    def products_added_up(q, k, v, q_rotary, k_rotary):
+        return ((q_rotary @ k_rotary.mT + q @ k.mT) / math.sqrt(D + 4)).softmax(-1) @ v
 
-
-@spelling(lambda: (*qkv(), *normals("BHT4 B1T4")))
-def products_added_up_at_scales_of_their_own(q, k, v, q_more, k_more):
-    scores = torch.einsum("bhqd,bhkd->bhqk", q * 0.3, k) - 0.7 * torch.einsum(
-        "bhqd,bkd->bhqk", q_more, k_more[:, 0]
-    )
-    return (5 * torch.tanh(scores / 5)).softmax(-1) @ v
+    def products_added_up_at_scales_of_their_own(q, k, v, q_more, k_more):
+        scores = torch.einsum("bhqd,bhkd->bhqk", q * 0.3, k) - 0.7 * torch.einsum(
+            "bhqd,bkd->bhqk", q_more, k_more[:, 0]
+        )
+        return (5 * torch.tanh(scores / 5)).softmax(-1) @ v
 
 
 @spelling(lambda: (*qkv(), *normals("TD TD BHT3 BHT3")))
@@ -80,19 +76,18 @@ def difference_divided_by_its_own_sum(q, k, v, q_less, k_less):
     return p / p.sum(-1, keepdim=True) @ v
 
 
-@near_miss(two_scores)
-def softmaxes_multiplied(q, k, v, q_more, k_more):
-    return ((q @ k.mT).softmax(-1) * (q_more @ k_more.mT).softmax(-1)) @ v
-
-
-@near_miss(two_scores)
-def difference_cut_off_at_zero(q, k, v, q_less, k_less):
-    return ((q @ k.mT).softmax(-1) - (q_less @ k_less.mT).softmax(-1)).relu() @ v
-
-
-@near_miss(two_scores)
-def one_of_two_over_queries(q, k, v, q_less, k_less):
-    return ((q @ k.mT).softmax(-1) - (q_less @ k_less.mT).softmax(-2)) @ v
+near_miss(
+    two_scores,
+    softmaxes_multiplied=lambda q, k, v, q_more, k_more: (
+        ((q @ k.mT).softmax(-1) * (q_more @ k_more.mT).softmax(-1)) @ v
+    ),
+    difference_cut_off_at_zero=lambda q, k, v, q_less, k_less: (
+        ((q @ k.mT).softmax(-1) - (q_less @ k_less.mT).softmax(-1)).relu() @ v
+    ),
+    one_of_two_over_queries=lambda q, k, v, q_less, k_less: (
+        ((q @ k.mT).softmax(-1) - (q_less @ k_less.mT).softmax(-2)) @ v
+    ),
+)
 
 
 @mutant(two_scores)
