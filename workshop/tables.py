@@ -119,17 +119,20 @@ def order(file: str) -> str:
 
 
 def bits(file: str) -> str:
-    """How many tokens had other bits in a drawn way of computing them, and what is named as without order."""
+    """How many tokens had other bits in a drawn way of computing them."""
     found = json.loads((DOCS / "measured" / file).read_text(encoding="utf-8"))
-    cells: dict[str, dict[str, Row]] = {}
+    rows: dict[str, list[Row]] = {"consistent": [], "default": []}
     for row in found["rows"]:
-        cells.setdefault(row["cell"], {})[row["name"]] = row
-    lines = [["", "ways drawn", "tokens", "differing", "in no order", "differing by default"]]
-    for cell, rows in cells.items():
-        ours, default = rows["consistent"], rows["default"]
-        shown = [str(ours[n]) for n in ("runs", "tokens", "differing", "in no order")]
-        lines.append([cell, *shown, f"{default['differing']} of {default['tokens']}"])
-    return f"{_run(found)}\n\n{markdown(lines)}"
+        rows[row["name"]].append(row)
+    models, ways = len(rows["consistent"]), sum(row["runs"] for row in rows["consistent"])
+    tokens, differing = (sum(row[n] for row in rows["consistent"]) for n in ("tokens", "differing"))
+    otherwise, of = (sum(row[n] for row in rows["default"]) for n in ("differing", "tokens"))
+    named = sum(row["in no order"] != "none" for row in rows["consistent"])
+    return (
+        f"{models} models in {ways} drawn ways ([same_bits.json](measured/{file})): of {tokens:,} tokens "
+        f"{differing} had other bits, and {named} models have something without an order; by default "
+        f"{otherwise:,} of {of:,} had."
+    )
 
 
 def _run(found: Row) -> str:
