@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attngraph.api import saving
 from attngraph.api.arguments import is_transformed, require_fit
 from attngraph.api.build import compile_graph
-from attngraph.api.consistent import consistently
+from attngraph.api.consistent import Alone, consistently
 from attngraph.api.methods import (
     Generate,
     bound,
@@ -97,6 +97,7 @@ class CompiledModule(ModelWrapper):
     _forward: Callable[..., Any]
     _generate: Generate | None
     _decoder: Decoder | None
+    _alone: Alone
 
     def __init__(
         self, target: Callable[..., Any], options: Options, pieces: bool = True,
@@ -119,6 +120,7 @@ class CompiledModule(ModelWrapper):
         self._forward = with_signature_of(self._model, self._run)
         self._generate = None
         object.__setattr__(self, "_decoder", None)
+        self._alone = {}
 
     def _said_class(self) -> type:
         """The model's class, by which libraries tell what they can do with a model."""
@@ -153,9 +155,9 @@ class CompiledModule(ModelWrapper):
         if is_transformed():
             return self._model(*args, **kwargs)
         compute = functools.partial(self._computed, *args, **kwargs)
-        return (
-            consistently(self._own_decoder, compute, args, kwargs) if self._options.consistent else compute()
-        )
+        if not self._options.consistent:
+            return compute()
+        return consistently(self._own_decoder, compute, args, kwargs, self._alone)
 
     @property
     def _own_decoder(self) -> Decoder:
@@ -421,7 +423,7 @@ class CompiledModule(ModelWrapper):
         """Copies and pickles contain the model and the options; graphs are traced again."""
         derived = (
             "_saved", "_graphs", "_fingerprints", "_pieces", "_small", "_paces", "_forward", "_generate",
-            "_decoder",
+            "_decoder", "_alone",
         )  # fmt: skip
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         return _unmade, (type(self),), state

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.api.build import logits_among
-from attngraph.capture.structure import flatten, unflatten
+from attngraph.capture.structure import flatten, is_value, unflatten
 from attngraph.errors import NoDecoderError
 from attngraph.ir.ops.derived_value import WithValue
 from attngraph.runtime.decoder import Decoder
@@ -28,21 +28,32 @@ NEAR = 0.01
 another function (dropout, a batch norm in training mode)."""
 
 
+Alone = dict[Any, tuple[list[Any], Any, int]]
+"""What calls of one kind return besides logits, where that is no tensor: leaves, structure, and the place of
+the logits."""
+
+
 def consistently(
-    decoder: Decoder, compute: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    decoder: Decoder, compute: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any], alone: Alone
 ) -> Any:
     """The result of a call of the model, with the decoder's logits.
 
     Args:
         compute: gives the compiled graph's result of the same call.
+        alone: of earlier calls; a call of such a kind needs the decoder's logits and nothing else.
 
     Raises:
         NoDecoderError: the model has no decoder, or is not called with tokens.
     """
+    found, mask = decoded(decoder, args, kwargs)
+    kind = _kind(decoder._model, args, kwargs, mask)
+    if kind in alone:
+        others, spec, place = alone[kind]
+        return unflatten([*others[:place], found, *others[place + 1 :]], spec)
     result = compute()
     leaves, spec = flatten(result)
     place = logits_among(leaves, spec)
-    (found, mask), logits = decoded(decoder, args, kwargs), leaves[place]
+    logits = leaves[place]
     if found.shape != logits.shape:
         raise NoDecoderError(
             f"consistent=True computes logits of every token, {list(found.shape)}; this call returns "
@@ -59,8 +70,21 @@ def consistently(
             "graph's, and not the same bits elsewhere.", int(far.sum()), len(far),
         )  # fmt: skip
         found = torch.where(far[:, None, None], theirs, found)
+    elif kind is not None and sum(isinstance(leaf, Tensor) for leaf in leaves) == 1:
+        alone[kind] = leaves, spec, place
     leaves[place] = WithValue.apply(logits, found) if logits.requires_grad else found  # type: ignore[no-untyped-call]
     return unflatten(leaves, spec)
+
+
+def _kind(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None) -> Any:
+    """What calls have in common whose results have the same structure; None where the graph is needed: for
+    gradients, at padding, and for a mode that computes something else."""
+    is_training = isinstance(model, nn.Module) and model.training
+    if torch.is_grad_enabled() or is_training or (mask is not None and not mask.bool().all()):
+        return None
+    leaves, spec = flatten((args, kwargs))
+    plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    return (str(spec), repr(plain)) if all(map(is_value, plain)) else None
 
 
 def decoded(

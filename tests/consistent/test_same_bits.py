@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import attngraph
+from attngraph.api.compiled import CompiledModule
 from attngraph.codegen.cpu import toolchain
 from attngraph.ir.ops import token_program
 from attngraph.models.targets import tiny_decoder_lm
@@ -50,6 +51,14 @@ def test_whole_sequences_beams_an_engine_and_another_layout_have_the_same_bits()
     _, state = decoder.prefill(IDS[:, :5])
     state.reorder([2, 0, 1])
     assert torch.equal(decoder.decode(IDS[[2, 0, 1], 5:], state), wanted[[2, 0, 1], 5:])
+
+
+def test_a_call_that_returns_logits_alone_runs_the_decoder_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = attngraph.compile(model(), consistent=True)
+    with torch.no_grad():
+        wanted = compiled(IDS)
+        monkeypatch.setattr(CompiledModule, "_computed", lambda *_, **__: pytest.fail("the graph was run"))
+        assert torch.equal(compiled(IDS), wanted) and torch.equal(compiled(IDS[1:, :9]), wanted[1:, :9])
 
 
 def test_a_training_step_has_the_bits_of_the_decoder_and_the_gradients_of_the_graph() -> None:
