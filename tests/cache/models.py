@@ -167,10 +167,8 @@ def _mixed_by_a_matrix(m: Any, x: Tensor) -> Tensor:
 
 
 LOOPS: dict[str, Mix] = {
-    "LSTM cells": lstm_of(lambda m, x: None),
-    "two steps back": looped(
-        lambda m, s, x: (torch.sin(s[0] + s[1] + x), s[0]), _zeros_twice, lambda s: s[0]
-    ),
+    "a full matrix of the token": _mixed_by_a_matrix,
+    "written in place": _written_in_place,
     "counted tokens": looped(
         _counts, lambda m, x: (torch.zeros(x.shape[0], 1, dtype=torch.int64), torch.zeros_like(x[:, 0])),
         lambda s: s[0] * s[1],
@@ -178,10 +176,12 @@ LOOPS: dict[str, Mix] = {
     "a running maximum": looped(
         lambda m, s, x: torch.maximum(s, x), lambda m, x: torch.full_like(x[:, 0], -torch.inf)
     ),
+    "LSTM cells": lstm_of(lambda m, x: None),
+    "two steps back": looped(
+        lambda m, s, x: (torch.sin(s[0] + s[1] + x), s[0]), _zeros_twice, lambda s: s[0]
+    ),
     "tokens in the first dimension": _tokens_first,
-    "written in place": _written_in_place,
     "cells that begin with new zeros": lstm_of(lambda m, x: (x.new_zeros(x.shape[0], WIDTH),) * 2),
-    "a full matrix of the token": _mixed_by_a_matrix,
     "the first token begins": _first_token_begins,
     "a state that is learned": looped(
         lambda m, s, x: torch.sin(s + x), lambda m, x: m.begin.expand(x.shape[0], -1)
@@ -250,6 +250,7 @@ def _counting_scan(m: Any, x: Tensor) -> Tensor:
 
 
 UNEQUAL_STEPS: dict[str, tuple[Mix, str]] = {
+    "a step that mixes rows": (looped(lambda m, s, x: torch.tanh(s.mean(0, keepdim=True) + x)), ""),
     "a step that depends on the token's place": (
         looped(lambda m, s, x: torch.tanh(s + x[0] * x[1]), tokens=lambda x: enumerate(x.unbind(1))),
         r"models\.py.*tanh of several tokens.*no loop of equal steps: the step of token"),
@@ -258,15 +259,12 @@ UNEQUAL_STEPS: dict[str, tuple[Mix, str]] = {
         looped(lambda m, s, x: torch.tanh(s + x),
                tokens=lambda x: [x[:, min(t + 1, x.shape[1] - 1)] for t in range(x.shape[1])]), ""),
     "a loop from the end": (lambda m, x: _first_token_begins(m, x.flip(1)).flip(1), ""),
-    "a step that mixes rows": (looped(lambda m, s, x: torch.tanh(s.mean(0, keepdim=True) + x)), ""),
     "a step that is frozen": (_frozen, ""),
     "another last step": (_another_last_step, ""),
     "two kinds of steps": (
         looped(lambda m, s, x: torch.tanh(s + x[1]) if x[0] % 2 else torch.sin(s + x[1]),
                tokens=lambda x: enumerate(x.unbind(1))), ""),
     "a step that needs all that came before": (_all_so_far, ""),
-    "a fold of later tokens": (lambda m, x: x.flip(1).cummax(1).values.flip(1), ""),
-    "a fold of rows": (lambda m, x: x + x.cummax(0).values, ""),
 }  # fmt: skip
 
 
@@ -393,9 +391,9 @@ PRODUCTS: dict[str, Mix] = {
     "without the own token": lambda m, x: x + F.tanh((x @ x.mT).tril(-1) @ x),
 }
 LINEAR_LOOPS: dict[str, Mix] = {
+    "products": of_heads(_products_in_a_loop),
     "reflections": _reflections(False),
     "a linear loop": _scan,
-    "products": of_heads(_products_in_a_loop),
     "reflections and decays": _reflections(True),
 }
 FOLDS: dict[str, Mix] = {
@@ -422,6 +420,8 @@ def before(x: Tensor, count: int, value: float = 0.0) -> Tensor:
 
 
 WINDOWS: dict[str, Mix] = {
+    "convolutions one after the other, of zeros before the first": lambda m, x: m.dilated(
+        F.silu(m.dilated(F.pad(x.mT, (8, 0)))) * 0.5 + 0.25).mT,
     "a convolution, cut": convolved,
     "a shift by padding": lambda m, x: F.pad(x, (0, 0, 1, -1)),
     "the largest of three": lambda m, x: F.max_pool1d(before(x, 2, -torch.inf), 3, 1).mT,
@@ -432,8 +432,6 @@ WINDOWS: dict[str, Mix] = {
     "a convolution of a convolution": lambda m, x: convolved(m, convolved(m, x).tanh()),
     "a convolution after zeros": lambda m, x: m.dilated(
         torch.cat([x.new_zeros(x.shape[0], WIDTH, 4), x.mT], 2)).mT,
-    "convolutions one after the other, of zeros before the first": lambda m, x: m.dilated(
-        F.silu(m.dilated(F.pad(x.mT, (8, 0)))) * 0.5 + 0.25).mT,
     "a shift by cat": lambda m, x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
     "a shift by two": lambda m, x: F.pad(x.mT, (2, 0))[..., :-2].mT,
     "a shift that keeps the first token": lambda m, x: torch.cat([x[:, :1], x[:, :-1]], 1),
@@ -459,6 +457,8 @@ def trigram(m: Any, ids: Tensor) -> Tensor:
 
 AHEAD = r"Token \d+ sees token \d+"
 NO_WINDOWS: dict[str, tuple[Mix, str]] = {
+    "convolved biases before the first token": (
+        lambda m, x: m.convolve(m.convolve(x.mT))[..., : x.shape[1]].mT, "conv1d|pad"),
     "a shift ahead": (lambda m, x: F.pad(x, (0, 0, -1, 1)), AHEAD),
     "a convolution of both sides": (
         lambda m, x: F.conv1d(x.mT, m.dilated.weight, padding=2, dilation=2, groups=2).mT, AHEAD),
@@ -469,8 +469,6 @@ NO_WINDOWS: dict[str, tuple[Mix, str]] = {
     "the largest of both sides": (
         lambda m, x: F.max_pool1d(x.mT, 5, 1, 2).mT,
         r"reads token t - 2 to token t \+ 2\. Token 0 sees token 1"),
-    "convolved biases before the first token": (
-        lambda m, x: m.convolve(m.convolve(x.mT))[..., : x.shape[1]].mT, "conv1d|pad"),
     "ones before the first token": (lambda m, x: m.dilated(F.pad(x.mT, (4, 0), value=1.0)).mT, "conv1d|pad"),
     "biases that are padded": (
         lambda m, x: m.dilated(F.pad(m.dilated(F.pad(x.mT, (5, 0))), (3, 0))).mT, "conv1d|pad"),
@@ -590,26 +588,30 @@ ATTENTION: dict[str, Mix] = {
     "keys that are values": lambda m, x: x + attend(x, x, x),
     "keys and values that another attention gave": reading(lambda x, a: attend(x, a, a)),
     "of other heads": reading(_of_other_heads),
-    "experts that count their tokens": _sorted_experts,
     "over two windows": reading(_over_two_windows),
     "times a number": reading(lambda x, a: attend(x, a, -a * 0.5)),
     "queries too": reading(lambda x, a: attend(a, a, a)),
     "another attention's, in a window": reading(lambda x, a: attend(x, a, a, window(x))),
     "thrice": reading(lambda x, a: attend(x, *[attend(x, a, a)] * 2) + a),
-    "a table of rows and columns": _rows_and_columns,
-    "over convolved keys": lambda m, x: attend(x, convolved(m, x), x),
-    "beside a norm of its own statistics": lambda m, x: attend(*[m.norm(x.mT).mT] * 3),
+}
+BESIDE: dict[str, Mix] = {
+    "experts that count their tokens": _sorted_experts,
     "a mask of diagonals": _of_diagonals,
+    "a table of rows and columns": _rows_and_columns,
     "a layer on four pieces": in_pieces(lambda x: x.chunk(4, 1)),
     "a layer on each token": in_pieces(lambda x: x.chunk(100, 1)),
     "a layer on pieces of five": in_pieces(lambda x: x.split(5, 1)),
     "a layer on slices": in_pieces(lambda x: [x[:, at : at + 3] for at in range(0, x.shape[1], 3)]),
-    "retained, and divided by a sum": of_heads(_retained),
+    "over convolved keys": lambda m, x: attend(x, convolved(m, x), x),
+    "beside a norm of its own statistics": lambda m, x: attend(*[m.norm(x.mT).mT] * 3),
+}
+PAPERS: dict[str, Mix] = {
+    "a difference of attentions": _difference,
     "an mLSTM": _mlstm,
     "a forgetting attention": _forgetting,
-    "a difference of attentions": _difference,
     "skewed distances": of_heads(_skewed),
     "an attention-free transformer": _attention_free,
+    "retained, and divided by a sum": of_heads(_retained),
 }
 
 
@@ -792,22 +794,28 @@ def _transformer_xl(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 ANEW: dict[str, Mix] = {
-    "the most similar keys": weighing(most_similar),
     "two products": of_heads(_near_and_far),
+}
+ANEW_BY_SCORE: dict[str, Mix] = {
     "scores turned round": weighing(_turned_round),
     "mixed heads": weighing(_mixed_heads),
     "a broken stick": weighing(_stick_breaking),
     "bounded scores": weighing(lambda scores, keep: scores.tanh() * keep),
-    "a decay of pairs": _decay_of_pairs,
-    "chosen blocks": of_heads(_chosen_blocks),
-    "no smaller than the fourth": weighing(_no_smaller_than_the_fourth),
-    "the largest alone": weighing(_the_largest_alone),
     "a finite number, added": weighing(_added),
     "less of itself": weighing(_less_of_itself),
+}
+ANEW_BY_CHOICE: dict[str, Mix] = {
+    "no smaller than the fourth": weighing(_no_smaller_than_the_fourth),
+    "the most similar keys": weighing(most_similar),
+    "the largest alone": weighing(_the_largest_alone),
+    "chosen blocks": of_heads(_chosen_blocks),
+}
+ANEW_BY_PLACE: dict[str, Mix] = {
+    "a decay of pairs": _decay_of_pairs,
+    "relative keys": _relative_keys,
     "positions that are counted": of_heads(_contextual_positions),
     "one weight for each distance": _toeplitz,
     "a matrix of places": _spatial_gate,
-    "relative keys": _relative_keys,
     "relative positions, shifted": of_heads(_transformer_xl),
 }
 
@@ -879,17 +887,20 @@ def after(work: Mix) -> Mix:
 
 
 LOOKING_AHEAD: dict[str, tuple[Mix, str]] = {
+    "a roll": (after(lambda m, x: x + torch.roll(x, -1, 1)), "Token 0 sees token 1"),
+    "a prefix": (hiding(lambda q, k: (k > q) & (k >= 3)), LATER),
+    "a flip": (after(lambda m, x: x + x.flip(1)), "flip|add.*Token 0 sees token"),
+    "a running sum over the batch": (after(lambda m, x: x.cumsum(0)), r"cumsum.*models\.py"),
+    "a fold of rows": (lambda m, x: x + x.cummax(0).values, ""),
+    "a fold of later tokens": (lambda m, x: x.flip(1).cummax(1).values.flip(1), ""),
+    "a mean over tokens": (after(lambda m, x: x - x.mean(1, keepdim=True)), "mean.*Token 0 sees token 1"),
     "an encoder": (hiding(lambda q, k: (k < 0) & (q < 0)), "attention.*" + LATER),
     "the next token beside each": (
         after(lambda m, x: x + F.pad(x[:, 1:], (0, 0, 0, 1))), "Token 0 sees token 1"),
-    "a mean over tokens": (after(lambda m, x: x - x.mean(1, keepdim=True)), "mean.*Token 0 sees token 1"),
-    "a flip": (after(lambda m, x: x + x.flip(1)), "flip|add.*Token 0 sees token"),
     "weights of both sides": (lambda m, x: (x @ x.mT) @ x, ""),
     "scores that know the length": (lambda m, x: x * x.shape[1], "how many tokens"),
-    "a prefix": (hiding(lambda q, k: (k > q) & (k >= 3)), LATER),
     "one ahead": (hiding(lambda q, k: k > q + 1), LATER),
     "chunks": (hiding(lambda q, k: k // 4 > q // 4), LATER),
-    "a roll": (after(lambda m, x: x + torch.roll(x, -1, 1)), "Token 0 sees token 1"),
     "a convolution that looks ahead": (
         after(lambda m, x: F.conv1d(x.mT, m.dilated.weight, padding=1, groups=2).mT),
         "conv1d.*Token 0 sees token 1"),
@@ -897,15 +908,16 @@ LOOKING_AHEAD: dict[str, tuple[Mix, str]] = {
         after(lambda m, x: F.instance_norm(x.mT).mT), "norm.*Token 0 sees token 1"),
     "a running sum of later tokens": (
         after(lambda m, x: x.flip(1).cumsum(1).flip(1)), r"flip.*models\.py.*Token 0 sees"),
-    "a running sum over the batch": (after(lambda m, x: x.cumsum(0)), r"cumsum.*models\.py"),
     "weights that look ahead": (lambda m, x: (x @ x.mT).tril(1) @ x, ""),
     "a total over all tokens": (lambda m, x: x + x.sum(1, keepdim=True), ""),
+}  # fmt: skip
+FAR_AHEAD: dict[str, tuple[Mix, str]] = {
+    "scores that may be larger than a low fill": (weighing(_leaking(-300.0)), ""),
+    "one far ahead, by a float": (far_ahead(lambda d: -d == 300.0), FAR),
     "three chosen among all": (weighing(_chosen_among_all(3)), "every token is read"),
     "more chosen among all than there are": (weighing(_chosen_among_all(200)), "every token is read"),
     "scores that may be larger than a fill": (weighing(_leaking(-50.0)), ""),
-    "scores that may be larger than a low fill": (weighing(_leaking(-300.0)), ""),
     "one far ahead, by a negative number": (far_ahead(lambda d: d == -300), FAR),
-    "one far ahead, by a float": (far_ahead(lambda d: -d == 300.0), FAR),
     "one far ahead, by a sum": (far_ahead(lambda d: d + 150 == -150), FAR),
     "one far ahead, by a product": (far_ahead(lambda d: d * 2 == -600), FAR),
     "one far ahead, by a tensor": (far_ahead(lambda d: d == torch.tensor(-300)), FAR),

@@ -227,7 +227,7 @@ class Mixing(nn.Module):
 TOLD = ("mean", "cumsum", "flip", "conv", "last", "softmax over tokens")
 
 
-@pytest.mark.parametrize("how", [*TOLD, "places", "length", "rows", "width", "dropout"])
+@pytest.mark.parametrize("how", ["length", *TOLD, "places", "rows", "width", "dropout"])
 def test_what_mixes_tokens_is_computed_from_all_and_told(same_by_tokens: Compared, how: str) -> None:
     """What uses places, lengths or random numbers does not."""
     entry = same_by_tokens(Mixing(how), 2, _ids(16))
