@@ -97,10 +97,10 @@ INLINE int64_t fill_vectors(int64_t rows) { return 2 * rows > LANES * parts_of(r
 /* `outs` rows of the weight times a panel of one or two vectors, to `count` rows of y. */
 INLINE void dots_of_vectors(const float *panel, const float *w, int64_t ldw, int64_t depth, float *y, int64_t ldy,
                             int64_t count, Fetch fetch, const int outs, const int vectors) {
-    Vector sum[FEW_OUTS][2], right[2];
+    Vector sum[FEW_OUTS][2], whole[FEW_OUTS][2], right[2];
 #pragma GCC unroll 16
     for (int o = 0; o < outs; ++o)
-        for (int v = 0; v < vectors; ++v) sum[o][v] = (Vector){0};
+        for (int v = 0; v < vectors; ++v) sum[o][v] = whole[o][v] = (Vector){0};
     for (int64_t from = 0; from < depth; from += LINE / size_of(FLOAT)) {
         int64_t until = smaller(from + LINE / size_of(FLOAT), depth);
         if (fetch.wait-- == 0) {
@@ -114,7 +114,17 @@ INLINE void dots_of_vectors(const float *panel, const float *w, int64_t ldw, int
             for (int o = 0; o < outs; ++o)
                 for (int v = 0; v < vectors; ++v) sum[o][v] += right[v] * w[o * ldw + d];
         }
+        if (!IN_ORDER || until % PART || until == depth) continue;
+        for (int o = 0; o < outs; ++o)      /* a piece ends, and others follow */
+            for (int v = 0; v < vectors; ++v) {
+                if (until == PART) whole[o][v] = sum[o][v];
+                else whole[o][v] += sum[o][v];
+                sum[o][v] = (Vector){0};
+            }
     }
+    if (IN_ORDER && depth > PART)
+        for (int o = 0; o < outs; ++o)
+            for (int v = 0; v < vectors; ++v) sum[o][v] = whole[o][v] + sum[o][v];
     for (int v = 0; v < vectors; ++v)
         for (int64_t r = 0; r < smaller(LANES, count - v * LANES); ++r)
 #pragma GCC unroll 16

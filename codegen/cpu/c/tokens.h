@@ -71,22 +71,22 @@ INLINE void product(const float *x, int64_t ldx, const void *w, int64_t ldw, int
                     int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, int64_t from, int64_t until,
                     float *panels, float *arranged, const int type, const int scaled, const int zeros,
                     const int turned) {
-    const int across = type == FLOAT && !scaled && !zeros && !turned && !IN_ORDER;
+    const int across = type == FLOAT && !scaled && !zeros && !turned;
+    if (across && !panels && fill_vectors(rows)) {
+        product_of_few_by_rows(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, arranged);
+        return;
+    }
     if (IN_ORDER && !panels && !turned && elements_in(type) == 1 && rows <= FEW_IN_ORDER) {
         product_of_few_in_order(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, type, scaled, zeros);
         return;
     }
     if (IN_ORDER && !panels && !turned) panels = arranged;
-    if (across && panels && goes_across(rows, outs) && outs <= MOST_OUTS_ACROSS) {
+    if (across && !IN_ORDER && panels && goes_across(rows, outs) && outs <= MOST_OUTS_ACROSS) {
         product_by_rows(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, panels);
         return;
     }
     if (panels) {
         product_of_many(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, panels, type, scaled, zeros, turned);
-        return;
-    }
-    if (across && fill_vectors(rows)) {
-        product_of_few_by_rows(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, arranged);
         return;
     }
     if (elements_in(type) == 2 && (2 * scales.run < depth || scales.high_first)) {

@@ -108,7 +108,7 @@ class _Emitter:
         room = f"room_of({max(depths.values())})" if depths else "0"
         arranged = str(max([*packed, *across], default=0))
         if self.program.in_order and depths:
-            arranged = f"room_of_group({max(packed, default=0)})"
+            arranged = f"larger(room_of_group({max(packed, default=0)}), {2 * max(depths.values())})"
         yield [
             f"int64_t attngraph_room(void) {{ return {room}; }}",
             f"int64_t attngraph_arranged(void) {{ return {arranged}; }}",
