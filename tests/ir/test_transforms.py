@@ -296,7 +296,8 @@ SCHEMAS = (
     "int[] values, Tensor[] reads, SymInt[] sizes, str program, Tensor table, Tensor starts, Tensor first, "
     'Tensor held, str absorb="auto", str family="", Tensor? scales=None) -> Tensor',
     "running_sum(Tensor? q, Tensor? k, Tensor v, Tensor? decay, Tensor state, Tensor starts, "
-    "bool inclusive=True, Tensor? left=None, Tensor? right=None, bool less_one=False) -> (Tensor, Tensor)",
+    "bool inclusive=True, Tensor? left=None, Tensor? right=None, bool less_one=False, "
+    "bool in_order=False) -> (Tensor, Tensor)",
     "fetch_keys(Tensor x, Tensor[] reads, SymInt[] sizes, str program, int[] chunks, int ranks, str group) "
     "-> Tensor",
     "strided_scatter(Tensor x, Tensor src, SymInt[] size, SymInt[] stride, SymInt storage_offset) -> Tensor",
