@@ -139,7 +139,7 @@ def test_the_sums_of_parts_of_the_depth_have_room() -> None:
         for name in names
     )
     headers = (header(f"{name}.h") for name in products.HEADERS)
-    library, _ = toolchain.build("\n".join([products.preamble(False), *headers, functions]))
+    library, _ = toolchain.build("\n".join([products.preamble(False, False), *headers, functions]))
     parts, room = (getattr(library, f"{name}_") for name in names)
     for function in (parts, room):
         function.argtypes, function.restype = [ctypes.c_int64] * 4, ctypes.c_int64

@@ -229,6 +229,29 @@ INLINE float sum_of(Vector x) {
     return u.f[0];
 }
 
+/* In order, a product and a sum are rounded once, in every loop: compilers decide that by the form of a loop, and avoid
+   it in chains of sums on some processors. */
+#ifdef ORDERED
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
+INLINE Vector fused(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int l = 0; l < LANES; ++l) c[l] = __builtin_fmaf(a[l], b[l], c[l]);
+    return c;
+#endif
+}
+#define ADD_PRODUCT(SUM, BY, VECTOR) (SUM) = fused((BY) - (Vector){0}, VECTOR, SUM)
+#define ADD_NUMBERS(SUM, A, B) (SUM) = __builtin_fmaf(A, B, SUM)
+#else
+#define ADD_PRODUCT(SUM, BY, VECTOR) (SUM) += (BY) * (VECTOR)
+#define ADD_NUMBERS(SUM, A, B) (SUM) += (A) * (B)
+#endif
+
 enum { STREAMS = 8 };                   /* what is read side by side where the memory's speed counts */
 
 /* total[o] = the sum of the elements of sum[o], for at most STREAMS vectors. Each step adds the halves of pairs of

@@ -119,7 +119,7 @@ INLINE void tile_in_order(const float *x, int64_t ldx, const void *w, int64_t ld
                     float by = x[(from + r) * ldx + d + e];
 #pragma GCC unroll 8
                     for (int v = 0; v < STEP_N; ++v)
-                        own[r][v] += by * *(const Vector *)(square + e * PANEL + v * LANES);
+                        ADD_PRODUCT(own[r][v], by, *(const Vector *)(square + e * PANEL + v * LANES));
                 }
 #pragma GCC unroll 4
             for (int r = 0; r < some; ++r) memcpy(sum[from + r], own[r], sizeof own[r]);

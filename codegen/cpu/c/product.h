@@ -275,7 +275,7 @@ INLINE int64_t add_columns(const float *x, int64_t ldx, const void *w, int64_t l
             for (int d = 0; d < deep; ++d) {
                 float by = x[r * ldx + d];
 #pragma GCC unroll 8
-                for (int v = 0; v < vectors; ++v) sum[v] += by * right[d][v];
+                for (int v = 0; v < vectors; ++v) ADD_PRODUCT(sum[v], by, right[d][v]);
             }
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; ++v) *(Vector *)(y + r * ldy + o + v * LANES) = sum[v];
@@ -290,7 +290,7 @@ INLINE void add_deep(const float *x, int64_t ldx, const void *w, int64_t ldw, fl
     o = add_columns(x, ldx, w, ldw, y, ldy, rows, o, outs, deep, 1, type);
     for (; o < outs; ++o)
         for (int64_t r = 0; r < rows; ++r)
-            for (int d = 0; d < deep; ++d) y[r * ldy + o] += x[r * ldx + d] * number(w, d * ldw + o, type);
+            for (int d = 0; d < deep; ++d) ADD_NUMBERS(y[r * ldy + o], x[r * ldx + d], number(w, d * ldw + o, type));
 }
 
 /* The results of a share of columns that a thread computes at a time, in memory of its own: rows of y may lie a

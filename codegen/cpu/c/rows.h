@@ -112,7 +112,7 @@ INLINE void dots_of_vectors(const float *panel, const float *w, int64_t ldw, int
             for (int v = 0; v < vectors; ++v) right[v] = *(const Vector *)(panel + (d * vectors + v) * LANES);
 #pragma GCC unroll 16
             for (int o = 0; o < outs; ++o)
-                for (int v = 0; v < vectors; ++v) sum[o][v] += right[v] * w[o * ldw + d];
+                for (int v = 0; v < vectors; ++v) ADD_PRODUCT(sum[o][v], w[o * ldw + d], right[v]);
         }
         if (!IN_ORDER || until % PART || until == depth) continue;
         for (int o = 0; o < outs; ++o)      /* a piece ends, and others follow */

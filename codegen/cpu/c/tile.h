@@ -63,7 +63,7 @@ INLINE void multiply_tile(float *restrict C, int64_t ldc, const float *restrict 
             for (int j = 0; j < vectors; ++j) {
                 float left = A[i * lda + d * step];
                 if (in_place == 2) sum[i][j] = add_pairs(sum[i][j], left, right[j]);
-                else sum[i][j] += left * right[j];
+                else ADD_PRODUCT(sum[i][j], left, right[j]);
             }
     }
 #pragma GCC unroll 8
@@ -71,7 +71,7 @@ INLINE void multiply_tile(float *restrict C, int64_t ldc, const float *restrict 
 #pragma GCC unroll 8
         for (int j = 0; j < vectors; ++j) {
             Vector *to = (Vector *)(C + i * ldc + j * LANES);
-            if (by) sum[i][j] += *to * by[i];
+            if (by) ADD_PRODUCT(sum[i][j], by[i], *to);
             *to = sum[i][j];
         }
 }
