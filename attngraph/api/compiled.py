@@ -157,7 +157,8 @@ class CompiledModule(ModelWrapper):
         compute = functools.partial(self._computed, *args, **kwargs)
         if not self._options.consistent:
             return compute()
-        return consistently(self._own_decoder, compute, args, kwargs, self._alone)
+        key_of = functools.partial(_Call(args, kwargs, self._fingerprints).key_of, EVERYTHING)
+        return consistently(self._own_decoder, compute, args, kwargs, self._alone, key_of)
 
     @property
     def _own_decoder(self) -> Decoder:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.api.build import logits_among
-from attngraph.capture.structure import flatten, is_value, unflatten
+from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import NoDecoderError
 from attngraph.ir.ops.derived_value import WithValue
 from attngraph.runtime.decoder import Decoder
@@ -34,19 +34,21 @@ the logits."""
 
 
 def consistently(
-    decoder: Decoder, compute: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any], alone: Alone
-) -> Any:
+    decoder: Decoder, compute: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+    alone: Alone, key_of: Callable[[], Any],
+) -> Any:  # fmt: skip
     """The result of a call of the model, with the decoder's logits.
 
     Args:
         compute: gives the compiled graph's result of the same call.
+        key_of: what a trace of this call depends on: the model's state, modes, arguments that are no tensors.
         alone: of earlier calls; a call of such a kind needs the decoder's logits and nothing else.
 
     Raises:
         NoDecoderError: the model has no decoder, or is not called with tokens.
     """
     found, mask = decoded(decoder, args, kwargs)
-    kind = _kind(decoder._model, args, kwargs, mask)
+    kind = key_of() if _needs_logits_alone(decoder._model, mask) else None
     if kind in alone:
         others, spec, place = alone[kind]
         return unflatten([*others[:place], found, *others[place + 1 :]], spec)
@@ -76,15 +78,11 @@ def consistently(
     return unflatten(leaves, spec)
 
 
-def _kind(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None) -> Any:
-    """What calls have in common whose results have the same structure; None where the graph is needed: for
-    gradients, at padding, and for a mode that computes something else."""
+def _needs_logits_alone(model: Any, mask: Tensor | None) -> bool:
+    """Whether the graph may be left out: not for gradients, at padding, or in a mode that computes something
+    else."""
     is_training = isinstance(model, nn.Module) and model.training
-    if torch.is_grad_enabled() or is_training or (mask is not None and not mask.bool().all()):
-        return None
-    leaves, spec = flatten((args, kwargs))
-    plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-    return (str(spec), repr(plain)) if all(map(is_value, plain)) else None
+    return not (torch.is_grad_enabled() or is_training or (mask is not None and not mask.bool().all()))
 
 
 def decoded(

@@ -61,6 +61,26 @@ def test_a_call_that_returns_logits_alone_runs_the_decoder_alone(monkeypatch: py
         assert torch.equal(compiled(IDS), wanted) and torch.equal(compiled(IDS[1:, :9]), wanted[1:, :9])
 
 
+class Flagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.twice = model(), False
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        logits = self.inner(ids)
+        return (logits, logits + 1) if self.twice else logits
+
+
+def test_what_else_is_returned_follows_what_the_model_says_now() -> None:
+    own = Flagged().eval()
+    compiled = attngraph.compile(own, consistent=True)
+    with torch.no_grad():
+        wanted = compiled(IDS)
+        own.twice = True
+        found = compiled(IDS)
+    assert isinstance(found, tuple) and torch.equal(found[0], wanted)
+
+
 def test_a_training_step_has_the_bits_of_the_decoder_and_the_gradients_of_the_graph() -> None:
     own, plain = model().train(), model().train()
     compiled = attngraph.compile(own, consistent=True)

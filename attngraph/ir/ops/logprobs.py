@@ -31,7 +31,7 @@ def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
         logits: `[..., V]`. tokens: int64 `[...]`, on the same device.
 
     Raises:
-        ValueError: the shapes do not go together.
+        ValueError: the shapes do not go together. BackendError: there is no C compiler, on a CPU.
     """
     if logits.shape[:-1] != tokens.shape:
         raise ValueError(
