@@ -14,8 +14,7 @@ result, nor is a list that grows: both are part of a call's key, so each call wo
 import collections
 import contextlib
 import dataclasses
-import functools
-import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.capture.instead import replaced
+from attngraph.capture.lines import room_of
 from attngraph.capture.state.kinds import Place
 from attngraph.capture.state.snapshot import Container
 from attngraph.capture.structure import TreeSpec, attributes_of, flatten, is_value, parts_of
@@ -69,22 +69,11 @@ def holder_of(owner: Any, name: str) -> dict[str, Any]:
 
 
 def can_be_watched(place: Place) -> bool:
-    """Whether reading and setting this attribute can be noticed: its class has nothing else of that name, and
-    its methods do not look into the dictionary of attributes."""
+    """Whether reading and setting this attribute can be noticed: its class has nothing else of that name."""
     kind: Any = type(place.owner)
-    if kind.__flags__ & _IMMUTABLE or kind.__hash__ is not object.__hash__ or _looks_inside(kind):
+    if kind.__flags__ & _IMMUTABLE or kind.__hash__ is not object.__hash__:
         return False
     return not any(hasattr(vars(k).get(place.name), "__get__") for k in kind.__mro__)
-
-
-@functools.lru_cache(maxsize=4096)
-def _looks_inside(kind: type) -> bool:
-    """Whether a method of the class uses `__dict__` or `vars`; torch's, and Python's special ones, do not
-    count."""
-    own = (k for k in kind.__mro__ if k is not object and not k.__module__.startswith("torch."))
-    methods = (getattr(m, "fget", m) for k in own for n, m in vars(k).items() if not n.startswith("__"))
-    codes = (getattr(inspect.unwrap(m), "__code__", None) for m in methods if callable(m))
-    return any({"__dict__", "vars"} & set(code.co_names) for code in codes if code is not None)
 
 
 class Watch:
@@ -92,12 +81,13 @@ class Watch:
 
     Args:
         places: the attributes, each as `can_be_watched` says.
-        refuse: is called with an attribute that is read before it is set, or deleted.
+        refuse: is called with an attribute that is read before it is set, or deleted, and whether
+            torch.compile notices that.
         reads: whether attributes may be read before; such are in `read`, and have their old values until they
             are set.
     """
 
-    def __init__(self, places: Sequence[Place], refuse: Callable[[Place], None], reads: bool) -> None:
+    def __init__(self, places: Sequence[Place], refuse: Callable[[Place, bool], None], reads: bool) -> None:
         self.places, self.refuse, self.reads = places, refuse, reads
         self.found: dict[Place, Any] = {}
         self.read: set[Place] = set()
@@ -106,6 +96,7 @@ class Watch:
     def __enter__(self) -> "Watch":
         by_class = collections.defaultdict[tuple[type, str], dict[int, Place]](dict)
         tables = collections.defaultdict[int, dict[str, Place]](dict)
+        whole = collections.defaultdict[type, dict[int, Place]](dict)
         for place in self.places:
             if holder_of(*place) is not vars(place.owner):
                 tables[id(vars(place.owner))][place.name] = place
@@ -114,6 +105,11 @@ class Watch:
         for (kind, name), watched in by_class.items():
             watching = _Watched(name, kind, watched, self)
             self._open.enter_context(replaced(kind, name, watching, adds=True))
+            whole[kind] |= watched
+        for kind, watched in whole.items():
+            get: Any = kind.__getattribute__
+            asked = _asks_whole(get, watched, self)
+            self._open.enter_context(replaced(kind, "__getattribute__", asked, adds=True))
         for named in tables.values():
             owner = next(iter(named.values())).owner
             self._open.enter_context(_in_module(owner, _Buffers(owner._buffers, named, self)))
@@ -127,8 +123,14 @@ class Watch:
         self.read.add(place)
         return before if self.reads else self.refused(place)
 
-    def refused(self, place: Place) -> Any:
-        self.refuse(place)
+    def looked_inside(self, place: Place) -> None:
+        """The dictionary that has the attribute is asked for. Torch.compile does not notice that either."""
+        self.read.add(place)
+        if not self.reads:
+            self.refused(place, splits=False)
+
+    def refused(self, place: Place, splits: bool = True) -> Any:
+        self.refuse(place, splits)
         raise ReadFirst(place.name)
 
     def __exit__(self, *problem: object) -> None:
@@ -151,6 +153,21 @@ def _in_module(owner: nn.Module, buffers: "_Buffers") -> Iterator[None]:
     finally:
         attributes["_buffers"] = buffers.held
         del attributes["register_buffer"]
+
+
+def _asks_whole(get: Callable[[Any, str], Any], watched: Mapping[int, Place], watch: Watch) -> Any:
+    """What gets the attributes of a class while some of its objects are watched. The dictionary of such an
+    object (`self.__dict__`, `vars(self)`) has its watched attributes as they were before the call: code that
+    asks for it reads them. (Torch's code asks for it on each access to something else.)"""
+
+    def asked(owner: Any, name: str) -> Any:
+        found = get(owner, name)
+        place = watched.get(id(found)) if name == "__dict__" else None
+        if place is not None and room_of(sys._getframe(1)) not in ("torch", "attngraph"):
+            watch.looked_inside(place)
+        return found
+
+    return asked
 
 
 class _Watched:

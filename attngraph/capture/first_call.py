@@ -103,12 +103,15 @@ class _NoData(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the target changes its state in its first call alone, as code does that keeps a table for later
-    calls. Runs it twice on tensors without data, as a trace would; the state is restored."""
+    calls; drawing random numbers changes it in each. Runs it twice on tensors without data, as a trace would;
+    the state is restored."""
     exporting = (replaced(torch.compiler, f"_is_{what}_flag", True) for what in ("compiling", "exporting"))
     try:
         executed = Ran()
-        with next(exporting), next(exporting), without_data(target, args, kwargs, executed) as run:
+        with next(exporting), next(exporting), without_data(target, args, kwargs, executed) as (run, kept):
             run()
+            if kept.has_drawn():
+                return False
             scope = executed.scope()
             once = fingerprint([target], scope), [*map(id, _tensors(target))]
             run()
@@ -119,7 +122,7 @@ def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def writes_to_tensors(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call, run on tensors without data, writes to weights or buffers; the state is restored."""
-    with without_data(target, args, kwargs) as run:
+    with without_data(target, args, kwargs) as (run, _):
         tensors = _tensors(target)
         before = [t._version for t in tensors]
         run()
@@ -130,9 +133,9 @@ def writes_to_tensors(target: Callable[..., Any], args: tuple[Any, ...], kwargs:
 def without_data(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
     executed: Ran | None = None,
-) -> Iterator[Callable[[], Any]]:  # fmt: skip
-    """The call on tensors without data, in the place of all that the target holds and its code reads; the
-    state is restored. `executed`: gets the code that runs."""
+) -> Iterator[tuple[Callable[[], Any], Snapshot]]:  # fmt: skip
+    """The call on tensors without data, in the place of all that the target holds and its code reads, and the
+    state before it, which is restored. `executed`: gets the code that runs."""
     leaves, spec = flatten((args, kwargs))
     kept = Snapshot([target, *things(leaves)])
     try:
@@ -146,7 +149,7 @@ def without_data(
             fake = [emptied(x) if isinstance(x, Tensor) else x for x in leaves]
             given, named = unflatten(fake, spec)
             with recorded(executed or Ran(), kept.add):
-                yield functools.partial(target, *given, **named)
+                yield functools.partial(target, *given, **named), kept
     finally:
         kept.restore()
 
@@ -209,7 +212,7 @@ def _operations(
 ) -> _Counted:
     counted = _Counted(limit)
     try:
-        with without_data(target, args, kwargs) as run, torch.no_grad(), counted:
+        with without_data(target, args, kwargs) as (run, _), torch.no_grad(), counted:
             run()
     except Exception:  # it may need data, or take no so many tokens
         pass

@@ -81,12 +81,13 @@ class SideEffects:
         self.of_state = of_state and not self.what
         self.what, self.line, self.advice = what, line, advice
 
-    def note_change(self, place: Place | None) -> None:
-        """Note that the target changes its state; `place` is where, if it is known."""
+    def note_change(self, place: Place | None, splits: bool = True) -> None:
+        """Note that the target changes its state; `place` is where, if it is known. `splits`: whether
+        torch.compile notices how the target uses it."""
         what, line = "attributes of the model, or values around it", ""
         if place is not None:
             what, line = name_of(place, self.target), line_of(place, self.target)
-        self.note(f"forward() changes {what}", line, of_state=True)
+        self.note(f"forward() changes {what}", line, of_state=True, splits=splits)
 
     @contextlib.contextmanager
     def watch(self, arguments: Sequence[Any], weights: Callable[[], dict[int, int]]) -> Iterator[Snapshot]:

@@ -174,7 +174,7 @@ class Examples:
         """Whether the model runs with these arguments, found without data."""
         given = {n: v.tensor if isinstance(v, Spread) else v for n, v in call.items()}
         try:
-            with quiet(), without_data(self._model, (), given) as run, torch.no_grad():
+            with quiet(), without_data(self._model, (), given) as (run, _), torch.no_grad():
                 run()
         except Exception:  # it takes no so many, or needs data
             return False

@@ -180,11 +180,17 @@ def calls(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_reason_says_what_and_takes_no_numbers_from_a_stream(name: str) -> None:
     make, reason = REFUSED[name]
-    before = random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
+    before = _streams()
     with pytest.raises(CaptureError, match=reason) as raised:
         attngraph.compile(make(), strict=True)(X)
     assert name not in LINES or "test_what_is_read.py:" in str(raised.value)
-    assert before == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[index]
+    assert before == _streams()
+
+
+def _streams() -> tuple[Any, ...]:
+    """The states of the generators that the functions of this file draw from."""
+    own = DRAWS.getstate(), NUMPYS.bit_generator.state
+    return random.getstate(), numpy.random.get_state()[1].tolist(), *own  # type: ignore[index]
 
 
 @pytest.mark.parametrize("gradients", [True, False])

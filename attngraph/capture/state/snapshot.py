@@ -263,6 +263,10 @@ class Snapshot(Walk):
     def is_generator(self, place: Place) -> bool:
         return any(each.place is place for each in self._others if isinstance(each, _Generator))
 
+    def has_drawn(self) -> bool:
+        """Whether a generator of random numbers has another state now."""
+        return any(each.is_another() for each in self._others if isinstance(each, _Generator))
+
     def changed_attributes(self) -> list[Place]:
         """All attributes that are other objects now, and buffers that were there before."""
         found: list[Place] = []
