@@ -54,7 +54,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": _stock("Qwen3", **_GROUPED, head_dim=24), "bloom, ALiBi": _stock("Bloom", n_layer=2, n_head=4),
     "mixtral, experts": _stock("Mixtral", **_GROUPED, num_local_experts=4),
     "deepseek-v3, latents and experts": _stock(
-        "DeepseekV3", num_key_value_heads=4, moe_intermediate_size=32, n_routed_experts=4, n_group=1,
+        "DeepseekV3", num_key_value_heads=4, moe_intermediate_size=32, n_routed_experts=4, n_group=2,
         num_experts_per_tok=2, topk_group=1, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8,
         qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=1,
     ),

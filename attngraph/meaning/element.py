@@ -180,7 +180,7 @@ class Meaning:
 
     def fresh(self, extent: Expr) -> Expr:
         """A new index variable."""
-        return E.var(f"i{next(self._fresh)}", extent)
+        return E.var(f"bound {next(self._fresh)}", extent)
 
     def read(self, node: Any, at: Indices) -> Expr:
         """The element of `node` at `at`, with no rule applied. A dimension of extent 1 is read at 0."""

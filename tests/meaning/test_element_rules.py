@@ -1121,6 +1121,19 @@ def test_a_remainder_that_belongs_to_a_repeat_survives_the_view_behind_it(number
         check(row, False, number, graph)
 
 
+def test_the_index_of_a_sum_is_none_of_those_that_are_asked_for() -> None:
+    program = torch.export.export(_Sum(), (f(3, 3),), strict=False)
+    for name in ("i0", "i1", "o0", "j"):
+        own = E.var(name, E.const(3))
+        found = Meaning().element(program.graph.output_node().args[0][0], (own,))
+        assert found.op == "sum" and own in found.free and found.args[0] is not own
+
+
+class _Sum(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(-1)
+
+
 def test_a_number_read_from_data_is_not_taken_for_a_positive_size() -> None:
     """`int(x.sum())` may be zero or negative, unlike the extent of a dimension that has elements."""
 
