@@ -34,7 +34,7 @@ def _with_bounds(value: Expr) -> Expr:
         if dtype not in NARROW:
             return M.construct(node, args)
         limits = torch.iinfo(dtype)
-        element = E.var(f"element {node.serial}", E.const(limits.max - limits.min + 1))
+        element = E.var(f"element of {node}", E.const(limits.max - limits.min + 1))
         return M.add(element, E.const(limits.min))
 
     return E.rebuild(value, leaf)

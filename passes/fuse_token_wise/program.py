@@ -94,7 +94,7 @@ class Region:
                 number = self._define((over,), left)
                 left = E.read(("defined", number), (over,), "float")
             body = E.make("mul", (left, weight), None, "float")
-        indices = tuple(sorted(body.free - {over, TOKEN}, key=lambda v: v.serial))
+        indices = tuple(sorted(body.free - {over, TOKEN}, key=lambda v: v.order))
         return E.read(("defined", self._define(indices, body, fold.op, over)), indices, "float")
 
     # --- definitions ---

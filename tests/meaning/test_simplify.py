@@ -447,3 +447,20 @@ def test_a_large_multiple_of_a_mask_of_integers_is_exactly_zero_where_the_mask_i
     dropped = M.mul(M.sub(E.ONE, mask), E.const(-(10**9)))
     assert dropped.op == "mul" and dropped.args[1] is M.sub(E.ONE, mask)
     assert M.mul(E.const(1000), M.add(I, E.const(5))) is M.add(M.mul(E.const(1000), I), E.const(5000))
+
+
+@pytest.mark.parametrize("join", [M.add, M.mul, M.and_, M.eq])
+def test_a_form_does_not_depend_on_what_was_made_before(join: Callable[..., Expr]) -> None:
+    """A sum of three terms has one order of rounding, whatever else the process has compiled."""
+    makes: list[Callable[[], Expr]] = [
+        lambda: M.function("sin", E.read("u10", (), "float")), lambda: E.read("u9", (), "float"),
+        lambda: M.mul(E.read("v", (), "float"), E.read("w", (), "float")),
+    ]  # fmt: skip
+    if join is M.and_:
+        makes = [lambda m=m: M.lt(m(), E.ZERO) for m in makes]  # type: ignore[misc]
+    found = set()
+    for order in itertools.permutations(range(2 if join is M.eq else 3)):
+        made = {n: makes[n]() for n in order}
+        found.add(str(join(*made.values())))
+        del made  # what was made is forgotten with its last user
+    assert len(found) == 1

@@ -19,6 +19,7 @@ An expression's `repr` is its text in the score language. Nothing is simplified 
 import itertools
 import math
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,7 +40,11 @@ BINARY: dict[str, tuple[str, int]] = {
 
 COMPARISONS = frozenset({"eq", "ne", "le", "lt", "ge", "gt"})
 NOT, _SIGN, _ATOM = 3, 7, 9
-_serial = itertools.count()
+_RANKS = {"var": -2, "size": -1, "read": 0, "const": 2}
+"""What stands first among terms of one length; all others have rank 1."""
+_BEGINS = 16
+"""Operations and names of a text that are compared one by one."""
+_made = itertools.count()
 _interned: "weakref.WeakValueDictionary[tuple[Any, ...], Expr]" = weakref.WeakValueDictionary()
 
 
@@ -47,19 +52,20 @@ class Expr:
     """One node. Compare with `is`; build with `make` or the helpers below.
 
     `kind` is "int", "float", "bool" or "any" (a read of unknown dtype). `free` holds the index
-    variables that occur unbound. `serial` orders nodes by creation, which gives canonical forms
-    a cheap total order within one process. `words` counts the operations, numbers and names of its text, in
-    which shared nodes are repeated.
+    variables that occur unbound. `order` compares nodes by what they say, for canonical forms: short ones
+    first, then by operations and names, where values of a graph stand in the graph's order. So it is the
+    same in every process, and alike in equal layers. `words` counts the operations, numbers and names of its
+    text, in which shared nodes are repeated.
     """
 
-    __slots__ = ("__weakref__", "args", "free", "kind", "op", "serial", "value", "words")
+    __slots__ = ("__weakref__", "args", "free", "kind", "op", "order", "value", "words")
 
     op: str
     args: "tuple[Expr, ...]"
     value: Any
     kind: str
     free: "frozenset[Expr]"
-    serial: int
+    order: tuple[int, tuple[Any, ...], int, int]
     words: int
 
     def __repr__(self) -> str:
@@ -86,10 +92,31 @@ def make(op: str, args: tuple[Expr, ...] = (), value: Any = None, kind: str = "f
         node.free = args[1].free - {args[0]}
     else:
         node.free = frozenset().union(*(arg.free for arg in args)) if args else frozenset()
-    node.serial = next(_serial)
     node.words = min(1 + sum(arg.words for arg in args), budgets.WORDS_COUNTED)
+    node.order = _order(node)
     _interned[key] = node
     return node
+
+
+def _order(node: Expr) -> tuple[int, tuple[Any, ...], int, int]:
+    """What compares a node: its words, the first parts of its text, a digest of all of it, and, should these
+    be equal for two, which was made first."""
+    said = (_RANKS.get(node.op, 1), node.op, *_said(node.value))
+    begins = (said, *itertools.chain.from_iterable(arg.order[1] for arg in node.args))[:_BEGINS]
+    digest = hash((zlib.crc32(repr((said, node.kind)).encode()), *(arg.order[2] for arg in node.args)))
+    return node.words, begins, digest, next(_made)
+
+
+def _said(value: Any) -> tuple[str, tuple[Any, ...]]:
+    """A name, and the number at its end; a number; or the place of a graph's value."""
+    if isinstance(value, str):
+        stem = value.rstrip("0123456789")
+        return stem, (int(value[len(stem) :] or -1),)
+    if isinstance(value, (int, float)):
+        return "", (value,)
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int):
+        return str(value[0]), (value[1],)
+    return type(value).__name__, getattr(value, "_sort_key", ())
 
 
 def const(value: Scalar) -> Expr:

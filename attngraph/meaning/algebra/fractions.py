@@ -57,10 +57,10 @@ def addends(node: Expr) -> tuple[Expr, ...]:
 def _shape(terms: Sum) -> tuple[Expr, float, Shape]:
     """A sum as exp(exponent) * number * its shape: the exponent is what all of its terms share."""
     common = set.intersection(*(set(addends(e)) for e, _ in terms))
-    exponent = M.add(*sorted(common, key=lambda a: a.serial))
+    exponent = M.add(*sorted(common, key=lambda a: a.order))
     minus = M.neg(exponent)
     unit = {(M.add(e, minus), r): c for (e, r), c in terms.items()}
-    number = unit[min(unit, key=lambda t: (t[1].serial, t[0].serial))]
+    number = unit[min(unit, key=lambda t: (t[1].order, t[0].order))]
     return exponent, number, frozenset((e, r, c / number) for (e, r), c in unit.items())
 
 

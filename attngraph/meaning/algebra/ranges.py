@@ -43,7 +43,7 @@ def multiply(a: Polynomial, b: Polynomial) -> Polynomial:
     found: Polynomial = {}
     for x, m in a.items():
         for y, n in b.items():
-            atoms = tuple(sorted(x + y, key=lambda e: e.serial))
+            atoms = tuple(sorted(x + y, key=lambda e: e.order))
             found[atoms] = found.get(atoms, 0) + m * n
     return {atoms: factor for atoms, factor in found.items() if factor}
 

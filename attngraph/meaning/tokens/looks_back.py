@@ -155,7 +155,7 @@ class LooksBack:
             return self._visit(body, below)
         from_the_end = M.sub(M.sub(variable.args[0], E.ONE), variable)
         for summed in (body, M.substitute(body, {variable: from_the_end})):
-            for last in sorted(below, key=lambda place: place.serial):
+            for last in sorted(below, key=lambda place: place.order):
                 if last.free <= summed.free and self._ends(node.op, variable, summed, last):
                     place = M.sub(last, E.var(f"{variable.value} before"))
                     return self._visit(_at(_hidden(summed, variable, last), variable, place), below | {place})

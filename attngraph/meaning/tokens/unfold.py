@@ -73,7 +73,7 @@ class Term:
     def value(self) -> Expr:
         """The term as an expression, of which every factor has the same token's variable."""
         found = M.mul(_number(self.number), *(f.value for f in self.factors))
-        for variable in sorted(self.over, key=lambda v: v.serial):
+        for variable in sorted(self.over, key=lambda v: v.order):
             found = M.total(variable, found)
         return found
 
@@ -311,7 +311,7 @@ def _collected(terms: Terms) -> Terms:
     found: dict[tuple[tuple[Factor, ...], frozenset[Expr]], float] = {}
     for term in terms:
         factors = tuple(
-            sorted(term.factors, key=lambda f: (-1 if f.token is None else f.token, f.value.serial))
+            sorted(term.factors, key=lambda f: (-1 if f.token is None else f.token, f.value.order))
         )
         key = factors, term.over
         found[key] = found.get(key, 0.0) + term.number

@@ -48,7 +48,7 @@ def add(*terms: Expr) -> Expr:
         kept.append(E.const(constant))
     if len(kept) == 1:
         return kept[0]
-    kept.sort(key=lambda t: t.serial)
+    kept.sort(key=lambda t: t.order)
     return E.make("add", tuple(kept), None, kind_of(tuple(kept)) if is_float else "int")
 
 
@@ -100,7 +100,7 @@ def _joined_selection(a: Expr, b: Expr) -> Expr | None:
         same, u, v = condition, v, u
     if same is condition:
         return M.where(condition, add(x, u), add(y, v))
-    for outer, inner in sorted(((a, b), (b, a)), key=lambda pair: pair[0].args[0].serial):
+    for outer, inner in sorted(((a, b), (b, a)), key=lambda pair: pair[0].args[0].order):
         if E.is_const(inner.args[2], 0) and M.exclude_each_other(outer.args[0], inner.args[0]):
             condition, x, y = outer.args
             return M.where(condition, x, add(y, inner))
@@ -168,7 +168,7 @@ def mul(*factors: Expr) -> Expr:
         return _multiply_out(constant, rest)
     if constant == 1 and len(rest) == 1:
         return rest[0]
-    rest.sort(key=lambda t: t.serial)
+    rest.sort(key=lambda t: t.order)
     args = tuple(rest) if constant == 1 else (E.const(constant), *rest)
     return E.make("mul", args, None, kind_of(args))
 

@@ -120,7 +120,7 @@ def _where(a: Polynomial, condition: Expr, branch: int) -> Polynomial:
 
 
 def _leading(a: Polynomial) -> ranges.Monomial:
-    return max(a, key=lambda atoms: (len(atoms), [x.serial for x in atoms]))
+    return max(a, key=lambda atoms: (len(atoms), [x.order for x in atoms]))
 
 
 def _long_division(a: Polynomial, divisor: Polynomial) -> tuple[Polynomial, Polynomial]:

@@ -51,10 +51,10 @@ def eq(a: Expr, b: Expr) -> Expr:
             condition, yes, no = branches
             return where(condition, eq(M.from_polynomial(yes), E.ZERO), eq(M.from_polynomial(no), E.ZERO))
         left, right = _sides(difference)
-        if left.serial > right.serial:
+        if left.order > right.order:
             left, right = right, left
         return E.make("eq", (left, right), None, "bool")
-    if a.serial > b.serial:
+    if a.order > b.order:
         a, b = b, a
     return _compare("eq", a, b)
 
@@ -189,7 +189,7 @@ def _junction(op: str, unit: Expr, zero: Expr, args: tuple[Expr, ...]) -> Expr:
     joined = _joined(op, list(kept))
     if joined is not None:
         return _junction(op, unit, zero, joined)
-    return E.make(op, tuple(sorted(kept, key=lambda a: a.serial)), None, "bool")
+    return E.make(op, tuple(sorted(kept, key=lambda a: a.order)), None, "bool")
 
 
 def _joined(op: str, parts: list[Expr]) -> tuple[Expr, ...] | None:

@@ -76,7 +76,7 @@ def _renamed(node: Expr, args: tuple[Expr, ...]) -> Expr:
     if node.op != "mul" or node.kind == "int" or args == node.args:
         return construct(node, args)
     first = args[:1] if E.is_const(args[0]) else ()
-    rest = sorted(args[len(first) :], key=lambda t: t.serial)
+    rest = sorted(args[len(first) :], key=lambda t: t.order)
     return E.make("mul", (*first, *rest), None, node.kind)
 
 
