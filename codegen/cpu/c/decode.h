@@ -276,7 +276,8 @@ static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int6
 }
 #else
 /* In order: what a query gets from its keys is the same number whatever other queries there are, and wherever keys lie.
-   Blocks of keys begin at positions that are multiples of BLOCK_K, and all numbers of queries are multiplied alike. */
+   Blocks of keys begin at positions that are multiples of BLOCK_K, and all numbers of queries are multiplied alike,
+   element by element. */
 
 /* Keys with the width outermost, BLOCK_K apart. */
 INLINE void turn_keys(Stretch from, int64_t keys, int64_t width, float *to, const int type) {
@@ -303,37 +304,67 @@ INLINE void pack_some(const Call *c, Both some, int64_t k0, int is_key, float *p
     for (int64_t j = 0; j < some.count; ++j) scale[at + j] = scaled ? from.scale[j * from.scale_step] : 1.0f;
 }
 
-static void pack_block(const Call *c, const Few *at, Seen seen, int64_t k0, int64_t keys, int is_key, float *pack,
-                       float *scale) {
-    int64_t held = c->held[at->row], until = k0 + keys, p = larger(k0, seen.first);
-    memset(pack, 0, sizeof(float) * BLOCK_K * (is_key ? c->D : c->wide));
-    for (int64_t j = 0; j < BLOCK_K; ++j) scale[j] = 1.0f;
+/* Where the keys or the values of a block lie for a product: packed, or floats of one page where they are. */
+typedef struct { const float *data; int64_t step; } Packed;
+
+static Packed pack_block(const Call *c, const Few *at, Seen seen, int64_t k0, int64_t keys, int is_key, float *pack,
+                         float *scale) {
+    int64_t held = c->held[at->row], until = k0 + keys, p = larger(k0, seen.first), step = is_key ? BLOCK_K : c->wide;
+    if (!is_key && KEPT == FLOAT && !SCALED && c->wide == c->Dv && p == k0 && until <= held) {
+        Both some = kept_from(c, at, p, until);
+        if (some.count == keys) return (Packed){some.v.data, some.v.step};
+    }
+    if (p > k0 || keys < BLOCK_K) memset(pack, 0, sizeof(float) * BLOCK_K * (is_key ? c->D : c->wide));
+    for (int64_t j = 0; SCALED && j < BLOCK_K; ++j) scale[j] = 1.0f;
     for (Both some; p < smaller(held, until); p += some.count) {
         some = kept_from(c, at, p, smaller(held, until));
         pack_some(c, some, k0, is_key, pack, scale, KEPT, SCALED);
     }
     if (p < until) pack_some(c, new_from(c, at, p, until), k0, is_key, pack, scale, OWN, 0);
+    return (Packed){pack, step};
+}
+
+/* C = C * by + A B for some rows, so many vectors of B at a time. */
+INLINE void multiply_some(float *C, int64_t ldc, const float *A, int64_t lda, Packed B, int64_t depth, int64_t columns,
+                          const float *by, const int rows, const int vectors) {
+    int64_t n = 0;
+    for (; n + vectors * LANES <= columns; n += vectors * LANES)
+        multiply_tile(C + n, ldc, A, lda, 1, B.data + n, B.step, depth, by, rows, vectors, 1);
+    for (; n < columns; n += LANES) multiply_tile(C + n, ldc, A, lda, 1, B.data + n, B.step, depth, by, rows, 1, 1);
+}
+
+/* The same for any number of rows: few have as many vectors as keep the arithmetic units busy. */
+INLINE void multiply_rows(float *C, int64_t ldc, const float *A, int64_t lda, Packed B, int64_t depth, int rows,
+                          int64_t columns, const float *by) {
+#define SOME(ROWS, VECTORS) \
+    multiply_some(C + i * ldc, ldc, A + i * lda, lda, B, depth, columns, by ? by + i : 0, ROWS, VECTORS), i += ROWS
+    for (int i = 0; i < rows;)
+        if (rows - i >= STEP_Q) SOME(STEP_Q, STEP_N);
+        else if (rows - i >= 4) SOME(4, STEP_N);
+        else if (rows - i >= 2) SOME(2, FEW_VECTORS / 2);
+        else SOME(1, FEW_VECTORS);
+#undef SOME
 }
 
 static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int64_t part) {
     (void)part;
     begin_few(c, at, t, first_query);
-    int rows = (int)(at->group * at->queries), padded = (rows + STEP_Q - 1) / STEP_Q * STEP_Q;
+    int rows = (int)(at->group * at->queries);
     float *pack = t->O + BLOCK_Q * c->wide, scale[BLOCK_K];
-    Place block = {0, 0, 0, rows, padded, 0, 0};
+    Place block = {0, 0, 0, rows, rows, 0, 0};
     Seen seen = seen_by(c, at, first_query);
     for (int64_t k0 = seen.first / BLOCK_K * BLOCK_K; k0 < seen.end; k0 += BLOCK_K) {
         int keys = (int)smaller(BLOCK_K, seen.end - k0);
-        pack_block(c, at, seen, k0, keys, 1, pack, scale);
-        multiply(t->S, BLOCK_K, t->Q, c->D, pack, BLOCK_K, c->D, padded, BLOCK_K, 0);
+        Packed found = pack_block(c, at, seen, k0, keys, 1, pack, scale);
+        multiply_rows(t->S, BLOCK_K, t->Q, c->D, found, c->D, rows, BLOCK_K, 0);
         if (SCALED) scale_columns(t->S, rows, (Stretch){0, 0, scale, 1}, BLOCK_K);
         for (int g = 0; g < at->group; ++g)
             scores(c, (int)at->row, (int)at->head + g, (int)at->position, at->queries, (int)k0, keys,
                    t->S + g * at->queries * BLOCK_K, t->next + g * at->queries);
         exponentials(&block, t);
-        pack_block(c, at, seen, k0, keys, 0, pack, scale);
+        found = pack_block(c, at, seen, k0, keys, 0, pack, scale);
         if (SCALED) scale_columns(t->S, rows, (Stretch){0, 0, scale, 1}, BLOCK_K);
-        multiply(t->O, c->wide, t->S, BLOCK_K, pack, c->wide, keys, padded, c->wide, t->decay);
+        multiply_rows(t->O, c->wide, t->S, BLOCK_K, found, keys, rows, c->wide, t->decay);
     }
 }
 #endif

@@ -97,38 +97,43 @@ INLINE int64_t fill_vectors(int64_t rows) { return 2 * rows > LANES * parts_of(r
 /* `outs` rows of the weight times a panel of one or two vectors, to `count` rows of y. */
 INLINE void dots_of_vectors(const float *panel, const float *w, int64_t ldw, int64_t depth, float *y, int64_t ldy,
                             int64_t count, Fetch fetch, const int outs, const int vectors) {
-    Vector sum[FEW_OUTS][2], whole[FEW_OUTS][2], right[2];
+    const int64_t piece = IN_ORDER ? PART : depth;
+    Vector whole[FEW_OUTS][2];
+    for (int64_t begin = 0; begin < depth; begin += piece) {
+        const int64_t end = smaller(begin + piece, depth);
+        Vector sum[FEW_OUTS][2], right[2];
 #pragma GCC unroll 16
-    for (int o = 0; o < outs; ++o)
-        for (int v = 0; v < vectors; ++v) sum[o][v] = whole[o][v] = (Vector){0};
-    for (int64_t from = 0; from < depth; from += LINE / size_of(FLOAT)) {
-        int64_t until = smaller(from + LINE / size_of(FLOAT), depth);
-        if (fetch.wait-- == 0) {
-            fetch.wait = fetch.every - 1;
+        for (int o = 0; o < outs; ++o)
+#pragma GCC unroll 2
+            for (int v = 0; v < vectors; ++v) sum[o][v] = (Vector){0};
+        for (int64_t from = begin; from < end; from += LINE / size_of(FLOAT)) {
+            int64_t until = smaller(from + LINE / size_of(FLOAT), end);
+            if (fetch.wait-- == 0) {
+                fetch.wait = fetch.every - 1;
 #pragma GCC unroll 16
-            for (int o = 0; o < outs; ++o) PREFETCH(place(fetch.next, o * ldw + from, FLOAT));
+                for (int o = 0; o < outs; ++o) PREFETCH(place(fetch.next, o * ldw + from, FLOAT));
+            }
+            for (int64_t d = from; d < until; ++d) {
+#pragma GCC unroll 2
+                for (int v = 0; v < vectors; ++v) right[v] = *(const Vector *)(panel + (d * vectors + v) * LANES);
+#pragma GCC unroll 16
+                for (int o = 0; o < outs; ++o)
+#pragma GCC unroll 2
+                    for (int v = 0; v < vectors; ++v) ADD_PRODUCT(sum[o][v], w[o * ldw + d], right[v]);
+            }
         }
-        for (int64_t d = from; d < until; ++d) {
-            for (int v = 0; v < vectors; ++v) right[v] = *(const Vector *)(panel + (d * vectors + v) * LANES);
 #pragma GCC unroll 16
-            for (int o = 0; o < outs; ++o)
-                for (int v = 0; v < vectors; ++v) ADD_PRODUCT(sum[o][v], w[o * ldw + d], right[v]);
-        }
-        if (!IN_ORDER || until % PART || until == depth) continue;
-        for (int o = 0; o < outs; ++o)      /* a piece ends, and others follow */
+        for (int o = 0; o < outs; ++o)
+#pragma GCC unroll 2
             for (int v = 0; v < vectors; ++v) {
-                if (until == PART) whole[o][v] = sum[o][v];
-                else whole[o][v] += sum[o][v];
-                sum[o][v] = (Vector){0};
+                if (begin) whole[o][v] += sum[o][v];
+                else whole[o][v] = sum[o][v];
             }
     }
-    if (IN_ORDER && depth > PART)
-        for (int o = 0; o < outs; ++o)
-            for (int v = 0; v < vectors; ++v) sum[o][v] = whole[o][v] + sum[o][v];
     for (int v = 0; v < vectors; ++v)
         for (int64_t r = 0; r < smaller(LANES, count - v * LANES); ++r)
 #pragma GCC unroll 16
-            for (int o = 0; o < outs; ++o) y[(v * LANES + r) * ldy + o] = sum[o][v][r];
+            for (int o = 0; o < outs; ++o) y[(v * LANES + r) * ldy + o] = whole[o][v][r];
 }
 
 /* Rows of the weight, `tile` at a time, times all panels, each of which fetches its share of the next tile. What is left

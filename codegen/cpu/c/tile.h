@@ -7,7 +7,7 @@ enum { STEP_N = 4 };
 #else
 enum { STEP_N = 2 };
 #endif
-enum { STEP_Q = 6 };
+enum { STEP_Q = 6, FEW_VECTORS = 8 };  /* one row has so many vectors */
 
 /* How many elements of the depth a place has. PAIRED is defined where operands are of bfloat16. */
 #if defined(PAIRED) && defined(__AVX512F__) && defined(__AVX512BF16__)
@@ -41,20 +41,20 @@ INLINE float place_at(const Element *from, int64_t apart, int64_t left) {
 #endif
 INLINE int64_t places(int64_t elements) { return (elements + IN_PLACE - 1) / IN_PLACE; }
 
-/* C[rows][n] = (C * by, row by row) + A[rows][depth] B[depth][n], with n vectors of B. The strides of A are `lda`
-   between rows and `step` along the depth, so that it may be transposed. Without `by` C is not read. A product is
-   added up by itself first: long sums, of many blocks, then round with each block and not with each term. The depth is
-   counted in places, of which each has `in_place` elements. */
+/* C[rows][n] = (C * by, row by row) + A[rows][depth] B[depth][n], with n vectors of B; rows times vectors fit into
+   registers. The strides of A are `lda` between rows and `step` along the depth, so that it may be transposed. Without
+   `by` C is not read. A product is added up by itself first: long sums, of many blocks, then round with each block and
+   not with each term. The depth is counted in places, of which each has `in_place` elements. */
 INLINE void multiply_tile(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, int64_t step,
                           const float *restrict B, int64_t ldb, int64_t depth, const float *by, const int rows,
                           const int vectors, const int in_place) {
-    Vector sum[STEP_Q][STEP_N];
+    Vector sum[STEP_Q][FEW_VECTORS];
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 8
         for (int j = 0; j < vectors; ++j) sum[i][j] = (Vector){0};
     for (int64_t d = 0; d < depth; ++d) {
-        Vector right[STEP_N];
+        Vector right[FEW_VECTORS];
 #pragma GCC unroll 8
         for (int j = 0; j < vectors; ++j) right[j] = *(const Vector *)(B + d * ldb + j * LANES);
 #pragma GCC unroll 8
