@@ -137,9 +137,10 @@ def tokens_in(program: TokenProgram, given: Sequence[Tensor]) -> int:
 
 
 def floating(given: Sequence[Tensor]) -> Tensor:
-    """A floating tensor among those given: those that count tokens are. Of float64, if there is one."""
+    """A floating tensor among those given: those that count tokens are. Of float64, if there is one, and of
+    the most dimensions: a number may lie on the CPU, whatever the device of the tokens."""
     found = [t for t in given if t.is_floating_point()]
-    return next((t for t in found if t.dtype == torch.float64), found[0])
+    return max([t for t in found if t.dtype == torch.float64] or found, key=torch.Tensor.dim)
 
 
 def allocated(result: Result, tokens: int, like: Tensor) -> Tensor:
@@ -223,7 +224,7 @@ class _Evaluation:
         self.axes = (TOKEN, *made.indices, *over)
         self.shape = (tokens, *(extent(i) for i in (*made.indices, *over)))
         self.done: dict[Expr, Tensor] = {}
-        self.like = next(t for t in known if t.is_floating_point())
+        self.like = floating(known)
 
     def value(self) -> Tensor:
         whole = self.of(self.made.value).to(self.like.dtype).expand(self.shape)
