@@ -104,7 +104,7 @@ COSTS = Path(__file__).with_name("costs.json")
 """Seconds of the processor that one case of a test takes, in the mean, its processes included; tests that
 take less than 0.05 are left out. Measured by `pytest --measure-costs`, which writes what it ran. (The clock
 would also measure what else the machine does.)"""
-SECONDS, LONGEST = 1.0, 5.0
+SECONDS, LONGEST = 0.7, 3.0
 """Of all cases of one test in a default run, and of one case that runs by default at all."""
 
 
