@@ -279,9 +279,13 @@ static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int6
    Blocks of keys begin at positions that are multiples of BLOCK_K, and all numbers of queries are multiplied alike,
    element by element. */
 
-/* Keys with the width outermost, BLOCK_K apart. */
-INLINE void turn_keys(Stretch from, int64_t keys, int64_t width, float *to, const int type) {
-    for (int64_t j = 0; j < keys; j += LANES)
+enum { AHEAD = 2 * LANES };
+
+/* Keys with the width outermost, BLOCK_K apart. Keys a little further on, and the values, are fetched meanwhile. */
+INLINE void turn_keys(Stretch from, int64_t keys, int64_t width, float *to, Next values, const int type) {
+    for (int64_t j = 0; j < keys; j += LANES) {
+        fetch((Next){from, j + AHEAD + LANES, width}, j + AHEAD, j + AHEAD + LANES, type);
+        fetch(values, j, j + LANES, type);
         for (int64_t d = 0; d < width; d += LANES) {
             if (keys - j >= LANES && width - d >= LANES) {
                 Vector part[LANES];
@@ -292,6 +296,7 @@ INLINE void turn_keys(Stretch from, int64_t keys, int64_t width, float *to, cons
                     for (int64_t e = d; e < smaller(width, d + LANES); ++e)
                         to[e * BLOCK_K + l] = number(from.data, l * from.step + e, type);
         }
+    }
 }
 
 /* Packs keys (or values: `is_key` 0) of the block that begins at position k0, and their scales. */
@@ -299,7 +304,7 @@ INLINE void pack_some(const Call *c, Both some, int64_t k0, int is_key, float *p
                       const int scaled) {
     Stretch from = is_key ? some.k : some.v;
     int64_t at = some.from - k0;
-    if (is_key) turn_keys(from, some.count, c->D, pack + at, type);
+    if (is_key) turn_keys(from, some.count, c->D, pack + at, (Next){some.v, some.count, c->Dv}, type);
     else widen_all(from, (int)some.count, c->Dv, pack + at * c->wide, c->wide, type);
     for (int64_t j = 0; j < some.count; ++j) scale[at + j] = scaled ? from.scale[j * from.scale_step] : 1.0f;
 }
