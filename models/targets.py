@@ -148,7 +148,7 @@ def encoder_decoder(*, batch: int = 1, tokens: int = 1024) -> Target:
     return model.eval(), (source, target, padding, padding.flip(0).clone())
 
 
-def gpt2(*, batch: int = 1, tokens: int = 1024) -> Target:
+def gpt2(*, batch: int = 1, tokens: int = 1024, layers: int = 12) -> Target:
     """Stock GPT-2 small from transformers, eager attention, random weights, no cache.
 
     Input: ids `[B, T]`, bytes in a vocabulary of 50257. Raises ModuleNotFoundError where
@@ -156,11 +156,16 @@ def gpt2(*, batch: int = 1, tokens: int = 1024) -> Target:
     """
     transformers = import_transformers()
     config = transformers.GPT2Config(
-        attn_implementation="eager", use_cache=False, n_positions=max(1024, tokens)
+        attn_implementation="eager", use_cache=False, n_positions=max(1024, tokens), n_layer=layers
     )
     with seeded():
         model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model.eval(), (byte_batch(batch, tokens),)
+
+
+def distilgpt2(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """`gpt2` with six layers, which is the shape of DistilGPT-2."""
+    return gpt2(batch=batch, tokens=tokens, layers=6)
 
 
 def import_transformers() -> Any:

@@ -380,7 +380,7 @@ def test_the_demo_says_how_long_it_takes(
     monkeypatch.setattr("attngraph.cli.demo.DEMO", ((TINY, 24),))
     assert cli.main(["demo", "--no-torch-compile", "--rounds", "1"]) == 0
     out, err = capsys.readouterr()
-    assert "2 of 2 softmax-like places fused" in out and "1 model(s), a minute or two" in err
+    assert "2 of 2 softmax-like places fused" in out and "1 model(s), about a minute" in err
 
 
 @pytest.mark.parametrize("more", [[], ["--full"]])

@@ -234,8 +234,9 @@ def compile_graph(
     graph = made.captured.graph
     found = Executable(made.captured, owner, *options.devices.runs(graph, owner, runner_of(options)))
     tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    if found.scores is None or found.scores(tensors) >= options.fused_from:
-        prepare_programs(graph)  # a smaller call runs the model itself
+    scores = 0 if found.scores is None else found.scores(tensors)
+    if found.scores is None or scores >= options.fused_from:
+        prepare_programs(graph, scores)  # a smaller call runs the model itself
     report = made.report(options, start, later=later_of(made.captured))
     if made.dump is not None:
         made.dump.finish(report)

@@ -21,6 +21,8 @@ from attngraph.errors import CacheError
 from attngraph.ir.graph import holds
 from attngraph.ir.graph.formula import are_few
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.token_program import prepare
 from attngraph.ir.versions import version_of
 from attngraph.report.report import CompileReport
@@ -283,9 +285,15 @@ class Step:
         return torch.zeros((*shape, int(value.shape[-1])), dtype=value.dtype, device=state.device)
 
 
-def prepare_programs(graph: ProgramGraph) -> None:
-    """Begin what the graph's token programs need, such as compiled code, while other things are done."""
+def prepare_programs(graph: ProgramGraph, scores: float = 0) -> None:
+    """Begin what the graph's token programs need, such as compiled code, while other things are done; and its
+    attentions, of about so many scores each."""
     for node in graph.graph.nodes:
         if node.target is torch.ops.attngraph.token_program.default:
             given, program = node.args
             prepare([value.meta["val"] for value in given], program)
+        elif isinstance(attention := nodes.view(node), nodes.Attention) and attention.kernel in KERNELS:
+            q, k, v, *reads = (
+                n.meta["val"] for n in (attention.q, attention.k, attention.v, *attention.reads)
+            )
+            KERNELS[attention.kernel].prepare(attention.program, (q, k, v), reads, scores)

@@ -147,6 +147,12 @@ class Compiled(Kernel):
         except UnsupportedError:
             return ""
 
+    def prepare(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], scores: float
+    ) -> None:
+        if scores >= WORTH and (text := self.source(program, operands, reads)):
+            toolchain.begin(text)
+
     def _otherwise(self, program: ScoreProgram, operands: Operands) -> Kernel:
         return self._flash if self._flash.refuse(program, operands) is None else self._tiled
 

@@ -56,6 +56,12 @@ class Kernel(Protocol):
         source, or delegates this call to other kernels."""
         return ""
 
+    def prepare(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], scores: float
+    ) -> None:
+        """Begin what a call of about so many scores needs, while other things are done (fake tensors are
+        fine)."""
+
     def remarks(self, program: ScoreProgram) -> tuple[str, ...]:
         """Remarks for the report from running the program: choices of the kernel that failed, and the
         fallback."""
