@@ -95,7 +95,7 @@ def whole(file: str) -> str:
     for row in found["rows"]:
         cells.setdefault(row["cell"], {})[row["name"]] = row
     names = ("eager", "torch.compile", "torch.compile, frozen", "attngraph", "floor")
-    lines = [["", *names, "attngraph / best of the first two", "first seven calls, s"]]
+    lines = [["model", *names, "attngraph / best of the first two", "first seven calls, s"]]
     for cell, rows in cells.items():
         times = [f"{1e3 * rows[n]['seconds']:.0f}" if "seconds" in rows.get(n, {}) else "-" for n in names]
         ours, others = rows["attngraph"], [rows[n]["seconds"] for n in names[:2] if "seconds" in rows[n]]
@@ -111,7 +111,7 @@ def order(file: str) -> str:
     cells: dict[str, dict[str, float]] = {}
     for row in found["rows"]:
         cells.setdefault(row["cell"], {})[row["name"]] = row["seconds"]
-    lines = [["", "default, ms", "consistent, ms", "consistent / default"]]
+    lines = [["model", "default, ms", "consistent, ms", "consistent / default"]]
     for cell, times in cells.items():
         default, ours = times["default"], times["consistent"]
         lines.append([cell, f"{1e3 * default:.1f}", f"{1e3 * ours:.1f}", f"{ours / default:.2f}"])
