@@ -299,6 +299,12 @@ def test_bounds_hold_at_every_point(tree: Tree, number: Callable[..., Any]) -> N
                 assert holds(limit, value), f"{found}: {value} against {limit}"
 
 
+def test_a_clamped_difference_of_indices_lies_between_the_numbers() -> None:
+    q, k = (E.var(name, E.size(extent)) for name, extent in (("q", "s0"), ("k", "s1")))
+    near = M.function("min", M.function("max", M.sub(q, k), E.const(-255)), E.const(255))
+    assert ranges.bounds(ranges.polynomial(M.add(near, E.const(255)))) == ({}, {(): 510})
+
+
 @given(body=integers(2))
 @settings(max_examples=80)
 def test_a_sum_over_an_index_is_the_sum_of_its_terms(body: Tree, number: Callable[..., Any]) -> None:

@@ -28,6 +28,8 @@ from attngraph.ir.graph.program_graph import BEFORE, Level, ProgramGraph, Rate, 
 
 MOST_LETTERS, MOST_MEASURED = 1 << 17, 10_000
 """In a line, and sizes without an example in a text: far more than any model has."""
+_OF_DECODERS = re.compile(rf"  (pages|rows) \$|{Rate.PROMPT.value}\(")
+"""Lines that only graphs of decoders have."""
 
 
 def read_graph(
@@ -58,9 +60,14 @@ class _Reader:
         if max(measured, default=0) >= MOST_MEASURED:
             raise self._error(f"it names the size u{max(measured)}; there are at most {MOST_MEASURED}")
         self.mode, self.symbols = self._told(symbols_of, self.sizes, max(measured, default=-1) + 1)
+        keeps = (number for number, line in enumerate(self.lines) if _OF_DECODERS.match(line))
+        if self.places is None and (line := next(keeps, None)) is not None:
+            self.number = line
+            raise self._error(
+                "graphs of a decoder cannot be read back: what they keep is not in the text. The graph before "
+                "insert-kv-cache can be, and that pass run on it"
+            )
         stages = {rate: self._part(rate.value) for rate in BEFORE if self._peek() == f"{rate.value}("}
-        if Rate.PROMPT in stages and self.places is None:
-            raise self._error("graphs of a decoder cannot be read back: what they keep is not in the text")
         graph = self._part("graph")
         if self.number < len(self.lines) and self._peek() == f"{Rate.LOOK.value}(":
             stages[Rate.LOOK] = self._part(Rate.LOOK.value)

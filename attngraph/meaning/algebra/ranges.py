@@ -146,8 +146,9 @@ def _quotient_bounds(atom: Expr) -> tuple[Polynomial | None, Polynomial | None]:
 
 def _extreme(limits: Sequence[Polynomial | None], sign: int, either: bool) -> Polynomial | None:
     """The outermost limit in the direction of `sign`. With `either` each limit is valid by itself, and it
-    is the innermost one that can be determined. None where limits are unknown or cannot be compared."""
-    known = [x for x in limits if x is not None]
+    is the innermost one that can be determined, a number before others that it cannot be compared with. None
+    where limits are unknown or cannot be compared."""
+    known = sorted((x for x in limits if x is not None), key=lambda x: either and not set(x) <= {()})
     if not known or (len(known) < len(limits) and not either):
         return None
     found = known[0]
