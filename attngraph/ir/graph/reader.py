@@ -64,8 +64,8 @@ class _Reader:
         if self.places is None and (line := next(keeps, None)) is not None:
             self.number = line
             raise self._error(
-                "graphs of a decoder cannot be read back: what they keep is not in the text. The graph before "
-                "insert-kv-cache can be, and that pass run on it"
+                "graphs of a decoder cannot be read back: what they keep is not in the text. The graph "
+                "before insert-kv-cache can be, and that pass run on it"
             )
         stages = {rate: self._part(rate.value) for rate in BEFORE if self._peek() == f"{rate.value}("}
         graph = self._part("graph")

@@ -61,6 +61,7 @@ class Kernel(Protocol):
     ) -> None:
         """Begin what a call of about so many scores needs, while other things are done (fake tensors are
         fine)."""
+        return
 
     def remarks(self, program: ScoreProgram) -> tuple[str, ...]:
         """Remarks for the report from running the program: choices of the kernel that failed, and the
