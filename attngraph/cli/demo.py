@@ -21,9 +21,8 @@ def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("transformers") is None:
         _say('without GPT-2, which needs transformers: pip install "transformers>=5"')
         models = [model for model in models if not model[0].endswith("gpt2")]
-    _say(
-        f"{len(models)} model(s), {'a few minutes' if options.full else 'about a minute and a half'} on two cores"
-    )
+    minutes = "a few minutes" if options.full else "about a minute and a half"
+    _say(f"{len(models)} model(s), {minutes} on two cores")
     codes = []
     for number, (target, tokens) in enumerate(models, 1):
         _say(f"model {number} of {len(models)}, {target}")
