@@ -93,6 +93,8 @@ class _NoData(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses tensors with data, of which torch's FakeTensorMode computes with, and writes to, those of one
     element. (One that the code has just made of Python numbers is `lifted`: replaced by a fake tensor.)"""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         lifted = func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
@@ -169,6 +171,8 @@ class _TooMany(Exception):
 
 class _Counted(TorchDispatchMode):
     """Counts operations up to a limit (0: none), and notes the extents of what they give."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, limit: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -81,6 +81,8 @@ def _in_float64(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes the products of tokens with the weights of their expert, which torch has in no float64."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.any = False

@@ -77,6 +77,32 @@ def test_how_a_candidate_ends_is_told(port: str) -> None:
         attngraph.verify(torch.sin, torch.sin, X, subprocess=True)
 
 
+def test_a_kernel_that_takes_no_gradients_is_compared_without() -> None:
+    """Its forward refuses a call that asks for them; one whose backward fails differs."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise NotImplementedError("no backward")
+
+    def candidate(x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("forward only")
+        return by * x.sin()
+
+    verdict = attngraph.verify(torch.sin, candidate, X, budget=3)
+    assert verdict and verdict.tried, str(verdict)
+    told = "gradients are not compared, as the candidate refuses a call that asks for them: forward only"
+    assert told in str(verdict)
+    assert attngraph.verify(torch.sin, lambda x: candidate(x, 1.01), X, budget=3).status == "differs"
+    failing = attngraph.verify(torch.sin, Fails.apply, X, budget=3)
+    assert failing.status == "differs" and "no backward" in str(failing)
+
+
 def test_arrays_are_results_without_gradients() -> None:
     def candidate(x: Any) -> Any:
         return {"y": np.sin(np.asarray(x))}

@@ -19,7 +19,7 @@ import torch
 
 from attngraph.api.compile import explain
 from attngraph.api.verify.calls import Call, tensors_in, tries, varied
-from attngraph.api.verify.matched import Matched, match
+from attngraph.api.verify.matched import Matched, in_training, match
 from attngraph.api.verify.numbers import SIDES, Numbers
 from attngraph.api.verify.programs import by_meaning, paired
 from attngraph.api.verify.settings import settings_apart
@@ -99,6 +99,8 @@ def _compared(
         notes.append(f"the budget of {budget:g} s ended before every size was tried")
     make_smallest(found, ends)
     notes += found.notes()
+    if matched.trains:
+        notes.append(in_training(matched, calls[0], seed))
     differences = [d for d in (found.difference, *differing) if d is not None]
     if not found.tried and not differences:
         return Verdict(UNKNOWN, (found.refused,), notes=tuple(notes), seed=seed)

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attngraph.api.verify.calls import Call
 from attngraph.api.verify.verdict import Difference, Incomparable
+from attngraph.errors import first_line
+from attngraph.runtime.verify import tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Matched:
     weights: tuple[tuple[str, str], ...] = ()
     same: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    trains: bool = False
+    """Whether a side was given in training mode."""
 
 
 def match(
@@ -35,12 +40,12 @@ def match(
         Incomparable: a weight of the candidate is none of the reference's.
     """
     trains = any(getattr(side, "training", False) for side in (reference, candidate))
-    notes = ["compared in eval mode: dropout is not"] * trains
+    notes = list[str]()
     reference, candidate = (
         copy.deepcopy(side).eval() if isinstance(side, nn.Module) else side for side in (reference, candidate)
     )
     if not isinstance(reference, nn.Module) or not isinstance(candidate, nn.Module):
-        return Matched(reference, candidate, notes=tuple(notes))
+        return Matched(reference, candidate, trains=trains)
     mine, theirs = dict(reference.state_dict()), dict(candidate.state_dict())
     names = rename if callable(rename) else (rename or {}).get
     wanted = {name: names(name) or name for name in theirs}
@@ -78,8 +83,37 @@ def match(
     pairs = tuple((a, b) for b, a in found.items() if a in trained and b in too)
     every = [dict(side.named_parameters(remove_duplicate=False)) for side in (reference, candidate)]
     same = tuple((a, b) for b, a in (found | turned).items() if a in every[0] and b in every[1])
-    return Matched(reference, candidate, pairs, same, tuple(notes))
+    return Matched(reference, candidate, pairs, same, tuple(notes), trains)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def in_training(matched: Matched, call: Call, seed: int) -> str:
+    """What is told of sides that were given in training mode, which are compared in eval mode: whether the
+    results of a call are the same there as well, with one seed for both. Equal models may draw in other
+    orders, so it is no difference if they are not."""
+    sides, found = (matched.reference, matched.candidate), list[list[Tensor]]()
+    modules = [side for side in sides if isinstance(side, nn.Module)]
+    try:
+        with torch.no_grad():
+            for side in sides:
+                one = copy.deepcopy(side).train() if isinstance(side, nn.Module) else side
+                torch.manual_seed(seed)
+                found.append(tensors_of(one(*call[0], **call[1])))
+    except Exception as problem:
+        return f"compared in eval mode: in training mode a side refuses the call: {first_line(problem)}"
+    if len(found[0]) == len(found[1]) and all(map(_near, *found)):
+        return "compared in eval mode; the given call is equal in training mode, too, with one seed for both"
+    kept = [{n: m.p for n, m in side.named_modules() if isinstance(m, nn.Dropout)} for side in modules]
+    both = [n for n in kept[0] if n in kept[-1] and kept[0][n] != kept[-1][n]]
+    other = [f"{n} drops {kept[0][n]} in the reference, {kept[-1][n]} in the candidate" for n in both[:3]]
+    return (
+        "compared in eval mode; in training mode the given call's results differ with one seed for both: "
+        + ("; ".join(other) or "they drop other elements, or draw in another order")
+    )
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-3, 1e-4, equal_nan=True)

@@ -53,6 +53,8 @@ class Numbers:
         self.arrays = self.probing = self.unserved = self.narrows = False
         """Whether a side returns arrays, of numpy say; whether only that they differ is asked; whether the
         candidate is a folder without a graph for some call; and whether it rounds to a narrower dtype."""
+        self.calling, self.no_gradients = False, ""
+        """Whether a side's forward is running, and why gradients cannot be asked for, if they cannot."""
         self.tried, self.skipped, self.worst = 0, 0, 0.0
         self.refused = Difference("call", "no call was compared", code="reference-refuses")
         self.exact, self.narrowest = True, 0.0
@@ -63,9 +65,14 @@ class Numbers:
         whose = "the candidate's graphs are not for" if self.unserved else "the reference takes no"
         skipped = f"; {whose} other {self.skipped} size(s) that were tried" if self.skipped else ""
         how = "in float64" if self.exact else "in the dtypes that are given, as one side takes no float64"
-        flow = "gradients are not compared, as a side returns none: arrays, or what another process computed"
+        why = self.no_gradients or "a side returns none: arrays, or what another process computed"
+        flow = f"gradients are not compared, as {why}"
         apart = "they differ at tokens that a mask hides, whose own results are not compared"
-        return [f"{self.tried} call(s) compared {how}{skipped}", *[flow] * self.arrays, *[apart] * self.apart]
+        return [
+            f"{self.tried} call(s) compared {how}{skipped}",
+            *[flow] * (self.arrays or bool(self.no_gradients)),
+            *[apart] * self.apart,
+        ]
 
     def compare(self, call: Call, example: Call, manner: str = "") -> None:
         """Compare a call. `example`: of what kind it is. `manner`: how it was drawn."""
@@ -137,7 +144,8 @@ class Numbers:
 
     def _both(self, call: Call, real: Tensor | None, manner: str) -> list[Results]:
         """The results of both sides. The first call decides in what they are compared: in float64 if both
-        take it, with gradients unless a side returns arrays. `_Refused`: a side raises, whatever is asked."""
+        take it, with gradients unless a side returns arrays, or its forward refuses a call that asks for them
+        and no other. `_Refused`: a side raises, whatever is asked."""
         is_first = not self.tried and manner != AS_GIVEN
         modes = self.modes if is_first else ((self.exact, self.gradients), (self.exact, False))
         refusal: _Refused | None = None
@@ -150,8 +158,15 @@ class Numbers:
                 refusal = problem
                 if isinstance(problem.args[1], Ended):
                     break
+                if gradients and self.calling:
+                    side, said = problem.args
+                    self.no_gradients = (
+                        f"the {SIDES[side]} refuses a call that asks for them: {first_line(said)}"
+                    )
                 continue
-            if self.gradients != self.arrays or not self.modes[0][1]:
+            if gradients:
+                self.no_gradients = ""
+            if self.gradients != (self.arrays or bool(self.no_gradients)) or not self.modes[0][1]:
                 return found
         self.exact, self.gradients = modes[0]
         raise refusal or _Refused(1, TypeError("it returns arrays for some calls, and tensors for others"))
@@ -246,7 +261,9 @@ class Numbers:
         if isinstance(model, Sequences):
             model.most = 1 if by else None  # ways round alike
         with torch.set_grad_enabled(self.gradients), _moved(weights.values(), by):
+            self.calling = True
             answer = model(*args, **kwargs)
+            self.calling = False
             ways = list(answer) if isinstance(answer, ByWay) else []
             answer = list(answer.values()) if ways else answer
             results = [_kept(r, real) for r in results_of(answer)]

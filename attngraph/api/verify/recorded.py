@@ -60,6 +60,8 @@ class Operation:
 class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations within."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
@@ -76,7 +78,7 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = Operation(f"{func} {shapes}", stack_of(sys._getframe(1)), before, tuple(map(mark, found)))
         for tensor in found:
             self._made_by[tensor] = len(self.operations)
-        if func._schema.is_mutable:
+        if getattr(func, "_schema", None) and func._schema.is_mutable:  # those of higher order have none
             self._written |= {t.untyped_storage()._cdata: len(self.operations) for t in found}
         self.operations.append(operation)
         return result
@@ -123,6 +125,8 @@ def record(side: Callable[[], Any]) -> Record:
 class Narrowest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Meets what a call computes. `unit`: the last place of the narrowest dtype to which it rounds, first at
     `line`."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
