@@ -118,7 +118,7 @@ def test_gpt2_is_the_stock_model_on_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     stock = transformers.GPT2Config
 
     def small(**settings: object) -> object:
-        return stock(**settings, n_layer=1, n_embd=32, n_head=2)
+        return stock(**settings | {"n_layer": 1, "n_embd": 32, "n_head": 2})
 
     monkeypatch.setattr(transformers, "GPT2Config", small)
     model, (ids,) = targets.gpt2(batch=2, tokens=1100)
