@@ -19,7 +19,7 @@ from attngraph.api.records import programs_of
 from attngraph.capture.captured import Assumed, Captured
 from attngraph.capture.instead import LOCK
 from attngraph.capture.sides import Sides
-from attngraph.capture.structure import Spread
+from attngraph.capture.structure import Laid
 from attngraph.errors import NoDecoderError, NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.algebra.sizes import example_size
@@ -118,8 +118,8 @@ def _step(
     graph: ProgramGraph, owner: nn.Module, captured: Captured, sides: Sides, example: Example,
     options: Options,
 ) -> Step:  # fmt: skip
-    spread = [n for n, v in example.arguments.items() if isinstance(v, Spread)]
-    sizes = StepSizes(graph, example.names, captured.shapes, example.name, spread, sides, example.single)
+    layouts = {n: v.layout for n, v in example.arguments.items() if isinstance(v, Laid)}
+    sizes = StepSizes(graph, example.names, captured.shapes, example.name, layouts, sides, example.single)
     plain = step_runner_of(options, records=graph.ranks is None)
     run, ranks = options.devices.steps(graph, owner, plain)
     return Step(graph, owner, run, sizes, captured.scope, ranks)
@@ -143,7 +143,7 @@ def _proved(
         prove_alone(target, example.calls, example.name, logits)
     if not config.proof or made.before is None:
         return None
-    arguments = {n: v.tensor if isinstance(v, Spread) else v for n, v in example.arguments.items()}
+    arguments = {n: v.tensor if isinstance(v, Laid) else v for n, v in example.arguments.items()}
     arguments[step.name] = varied(made.before, arguments[step.name], example.place)
     if options.progress is not None:
         options.progress("proof")

@@ -35,22 +35,59 @@ pytree.register_pytree_node(
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
-    """An argument with an entry for each token, `[B, T]`, that the model takes with `inner` dimensions of
-    size 1 between, such as a mask `[B, 1, 1, T]`. Flattened it is the one tensor; unflattened what the model
+class Layout:
+    """Where an argument has an entry for each token in another place than `[B, T, ...]`. `axes` has a letter
+    for each dimension: B (rows), T (tokens), 1 (of size 1), . (another). A mask `[B, 1, 1, T]` is "B11T".
+
+    Without B its entries are those of every row: the model is then given one dimension more (or one of size 1
+    less) than the caller gives, and has to compute the same with it."""
+
+    axes: str
+
+    @property
+    def is_shared(self) -> bool:
+        return "B" not in self.axes
+
+    def fits(self, value: Tensor) -> bool:
+        """Whether a value may be in this layout."""
+        ones = (n == 1 for n, axis in zip(value.shape, self.axes, strict=False) if axis == "1")
+        return value.ndim == len(self.axes) and all(ones)
+
+    def taken(self, value: Tensor, rows: int) -> Tensor:
+        """What a caller gave, as `[B, T, ...]`."""
+        axes = self.axes.replace("1", "")
+        value = value.squeeze([n for n, axis in enumerate(self.axes) if axis == "1"])
+        if self.is_shared:
+            axes, value = f"B{axes}", value.expand(rows, *value.shape)
+        return value.movedim((axes.index("B"), axes.index("T")), (0, 1))
+
+    def given(self, value: Tensor) -> Tensor:
+        """What is `[B, T, ...]`, as the model takes it."""
+        axes = f"B{self.axes.removeprefix('1')}" if self.is_shared else self.axes
+        order = axes.replace("1", "")
+        if not order.startswith("BT"):
+            value = value.movedim((0, 1), (order.index("B"), order.index("T")))
+        for place in (n for n, axis in enumerate(axes) if axis == "1"):
+            value = value.unsqueeze(place)
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Laid:
+    """An argument in another layout. Flattened it is the tensor `[B, T, ...]`; unflattened what the model
     takes."""
 
     tensor: Tensor
-    inner: int
+    layout: Layout
 
 
 pytree.register_pytree_node(
-    Spread,
-    lambda spread: ([spread.tensor], spread.inner),
-    lambda leaves, inner: next(
-        leaf[(slice(None), *[None] * inner)] if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    Laid,
+    lambda laid: ([laid.tensor], laid.layout.axes),
+    lambda leaves, axes: next(
+        Layout(axes).given(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
     ),
-    serialized_type_name="attngraph.capture.structure.Spread",
+    serialized_type_name="attngraph.capture.structure.Laid",
 )
 
 

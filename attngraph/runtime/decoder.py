@@ -352,7 +352,9 @@ class Decoder(ModelWrapper):
             if name == step.name:
                 found[name] = packed.ids
             elif name in inputs:
-                value = inputs[name].flatten(1) if name in step.spread else inputs[name]
+                value, layout = inputs[name], step.sizes.layouts.get(name)
+                if layout is not None and layout.fits(value):
+                    value = layout.taken(value, packed.shape[0])
                 if value.shape[:2] != packed.shape:
                     raise ValueError(f"{name} is {tuple(value.shape)}, the tokens {packed.shape}.")
                 found[name] = value[packed.mask].unsqueeze(0)

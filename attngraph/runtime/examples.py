@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from attngraph.capture.captured import Assumed
 from attngraph.capture.compared import SIZES
 from attngraph.capture.first_call import without_data
-from attngraph.capture.structure import Spread
+from attngraph.capture.structure import Laid, Layout
 from attngraph.capture.trace import quiet
 from attngraph.errors import AttnGraphError, DisagreementError, NoDecoderError
 from attngraph.runtime.kv_cache import Call
@@ -113,13 +113,15 @@ class Examples:
         self._name, self._packed, self._inputs, self.rows = name, packed, inputs, rows
         self.longest = max(packed.counts, default=0)
 
-    @functools.cached_property
-    def _spread(self) -> dict[str, Any]:
-        width = self._packed.shape[1]
-        return {
-            n: Spread(v.flatten(1), v.ndim - 2) if isinstance(v, Tensor) and _is_spread(v, width) else v
-            for n, v in self._inputs.items()
-        }
+    def _laid(self, others: bool = False) -> dict[str, Any]:
+        """The inputs, and which are in another layout. `others`: also those that have the prompt's number of
+        rows or of tokens in another place, which may be a coincidence."""
+        rows, width = self._packed.shape
+        found = dict[str, Any](self._inputs)
+        for name, value in self._inputs.items():
+            layout = _layout(value, rows, width, others) if isinstance(value, Tensor) else None
+            found[name] = value if layout is None else Laid(layout.taken(value, rows), layout)
+        return found
 
     def fault(self, step: Step, rows: int = 0) -> str:
         """Why a step is not right for the call, or for one of so many rows; "" if it is."""
@@ -172,7 +174,7 @@ class Examples:
 
     def _accepts(self, call: Mapping[str, Any]) -> bool:
         """Whether the model runs with these arguments, found without data."""
-        given = {n: v.tensor if isinstance(v, Spread) else v for n, v in call.items()}
+        given = {n: v.layout.given(v.tensor) if isinstance(v, Laid) else v for n, v in call.items()}
         try:
             with quiet(), without_data(self._model, (), given) as (run, _), torch.no_grad():
                 run()
@@ -188,10 +190,10 @@ class Examples:
         rows += rows == tokens  # sizes that are equal would be one symbol
         derive = functools.partial(self._derive, fits=lambda step: not self.fault(step))
         width = self._packed.shape[1]
-        tensors = {n: v for n, v in self._spread.items() if isinstance(v, Tensor)}
+        tensors = {n: v for n, v in self._inputs.items() if isinstance(v, Tensor)}
 
         def example(tokens: int) -> Example:
-            return Example(self._name, (self._call(self._spread, tokens, rows),), single=single)
+            return Example(self._name, (self._call(self._laid(), tokens, rows),), single=single)
 
         try:
             return derive(example(tokens))
@@ -218,17 +220,35 @@ class Examples:
                     "combine it with its causal mask."
                 ) from problem
             if isinstance(problem.__cause__, FAILURES) and (name := self._of_other_layout()):
+                with contextlib.suppress(AttnGraphError, *FAILURES):
+                    call = self._call(self._laid(others=True), tokens, rows)
+                    self._require_shared(call)
+                    return derive(Example(self._name, (call,), single=single))
                 raise NoDecoderError(
                     f"its argument {name} has the number of tokens, {width}, in another place than a decoder "
                     "takes it: what belongs to tokens is a tensor [B, T, ...] or [B, 1, 1, T]. Give it so."
                 ) from problem
             raise
 
+    def _require_shared(self, call: Mapping[str, Any]) -> None:
+        """Raise NoDecoderError if the model computes something else with what every row has in common than
+        with the same for each row."""
+        laid = {n: v for n, v in call.items() if isinstance(v, Laid)}
+        if not any(v.layout.is_shared for v in laid.values()):
+            return
+        every = {n: v.layout.given(v.tensor) for n, v in laid.items()}
+        own = {n: v.layout.given(v.tensor[:1]) for n, v in laid.items() if v.layout.is_shared}
+        own = {n: v if v.ndim == len(laid[n].layout.axes) else v[0] for n, v in own.items()}
+        with torch.no_grad():
+            ways = (tensors_of(self._model(**{**call, **every, **given})) for given in (own, {}))
+            if not all(torch.allclose(a, b) for a, b in zip(*ways, strict=True)):
+                raise NoDecoderError("what all rows have in common is not computed for each alike.")
+
     def _of_other_layout(self) -> str | None:
         """The argument that has the prompt's number of tokens where none is expected."""
         rows, width = self._packed.shape
-        for name, given in self._spread.items():
-            for value in () if isinstance(given, Spread) else tensors_of(given):
+        for name, given in self._laid().items():
+            for value in () if isinstance(given, Laid) else tensors_of(given):
                 is_expected = value is given and value.shape[:2] == (rows, width)
                 if width in value.shape and not is_expected:
                     return name
@@ -240,7 +260,7 @@ class Examples:
         multiples = frozenset[int]()
         while True:
             count = self._distinct(extents)
-            call = self._call(self._spread, count)
+            call = self._call(self._laid(), count)
             try:
                 return derive(Example(self._name, (call,), count, multiples, single=single))
             except NoDecoderError as problem:
@@ -252,9 +272,9 @@ class Examples:
     def _compared(self, problem: NoDecoderError, derive: Derive) -> Step:
         """A step of a graph that is found by comparing traces of several sizes, at last of calls with one
         sequence at a time. If there is none either, `problem` is raised."""
-        if any(isinstance(v, (Tensor, Spread)) for v in self._spread.values()):
+        if any(isinstance(v, (Tensor, Laid)) for v in self._laid().values()):
             raise problem  # what belongs to other sizes cannot be made up
-        calls = [self._call(self._spread, tokens, rows) for rows, tokens in SIZES]
+        calls = [self._call(self._laid(), tokens, rows) for rows, tokens in SIZES]
         for alone in (False, True) if problem.fixes_rows else (False,):
             try:
                 return derive(Example(self._name, tuple(calls), alone=alone))
@@ -271,7 +291,7 @@ class Examples:
         primes = (p for p in range(11, 200, 2) if all(p % n for n in (3, 5, 7, 11, 13) if n != p))
         found = next((p for p in primes if all(n % p for n in sizes)), 29)
         tried = (found, *(p for p in (7, 5, 3) if all(n % p for n in sizes)))
-        return next((n for n in tried if self._accepts(self._call(self._spread, n))), found)
+        return next((n for n in tried if self._accepts(self._call(self._laid(), n))), found)
 
     def _call(self, inputs: Mapping[str, Any], tokens: int, rows: int = ROWS) -> dict[str, Any]:
         """Arguments to trace with: `rows` of `tokens` tokens; two, because torch.export fixes sizes of 1."""
@@ -281,20 +301,30 @@ class Examples:
         places = torch.arange(rows * tokens, device=ids.device) % ids.shape[1]
         call: dict[str, Any] = {self._name: ids[0, places].reshape(rows, tokens, *ids.shape[2:])}
         for other, given in inputs.items():
-            value = given.tensor if isinstance(given, Spread) else given
+            value = given.tensor if isinstance(given, Laid) else given
             if isinstance(value, Tensor) and value.ndim >= 1 and value.shape[0] == own:
                 value = value[torch.arange(rows, device=value.device) % own]
                 if value.ndim >= 2 and value.shape[1] == width:
                     value = value[:, torch.arange(tokens, device=value.device) % width]
-            call[other] = Spread(value, given.inner) if isinstance(given, Spread) else value
+            call[other] = Laid(value, given.layout) if isinstance(given, Laid) else value
         if "use_cache" in self._signature.parameters and "use_cache" not in inputs:
             call["use_cache"] = False
         return call
 
 
-def _is_spread(value: Tensor, tokens: int) -> bool:
-    """Whether this has an entry for each token in its last dimension, as a mask `[B, 1, 1, T]` has."""
-    return value.ndim >= 3 and value.shape[-1] == tokens and all(n == 1 for n in value.shape[1:-1])
+def _layout(value: Tensor, rows: int, tokens: int, others: bool) -> Layout | None:
+    """Where an argument has rows and tokens, if it is not as `[B, T, ...]` is. `others`: anywhere; else only
+    in the last dimension behind others of size 1, as in a mask `[B, 1, 1, T]`."""
+    shape = list(value.shape)
+    if value.ndim >= 3 and shape[-1] == tokens and all(n == 1 for n in shape[1:-1]):
+        return Layout("B" + "1" * (value.ndim - 2) + "T")
+    if not others or shape[:2] == [rows, tokens] or shape.count(tokens) != 1 or tokens == rows:
+        return None
+    axes = "".join("T" if n == tokens else "1" if n == 1 else "." for n in shape)
+    if shape.count(rows) == 1:
+        at = shape.index(rows)
+        return Layout(f"{axes[:at]}B{axes[at + 1 :]}")
+    return Layout(axes)
 
 
 def _is_of_pairs(value: Tensor, tokens: int) -> bool:

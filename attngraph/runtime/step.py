@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from attngraph.capture.guards import size_value
 from attngraph.capture.sides import Sides, assumed, bound_above, in_words
 from attngraph.capture.state.scope import EVERYTHING, Scope
+from attngraph.capture.structure import Layout
 from attngraph.errors import CacheError
 from attngraph.ir.graph import holds
 from attngraph.ir.graph.formula import are_few
@@ -38,19 +39,19 @@ class StepSizes:
     Args:
         graph: of the step.
         names, shapes: the argument that each tensor belongs to which it was captured with, and their shapes.
-        tokens: the argument that has the tokens. spread: those that calls may give with dimensions of size 1
-            between rows and tokens, so that their shape is not the call's.
+        tokens: the argument that has the tokens. layouts: of those that calls give in another layout
+            than `[B, T, ...]`.
         sides: what its trace decided about sizes. single: whether it is for calls of one sequence alone.
     """
 
     def __init__(
         self, graph: ProgramGraph, names: Sequence[str], shapes: Sequence[Sequence[Any]], tokens: str,
-        spread: Collection[str], sides: Sides, single: bool,
+        layouts: Mapping[str, Layout], sides: Sides, single: bool,
     ) -> None:  # fmt: skip
         assert graph.state is not None
         conditions, tables = graph.conditions, graph.state.most_tokens
         self.names, self.shapes, self.sides, self.single = list(names), shapes, sides, single
-        self.tokens, self.spread = tokens, frozenset(spread)
+        self.tokens, self.layouts = tokens, dict(layouts)
         self.rows, self.length = (str(n) for n in shapes[self.names.index(tokens)][:2])
         self._conditions = [*assumed(conditions)]
         self._told = {self.rows: "sequences", self.length: "tokens"}
@@ -114,7 +115,7 @@ class StepSizes:
         given = {name: tensors_of(value) for name, value in inputs.items()}
         sizes, formulas = {self.rows: rows, self.length: width}, list[tuple[Any, int]]()
         for name, shape in zip(self.names, self.shapes, strict=True):
-            if name == self.tokens or name in self.spread or name not in given:
+            if name == self.tokens or name in self.layouts or name not in given:
                 continue
             tensor = given[name].pop(0)
             if tensor.ndim != len(shape):
@@ -197,7 +198,7 @@ class Step:
         self.graph, self.plan, self.report = graph, self.ranks.plan, CompileReport()
         self._keeps = graph.state  # the part of one rank
         self.sizes, self.owner, self.scope = sizes, owner, scope
-        self.name, self.names, self.spread, self.limit = sizes.tokens, sizes.names, sizes.spread, sizes.limit
+        self.name, self.names, self.limit = sizes.tokens, sizes.names, sizes.limit
         self.traced: Any = None
         """What its trace depended on, for saving it."""
         given = ((n.meta["val"], i) for n, i in graph.given().items() if i.kind == "argument")

@@ -22,6 +22,7 @@ from attngraph.capture.captured import Attribute, Captured
 from attngraph.capture.sides import Decision, Same, Sides
 from attngraph.capture.state.content import Content, tensor_digest
 from attngraph.capture.state.scope import Scope
+from attngraph.capture.structure import Layout
 from attngraph.errors import SavedError
 from attngraph.ir.graph.formula import size_of, size_text
 from attngraph.ir.graph.printer import parts_of
@@ -69,7 +70,8 @@ def files_of(
         left_out = [f"{path}.{name}" for path, name, *_, read in beside["attributes"] if not read]
     else:
         beside |= {
-            "name": found.name, "names": found.names, "spread": sorted(found.spread),
+            "name": found.name, "names": found.names,
+            "layouts": {name: layout.axes for name, layout in sorted(found.sizes.layouts.items())},
             "shapes": [[size_text(n, names) for n in shape] for shape in found.sizes.shapes],
             "sides": _sides(found.sizes.sides, names), "single": found.sizes.single,
         }  # fmt: skip
@@ -234,8 +236,9 @@ def step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) ->
     left_out = frozenset((id(known.objects[path]), name) for path, _, name in split if path in known.objects)
     shapes = tuple(tuple(_extent(n, names) for n in shape) for shape in beside["shapes"])
     sizes = StepSizes(
-        graph, beside["names"], shapes, beside["name"], beside["spread"], _sides_from(beside["sides"], names),
-        beside["single"],
+        graph, beside["names"], shapes, beside["name"],
+        {name: Layout(axes) for name, axes in beside["layouts"].items()},
+        _sides_from(beside["sides"], names), beside["single"],
     )  # fmt: skip
     step = Step(graph, known.owner, run, sizes, dataclasses.replace(known.scope, left_out=left_out))
     step.report = report

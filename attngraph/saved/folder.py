@@ -21,7 +21,7 @@ from typing import Any
 
 from attngraph.errors import SavedError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 MOST_BYTES, MOST_FILES = 1 << 29, 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -400,22 +401,62 @@ def test_a_mask_of_pairs_of_tokens_is_told_what_to_be() -> None:
         decoder.prefill(torch.ones(2, 3, dtype=torch.long), mask=torch.zeros(2, 1, 3, 3))
 
 
-@pytest.mark.parametrize("given", [torch.arange(5.0), torch.arange(5.0)[None], (torch.ones(2, 5),)])
-def test_places_in_another_layout_are_told_how_to_be_given(given: Any) -> None:
-    class Placed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(20, 8)
+class Placed(nn.Module):
+    """Reads places of tokens in a layout of its own."""
 
-        def forward(self, ids: Tensor, at: Any) -> Tensor:
-            at = at[0] if isinstance(at, tuple) else at
-            x = self.embed(ids) + at[..., None].cos()
-            s = x @ x.mT
-            return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf).softmax(-1) @ x
+    def __init__(self, read: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.head, self.read = nn.Embedding(20, 8), nn.Linear(8, 20), read
 
-    told = r"its argument at has the number of tokens, 5, in another place than a decoder takes it"
-    with pytest.raises(NoDecoderError, match=told):
-        attngraph.compile(Placed().eval(), cache=True).prefill(torch.ones(2, 5, dtype=torch.long), at=given)
+    def forward(self, ids: Tensor, at: Any) -> Tensor:
+        x = self.embed(ids) + self.read(at)[..., None].cos()
+        s = (x @ x.mT).masked_fill(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), -torch.inf)
+        logits: Tensor = self.head(s.softmax(-1) @ x)
+        return logits
+
+
+EACH = torch.stack([torch.arange(9.0), torch.arange(9.0) / 2 + 1])
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, int]] = {
+    "[1, T]": (lambda at: at, torch.arange(9.0)[None], 1),
+    "[T]": (lambda at: at, torch.arange(9.0), 0),
+    "[T, B]": (lambda at: at.t(), EACH.t(), 0),
+    "[3, B, T]": (lambda at: at.sum(0), torch.stack([EACH, EACH + 1, EACH * 2]), 2),
+    "[B, 5, T]": (lambda at: at.sum(1), EACH[:, None] * torch.arange(5.0)[:, None], 2),
+    "[1, 3, 1, T]": (lambda at: at.squeeze(-2).sum(1), torch.arange(27.0).view(1, 3, 1, 9), 3),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_belongs_to_tokens_may_be_in_any_layout(name: str, tmp_path: Path) -> None:
+    read, at, dim = LAYOUTS[name]
+    torch.manual_seed(0)
+    model, prompts = Placed(read).eval(), ids(2, 9) % 20
+    decoder = attngraph.compile(model, cache=True)
+    wanted = whole_logits(model, prompts, at=at)
+    for again in (False, True):
+        for end in (6, 4):
+            logits, state = decoder.prefill(prompts[:, :end], at=at.narrow(dim, 0, end))
+            torch.testing.assert_close(logits, wanted[:, :end], **CLOSE)
+        for start, stop in ((4, 5), (5, 9)):
+            logits = decoder.decode(prompts[:, start:stop], state, at=at.narrow(dim, start, stop - start))
+            torch.testing.assert_close(logits, wanted[:, start:stop], **CLOSE)
+        if not again:
+            decoder = attngraph.load(decoder.save(tmp_path / "decoder"), model)
+
+
+def test_what_rows_have_in_common_is_refused_where_each_row_would_be_another() -> None:
+    def read(at: Tensor) -> Tensor:
+        return at[None] if at.ndim == 1 else at.sum(0)[None]
+
+    with pytest.raises(NoDecoderError, match="its argument at has the number of tokens, 5, in another place"):
+        decoder = attngraph.compile(Placed(read).eval(), cache=True)
+        decoder.prefill(torch.ones(2, 5, dtype=torch.long), at=torch.arange(5.0))
+
+
+def test_places_in_a_tuple_are_told_how_to_be_given() -> None:
+    decoder = attngraph.compile(Placed(lambda at: at[0]).eval(), cache=True)
+    with pytest.raises(NoDecoderError, match="its argument at has the number of tokens, 5, in another place"):
+        decoder.prefill(torch.ones(2, 5, dtype=torch.long), at=(torch.ones(2, 5),))
 
 
 def test_a_spread_attention_mask_marks_padding() -> None:

@@ -68,7 +68,7 @@ def test_files_that_are_cut_short_longer_or_gone_are_noticed(models: Models, sav
 def test_another_format_is_named(models: Models, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, path = models().Model().eval(), saved
     monkeypatch.setattr(folder, "FORMAT", folder.FORMAT + 1)
-    with pytest.raises(SavedError, match="has the format 1; this version of attngraph reads 2"):
+    with pytest.raises(SavedError, match=r"has the format \d; this version of attngraph reads \d"):
         attngraph.load(path, model)
 
 
