@@ -87,11 +87,17 @@ def test_where_no_decoder_serves_the_model_generates_and_the_reason_is_told_once
     ]
 
 
-def test_prompts_that_are_embeddings_are_the_models_own(both: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"attention_mask": "padded"}])
+def test_prompts_may_be_embeddings(
+    both: tuple[Any, Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     model, compiled = both
     embeddings = torch.randn(2, 5, model.get_input_embeddings().embedding_dim)
-    options = {"inputs_embeds": embeddings, "max_new_tokens": 3, "do_sample": False}
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    options = {n: mask if v == "padded" else v for n, v in options.items()}
+    options |= {"inputs_embeds": embeddings, "max_new_tokens": 3, "do_sample": False}
     assert torch.equal(compiled.generate(**options), model.generate(**options))
+    assert not [r for r in caplog.records if r.name == "attngraph.hf.generation"]
 
 
 def t5() -> tuple[Any, Tensor, dict[str, Any]]:

@@ -62,7 +62,7 @@ def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -
 
 
 NOT_BY_A_DECODER = (
-    "assistant_model", "cache_implementation", "encoder_outputs", "inputs_embeds", "output_attentions",
+    "assistant_model", "cache_implementation", "encoder_outputs", "output_attentions",
     "output_hidden_states", "prompt_lookup_num_tokens",
 )  # fmt: skip
 """Arguments of `generate` that ask for something that a derived decoder does not have."""
@@ -148,9 +148,10 @@ class GenerationModel:
         past_key_values: "State | None" = None, use_cache: bool | None = None,
         return_dict: bool | None = None, *, cache: "State | None" = None,
         decoder_input_ids: Tensor | None = None, decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: Mapping[str, Any] | None = None, **inputs: Any,
+        encoder_outputs: Mapping[str, Any] | None = None, inputs_embeds: Tensor | None = None, **inputs: Any,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        """The logits `[B, S, V]` of the tokens, `[B, S]`, and the state after them.
+        """The logits `[B, S, V]` of the tokens, `[B, S]`, or of a prompt of embeddings, and the state after
+        them.
 
         The mask of the tokens, `[B, T]`, also covers those of the state; padding may be on either side of a
         prompt. The state is given by either of its names, and returned by the one that transformers has for
@@ -160,6 +161,9 @@ class GenerationModel:
         inputs |= encoder_outputs or {}
         whole = self.config.is_encoder_decoder
         ids, mask = (decoder_input_ids, decoder_attention_mask) if whole else (input_ids, attention_mask)
+        if inputs_embeds is not None:
+            logits, state = self.decoder.prefill(None, mask, inputs_embeds=inputs_embeds, **inputs)
+            return CausalLMOutputWithPast(logits=logits, **{CACHE: State(state, inputs_embeds.shape[1])})
         assert ids is not None
         mask = None if mask is None else mask[:, -ids.shape[1] :]
         if past_key_values is not None:
@@ -179,7 +183,7 @@ class GenerationModel:
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, past_key_values: "State | None" = None, attention_mask: Tensor | None = None,
         use_cache: bool | None = None, *, cache: "State | None" = None, encoder_outputs: Any = None,
-        decoder_attention_mask: Tensor | None = None, **kwargs: Any,
+        decoder_attention_mask: Tensor | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any,
     ) -> dict[str, Any]:  # fmt: skip
         """The arguments of the next `forward`: only the tokens that the state does not contain yet.
 
@@ -194,6 +198,8 @@ class GenerationModel:
             total = input_ids.shape[1] if mask is None else mask.shape[1]
             new = kwargs.get("next_sequence_length", total - past_key_values.length)
             input_ids = input_ids if new is None else input_ids[:, -new:]
+        elif inputs_embeds is not None and not whole:
+            return {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
         given = {"attention_mask": attention_mask, CACHE: past_key_values, "use_cache": use_cache}
         if not whole:
             return {"input_ids": input_ids, **given}

@@ -23,7 +23,14 @@ from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.derived import MASK, DerivedSteps
 from attngraph.runtime.devices import ONE, OneDevice
 from attngraph.runtime.generate import generate, renewing, search
-from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_of, read_options, tokens_of
+from attngraph.runtime.generation_options import (
+    DECODER_IDS,
+    Options,
+    embeddings_in,
+    prompts_of,
+    read_options,
+    tokens_of,
+)
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Ids, Packed, as_given, pack, unpacked
 from attngraph.runtime.proof import drift_between
@@ -96,11 +103,14 @@ class Decoder(ModelWrapper):
 
         Args:
             ids: `[B, T]` (`[T]` for one prompt, or embeddings `[B, T, C]`), or a list of prompts of any
-                lengths. They may also be given by the name that the model has for them.
+                lengths. They may also be given by the name that the model has for them
+                (`inputs_embeds=...`). Behind embeddings, ids go on where the model takes what one of its
+                embedding layers makes of them for the ids themselves.
             attention_mask: `[B, T]`, nonzero at real tokens; padding may be on either side and does not
                 affect results. (With an encoder-decoder model it is the encoder's mask, and
                 `decoder_attention_mask` is the mask of the tokens.)
-            inputs: the model's other arguments.
+            inputs: the model's other arguments. Those with an entry for every token may have rows and tokens
+                in any two dimensions, or one entry for all rows (`[T]`, `[1, T]`, `[3, B, T]`).
 
         Returns:
             The logits, `[B, T, V]` (zeros at padding), and the state.
@@ -109,8 +119,11 @@ class Decoder(ModelWrapper):
             NoDecoderError: no decoder can be derived; says why and where. CacheError: the prompts do not fit.
         """
         self.devices.agree("prefill", ids, attention_mask, inputs)
-        ids = tokens_of(self._derived.signature, self.config_of_cache.tokens, inputs) if ids is None else ids
-        packed = self.pack(ids, self._mask(attention_mask, inputs))
+        name = embeddings_in(inputs, self._derived.signature) if ids is None else ""
+        if ids is None:
+            asked = name or self.config_of_cache.tokens
+            ids = tokens_of(self._derived.signature, asked, inputs)
+        packed = self.pack(ids, self._mask(attention_mask, inputs), name)
         step = self._derived.of_call(packed, inputs)
         logits, state = self._begin(step, packed, inputs)
         return unpacked(logits, packed), state
@@ -159,10 +172,11 @@ class Decoder(ModelWrapper):
             raise CacheError(f"tokens for {len(packed.counts)} row(s), but the state has {state.rows}.")
         if packed.ids.shape[1] == 0:
             return step.nothing(state, packed.shape)
+        packed = self._as_in_prompt(step, packed)
         if not step.takes(packed.ids):
             raise CacheError(
                 f"these tokens are {packed.ids.dtype}{list(packed.ids.shape[2:])}, and those of the prompt "
-                "were not: embeddings go on with embeddings, and ids with ids. Nothing was written."
+                "were not: ids go on with ids, embeddings go on with embeddings or ids. Nothing was written."
             )
         with state.changing():
             logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
@@ -202,7 +216,8 @@ class Decoder(ModelWrapper):
                 mean what they mean in transformers.
 
         Returns:
-            int64 `[B, T + new]`: the prompts as given (a list: padded on the left), then the new tokens.
+            int64 `[B, T + new]`: the prompts as given (a list: padded on the left), then the new tokens; of
+            embeddings the new tokens alone.
 
         Raises:
             ValueError: an option is out of range, or asks for something that is not done here; says what to
@@ -215,16 +230,17 @@ class Decoder(ModelWrapper):
             "early_stopping": early_stopping, "on_token": on_token,
         }  # fmt: skip
         self.devices.agree("generate", ids, attention_mask, context, inputs, given)
-        ids = prompts_of(self._model, self._derived.argument({}), inputs) if ids is None else ids
-        packed = self.pack(ids, self._mask(attention_mask, inputs))
+        name = embeddings_in(inputs, self._derived.signature) if ids is None else ""
+        ids = prompts_of(self._model, name or self._derived.argument({}), inputs) if ids is None else ids
+        packed = self.pack(ids, self._mask(attention_mask, inputs), name)
         options = read_options(packed.shape[1], given, inputs, self._derived.signature.parameters)
         if min(packed.counts, default=1) == 0:
             raise ValueError("a prompt has no tokens; give each at least one to begin with.")
-        if packed.ids.is_floating_point():
-            raise ValueError(
-                "generate chooses ids of new tokens, and the prompts are embeddings; call prefill and decode."
-            )
         prompts = as_given(ids, packed, options.pad)
+        if packed.ids.is_floating_point():
+            if context is not None:
+                raise ValueError("context= computes prompts anew from ids, and these are embeddings.")
+            prompts = prompts.new_empty((len(packed.counts), 0), dtype=torch.int64)
         step = self._derived.of_call(packed, inputs)
         unknown = step.arguments - {step.name, MASK}
         if unknown:
@@ -246,12 +262,12 @@ class Decoder(ModelWrapper):
         first, lead = found.squeeze(0), self.devices.lead
 
         def advance(tokens: Tensor, counts: list[int]) -> Tensor:
-            one = Packed(tokens.unsqueeze(0), counts)
+            one = self._as_in_prompt(step, Packed(tokens.unsqueeze(0), counts))
             return step.advance(state, counts, self._arguments(step, one, {}))[0]
 
         if options.num_beams > 1:
             return search(first, advance, state, options, lead)
-        if limit is None and not step.sizes.depends:
+        if limit is None and (not step.sizes.depends or packed.ids.is_floating_point()):
             return generate(first, advance, prompts, options, lead)
 
         def goes_on(rows: list[int]) -> list[int]:
@@ -313,10 +329,17 @@ class Decoder(ModelWrapper):
         found: Tensor | None = inputs.pop(f"decoder_{MASK}", None)
         return found
 
-    def pack(self, ids: Ids, mask: Tensor | None) -> Packed:
-        """All real tokens, packed."""
+    def pack(self, ids: Ids, mask: Tensor | None, name: str = "") -> Packed:
+        """All real tokens, packed. `name`: of the argument that has them, if it is not the usual one."""
         owner = self._model if isinstance(self._model, nn.Module) else nn.Module()
-        return pack(ids, mask, lambda: next((p.device for p in owner.parameters()), torch.device("cpu")))
+        found = pack(ids, mask, lambda: next((p.device for p in owner.parameters()), torch.device("cpu")))
+        return dataclasses.replace(found, name=name) if name else found
+
+    def _as_in_prompt(self, step: Step, packed: Packed) -> Packed:
+        """Ids behind a prompt of embeddings as the embeddings that the model has of them."""
+        if packed.ids.is_floating_point() or step.takes(packed.ids):
+            return packed
+        return dataclasses.replace(packed, ids=self._derived.embedding(step.name)(packed.ids))
 
     @serving
     def new_state(self, packed: Packed, rows: int, layout: str | None = None) -> KVCache:
@@ -359,7 +382,8 @@ class Decoder(ModelWrapper):
                     raise ValueError(f"{name} is {tuple(value.shape)}, the tokens {packed.shape}.")
                 found[name] = value[packed.mask].unsqueeze(0)
             elif name == MASK:
-                found[name] = torch.ones(packed.ids.shape[:2], dtype=torch.int64, device=packed.ids.device)
+                shape, device = packed.ids.shape[:2], packed.ids.device
+                found[name] = torch.ones(shape, dtype=step.dtype_of(name), device=device)
             else:
                 raise ValueError(f"the model needs {name} for every token; give it to decode as well.")
         return found

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attngraph.capture.guards import call_key, run_past
 from attngraph.capture.instead import LOCK
@@ -24,6 +24,7 @@ from attngraph.runtime.graphs import Fingerprints
 from attngraph.runtime.kv_cache import Call, KVCache
 from attngraph.runtime.packing import Packed
 from attngraph.runtime.step import Step
+from attngraph.runtime.verify import tensors_of
 
 MASK = "attention_mask"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -55,6 +56,7 @@ class DerivedSteps:
         self._derive = derive
         self._fingerprints = Fingerprints(model)
         self._kept: list[tuple[Any, Step]] = []
+        self._embeddings: dict[str, nn.Embedding | None] = {}
 
     @property
     def latest(self) -> Step | None:
@@ -131,6 +133,33 @@ class DerivedSteps:
             )
         return found
 
+    def embedding(self, name: str) -> nn.Embedding:
+        """The layer whose embeddings of tokens, given by `name`, the model takes for the tokens themselves.
+        CacheError if it has none."""
+        if name not in self._embeddings:
+            every = self._model.modules() if isinstance(self._model, nn.Module) else ()
+            tables = (m for m in every if isinstance(m, nn.Embedding))
+            with torch.no_grad():
+                self._embeddings[name] = next((m for m in tables if self._is_of_tokens(m, name)), None)
+        if (layer := self._embeddings[name]) is None:
+            raise CacheError(
+                f"these tokens are ids, and those of the prompt were embeddings, given by {name}. The model "
+                "has no embedding whose results it takes there for the ids themselves. Nothing was written.\n"
+                "What to do: go on with embeddings of the new tokens."
+            )
+        return layer
+
+    def _is_of_tokens(self, layer: nn.Embedding, name: str) -> bool:
+        off = {"use_cache": False} if "use_cache" in self.signature.parameters else {}
+        ids = torch.arange(min(layer.num_embeddings, 5), device=layer.weight.device).unsqueeze(0)
+        first = next(iter(self.signature.parameters))
+        try:
+            ways = ({first: ids, **off}, {name: layer(ids), **off})
+            pairs = zip(*(tensors_of(self._model(**way)) for way in ways), strict=True)
+            return all(torch.allclose(a, b) for a, b in pairs)
+        except Exception:  # another layer's table, with numbers of another width
+            return False
+
     def of_call(self, packed: Packed, inputs: Mapping[str, Any], alone: bool = False) -> Step:
         """The derived graph for calls like this one, or a new one. `alone`: each row is a call of its own."""
         model = self._model
@@ -138,11 +167,13 @@ class DerivedSteps:
             raise NoDecoderError("the model is in training mode. Call model.eval() first.")
         if around := run_past():
             raise NoDecoderError(f"{around} is around this call, and a decoder would run past it.")
-        name = self.argument(inputs)
+        name = packed.name or self.argument(inputs)
         unknown = set(inputs) - set(self.signature.parameters)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values())
         if unknown and not takes_any:
             raise TypeError(f"the model's forward takes no {', '.join(sorted(unknown))}.")
+        if MASK not in inputs and self._requires(MASK):
+            inputs = {**inputs, MASK: self._all_real(packed)}
         self._require_arguments({name, *inputs})
         leaves, spec = flatten({name: packed.ids, **dict(sorted(inputs.items()))})
         width = tuple(packed.ids.shape[2:])
@@ -166,15 +197,27 @@ class DerivedSteps:
                 found = steps[-1]
             return found
 
+    def _all_real(self, packed: Packed) -> Tensor:
+        """A mask with a flag for every token: padding is removed before. Raises TypeError if the caller's has
+        numbers, of which nobody says what they do with a token that is there."""
+        given = packed.given
+        if given is not None and given.is_floating_point():
+            raise TypeError(
+                f"the model's forward needs {MASK}, and this one has numbers of {given.dtype}. Padding is "
+                "removed before, so a decoder gives it a flag for every token: give flags (bool, or 0 and "
+                f"1), or let forward do without ({MASK}=None)."
+            )
+        like = packed.ids.new_empty(packed.shape, dtype=torch.int64) if given is None else given
+        return torch.ones_like(like)
+
+    def _requires(self, name: str) -> bool:
+        """Whether the model's forward cannot be called without this argument."""
+        parameter = self.signature.parameters.get(name)
+        return parameter is not None and parameter.kind in _NAMED and parameter.default is parameter.empty
+
     def _require_arguments(self, given: Collection[str]) -> None:
         """Raise TypeError if the model's forward needs arguments that are not given."""
-        named = (p for p in self.signature.parameters.values() if p.kind in _NAMED)
-        missing = [p.name for p in named if p.default is p.empty and p.name not in given]
-        if MASK in missing:
-            raise TypeError(
-                f"the model's forward needs {MASK}, and a decoder gives it none: padding is removed before. "
-                f"Let forward do without ({MASK}=None)."
-            )
+        missing = [name for name in self.signature.parameters if name not in given and self._requires(name)]
         if missing:
             raise TypeError(
                 f"the model's forward needs {', '.join(missing)} as well: give it by name ({missing[0]}=...)."

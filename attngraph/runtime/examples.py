@@ -231,7 +231,7 @@ class Examples:
             raise
 
     def _require_shared(self, call: Mapping[str, Any]) -> None:
-        """Raise NoDecoderError if the model computes something else with what every row has in common than
+        """Raise ValueError if the model computes something else with what every row has in common than
         with the same for each row."""
         laid = {n: v for n, v in call.items() if isinstance(v, Laid)}
         if not any(v.layout.is_shared for v in laid.values()):
@@ -242,7 +242,7 @@ class Examples:
         with torch.no_grad():
             ways = (tensors_of(self._model(**{**call, **every, **given})) for given in (own, {}))
             if not all(torch.allclose(a, b) for a, b in zip(*ways, strict=True)):
-                raise NoDecoderError("what all rows have in common is not computed for each alike.")
+                raise ValueError("what all rows have in common is not computed for each alike")
 
     def _of_other_layout(self) -> str | None:
         """The argument that has the prompt's number of tokens where none is expected."""

@@ -7,7 +7,7 @@ each other one is refused with what to write instead, unless its value asks for 
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -129,6 +129,17 @@ def prompts_of(model: object, name: str, inputs: dict[str, Any]) -> Any:
     if name != DECODER_IDS or start is None or source is None:
         raise ValueError(f"there are no prompts: generate needs the tokens to begin with, as {name}=.")
     return torch.full((source.shape[0], 1), start, dtype=torch.int64, device=source.device)
+
+
+def embeddings_in(inputs: Mapping[str, Any], signature: inspect.Signature) -> str:
+    """The name of the only argument that has numbers `[B, T, C]`, of a model that can do without its first
+    argument; "" if there is none."""
+    first = next(iter(signature.parameters.values()), None)
+    numbers = [
+        n for n, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point() and v.ndim == 3
+    ]
+    takes = first is not None and first.default is None and first.name not in inputs
+    return numbers[0] if takes and len(numbers) == 1 and numbers[0] in signature.parameters else ""
 
 
 def tokens_of(signature: inspect.Signature, asked: str | None, inputs: dict[str, Any]) -> Any:

@@ -13,11 +13,14 @@ Ids = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """Packed tokens of several rows. `ids`: `[1, N]` (or `[1, N, C]`); `counts`: tokens of each row;
-    `places`: theirs in the caller's layout, `[B, T]`, None if they fill it."""
+    `places`: theirs in the caller's layout, `[B, T]`, None if they fill it; `given`: the mask that told
+    them; `name`: the model's argument that they were given by, where that is not the usual one."""
 
     ids: Tensor
     counts: list[int]
     places: Tensor | None = None
+    given: Tensor | None = None
+    name: str = ""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -77,6 +80,7 @@ def pack(ids: Ids, mask: Tensor | None, device: Callable[[], torch.device]) -> P
     if mask is None:
         batch, width, *inner = ids.shape
         return Packed(ids.reshape(1, batch * width, *inner), [width] * batch)
+    given = mask
     if mask.ndim > 2 and mask.shape == (len(ids), *[1] * (mask.ndim - 2), ids.shape[1]):
         # Numbers that are never above zero are added to scores, so they are zero at real tokens.
         is_added = mask.is_floating_point() and bool((mask <= 0).all())
@@ -84,7 +88,7 @@ def pack(ids: Ids, mask: Tensor | None, device: Callable[[], torch.device]) -> P
     if mask.shape != ids.shape[:2]:
         raise ValueError(f"attention_mask is {tuple(mask.shape)}, the tokens are {tuple(ids.shape[:2])}.")
     kept = mask.to(device=ids.device) != 0
-    return Packed(ids[kept].unsqueeze(0), kept.sum(1).tolist(), kept)
+    return Packed(ids[kept].unsqueeze(0), kept.sum(1).tolist(), kept, given)
 
 
 def unpacked(logits: Tensor, packed: Packed) -> Tensor:

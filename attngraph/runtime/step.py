@@ -201,8 +201,9 @@ class Step:
         self.name, self.names, self.limit = sizes.tokens, sizes.names, sizes.limit
         self.traced: Any = None
         """What its trace depended on, for saving it."""
-        given = ((n.meta["val"], i) for n, i in graph.given().items() if i.kind == "argument")
+        given = [(n.meta["val"], i) for n, i in graph.given().items() if i.kind == "argument"]
         self._tokens = [value for value, i in given if self.names[int(i.name)] == self.name]
+        self._dtypes = {self.names[int(i.name)]: value.dtype for value, i in given}
         self._step = Machine(graph, owner, run, self.names)
         prompt = graph.stages.get(Rate.PROMPT)
         self._prompt = None if prompt is None else Machine(prompt, owner, run, self.names)
@@ -215,6 +216,11 @@ class Step:
         """Whether the graph takes tokens of this kind: numbers, or embeddings of that width."""
         same = (v.is_floating_point() == ids.is_floating_point() for v in self._tokens)
         return all(same) and all(v.shape[2:] == ids.shape[2:] for v in self._tokens)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of an argument."""
+        found: torch.dtype = self._dtypes[name]
+        return found
 
     def traced_few(self) -> bool:
         """Whether the graph was traced for a few numbers of tokens, which say nothing of smaller or larger

@@ -459,6 +459,70 @@ def test_places_in_a_tuple_are_told_how_to_be_given() -> None:
         decoder.prefill(torch.ones(2, 5, dtype=torch.long), at=(torch.ones(2, 5),))
 
 
+@pytest.mark.parametrize("shape", ["int64 [B, T]", "bool [B, T]", "int64 [B, 1, 1, T]"])
+def test_a_mask_that_forward_demands_is_given_flags(shape: str) -> None:
+    class Demands(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            x = self.embed(ids)
+            seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            hidden = later | (~seen).flatten(1)[:, None]
+            logits: Tensor = self.head((x @ x.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ x)
+            return logits
+
+    model, prompts = Demands().eval(), ids(2, 7) % 20
+    mask = torch.arange(7) < torch.tensor([[7], [4]])
+    given = mask if shape.startswith("bool") else mask.long()
+    given = given[:, None, None] if "1, 1" in shape else given
+    decoder = attngraph.compile(model, cache=True)
+    logits, state = decoder.prefill(prompts, attention_mask=given)
+    torch.testing.assert_close(
+        logits[mask], whole_logits(model, prompts, attention_mask=given)[mask], **CLOSE
+    )
+    logits = decoder.decode(prompts[:, :1], state)
+    short = torch.cat([prompts[1:, :4], prompts[1:, :1]], 1)
+    wanted = whole_logits(model, short, attention_mask=torch.ones_like(short))
+    torch.testing.assert_close(logits[1:], wanted[:, -1:], **CLOSE)
+    with pytest.raises(TypeError, match="this one has numbers of"):
+        decoder.prefill(prompts, attention_mask=mask.float())
+
+
+class Either(nn.Module):
+    """Takes ids, or what its embedding makes of them, times a factor."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.other, self.embed, self.head = nn.Embedding(20, 8), nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.factor = factor
+
+    def forward(self, ids: Tensor | None = None, embeddings: Tensor | None = None) -> Tensor:
+        x = embeddings if ids is None else self.embed(ids) * self.factor
+        s = (x @ x.mT).masked_fill(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), -torch.inf)
+        logits: Tensor = self.head(s.softmax(-1) @ x)
+        return logits
+
+
+def test_ids_go_on_behind_a_prompt_of_embeddings() -> None:
+    torch.manual_seed(0)
+    model, e, new = Either().eval(), torch.randn(2, 5, 8), ids(2, 3) % 20
+    decoder = attngraph.compile(model, cache=True)
+    logits, state = decoder.prefill(embeddings=e)
+    torch.testing.assert_close(logits, model(embeddings=e), **CLOSE)
+    whole = model(embeddings=torch.cat([e, model.embed(new)], 1))
+    torch.testing.assert_close(decoder.decode(new, state), whole[:, 5:], **CLOSE)
+    written = decoder.generate(embeddings=e, max_new_tokens=4)
+    assert written.shape == (2, 4) and torch.equal(written[:, 0], logits[:, -1].argmax(-1))
+    scaled = attngraph.compile(Either(2.0).eval(), cache=True)
+    _, state = scaled.prefill(embeddings=e)
+    with pytest.raises(CacheError, match="no embedding whose results it takes there for the ids themselves"):
+        scaled.decode(new, state)
+    assert state.lengths == [5, 5]
+
+
 def test_a_spread_attention_mask_marks_padding() -> None:
     class Padded(Masked):
         def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -60,20 +60,15 @@ def test_where_it_cannot_be_told_the_error_says_how_to_write_it() -> None:
 
 
 def test_another_argument_is_not_taken_for_the_tokens_because_it_is_alone() -> None:
-    decoder = attngraph.compile(Either().eval(), cache=True)
-    with pytest.raises(TypeError, match=r"CacheConfig\(tokens='embedded'\)"):
-        decoder.prefill(embedded=torch.randn(1, 5, 8))
+    decoder = attngraph.compile(Translates().eval(), cache=True)
+    with pytest.raises(TypeError, match=r"CacheConfig\(tokens='target'\)"):
+        decoder.prefill(target=torch.randn(1, 5, 8))
 
 
-@pytest.mark.parametrize("name", ["ids", "embedded"])
-def test_tokens_of_another_kind_than_the_prompts_are_refused(name: str) -> None:
-    decoder = attngraph.compile(Either().eval(), cache=attngraph.CacheConfig(tokens=name, proof=False))
-    given, others = torch.arange(5)[None], torch.randn(1, 5, 8)
-    if name == "embedded":
-        given, others = others, given
-        with pytest.raises(ValueError, match="the prompts are embeddings; call prefill and decode"):
-            decoder.generate(given, 2)
+def test_embeddings_do_not_go_on_behind_ids() -> None:
+    decoder = attngraph.compile(Either().eval(), cache=attngraph.CacheConfig(tokens="ids", proof=False))
+    given = torch.arange(5)[None]
     _, state = decoder.prefill(given)
-    with pytest.raises(attngraph.CacheError, match="embeddings go on with embeddings"):
-        decoder.decode(others, state)
+    with pytest.raises(attngraph.CacheError, match="embeddings go on with embeddings or ids"):
+        decoder.decode(torch.randn(1, 5, 8), state)
     assert decoder.decode(given, state).shape == (1, 5, 8)

@@ -318,7 +318,8 @@ def inline_vmap(module: fx.GraphModule) -> None:
         part.output([copies[node] for node in made])
         part.eliminate_dead_code()
         values = [node.meta["val"] for node in given]
-        mode = next(m for v in values if (m := getattr(v, "fake_mode", None)) is not None)
+        every = (node.meta.get("val") for node in module.graph.nodes)
+        mode = next(m for v in every if (m := getattr(v, "fake_mode", None)) is not None)
         run = fx.Interpreter(fx.GraphModule(module, part)).run
         # The Python dispatcher decomposes composite ops; the C++ one may make numbers of symbolic sizes.
         with mode, fx.traceback.preserve_node_meta(), enable_python_dispatcher(), _levels_left():
