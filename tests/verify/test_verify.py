@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -185,6 +185,43 @@ def test_programs_that_read_the_same_argument_are_compared_at_all_sizes() -> Non
     assert not verdict and verdict.differences[0].kind == "program", str(verdict)
     assert "from 4,097 tokens on: query 4096, key 0" in verdict.differences[0].about
     assert attngraph.verify(Padded(4), Padded(4), PADDED, budget=2)
+
+
+class Slopes(nn.Module):
+    """A window, and a bias of each head by a weight, or by a buffer."""
+
+    def __init__(self, window: int, slopes: Sequence[float] = (1e-3, 2e-3), is_buffer: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.window = nn.Linear(8, 24), window
+        values = torch.tensor([*slopes])
+        if is_buffer:
+            self.register_buffer("slopes", values, persistent=False)
+        else:
+            self.slopes = nn.Parameter(values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        apart = torch.arange(x.shape[1]) - torch.arange(x.shape[1])[:, None]
+        s = q @ k.mT / 2 + self.slopes[:, None, None] * apart
+        hidden = (apart > 0) | (apart <= -self.window)
+        return (s.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_programs_that_read_equal_weights_are_compared_at_all_sizes(is_buffer: bool) -> None:
+    x = (torch.randn(2, 9, 8),)
+    verdict = attngraph.verify(
+        Slopes(4096, is_buffer=is_buffer), Slopes(4097, is_buffer=is_buffer), x, budget=2
+    )
+    assert not verdict and verdict.differences[0].code == "hides", str(verdict)
+    assert "from 4,097 tokens on: query 4096, key 0" in verdict.differences[0].about
+    assert attngraph.verify(Slopes(4, is_buffer=is_buffer), Slopes(4, is_buffer=is_buffer), x, budget=2)
+
+
+def test_programs_that_read_buffers_of_other_values_are_compared_by_number() -> None:
+    sides = Slopes(4, is_buffer=True), Slopes(4, (1e-3, 3e-3), is_buffer=True)
+    verdict = attngraph.verify(*sides, (torch.randn(2, 9, 8),), budget=5)
+    assert verdict.differences[0].code == "values" and "compared by number alone" in str(verdict)
 
 
 def test_a_sink_of_another_size_is_a_difference_of_the_programs() -> None:

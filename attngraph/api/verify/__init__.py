@@ -84,7 +84,7 @@ def _compared(
     attentions = [attentions_of(name, one, calls[0]) for name, one in zip(SIDES, sides, strict=True)]
     entries, unknown = [of for of, _ in attentions], [why for _, why in attentions if why]
     pairs = paired(*entries)
-    differing, said = by_meaning(pairs, [len(side) for side in entries], tensors_in(calls[0]))
+    differing, said = by_meaning(pairs, [len(side) for side in entries], tensors_in(calls[0]), sides)
     notes = [*matched.notes, *unknown]
     notes += ["the candidate's steps are compared with whole sequences"] * steps
     notes += [] if unknown else said
