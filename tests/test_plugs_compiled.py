@@ -87,6 +87,18 @@ def test_where_no_decoder_serves_the_model_generates_and_the_reason_is_told_once
     ]
 
 
+def test_generating_makes_no_later_call_trace_anew() -> None:
+    """transformers notes each model's class in a table that every forward reads; ours is no reason."""
+    model = gpt2()
+    compiled = attngraph.compile(model, min_scores=0)
+    ids, mask = prompts()
+    with torch.no_grad():
+        compiled(ids, attention_mask=mask)
+        compiled.generate(ids, attention_mask=mask, max_new_tokens=2)
+        compiled(ids, attention_mask=mask)
+    assert compiled.report.retraces == ()
+
+
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"attention_mask": "padded"}])
 def test_prompts_may_be_embeddings(
     both: tuple[Any, Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture
