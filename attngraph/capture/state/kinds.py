@@ -215,9 +215,9 @@ def set_by_user(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def is_of_stand_ins(key: Any) -> bool:
-    """Whether a key is a class of tensors that exist in a trace alone, or holds one, or is the text of a class
-    of ours. What a library notes under it (einx does, under the types of its operands; transformers, under
-    the text of each model's class) is no state of the model."""
+    """Whether a key is a class of tensors that exist in a trace alone, or holds one, or is the text of a
+    class of ours. What a library notes under it (einx does, under the types of its operands; transformers,
+    under the text of each model's class) is no state of the model."""
     if isinstance(key, tuple):
         return any(map(is_of_stand_ins, key))
     if isinstance(key, str):
