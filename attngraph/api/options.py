@@ -53,7 +53,7 @@ class Options:
             return 0
         if self.min_scores is not None:
             return self.min_scores
-        chosen = self.backend != "auto" or self.inductor or self.passes is not None
+        chosen = self.backend != "auto" or self.inductor or self.consistent or self.passes is not None
         return 0 if chosen else budgets.FUSED_SCORES
 
     def __post_init__(self) -> None:

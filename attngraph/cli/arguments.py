@@ -118,6 +118,7 @@ _HOW_TO_COMPILE = (
            "itself, as those of attngraph.compile do by default", type=at_least(0), metavar="N"),
     _OWN_PASSES,
     flag("--inductor", "compile the rest with Inductor too"),
+    flag("--consistent", "the same bits in every batch, chunk and training step (docs/same-bits.md)"),
     flag("--no-torch-compile", "do not measure torch.compile, nor inductor=True, beside it"),
     option("--rounds", "rounds of timing (default %(default)s)", type=POSITIVE, default=5),
 )  # fmt: skip
@@ -134,10 +135,10 @@ COMMANDS = (
         full=True,
     ),
     Command(
-        "demo", "GPT-2 at real size on real text, and attention alone at 2048 tokens",
-        "example: attngraph demo --full. It takes a minute or two on two cores, and says on standard error "
-        "what it does.",
-        flag("--full", "another language model too, and inductor=True beside the others: a few minutes"),
+        "demo", "GPT-2 with six layers on real text, and attention alone at 2048 tokens",
+        "example: attngraph demo --full. It takes about a minute and a half on two cores, and says on "
+        "standard error what it does.",
+        flag("--full", "GPT-2 itself and another model too, and inductor=True beside them: a few minutes"),
         *_HOW_TO_COMPILE,
         batch=None, dump=None, page=None, strict=False, rounds=3,
     ),

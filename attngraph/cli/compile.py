@@ -48,6 +48,7 @@ def compile_target(
     try:
         made = make_options(
             tell, backend=options.backend, inductor=options.inductor, strict=options.strict,
+            consistent=options.consistent,
             dump=options.dump, absorb=options.absorb, disable=options.disable, min_scores=options.min_scores,
             passes=changed_by(options.add),
         )  # fmt: skip
