@@ -313,30 +313,17 @@ def test_each_key_head_is_kept_once_and_values_alone_where_keys_do_not_count(nam
     assert cache.bytes_per_token == (8 * 4 if of_words else 2 * models.ARRANGED[name][1] * 4 * 4)
 
 
-def _is_computed_anew(decoder: attngraph.Decoder) -> None:
-    report = decoder.report
+ANEW = models.ANEW | models.ANEW_BY_CHOICE | models.ANEW_BY_SCORE | models.ANEW_BY_PLACE
+"""Two products of a pair of tokens; a choice among earlier tokens; what is made of their scores; what the
+places of a pair decide."""
+OFTEN = (*models.ANEW, *models.ANEW_BY_SCORE)
+
+
+@pytest.mark.parametrize("name", [*OFTEN, *cases(*(name for name in ANEW if name not in OFTEN))])
+def test_what_cannot_be_kept_is_computed_anew(name: str, decodes: Any) -> None:
+    report = decodes(Small(ANEW[name])).report
     assert report.cache is not None and len(report.cache.anew) == 1 and not report.cache.carried
     assert "computed anew from all tokens at every step" in str(report) and "would be 0" not in str(report)
-
-
-@pytest.mark.parametrize("name", models.ANEW)
-def test_two_products_of_a_pair_of_tokens_are_computed_anew(name: str, decodes: Any) -> None:
-    _is_computed_anew(decodes(Small(models.ANEW[name])))
-
-
-@pytest.mark.parametrize("name", cases(*models.ANEW_BY_CHOICE))
-def test_a_choice_among_earlier_tokens_is_computed_anew(name: str, decodes: Any) -> None:
-    _is_computed_anew(decodes(Small(models.ANEW_BY_CHOICE[name])))
-
-
-@pytest.mark.parametrize("name", models.ANEW_BY_SCORE)
-def test_what_is_made_of_the_scores_of_earlier_tokens_is_computed_anew(name: str, decodes: Any) -> None:
-    _is_computed_anew(decodes(Small(models.ANEW_BY_SCORE[name])))
-
-
-@pytest.mark.parametrize("name", cases(*models.ANEW_BY_PLACE))
-def test_what_the_places_of_a_pair_of_tokens_decide_is_computed_anew(name: str, decodes: Any) -> None:
-    _is_computed_anew(decodes(Small(models.ANEW_BY_PLACE[name])))
 
 
 @pytest.mark.parametrize("name", models.LOOKING_AHEAD)
