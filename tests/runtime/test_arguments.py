@@ -166,5 +166,5 @@ def test_a_decoder_names_the_arguments_that_are_missing() -> None:
     ids = torch.zeros(1, 5, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"needs source as well: give it by name \(source=...\)"):
         attngraph.compile(Translating().eval(), cache=True).prefill(ids)
-    with pytest.raises(TypeError, match=r"padding is removed before.*attention_mask=None"):
+    with pytest.raises(TypeError, match=r"Padding is removed before.*attention_mask=None"):
         attngraph.compile(Masked().eval(), cache=True).prefill(ids, attention_mask=torch.ones(1, 5))
