@@ -121,6 +121,15 @@ def t5() -> tuple[Any, Tensor, dict[str, Any]]:
     return transformers.T5ForConditionalGeneration(config), ids, {"attention_mask": mask}
 
 
+def test_the_embeddings_of_an_encoder_are_no_prompts() -> None:
+    model, ids, _ = t5()
+    model = model.eval()
+    given = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "max_new_tokens": 3}
+    wanted = model.generate(**given, do_sample=False)
+    assert torch.equal(attngraph.compile(model).generate(**given, do_sample=False), wanted)
+    assert torch.equal(attngraph.compile(model, cache=True).generate(**given), wanted)
+
+
 def whisper() -> tuple[Any, Tensor, dict[str, Any]]:
     sizes: dict[str, Any] = {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 20}
     for side in ("encoder", "decoder"):

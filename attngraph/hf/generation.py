@@ -161,7 +161,9 @@ class GenerationModel:
         inputs |= encoder_outputs or {}
         whole = self.config.is_encoder_decoder
         ids, mask = (decoder_input_ids, decoder_attention_mask) if whole else (input_ids, attention_mask)
-        if inputs_embeds is not None:
+        if inputs_embeds is not None and whole:
+            inputs["inputs_embeds"] = inputs_embeds
+        elif inputs_embeds is not None:
             logits, state = self.decoder.prefill(None, mask, inputs_embeds=inputs_embeds, **inputs)
             return CausalLMOutputWithPast(logits=logits, **{CACHE: State(state, inputs_embeds.shape[1])})
         assert ids is not None

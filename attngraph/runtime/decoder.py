@@ -238,8 +238,6 @@ class Decoder(ModelWrapper):
             raise ValueError("a prompt has no tokens; give each at least one to begin with.")
         prompts = as_given(ids, packed, options.pad)
         if packed.ids.is_floating_point():
-            if context is not None:
-                raise ValueError("context= computes prompts anew from ids, and these are embeddings.")
             prompts = prompts.new_empty((len(packed.counts), 0), dtype=torch.int64)
         step = self._derived.of_call(packed, inputs)
         unknown = step.arguments - {step.name, MASK}
@@ -315,6 +313,8 @@ class Decoder(ModelWrapper):
             return None
         if context != "roll":
             raise ValueError(f'context is "roll" or None, found {context!r}.')
+        if step.dtype_of(step.name).is_floating_point:
+            raise ValueError('context="roll" computes prompts anew from ids, and these are embeddings.')
         if num_beams > 1 or step.prompt_arguments:
             raise ValueError('context="roll" goes with one beam and a model without an encoder.')
         return min((n for n in (step.limit, self.config_of_cache.max_length) if n is not None), default=None)

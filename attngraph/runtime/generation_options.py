@@ -133,7 +133,9 @@ def prompts_of(model: object, name: str, inputs: dict[str, Any]) -> Any:
 
 def embeddings_in(inputs: Mapping[str, Any], signature: inspect.Signature) -> str:
     """The name of the only argument that has numbers `[B, T, C]`, of a model that can do without its first
-    argument; "" if there is none."""
+    argument; "" if there is none. (An encoder's embeddings are no prompts.)"""
+    if DECODER_IDS in signature.parameters:
+        return ""
     first = next(iter(signature.parameters.values()), None)
     numbers = [
         n for n, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point() and v.ndim == 3

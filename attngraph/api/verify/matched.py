@@ -106,7 +106,9 @@ def in_training(matched: Matched, call: Call, seed: int) -> str:
         return f"compared in eval mode: in training mode a side refuses the call: {first_line(problem)}"
     if len(found[0]) == len(found[1]) and all(map(_near, *found)):
         return "compared in eval mode; the given call is equal in training mode, too, with one seed for both"
-    kept = [{n: m.p for n, m in side.named_modules() if isinstance(m, nn.Dropout)} for side in modules]
+    kept = [{n: m.p for n, m in side.named_modules() if isinstance(m, nn.Dropout)} for side in modules] or [
+        {}
+    ]
     both = [n for n in kept[0] if n in kept[-1] and kept[0][n] != kept[-1][n]]
     other = [f"{n} drops {kept[0][n]} in the reference, {kept[-1][n]} in the candidate" for n in both[:3]]
     return (
@@ -116,4 +118,4 @@ def in_training(matched: Matched, call: Call, seed: int) -> str:
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-3, 1e-4, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-4, 1e-5, equal_nan=True)
