@@ -42,10 +42,10 @@ from attngraph.report.report import CompileReport as CompileReport
 from attngraph.runtime.cache_config import CacheConfig as CacheConfig
 from attngraph.runtime.decoder import Decoder as Decoder
 from attngraph.runtime.engine import Engine as Engine
-from attngraph.runtime.engine import Request as Request
 from attngraph.runtime.kv_cache import KVCache as KVCache
 from attngraph.runtime.parallel.mesh import ShardConfig as ShardConfig
 from attngraph.runtime.parallel.mesh import SimulatedMesh as SimulatedMesh
 from attngraph.runtime.parallel.parameters import load_weights as load_weights
+from attngraph.runtime.request import Request as Request
 
 __version__: str

@@ -170,7 +170,7 @@ def _decoder(
     if not isinstance(ids, Tensor) or ids.ndim < 2 or len(args) > 1:
         raise ExportError("a decoder is exported with prompts as one tensor, [B, T].")
     with torch.no_grad():
-        step = plain._derived.of_call(plain.pack(ids, None), kwargs)
+        step = plain._derived.of_call(plain.calls.pack(ids, None), kwargs)
     module = StepModule(step, file.lowering, padding)
     rows, tokens, kept = EXAMPLE
     stores = step.plan.stores

@@ -108,7 +108,7 @@ class Generation:
         if self._runs is None:
             self._runs = generation_model(self.decoder)
         if isinstance(ids, Tensor) and not self.model.config.is_encoder_decoder:
-            self.decoder.new_state(self.decoder.pack(ids, options.get("attention_mask")), 1)
+            self.decoder.calls.new_state(self.decoder.calls.pack(ids, options.get("attention_mask")), 1)
         self._runs.config, self._runs.generation_config = self.model.config, self.model.generation_config
         return self._runs
 

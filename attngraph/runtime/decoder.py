@@ -5,7 +5,6 @@ position. So prompts of unequal length, padded on either side, get the same resu
 """
 
 import copy
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,21 +19,22 @@ from attngraph.ir.ops.logprobs import logprobs
 from attngraph.report.cache_entry import Drift
 from attngraph.report.report import CompileReport, with_remarks
 from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.calls import Calls
+from attngraph.runtime.continuation import Continuation, repeated
 from attngraph.runtime.derived import MASK, DerivedSteps
 from attngraph.runtime.devices import ONE, OneDevice
-from attngraph.runtime.generate import generate, renewing, search
 from attngraph.runtime.generation_options import (
     DECODER_IDS,
-    Options,
     embeddings_in,
     prompts_of,
     read_options,
     tokens_of,
 )
 from attngraph.runtime.kv_cache import KVCache
-from attngraph.runtime.packing import Ids, Packed, as_given, pack, unpacked
+from attngraph.runtime.packing import Ids, as_given, unpacked
 from attngraph.runtime.proof import drift_between
 from attngraph.runtime.step import Step
+from attngraph.runtime.tree import Tree, rows_of
 from attngraph.runtime.wrapper import ModelWrapper
 
 
@@ -49,6 +49,7 @@ class Decoder(ModelWrapper):
 
     whole: nn.Module
     config_of_cache: CacheConfig
+    calls: Calls
     _derived: DerivedSteps
     _save: Callable[[str | Path, Sequence[Step], bool], Path]
     _again: Callable[[Any], "Decoder"]
@@ -64,6 +65,7 @@ class Decoder(ModelWrapper):
         object.__setattr__(self, "whole", whole)  # no submodule: its weights are the model's
         self.config_of_cache = config
         self._derived = DerivedSteps(model, derive, config.tokens)
+        self.calls = Calls(model, self._derived, config, devices)
         self._save = save
         self._again = again
         self.devices = devices
@@ -123,9 +125,9 @@ class Decoder(ModelWrapper):
         if ids is None:
             asked = name or self.config_of_cache.tokens
             ids = tokens_of(self._derived.signature, asked, inputs)
-        packed = self.pack(ids, self._mask(attention_mask, inputs), name)
+        packed = self.calls.pack(ids, self._mask(attention_mask, inputs), name)
         step = self._derived.of_call(packed, inputs)
-        logits, state = self._begin(step, packed, inputs)
+        logits, state = self.calls.begin(step, packed, inputs)
         return unpacked(logits, packed), state
 
     @serving
@@ -135,8 +137,8 @@ class Decoder(ModelWrapper):
         With `consistent=True` these are the bits of `attngraph.logprobs(logits, tokens)` for the logits that
         `prefill` and `decode` give. Arguments and errors are those of `prefill`.
         """
-        packed = self.pack(ids, self._mask(attention_mask, inputs))
-        logits, _ = self._begin(self._derived.of_call(packed, inputs), packed, inputs)
+        packed = self.calls.pack(ids, self._mask(attention_mask, inputs))
+        logits, _ = self.calls.begin(self._derived.of_call(packed, inputs), packed, inputs)
         found = logits.new_zeros(packed.ids.shape, dtype=torch.float32)
         found[:, 1:] = logprobs(logits[:, :-1], packed.ids[:, 1:])
         starts = list(itertools.accumulate(packed.counts, initial=0))
@@ -145,14 +147,17 @@ class Decoder(ModelWrapper):
 
     @serving
     def decode(
-        self, next_ids: Ids, state: KVCache, attention_mask: Tensor | None = None, **inputs: Any
-    ) -> Tensor:
-        """Compute one or several new tokens of every row.
+        self, next_ids: Ids, state: KVCache, attention_mask: Tensor | None = None,
+        parents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None, **inputs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Compute one or several new tokens of every row, one after the other, or as a tree.
 
         Args:
             next_ids: `[B]` or `[B, S]`, or a list with each row's new tokens.
             state: modified in place; `KVCache` has methods to remove tokens, copy, reorder and save it.
             attention_mask: `[B, S]`, nonzero at real tokens.
+            parents: `[S]` or `[B, S]`: which of the new tokens each one follows (-1: the row's last one). It
+                sees its ancestors alone. The state then has a row for each leaf, until `state.keep(path)`.
             inputs: the model's other arguments that have an entry for every token.
 
         Returns:
@@ -162,24 +167,26 @@ class Decoder(ModelWrapper):
             CacheError: the tokens do not fit, or a buffer that the decoder relies on has changed since the
                 prompt; the state is unchanged.
         """
+        if parents is not None:
+            return self._decode_tree(next_ids, state, parents, attention_mask, inputs)
         whose = self.devices.whose(state.rank)
         self.devices.agree("decode", next_ids, attention_mask, inputs, state.lengths, whose)
         if isinstance(next_ids, Tensor) and next_ids.ndim == 1 and not next_ids.is_floating_point():
             next_ids = next_ids.unsqueeze(1)
-        packed = self.pack(next_ids, attention_mask)
-        step = self.step_of(state)
+        packed = self.calls.pack(next_ids, attention_mask)
+        step = self.calls.step_of(state)
         if len(packed.counts) != state.rows:
             raise CacheError(f"tokens for {len(packed.counts)} row(s), but the state has {state.rows}.")
         if packed.ids.shape[1] == 0:
             return step.nothing(state, packed.shape)
-        packed = self._as_in_prompt(step, packed)
+        packed = self.calls.as_in_prompt(step, packed)
         if not step.takes(packed.ids):
             raise CacheError(
                 f"these tokens are {packed.ids.dtype}{list(packed.ids.shape[2:])}, and those of the prompt "
                 "were not: ids go on with ids, embeddings go on with embeddings or ids. Nothing was written."
             )
         with state.changing():
-            logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
+            logits = step.advance(state, packed.counts, self.calls.arguments(step, packed, inputs))
             return unpacked(logits, packed)
 
     @serving
@@ -190,8 +197,9 @@ class Decoder(ModelWrapper):
         pad_token_id: int | None = None, length_penalty: float = 1.0, attention_mask: Tensor | None = None, *,
         min_p: float | None = None, min_new_tokens: int | None = None,
         early_stopping: bool | str = False, on_token: Callable[[Tensor], Any] | None = None,
-        context: str | None = None, **inputs: Any,
-    ) -> Tensor:  # fmt: skip
+        context: str | None = None, draft: Any = None, draft_tokens: int = 8, state: KVCache | None = None,
+        **inputs: Any,
+    ) -> Any:  # fmt: skip
         """Continue prompts.
 
         Args:
@@ -212,12 +220,21 @@ class Decoder(ModelWrapper):
             on_token: is called with each row's new token, `[B]`; returning True ends the generation.
             context: "roll" goes on past the model's own context, by computing each token anew from the last
                 tokens that fit; None is an error there.
-            inputs: also `max_length`, `min_length`, `do_sample`, `streamer` and `stopping_criteria`, which
-                mean what they mean in transformers.
+            draft: guesses at most `draft_tokens` next tokens of a row, which are then computed together:
+                another decoder, "lookup" (what followed the last time that the text had the latest tokens),
+                or a function from a row's tokens `[T]` to ids. It changes no token, but for rounding
+                (`consistent=True`: not at all).
+            state: goes on from here, which is modified; `ids` are the tokens that come next, and all that
+                the other options are told.
+            inputs: also `max_length`, `min_length`, `do_sample`, `streamer`, `stopping_criteria`,
+                `logits_processor`, `repetition_penalty`, `num_return_sequences`, `stop_strings` with
+                `tokenizer`, `return_dict_in_generate`, `output_scores` and `output_logits`, which mean what
+                they mean in transformers.
 
         Returns:
             int64 `[B, T + new]`: the prompts as given (a list: padded on the left), then the new tokens; of
-            embeddings the new tokens alone.
+            embeddings the new tokens alone. With `return_dict_in_generate` a `Generated`, which also has
+            the log-probabilities and the state (`runtime/continuation.py`).
 
         Raises:
             ValueError: an option is out of range, or asks for something that is not done here; says what to
@@ -227,19 +244,22 @@ class Decoder(ModelWrapper):
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
             "num_beams": num_beams, "eos_token_id": eos_token_id, "seed": seed, "pad_token_id": pad_token_id,
             "length_penalty": length_penalty, "min_p": min_p, "min_new_tokens": min_new_tokens,
-            "early_stopping": early_stopping, "on_token": on_token,
+            "early_stopping": early_stopping, "on_token": on_token, "draft": draft,
+            "draft_tokens": draft_tokens,
         }  # fmt: skip
         self.devices.agree("generate", ids, attention_mask, context, inputs, given)
         name = embeddings_in(inputs, self._derived.signature) if ids is None else ""
         ids = prompts_of(self._model, name or self._derived.argument({}), inputs) if ids is None else ids
-        packed = self.pack(ids, self._mask(attention_mask, inputs), name)
+        packed = self.calls.pack(ids, self._mask(attention_mask, inputs), name)
         options = read_options(packed.shape[1], given, inputs, self._derived.signature.parameters)
         if min(packed.counts, default=1) == 0:
             raise ValueError("a prompt has no tokens; give each at least one to begin with.")
         prompts = as_given(ids, packed, options.pad)
         if packed.ids.is_floating_point():
             prompts = prompts.new_empty((len(packed.counts), 0), dtype=torch.int64)
-        step = self._derived.of_call(packed, inputs)
+        if options.samples > 1 and options.num_beams == 1:
+            prompts, packed, inputs = repeated(options.samples, prompts, packed, inputs)
+        step = self._derived.of_call(packed, inputs) if state is None else self.calls.step_of(state)
         unknown = step.arguments - {step.name, MASK}
         if unknown:
             raise ValueError(
@@ -248,43 +268,8 @@ class Decoder(ModelWrapper):
             )
         limit = self._rolls(step, context, num_beams)
         if limit is not None:
-            packed = self.pack([row[-limit:] for row in packed.rows()], None)
-        return torch.cat([prompts, self._continued(step, packed, inputs, prompts, options, limit)], 1)
-
-    def _continued(
-        self, step: Step, packed: Packed, inputs: dict[str, Any], prompts: Tensor, options: Options,
-        limit: int | None,
-    ) -> Tensor:  # fmt: skip
-        """The new tokens, `[B, new]`. `limit`: the length at which a row's context rolls."""
-        found, state = self._begin(step, packed, inputs, packed.last())
-        first, lead = found.squeeze(0), self.devices.lead
-
-        def advance(tokens: Tensor, counts: list[int]) -> Tensor:
-            one = self._as_in_prompt(step, Packed(tokens.unsqueeze(0), counts))
-            return step.advance(state, counts, self._arguments(step, one, {}))[0]
-
-        if options.num_beams > 1:
-            return search(first, advance, state, options, lead)
-        if limit is None and (not step.sizes.depends or packed.ids.is_floating_point()):
-            return generate(first, advance, prompts, options, lead)
-
-        def goes_on(rows: list[int]) -> list[int]:
-            if limit is not None:
-                return [row for row in rows if state.lengths[row] < limit]
-            one_each = [int(row in rows) for row in range(state.rows)]
-            return [] if step.sizes.fault(state.call(one_each)) else rows
-
-        def anew(rows: list[Tensor]) -> Tensor:
-            nonlocal step, state
-            if limit is not None:
-                whole = self.pack([row[-limit:] for row in rows], None)
-                return self._begin(step, whole, {}, whole.last())[0].squeeze(0)
-            whole = self.pack(rows, None)
-            step = self._derived.of_call(whole, inputs)
-            found, state = self._begin(step, whole, inputs, whole.last())
-            return found.squeeze(0)
-
-        return generate(first, renewing(advance, goes_on, anew, packed.rows()), prompts, options, lead)
+            packed = self.calls.pack([row[-limit:] for row in packed.rows()], None)
+        return Continuation(self.calls, step, packed, inputs, prompts, options, state, limit).generated()
 
     @serving
     def drift(self, ids: Tensor) -> Drift:
@@ -307,6 +292,27 @@ class Decoder(ModelWrapper):
 
     # --- parts ---
 
+    def _decode_tree(
+        self, ids: Ids, state: KVCache, parents: Any, mask: Tensor | None, inputs: Mapping[str, Any]
+    ) -> Tensor:
+        """The logits of new tokens that are a tree, `[B, S, V]`."""
+        ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device=state.device)
+        if mask is not None or inputs or ids.ndim != 2 or ids.shape[0] != state.rows or not ids.shape[1]:
+            raise ValueError(
+                f"a tree has ids [B, S] for the state's {state.rows} row(s), all of them real, and no other "
+                f"inputs; found {list(ids.shape)}."
+            )
+        tree = Tree.of(rows_of(parents, (ids.shape[0], ids.shape[1])), state.lengths)
+        state.reorder(tree.sources)
+        try:
+            logits = self.decode(tree.tokens(ids), state)
+        except BaseException:
+            if not state.unfinished:
+                state.reorder(tree.firsts())
+            raise
+        state.tree = tree
+        return tree.gathered(logits, ids.shape)
+
     def _rolls(self, step: Step, context: str | None, num_beams: int) -> int | None:
         """The length at which a row's context begins to roll; None if it does not."""
         if context is None:
@@ -327,63 +333,4 @@ class Decoder(ModelWrapper):
         if mask is not None:
             inputs[MASK] = mask
         found: Tensor | None = inputs.pop(f"decoder_{MASK}", None)
-        return found
-
-    def pack(self, ids: Ids, mask: Tensor | None, name: str = "") -> Packed:
-        """All real tokens, packed. `name`: of the argument that has them, if it is not the usual one."""
-        owner = self._model if isinstance(self._model, nn.Module) else nn.Module()
-        found = pack(ids, mask, lambda: next((p.device for p in owner.parameters()), torch.device("cpu")))
-        return dataclasses.replace(found, name=name) if name else found
-
-    def _as_in_prompt(self, step: Step, packed: Packed) -> Packed:
-        """Ids behind a prompt of embeddings as the embeddings that the model has of them."""
-        if packed.ids.is_floating_point() or step.takes(packed.ids):
-            return packed
-        return dataclasses.replace(packed, ids=self._derived.embedding(step.name)(packed.ids))
-
-    @serving
-    def new_state(self, packed: Packed, rows: int, layout: str | None = None) -> KVCache:
-        """An empty state of so many rows, each a call of its own, for tokens like these."""
-        step, config = self._derived.of_call(packed, {}, alone=True), self.config_of_cache
-        config = config if layout is None else dataclasses.replace(config, layout=layout)
-        state = self._empty(step, rows, config, packed)
-        state.alone = True
-        return state
-
-    def step_of(self, state: KVCache) -> Step:
-        """The graph that goes on with a state (`DerivedSteps.of_state`)."""
-        return self._derived.of_state(state)
-
-    def _begin(
-        self, step: Step, packed: Packed, inputs: Mapping[str, Any], picked: Tensor | None = None
-    ) -> tuple[Tensor, KVCache]:
-        """The logits of the prompts' tokens, or of those `picked`, and a state that holds the prompts."""
-        state = self._empty(step, len(packed.counts), self.config_of_cache, packed)
-        state.sizes = step.sizes.of_inputs(inputs, *packed.shape) or {}
-        step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
-        return step.advance(state, packed.counts, self._arguments(step, packed, inputs), picked), state
-
-    def _empty(self, step: Step, rows: int, config: CacheConfig, packed: Packed) -> KVCache:
-        state = KVCache(step.plan, rows, config, packed.ids.device, step.limit)
-        state.origin, state.rank = self._derived.origin(step), step.ranks.rank
-        return state
-
-    def _arguments(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The step's arguments that have an entry for every token, packed like the tokens."""
-        found: dict[str, Tensor] = {}
-        for name in step.arguments:
-            if name == step.name:
-                found[name] = packed.ids
-            elif name in inputs:
-                value, layout = inputs[name], step.sizes.layouts.get(name)
-                if layout is not None and layout.fits(value):
-                    value = layout.taken(value, packed.shape[0])
-                if value.shape[:2] != packed.shape:
-                    raise ValueError(f"{name} is {tuple(value.shape)}, the tokens {packed.shape}.")
-                found[name] = value[packed.mask].unsqueeze(0)
-            elif name == MASK:
-                shape, device = packed.ids.shape[:2], packed.ids.device
-                found[name] = torch.ones(shape, dtype=step.dtype_of(name), device=device)
-            else:
-                raise ValueError(f"the model needs {name} for every token; give it to decode as well.")
         return found

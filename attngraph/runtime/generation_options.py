@@ -7,7 +7,7 @@ each other one is refused with what to write instead, unless its value asks for 
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor
 DECODER_IDS = "decoder_input_ids"
 Criterion = Callable[[Tensor, Any], Any]
 """Takes all tokens so far, `[B, T]`, and None; says for which rows to stop, `[B]` or one answer for all."""
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""Takes all tokens so far, `[B, T]`, and the scores of the next ones, `[B, V]`; returns other scores."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to generate; see `Decoder.generate`. `ends`: the end tokens."""
+    """How to generate; see `Decoder.generate`. `ends`: the end tokens; `samples`: continuations of each
+    prompt; `details`: what is asked for beside the tokens (`generate.Rows`)."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -37,6 +40,11 @@ class Options:
     on_token: Callable[[Tensor], Any] | None = None
     streamer: Any = None
     criteria: tuple[Criterion, ...] = ()
+    processors: tuple[Processor, ...] = ()
+    samples: int = 1
+    details: tuple[str, ...] = ()
+    draft: Any = None
+    draft_tokens: int = 8
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -53,6 +61,14 @@ class Options:
             raise ValueError(f"num_beams must be at least 1, found {self.num_beams}.")
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(f'early_stopping is True, False or "never", found {self.early_stopping!r}.')
+        if self.draft_tokens < 1:
+            raise ValueError(f"draft_tokens must be at least 1, found {self.draft_tokens}.")
+        most = self.num_beams if self.num_beams > 1 else math.inf if self.temperature > 0 else 1
+        if not 1 <= self.samples <= most:
+            raise ValueError(
+                f"num_return_sequences={self.samples}: at least 1, and more are sampled (do_sample=True), or "
+                "are beams (at most num_beams)."
+            )
         if self.num_beams == 1:
             return
         if self.temperature > 0:
@@ -62,10 +78,62 @@ class Options:
                 "num_beams above 1 goes with no streamer, on_token or stopping_criteria: which beam is best "
                 "is known only at the end."
             )
+        if self.details or self.draft is not None:
+            raise ValueError("num_beams above 1 goes with no draft, and without return_dict_in_generate.")
+
+    @property
+    def looks_at_all_rows(self) -> bool:
+        """Whether something is asked about all rows at once, which then have equally many tokens."""
+        return bool(self.criteria or self.processors or self.on_token or self.streamer)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether rows may end before they have all their tokens."""
+        return bool(self.ends or self.looks_at_all_rows)
+
+    def processed(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        """The scores `[B, V]` as the processors leave them. `tokens`: all so far, `[B, T]`."""
+        for processor in self.processors:
+            scores = processor(tokens, scores)
+        return scores
 
     @property
     def pad(self) -> int:
         return self.pad_token_id if self.pad_token_id is not None else self.ends[0] if self.ends else 0
+
+
+def without_ends(scores: Tensor, places: Sequence[int], options: Options) -> Tensor:
+    """The scores `[R, V]`; end tokens have none in rows with too few tokens. `places`: how many each has."""
+    early = [place < options.min_new_tokens for place in places]
+    if not options.ends or not any(early):
+        return scores
+    none = scores.index_fill(-1, torch.tensor(options.ends, device=scores.device), -torch.inf)
+    return torch.where(torch.tensor(early, device=scores.device).unsqueeze(1), none, scores)
+
+
+def repetition_penalty(penalty: float) -> Processor:
+    """Makes tokens less likely that a row has already (Keskar et al., arXiv 1909.05858, section 4.1)."""
+
+    def processed(tokens: Tensor, scores: Tensor) -> Tensor:
+        had = scores.gather(1, tokens)
+        return scores.scatter(1, tokens, torch.where(had < 0, had * penalty, had / penalty))
+
+    return processed
+
+
+def stops_at(strings: Sequence[str], tokenizer: Any) -> Criterion:
+    """Stops a row when its last token has completed one of these strings."""
+    if not hasattr(tokenizer, "decode"):
+        raise ValueError("stop_strings needs tokenizer=..., which turns tokens into text (`decode`).")
+    reach = 1 + max((len(s.encode()) for s in strings), default=0)
+    # Each token adds a byte or more, unless it is a special one, which a text does not show.
+
+    def stop(tokens: Tensor, scores: Any) -> Tensor:
+        rows = tokens[:, -reach:].tolist()
+        texts = [(tokenizer.decode(row[:-1]), tokenizer.decode(row)) for row in rows]
+        return torch.tensor([any(b.rfind(s) > a.rfind(s) for s in strings) for a, b in texts])
+
+    return stop
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
@@ -92,7 +160,16 @@ def read_options(
     _refuse_others(inputs, names)
     longest: int | None = inputs.pop("max_length", None)
     least: int | None = inputs.pop("min_length", None)
-    sampled, criteria = inputs.pop("do_sample", None), inputs.pop("stopping_criteria", None)
+    sampled, criteria = inputs.pop("do_sample", None), as_tuple(inputs.pop("stopping_criteria", None))
+    processors, penalty = (
+        as_tuple(inputs.pop("logits_processor", None)),
+        inputs.pop("repetition_penalty", None),
+    )
+    if penalty not in (None, 1.0):
+        processors = (repetition_penalty(penalty), *processors)
+    strings, tokenizer = inputs.pop("stop_strings", None), inputs.pop("tokenizer", None)
+    if strings:
+        criteria = (*criteria, stops_at([strings] if isinstance(strings, str) else strings, tokenizer))
     if given["max_new_tokens"] is None:
         new = 64 if longest is None else longest - width
         if new < 1:
@@ -107,12 +184,26 @@ def read_options(
     if sampled is False:
         given["temperature"] = 0.0
     streamer, ends = inputs.pop("streamer", None), as_tuple(given.pop("eos_token_id"))
+    samples, details = inputs.pop("num_return_sequences", None) or 1, tuple(_details(inputs))
     unknown = [n for n, value in inputs.items() if n not in names and not isinstance(value, Tensor)]
     if unknown:
         raise TypeError(
             f"neither generate nor the model's forward has an argument {', '.join(sorted(unknown))}."
         )
-    return Options(ends=ends, streamer=streamer, criteria=as_tuple(criteria), **given)
+    return Options(
+        ends=ends, streamer=streamer, criteria=criteria, processors=processors, samples=samples,
+        details=details, **given,
+    )  # fmt: skip
+
+
+def _details(inputs: dict[str, Any]) -> Iterator[str]:
+    """What is asked for beside the tokens, removed from the arguments."""
+    asked = {name: inputs.pop(name, None) for name in ("return_dict_in_generate", *_DETAILS)}
+    if asked["return_dict_in_generate"]:
+        yield from ("logprobs", *(kind for name, kind in _DETAILS.items() if asked[name]))
+
+
+_DETAILS = {"output_scores": "scores", "output_logits": "logits"}
 
 
 def prompts_of(model: object, name: str, inputs: dict[str, Any]) -> Any:
@@ -161,38 +252,37 @@ def tokens_of(signature: inspect.Signature, asked: str | None, inputs: dict[str,
 
 
 _THEIR_LOOP = (
+    "logits_processor=[...] takes the LogitsProcessor of transformers that does it, and "
     "attngraph.hf.generation_model(decoder).generate(...) is the loop of transformers over this decoder, and "
     "takes it"
 )
-_LOGITS = "call prefill and decode, which return the logits"
+_STATE = "state=... goes on from what return_dict_in_generate=True gives as `.state`"
 _INSTEAD: dict[str, str] = {
-    "num_return_sequences": "repeat the prompts: ids.repeat_interleave(n, 0)",
     "generation_config": "pass its values as arguments",
-    "past_key_values": "prefill returns a state, and decode goes on from it",
-    "cache": "prefill returns a state, and decode goes on from it",
+    "past_key_values": _STATE,
+    "cache": _STATE,
     "use_cache": "the cache is what a decoder is; call the model itself to compute without it",
-    "return_dict_in_generate": _LOGITS,
-    "output_scores": _LOGITS,
-    "output_logits": _LOGITS,
     "output_attentions": "the weights are never written out; call the model itself",
     "output_hidden_states": "call the model itself",
+    "assistant_model": "draft=attngraph.compile(assistant, cache=True)",
+    "prompt_lookup_num_tokens": 'draft="lookup", draft_tokens=...',
     "max_time": "pass on_token, which ends the generation by returning True",
 }
 _OTHERS = (
-    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
+    "encoder_repetition_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "force_words_ids", "constraints", "logits_processor", "prefix_allowed_tokens_fn",
-    "assistant_model", "prompt_lookup_num_tokens", "penalty_alpha", "typical_p", "epsilon_cutoff",
+    "bad_words_ids", "force_words_ids", "constraints", "prefix_allowed_tokens_fn",
+    "penalty_alpha", "typical_p", "epsilon_cutoff",
     "num_beam_groups", "diversity_penalty", "eta_cutoff", "suppress_tokens", "begin_suppress_tokens",
     "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "guidance_scale", "negative_prompt_ids",
     "watermarking_config", "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits",
-    "stop_strings", "tokenizer", "cache_implementation", "custom_generate", "bos_token_id",
+    "cache_implementation", "custom_generate", "bos_token_id",
     "decoder_start_token_id", "low_memory", "top_h", "dola_layers", "compile_config", "synced_gpus",
 )  # fmt: skip
 _ALWAYS = ("use_cache", "past_key_values", "output_attentions", "output_hidden_states")
 """Arguments of generate that forwards of models have too."""
 _NOTHING: dict[str, Any] = {
-    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "num_return_sequences": 1,
+    "encoder_repetition_penalty": 1.0,
     "num_beam_groups": 1, "typical_p": 1.0, "diversity_penalty": 0.0, "use_cache": True, "bos_token_id": ...,
 }  # fmt: skip
 """The values that ask for nothing, where they are not None, False, 0 or empty; `...`: all values."""

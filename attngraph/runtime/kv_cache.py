@@ -25,6 +25,7 @@ from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.pages import Pages, all_pages, sent
 from attngraph.runtime.parts import CarriedValues, FixedValues, Part
 from attngraph.runtime.saved_cache import require
+from attngraph.runtime.tree import Tree
 
 SAVED = "attngraph cache 4"
 
@@ -85,6 +86,8 @@ class KVCache:
         self._now = Contents([0] * rows, [0] * rows, {part.name: part for part in parts})
         self._has_rings = any(store.window is not None for store in plan.stores)
         self._back = _NOTHING
+        self.tree: Tree | None = None
+        """The paths that the rows are, after `Decoder.decode(..., parents=...)`."""
 
     @property
     def now(self) -> Contents:
@@ -286,6 +289,27 @@ class KVCache:
             for part, pairs in copies:
                 part.copy_pages(pairs)
         self._now = then
+
+    def keep(self, path: Sequence[int] | Sequence[Sequence[int]]) -> None:
+        """Keep one path of the tree that `Decoder.decode(..., parents=...)` has computed, and of each row
+        before that the tokens of its path alone.
+
+        Args:
+            path: the places of tokens among the new ones, from the row's last token on, for each row (for one
+                row also without the list around it). An empty one keeps none.
+
+        Raises:
+            CacheError: there is no tree, or no such path; or what a row keeps cannot go back (as in `crop`).
+        """
+        if self.tree is None or len(self.tree.sources) != self.rows:
+            raise CacheError("there is no tree: decode(ids, state, parents=...) makes one, and keep ends it.")
+        picked, lengths = self.tree.picked(path)
+        after = list(self.lengths)
+        for row, length in zip(picked, lengths, strict=True):
+            after[row] = length
+        self.crop(after)
+        self.reorder(picked)
+        self.tree = None
 
     @serving
     def copy(self) -> "KVCache":

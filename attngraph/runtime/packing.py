@@ -43,6 +43,12 @@ class Packed:
         """The tokens of each row, `[T]`."""
         return list(torch.split(self.ids[0], self.counts))
 
+    def repeated(self, times: int) -> "Packed":
+        """Each row so many times."""
+        rows = [row for row in self.rows() for _ in range(times)]
+        places, given = (t if t is None else t.repeat_interleave(times, 0) for t in (self.places, self.given))
+        return Packed(torch.cat(rows).unsqueeze(0), [*map(len, rows)], places, given, self.name)
+
 
 def as_ids(prompt: Any) -> Tensor:
     """A prompt, or one row of several, as a tensor of token ids; a TypeError if it holds no whole numbers."""
@@ -108,3 +114,10 @@ def as_given(ids: Ids, packed: Packed, pad: int) -> Tensor:
     longest = max(packed.counts)
     rows = [torch.nn.functional.pad(r, (longest - len(r), 0), value=pad) for r in packed.rows()]
     return torch.stack(rows)
+
+
+def equal_tokens(one: Tensor, other: Tensor) -> int:
+    """How many tokens `[T]` both begin with."""
+    shared = min(len(one), len(other))
+    different = (one[:shared] != other[:shared]).nonzero()
+    return int(different[0]) if len(different) else shared

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.runtime.generate import kept_weights, sample
+from attngraph.runtime.sampling import kept_weights, sample
 from tests.cache.models import WIDTH, Small, attend
 
 pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
@@ -90,8 +90,8 @@ def test_do_sample_without_a_temperature_samples_at_one(model: Any, decoder: Any
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"repetition_penalty": 1.2}, "hf.generation_model"), ({"num_return_sequences": 2}, "repeat_interleave"),
-     ({"return_dict_in_generate": True}, "prefill and decode"), ({"use_cache": False}, "the model itself"),
+    [({"no_repeat_ngram_size": 2}, "LogitsProcessor of"), ({"num_return_sequences": 2}, "do_sample"),
+     ({"assistant_model": object()}, "draft="), ({"use_cache": False}, "the model itself"),
      ({"generation_config": object()}, "its values as arguments"), ({"max_length": 4}, "no room"),
      ({"early_stopping": "soon"}, "never"), ({"context": "slide"}, '"roll"'), ({"min_p": 2.0}, "min_p")],
 )  # fmt: skip
@@ -201,7 +201,8 @@ def test_filters_leave_what_those_of_transformers_leave_in_their_order(
     weights, order, total = kept_weights(
         logits, torch.full((64,), 0.8, dtype=torch.float64),
         None if top_k is None else torch.full((64,), top_k),
-        None if top_p is None else torch.full((64,), top_p), min_p,
+        None if top_p is None else torch.full((64,), top_p),
+        None if min_p is None else torch.full((64,), min_p),
     )  # fmt: skip
     torch.testing.assert_close(weights.sum(-1), total)
     found = torch.zeros_like(scores).scatter(1, order, weights / weights.sum(-1, keepdim=True))
@@ -230,7 +231,7 @@ def test_the_likeliest_tokens_decide_as_if_all_were_sorted(
     logits = (logits * 4).round() / 4 if ties else logits
     temperature = torch.where(torch.arange(rows) % 5 == 0, 0.0, 0.3 + torch.rand(rows, generator=made))
     top_p = torch.where(torch.arange(rows) % 3 == 0, 1.0, 0.3 + 0.69 * torch.rand(rows, generator=made))
-    every = {"top_k": torch.arange(rows) * 7 % 90, "top_p": top_p, "min_p": 0.02}
+    every = {"top_k": torch.arange(rows) * 7 % 90, "top_p": top_p, "min_p": torch.full((rows,), 0.02)}
     options = {"top_k": None, "top_p": None} | {name: every[name] for name in names}
     uniform = torch.rand(rows, generator=made, dtype=torch.float64)
     uniform[:3] = torch.tensor([0.0, 0.999999, 0.999999], dtype=torch.float64)

@@ -197,6 +197,8 @@ def read_by(code: types.CodeType, held: dict[str, Any]) -> Iterator[tuple[Space,
         for name in attributes:
             if not isinstance(value, types.ModuleType):
                 break
+            if name not in vars(value) and "__getattr__" in vars(value):
+                getattr(value, name, None)  # a file that loads its names when they are first asked for
             space = Space(vars(value))
             yield space, (name,)
             value = space.get(name)

@@ -1,0 +1,86 @@
+"""What every call of a decoder does: pack prompts, find their step, give it its arguments and a state."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attngraph.ir.modes import serving
+from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.derived import MASK, DerivedSteps
+from attngraph.runtime.devices import OneDevice
+from attngraph.runtime.kv_cache import KVCache
+from attngraph.runtime.packing import Ids, Packed, pack
+from attngraph.runtime.step import Step
+
+
+class Calls:
+    """The steps that are derived of a model, and how they are called."""
+
+    def __init__(
+        self, model: Callable[..., Any], derived: DerivedSteps, config: CacheConfig, devices: OneDevice
+    ) -> None:
+        self._model, self.derived, self.config, self.devices = model, derived, config, devices
+
+    def pack(self, ids: Ids, mask: Tensor | None, name: str = "") -> Packed:
+        """All real tokens, packed. `name`: of the argument that has them, if it is not the usual one."""
+        owner = self._model if isinstance(self._model, nn.Module) else nn.Module()
+        found = pack(ids, mask, lambda: next((p.device for p in owner.parameters()), torch.device("cpu")))
+        return dataclasses.replace(found, name=name) if name else found
+
+    def as_in_prompt(self, step: Step, packed: Packed) -> Packed:
+        """Ids behind a prompt of embeddings as the embeddings that the model has of them."""
+        if packed.ids.is_floating_point() or step.takes(packed.ids):
+            return packed
+        return dataclasses.replace(packed, ids=self.derived.embedding(step.name)(packed.ids))
+
+    @serving
+    def new_state(self, packed: Packed, rows: int, config: CacheConfig | None = None) -> KVCache:
+        """An empty state of so many rows, each a call of its own, for tokens like these."""
+        step = self.derived.of_call(packed, {}, alone=True)
+        state = self._empty(step, rows, config or self.config, packed)
+        state.alone = True
+        return state
+
+    def step_of(self, state: KVCache) -> Step:
+        """The graph that goes on with a state (`DerivedSteps.of_state`)."""
+        return self.derived.of_state(state)
+
+    def begin(
+        self, step: Step, packed: Packed, inputs: Mapping[str, Any], picked: Tensor | None = None,
+        config: CacheConfig | None = None, unfinished: Collection[int] = (),
+    ) -> tuple[Tensor, KVCache]:  # fmt: skip
+        """The logits of the prompts' tokens, or of those `picked`, and a state that holds the prompts.
+        `unfinished`: rows of which more follow."""
+        state = self._empty(step, len(packed.counts), config or self.config, packed)
+        state.sizes = step.sizes.of_inputs(inputs, *packed.shape) or {}
+        step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
+        given = self.arguments(step, packed, inputs)
+        return step.advance(state, packed.counts, given, picked, unfinished=unfinished), state
+
+    def _empty(self, step: Step, rows: int, config: CacheConfig, packed: Packed) -> KVCache:
+        state = KVCache(step.plan, rows, config, packed.ids.device, step.limit)
+        state.origin, state.rank = self.derived.origin(step), step.ranks.rank
+        return state
+
+    def arguments(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The step's arguments that have an entry for every token, packed like the tokens."""
+        found: dict[str, Tensor] = {}
+        for name in step.arguments:
+            if name == step.name:
+                found[name] = packed.ids
+            elif name in inputs:
+                value, layout = inputs[name], step.sizes.layouts.get(name)
+                if layout is not None and layout.fits(value):
+                    value = layout.taken(value, packed.shape[0])
+                if value.shape[:2] != packed.shape:
+                    raise ValueError(f"{name} is {tuple(value.shape)}, the tokens {packed.shape}.")
+                found[name] = value[packed.mask].unsqueeze(0)
+            elif name == MASK:
+                shape, device = packed.ids.shape[:2], packed.ids.device
+                found[name] = torch.ones(shape, dtype=step.dtype_of(name), device=device)
+            else:
+                raise ValueError(f"the model needs {name} for every token; give it to decode as well.")
+        return found
