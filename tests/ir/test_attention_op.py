@@ -127,6 +127,16 @@ def test_gradients_of_the_flash_kernel_are_those_of_finite_differences(program: 
     assert torch.autograd.gradcheck(run, (q, k, v), fast_mode=True)
 
 
+def test_one_tensor_as_query_keys_and_values_has_one_gradient() -> None:
+    x = operands(Hkv=4)[0].requires_grad_()
+    once, again = (
+        torch.autograd.grad(out.square().sum(), x, create_graph=more)[0]
+        for out, more in (((x @ x.mT).softmax(-1) @ x, False), (attngraph.attention(x, x, x), True))
+    )
+    assert torch.allclose(once, again)
+    assert torch.autograd.gradgradcheck(lambda t: attngraph.attention(t, t, t), (x,))
+
+
 def test_the_log_sum_exp_includes_the_sink() -> None:
     q, k, v = operands(Hkv=4)
     _, lse = op(q, k, v, [], [], "sink 0.7", "")

@@ -211,13 +211,13 @@ def _differentiated_formula(
     """The same gradients by differentiating the formula, so that they can be differentiated themselves."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        outputs = _formula(*operands, reads, ctx.sizes, ctx.program)
+        own = [t.view_as(t) for t in (*operands, *reads)]  # one tensor may be several of them
+        outputs = _formula(own[0], own[1], own[2], own[3:], ctx.sizes, ctx.program)
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-        inputs = [t for t in (*operands, *reads) if t.requires_grad]
         results, given = [o for o, _ in pairs], [g for _, g in pairs]
-        found = torch.autograd.grad(results, inputs, given, create_graph=again, allow_unused=True)
-    by_input = dict(zip(map(id, inputs), found, strict=True))
-    return [by_input.get(id(t)) for t in (*operands, *reads)]
+        inputs = [t for t in own if t.requires_grad]
+        found = iter(torch.autograd.grad(results, inputs, given, create_graph=again, allow_unused=True))
+    return [next(found) if t.requires_grad else None for t in own]
 
 
 def _formula(
