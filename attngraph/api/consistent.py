@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from attngraph.api.build import logits_among
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import NoDecoderError
-from attngraph.ir.ops.derived_value import WithValue
+from attngraph.ir.ops.declare import with_value
 from attngraph.runtime.decoder import Decoder
 
 log = logging.getLogger("attngraph")
@@ -74,7 +74,7 @@ def consistently(
         found = torch.where(far[:, None, None], theirs, found)
     elif kind is not None and sum(isinstance(leaf, Tensor) for leaf in leaves) == 1:
         alone[kind] = leaves, spec, place
-    leaves[place] = WithValue.apply(logits, found) if logits.requires_grad else found  # type: ignore[no-untyped-call]
+    leaves[place] = with_value(logits, found) if logits.requires_grad else found
     return unflatten(leaves, spec)
 
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.declare import declare, differentiated, has_tangent, is_recorded
+from attngraph.ir.ops.declare import declare, differentiated, has_tangent, is_recorded, with_gradients
 
 _OPS = torch.ops.attngraph
 Together = Callable[[Sequence[Any], Sequence[Tensor]], Sequence[Tensor]]
@@ -46,7 +46,14 @@ def collective(
 
     def made(function: _Function) -> _Function:
         name = function.__name__.lstrip("_")
-        recorded = differentiated(name, functools.partial(_Sent.apply, function, gradient, same))
+
+        def sent(x: Tensor, *about: Any) -> Tensor:
+            return with_gradients(
+                lambda own: [x.view_as(x) if same else function(own[0], *about)],
+                lambda grads: [gradient(grads[0], *about)], x,
+            )[0]  # fmt: skip
+
+        recorded = differentiated(name, sent)
 
         def rule(keys: Any, *args: Any) -> Any:
             is_free = same and not has_tangent(args) and not is_recorded(args)
@@ -57,30 +64,6 @@ def collective(
         return result
 
     return made
-
-
-class _Sent(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, function: Any, gradient: Any, same: bool, x: Tensor, *about: Any) -> Tensor:
-        ctx.gradient, ctx.about = gradient, about
-        return x.view_as(x) if same else function(x.detach(), *about)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, None, None, ctx.gradient(grad, *ctx.about), *(None for _ in ctx.about)
-
-
-class Simulated(torch.autograd.Function):
-    """A collective of all ranks: `of` gives their results, `back` their gradients from those of these."""
-
-    @staticmethod
-    def forward(ctx: Any, of: Any, back: Any, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.back = back
-        return tuple(of([p.detach() for p in parts]))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, None, *ctx.back(grads)
 
 
 def total(parts: Sequence[Tensor]) -> Tensor:
@@ -111,7 +94,7 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
 @collective(
     fake=lambda a: torch.empty_like(a.x, memory_format=torch.contiguous_format),
     gradient=lambda grad, group: _all_reduce(grad, group),
-    together=lambda args, parts: Simulated.apply(
+    together=lambda args, parts: with_gradients(
         lambda values: [v.clone() for v in values], lambda grads: [total(grads)] * len(grads), *parts
     ),
     same=True,

@@ -145,6 +145,31 @@ def differentiated(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, of: Any, back: Any, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return tuple(of(given))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, None, *ctx.back(grads)
+
+
+def with_gradients(
+    of: Callable[[Sequence[Tensor]], Sequence[Tensor]], back: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    *given: Tensor,
+) -> Sequence[Tensor]:  # fmt: skip
+    """What `of` makes of tensors, whose gradients are what `back` makes of those of its results."""
+    found: Sequence[Tensor] = _WithGradients.apply(of, back, *given)
+    return found
+
+
+def with_value(differentiable: Tensor, value: Tensor) -> Tensor:
+    """A value that one computation gives, with the derivatives of another one of the same function."""
+    return with_gradients(lambda _: [value.clone()], lambda grads: grads, differentiable)[0]
+
+
 def _refuse(name: str, instead: str, keys: Any, *args: Any) -> Any:
     require_no_derivative(name, instead, args)
     return run_kernel(getattr(torch.ops.attngraph, name).default, keys, *args)

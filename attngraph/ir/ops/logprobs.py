@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attngraph.ir.dtypes import FLOATS
 from attngraph.ir.language.score import IN_ORDER
-from attngraph.ir.ops.derived_value import WithValue
+from attngraph.ir.ops.declare import with_value
 
 
 @functools.cache
@@ -50,4 +50,4 @@ def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
         return value
     wide = logits if logits.dtype == torch.float64 else logits.float()
     derived = torch.log_softmax(wide, -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return WithValue.apply(derived, value)  # type: ignore[no-any-return, no-untyped-call]
+    return with_value(derived, value)

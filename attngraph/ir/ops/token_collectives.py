@@ -23,8 +23,11 @@ import torch
 from torch import Tensor
 
 from attngraph.ir.kept import kept
-from attngraph.ir.ops.collectives import COLLECTIVES, Simulated, collective, for_each, rank_in
-from attngraph.ir.ops.declare import Sizes, declare, differentiated, has_tangent, is_recorded, shared
+from attngraph.ir.ops.collectives import COLLECTIVES, collective, for_each, rank_in
+
+from attngraph.ir.ops.declare import (  # isort: skip
+    Sizes, declare, differentiated, has_tangent, is_recorded, shared, with_gradients,
+)  # fmt: skip
 
 TOKENS = 2
 """The dimension of keys that counts tokens."""
@@ -210,7 +213,7 @@ def _of_all(parts: Sequence[Tensor], dim: int, chunks: list[int]) -> Tensor:
         n // len(a.chunks) * (len(a.chunks) // a.ranks) if d == a.dim else n for d, n in enumerate(a.x.shape)
     ]),
     gradient=lambda grad, dim, chunks, ranks, group: _gathered(grad, dim, Layout.of(chunks, ranks), group),
-    together=lambda args, parts: Simulated.apply(
+    together=lambda args, parts: with_gradients(
         lambda values: [
             _taken(v, args[0], Layout.of(args[1], len(values)), rank) for rank, v in enumerate(values)
         ],
@@ -230,19 +233,6 @@ def _all_tokens(x: Tensor, dim: int, chunks: list[int], ranks: int, group: str) 
     return _gathered(x, dim, Layout.of(chunks, ranks), group)
 
 
-class _Fetched(torch.autograd.Function):
-    """The keys of a fetch that has begun, with gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, begun: Begun) -> Tensor:
-        ctx.about = begun.plan, begun.group
-        return begun.with_own(x.detach())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _returned(grad, *ctx.about), None
-
-
 def begin_fetch(
     x: Tensor, reads: list[Tensor], sizes: list[int], program: str, chunks: list[int], ranks: int, group: str
 ) -> Begun:
@@ -259,18 +249,18 @@ def finish_fetch(x: Tensor, begun: Begun) -> Tensor:
     """What `fetch_keys` gives, of a fetch of `x` that has begun; gradients as there."""
     if has_tangent((x,)):
         raise NotImplementedError("attngraph::fetch_keys has no forward-mode derivative.")
-    found: Tensor = _Fetched.apply(x, begun) if is_recorded((x,)) else begun.with_own(x)
-    return found
-
-
-def _fetched_shape(a: Any) -> Tensor:
-    shape = [a.x.shape[TOKENS] * a.ranks, *(n for d, n in enumerate(a.x.shape) if d != TOKENS)]
-    found: Tensor = a.x.new_empty(shape).movedim(0, TOKENS)
-    return found
+    if not is_recorded((x,)):
+        return begun.with_own(x)
+    plan, group = begun.plan, begun.group
+    return with_gradients(
+        lambda own: [begun.with_own(own[0])], lambda grads: [_returned(grads[0], plan, group)], x
+    )[0]
 
 
 @declare(
-    fake=_fetched_shape, runs=False,
+    fake=lambda a: a.x.new_empty(
+        [a.x.shape[TOKENS] * a.ranks, *(n for d, n in enumerate(a.x.shape) if d != TOKENS)]
+    ).movedim(0, TOKENS), runs=False,
     derivatives=differentiated("fetch_keys", lambda x, *about: finish_fetch(x, begin_fetch(x, *about))),
 )  # fmt: skip
 def _fetch_keys(

@@ -20,6 +20,7 @@ from attngraph.capture.program.layouts import let_go
 from attngraph.errors import DisagreementError, NoDecoderError, PlacementError, SavedError
 from attngraph.ir.graph import Axis, ProgramGraph, Ranks
 from attngraph.ir.ops.cached_attention import CachePlan
+from attngraph.ir.ops.declare import with_gradients
 from attngraph.meaning.check.oracle import Oracle
 from attngraph.meaning.check.ranks import PerRank, run_on_ranks
 from attngraph.runtime.devices import ONE, OneDevice, OneRank, Own, Runner
@@ -188,19 +189,6 @@ class SeveralDevices(OneDevice):
         raise SavedError(f"the {what} is divided among ranks; a graph of several ranks is not saved yet.")
 
 
-class _Joined(torch.autograd.Function):
-    """A result that is equal on all ranks: one of them, whose gradient every rank gets."""
-
-    @staticmethod
-    def forward(ctx: Any, *values: Tensor) -> Tensor:
-        ctx.count = len(values)
-        return values[0].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return (grad,) * ctx.count  # type: ignore[no-any-return]
-
-
 def simulated(graph: ProgramGraph) -> Callable[..., Sequence[Any]]:
     """The function that computes a graph's results for all ranks."""
     run = on_all_ranks(graph)
@@ -239,7 +227,10 @@ def one_of_all(value: Any) -> Any:
     first, *others = (own.detach() for own in value)
     if not all(torch.equal(own, first) or torch.allclose(own, first, equal_nan=True) for own in others):
         raise RuntimeError("ranks have different results. Please report it.")
-    return _Joined.apply(*value) if first.is_floating_point() else value[0]
+    if not first.is_floating_point():
+        return first
+    # Every rank gets the gradient.
+    return with_gradients(lambda own: [own[0].clone()], lambda grads: [*grads] * len(value), *value)[0]
 
 
 class AllRanks(OneRank):
