@@ -34,7 +34,7 @@ from attngraph.ir.language.parser import parse as parse
 from attngraph.ir.language.score import ProgramError as ProgramError
 from attngraph.ir.language.score import ScoreProgram as ScoreProgram
 from attngraph.ir.ops.attention import attention as attention
-from attngraph.ir.ops.logprobs import logprobs as logprobs
+from attngraph.ir.ops.in_order import logprobs as logprobs
 from attngraph.report.entries import AttentionEntry as AttentionEntry
 from attngraph.report.plan import Machine as Machine
 from attngraph.report.plan import Plan as Plan

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from attngraph.errors import CacheError
 from attngraph.ir.modes import serving
-from attngraph.ir.ops.logprobs import logprobs
+from attngraph.ir.ops.in_order import logprobs
 from attngraph.report.cache_entry import Drift
 from attngraph.report.report import CompileReport, with_remarks
 from attngraph.runtime.cache_config import CacheConfig
