@@ -158,7 +158,7 @@ class Flat(nn.Module):
         assert trace.asked is not None
 
         def noted() -> Any:
-            return len(trace.answered.checks), trace.effects.what, printed.tell()
+            return len(trace.answered.checks), trace.effects.problem, printed.tell()
 
         def weights() -> dict[int, int]:
             return dict(zip(map(id, self._weights()), map(id, trace.originals), strict=False))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from attngraph.capture.attributes import Described, Settings, can_be_watched, holder_of
+from attngraph.capture.attributes import Described, can_be_watched, holder_of
 from attngraph.capture.instead import Row, instead
 from attngraph.capture.lines import line_at, line_of, line_using, name_of, outside, refused, room_of
 from attngraph.capture.state.fingerprint import fingerprint
@@ -57,29 +57,23 @@ def lost(what: str, line: str = "", advice: str = RETURN, lasting: bool = True, 
 class SideEffects:
     """The side effect that one trace of a target found; empty if there is none."""
 
-    what: str = ""
-    line: str = ""
-    advice: str = ""
-    of_arguments: bool = False
-    """Whether only this call's arguments are changed, so that other calls may be captured."""
-    of_state: bool = False
-    """Whether nothing but attributes of the model or values around it are changed."""
-    splits: bool = True
-    """Whether torch.compile notices it; else the model runs as it is."""
-
     def __init__(self, target: Callable[..., Any]) -> None:
         self.target = target
-        self.settings: Settings = {}
-        """The attributes that are changed, and to what."""
+        self.problem: CaptureError | None = None
+        """The refusal of a graph that would lose it: the last one that was noted."""
 
     def note(
         self, what: str, line: str = "", advice: str = RETURN, *, of_arguments: bool = False,
         of_state: bool = False, splits: bool = True,
     ) -> None:  # fmt: skip
-        self.splits = self.splits and splits
-        self.of_arguments = of_arguments and (self.of_arguments or not self.what)
-        self.of_state = of_state and not self.what
-        self.what, self.line, self.advice = what, line, advice
+        """Note one. `of_arguments`: only this call's arguments are changed, so that other calls may be
+        captured. `of_state`: nothing but attributes of the model or values around it are. `splits`: whether
+        torch.compile notices it; else the model runs as it is."""
+        before = self.problem
+        lasting = not of_arguments or (before is not None and before.lasting)
+        splits = splits and (before is None or before.splits)
+        changes_state = of_state and before is None
+        self.problem = lost(what, line, advice, lasting, changes_state=changes_state, splits=splits)
 
     def note_change(self, place: Place | None, splits: bool = True) -> None:
         """Note that the target changes its state; `place` is where, if it is known. `splits`: whether
@@ -112,23 +106,18 @@ class SideEffects:
             named = "" if place is None else f": {name_of(place, self.target)}"
             self.note(f"forward() changes an argument's attributes{named}", of_arguments=True)
         changed = kept.first_change(weights())
-        is_refused = self.what and not self.of_arguments
+        is_refused = self.problem is not None and self.problem.lasting
         if not is_refused and (changed is not None or held != weights()):
             places = list(kept.changed_attributes())
-            if all(map(can_be_watched, places)):
-                self.settings = {p: Described.of(holder_of(*p).get(p.name)) for p in places}
             # torch.compile loses which of two equal objects an attribute is, and repeats what was drawn.
-            self.splits &= not kept.swapped and (changed is None or not kept.is_generator(changed))
-            self.note_change(changed)
-        if self.what:
+            self.note_change(
+                changed, not kept.swapped and (changed is None or not kept.is_generator(changed))
+            )
+            if self.problem is not None and self.problem.changes_state and all(map(can_be_watched, places)):
+                self.problem.settings = {p: Described.of(holder_of(*p).get(p.name)) for p in places}
+        if self.problem is not None:
             kept.restore()
             theirs.restore()
-
-    def error(self) -> CaptureError:
-        return lost(
-            self.what, self.line, self.advice, lasting=not self.of_arguments, changes_state=self.of_state,
-            settings=self.settings if self.of_state else {}, splits=self.splits,
-        )  # fmt: skip
 
     def _note_iterator(self, place: Place) -> None:
         """Note that the target advances an iterator, which torch.compile does not notice either."""

@@ -133,13 +133,13 @@ def _program(
         fixes = None if trace.assumed.symbolic.isdisjoint(dimensions) else trace.extents
         raise CaptureError(str(problem), str(problem), dimensions=dimensions, extents=fixes) from problem
     except Exception as problem:  # torch raises many types; all mean that the capture failed
-        if trace.effects.what:
-            raise trace.effects.error() from problem
+        if trace.effects.problem is not None:
+            raise trace.effects.problem from problem
         raise _capture_error(problem, trace) from problem
     finally:
         kept.restore()
-    if trace.effects.what:
-        raise trace.effects.error()
+    if trace.effects.problem is not None:
+        raise trace.effects.problem
     if hidden is not None:
         raise hidden
     return program
