@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -170,8 +170,7 @@ def memory_of(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-@dataclasses.dataclass
-class Made:
+class Made(NamedTuple):
     """One tensor of a result. `base`: the number of the operand whose memory it has; None: memory of its
     own. `is_known`: whether the trace knows its value, which then has no elements."""
 

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from attngraph.capture.faster import calls
 from attngraph.capture.faster.calls import Call, Made, NotDescribed, Result, follows_from_sizes
 from attngraph.capture.lines import user_lines
+from attngraph.ir.graph.call import described
 from attngraph.ir.modes import autocast_of
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -148,10 +149,8 @@ class Recording:
             if isinstance(value, fx.Node):
                 if value in number:
                     return "node", number[value]
-                if _is_size(value):
-                    return "size", _formula(value.meta["val"])
-                if value.op == "get_attr":
-                    return "held", _layout(value.meta.get("val"))
+                if _stands_for_all(value):
+                    return value.op, _layout(value.meta.get("val"))
                 return "operand", self.operands[value]
             if isinstance(value, (list, tuple)):
                 return tuple(map(told, value))
@@ -163,7 +162,7 @@ class Recording:
             (n.target, told(n.args), told(n.kwargs), _layout(n.meta.get("val")), n.meta.get("stack_trace"))
             for n in self.nodes
         ]
-        return each, told(self.made), [*map(_layout_of_part, self.result.parts)], self.result.kind
+        return each, told(self.made), described(self.result.parts), self.result.kind
 
     def repeat(self, tracer: Any, call: Call) -> Any:
         """Record the same for other operands, and return the result of the call. If the trace does not follow
@@ -242,18 +241,7 @@ def _is_plain(node: fx.Node, memory: set[int]) -> bool:
 
 
 def _layout(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        sizes = (*value.shape, *value.stride(), value.storage_offset())
-        return value.dtype, value.device, value.requires_grad, tuple(map(_formula, sizes))
-    return tuple(map(_layout, value)) if isinstance(value, (list, tuple)) else None
-
-
-def _layout_of_part(part: Any) -> Any:
-    if not isinstance(part, Made):
-        return part
-    sizes = tuple(map(_formula, (*part.shape, *part.stride, part.offset)))
-    return part.dtype, part.device, sizes, part.base, part.wants_gradient
-
-
-def _formula(size: Any) -> Any:
-    return size if isinstance(size, (int, float, bool)) else size.node.expr
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_layout, value))
+    about = (value.requires_grad, value.storage_offset()) if isinstance(value, Tensor) else ()
+    return described((value, *about))
