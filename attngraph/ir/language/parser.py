@@ -52,7 +52,6 @@ def parse(text: str) -> ScoreProgram:
     if not isinstance(text, str):
         raise TypeError(f"a score program is parsed from text, found {type(text).__name__}.")
     statements: list[Statement] = []
-    parsers: list[_Parser] = []
     in_order = False
     for number, line in enumerate(text.split("\n"), start=1):
         code = line.split("#", 1)[0]
@@ -62,27 +61,18 @@ def parse(text: str) -> ScoreProgram:
         start = 0
         for piece in code.split(";"):
             if piece.strip():
-                parsers.append(_Parser(piece, line, number, start))
+                parser = _Parser(piece, line, number, start)
                 try:
-                    statements.append(parsers[-1].statement())
+                    statements.append(parser.statement())
                 except RecursionError:
                     raise ProgramError(f"score program, line {number}: nested too deeply.") from None
+                try:
+                    ScoreProgram(tuple(statements))
+                except ProgramError as problem:  # it is not valid after those before it
+                    parser.place = 0
+                    raise parser.problem(str(problem)) from None
             start += len(piece) + 1
-    try:
-        return ScoreProgram(tuple(statements), in_order)
-    except ProgramError:
-        _point_out(statements, parsers)
-        raise
-
-
-def _point_out(statements: list[Statement], parsers: "list[_Parser]") -> None:
-    """Raise at the first statement that is not valid after those before it."""
-    for count, parser in enumerate(parsers, start=1):
-        try:
-            ScoreProgram(tuple(statements[:count]))
-        except ProgramError as problem:
-            parser.place = 0
-            raise parser.problem(str(problem)) from None
+    return ScoreProgram(tuple(statements), in_order)
 
 
 def kind_of(op: str, args: tuple[Expr, ...]) -> str:
