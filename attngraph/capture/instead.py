@@ -21,14 +21,15 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
-T = TypeVar("T")
+from attngraph.ir.kept import holding
+
 Row = tuple[Any, str, Callable[[Any], Any]]
 """A class or a module (or the name of one), the name of an attribute, and what makes of this what is to stand
 in its place."""
@@ -67,16 +68,6 @@ def instead(*rows: Row) -> Iterator[None]:
             if hasattr(owner, name):
                 stack.enter_context(replaced(owner, name, make(getattr(owner, name))))
         yield
-
-
-@contextlib.contextmanager
-def holding(variable: ContextVar[Any], value: T) -> Iterator[T]:
-    """Give a context variable this value while the context is active."""
-    token = variable.set(value)
-    try:
-        yield value
-    finally:
-        variable.reset(token)
 
 
 @contextlib.contextmanager

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from attngraph.capture.instead import Row, holding, instead, replaced
+from attngraph.capture.instead import Row, instead, replaced
 from attngraph.capture.lines import TORCH, line_at, outside
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import line_of, source_of
+from attngraph.ir.kept import holding
 
 aten: Any = torch.ops.aten
 HigherOrderOperator = torch._ops.HigherOrderOperator

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import logging
 import os
 import tempfile
 import warnings
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from attngraph.capture.instead import silenced
 from attngraph.errors import ExportError
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -109,14 +109,7 @@ def _unwritable(path: Path, problem: OSError) -> ExportError:
 @contextlib.contextmanager
 def quiet(*others: str) -> Iterator[None]:
     """Without the progress and the warnings of torch's exporters, and what these `others` log."""
-    names = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export", *others)
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
-    try:
-        for logger in levels:
-            logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+    loggers = silenced("torch.onnx", "onnxscript", "onnx_ir", "torch.export", *others)
+    with loggers, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

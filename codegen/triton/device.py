@@ -5,12 +5,13 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from attngraph.ir.kept import holding
 
 _NOTHING = contextlib.nullcontext()
 
@@ -92,14 +93,9 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 _rehearsed: ContextVar[bool] = ContextVar("_rehearsed", default=False)
 
 
-@contextlib.contextmanager
-def as_captured() -> Iterator[None]:
+def as_captured() -> contextlib.AbstractContextManager[bool]:
     """Kernels are launched in the body as while a CUDA graph is captured, where none can be compiled."""
-    before = _rehearsed.set(True)
-    try:
-        yield
-    finally:
-        _rehearsed.reset(before)
+    return holding(_rehearsed, True)
 
 
 def is_captured(device: torch.device) -> bool:

@@ -22,9 +22,10 @@ from typing import Any, cast
 import torch
 from torch.overrides import TorchFunctionMode
 
-from attngraph.capture.instead import holding, replaced
+from attngraph.capture.instead import replaced
 from attngraph.capture.state.kinds import TOOLS, is_known
 from attngraph.capture.state.scope import Ran
+from attngraph.ir.kept import holding
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "..")) + os.sep

@@ -21,13 +21,14 @@ one for one rank after the other, and again from its beginning after every excha
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from attngraph.ir.kept import holding
 from attngraph.ir.ops.declare import declare, differentiated, has_tangent, is_recorded, with_gradients
 
 _OPS = torch.ops.attngraph
@@ -129,7 +130,7 @@ def bytes_sent(target: Any, size: int, ranks: int) -> int:
 
 EXCHANGING: set[Any] = set()
 """The operations that exchange; their last argument is the process group."""
-_local = threading.local()
+_RUN: ContextVar["_Run | None"] = ContextVar("_RUN", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,12 +144,12 @@ class Team:
     @property
     def member(self) -> int:
         """Which of its team this rank is."""
-        run = _simulated()
+        run = _RUN.get()
         return (rank_in(self.group) if run is None else run.rank) % self.size
 
     def swapped(self, parts: Tensor) -> Tensor:
         """Send `parts[n]` to member n; what the members sent to this rank, `[team, ...]`."""
-        run = _simulated()
+        run = _RUN.get()
         if run is not None:
             return run.swapped(parts, self)
         functional, rank = torch.ops._c10d_functional, rank_in(self.group)
@@ -181,10 +182,6 @@ class _Run:
         return self.received[self.done - 1]
 
 
-def _simulated() -> _Run | None:
-    return getattr(_local, "run", None)
-
-
 def together(runs: Sequence[Callable[[], Any]]) -> list[Any]:
     """Run an operation for all ranks of a group, `runs[n]` for rank n; the results. RuntimeError where some
     ranks exchange and others do not."""
@@ -192,13 +189,11 @@ def together(runs: Sequence[Callable[[], Any]]) -> list[Any]:
     while True:
         waiting, results = list[_Waits](), []
         for rank, run in enumerate(runs):
-            _local.run = _Run(rank, received[rank])
             try:
-                results.append(run())
+                with holding(_RUN, _Run(rank, received[rank])):
+                    results.append(run())
             except _Waits as exchange:
                 waiting.append(exchange)
-            finally:
-                _local.run = None
         if not waiting:
             return results
         if results:

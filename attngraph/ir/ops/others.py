@@ -24,24 +24,20 @@ what its weights are computed from (`passes/look_later.py`). Anywhere else it is
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._prims_common import is_contiguous_or_false
 
+from attngraph.ir.kept import holding
 from attngraph.ir.language import Environment, Tile, evaluate
-from attngraph.ir.ops.declare import (
-    Size,
-    Sizes,
-    declare,
-    differentiated,
-    has_tangent,
-    is_recorded,
-    run_kernel,
-)
+
+from attngraph.ir.ops.declare import (  # isort: skip
+    Size, Sizes, declare, differentiated, has_tangent, is_recorded, run_kernel,
+)  # fmt: skip
 
 
 @declare(schema="(Tensor(a) x, int[] order) -> Tensor(a)", plain=True)
@@ -139,22 +135,16 @@ EXPERT_ROWS = torch.ops.attngraph.expert_rows.default
 
 Tie = Callable[[int, Tensor, Sequence[Tensor]], Tensor]
 """Gives what takes the place of the result of this number, of this value and with these tensors kept."""
-_local = threading.local()
+_TIE: ContextVar[Tie | None] = ContextVar("_TIE", default=None)
 
 
-@contextlib.contextmanager
-def tying(tie: Tie) -> Iterator[None]:
+def tying(tie: Tie) -> contextlib.AbstractContextManager[Tie]:
     """Let `tie` say what takes the place of a fused result, in this thread."""
-    outer: Tie | None = getattr(_local, "tie", None)
-    try:
-        _local.tie = tie
-        yield
-    finally:
-        _local.tie = outer
+    return holding(_TIE, tie)
 
 
 def _autograd(keys: Any, value: Tensor, kept: list[Tensor], number: int) -> Tensor:
-    tie: Tie | None = getattr(_local, "tie", None)
+    tie = _TIE.get()
     if not is_recorded((value, kept)):
         found: Tensor = run_kernel(tied, keys, value, kept, number)
         return found

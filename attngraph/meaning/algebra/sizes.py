@@ -17,12 +17,13 @@ import contextvars
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import sympy
 import torch
 
+from attngraph.ir.kept import holding
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
@@ -91,14 +92,9 @@ _LARGEST_DIVISOR = 1 << 10
 _EXAMPLE = contextvars.ContextVar("_EXAMPLE", default=0)
 
 
-@contextlib.contextmanager
-def example_size(number: int) -> Iterator[None]:
+def example_size(number: int) -> contextlib.AbstractContextManager[int]:
     """Within this, `number` and its multiples are expressed by a size that may be any; 0: no number is."""
-    before = _EXAMPLE.set(number)
-    try:
-        yield
-    finally:
-        _EXAMPLE.reset(before)
+    return holding(_EXAMPLE, number)
 
 
 def example_number() -> int:

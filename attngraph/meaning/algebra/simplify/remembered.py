@@ -8,22 +8,19 @@ passes of one graph, and not for the process.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
+from attngraph.ir.kept import holding
 from attngraph.ir.language import Expr
 
 _ANSWERS: ContextVar[dict[tuple[object, ...], Expr] | None] = ContextVar("_ANSWERS", default=None)
 
 
-@contextlib.contextmanager
-def remembering() -> Iterator[None]:
+def remembering() -> contextlib.AbstractContextManager[Any]:
     """Keep answers until the block ends."""
-    before = _ANSWERS.set({})
-    try:
-        yield
-    finally:
-        _ANSWERS.reset(before)
+    return holding(_ANSWERS, {})
 
 
 def remembered(constructor: Callable[..., Expr]) -> Callable[..., Expr]:
