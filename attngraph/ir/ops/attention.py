@@ -136,13 +136,6 @@ def _own_dtypes(like: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False)
 
 
-def _token_major(out: Tensor) -> Tensor:
-    """A kernel's result as it is if `empty_result` made it, else copied to such a tensor."""
-    if out.transpose(1, 2).is_contiguous() and not out._is_view():
-        return out
-    return kernels.empty_result(out, tuple(out.shape)).copy_(out)
-
-
 def _attention_fake(a: Any) -> tuple[Tensor, Tensor]:
     check_operands(a.q, a.k, a.v, a.reads, a.sizes, parse(a.program))
     b, h, s, _ = a.q.shape
@@ -270,7 +263,9 @@ def _attention(
     chosen = _kernel(kernel, parsed, q, k, v)
     with _NOTHING if not torch.is_grad_enabled() else torch.no_grad(), _own_dtypes(q):
         out, lse = chosen.forward(parsed, (q, k, v), reads, sizes)
-        return _token_major(out), lse.contiguous()
+        if not out.transpose(1, 2).is_contiguous() or out._is_view():  # `empty_result` did not make it
+            out = kernels.empty_result(out, tuple(out.shape)).copy_(out)
+        return out, lse.contiguous()
 
 
 _OP = torch.ops.attngraph.attention.default
