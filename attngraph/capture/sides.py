@@ -12,6 +12,7 @@ hold for any number of tokens also stops where it is about to hold for some alon
 to that: where it has looked at many quotients of that number (chunks, paddings).
 """
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -167,13 +168,11 @@ def bound_above(relation: Any) -> int | None:
     (symbol,) = symbols
     if not all(side.is_polynomial(symbol) and sympy.degree(side, symbol) < 2 for side in relation.args):
         return None
-    low, high = 0, _MANY
-    if not holds(relation, {str(symbol): low}) or holds(relation, {str(symbol): high}):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(relation, {str(symbol): middle}) else (low, middle)
-    return low
+
+    def fails(number: int) -> bool:
+        return not holds(relation, {str(symbol): number})
+
+    return None if fails(0) or not fails(_MANY) else bisect.bisect_left(range(_MANY), True, key=fails) - 1
 
 
 class SizeProblem(Exception):
