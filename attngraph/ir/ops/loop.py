@@ -50,7 +50,8 @@ def loop(
     if count == rows and not any(begins) and all(n == 1 for n in lengths):
         value, *news = step.step(rows, tokens, shared, carried)
         given = [*tokens, *carried]
-        return [_own(value, [*given, *news]), *(_as(a, c, given) for a, c in zip(news, carried, strict=True))]
+        after = [_own(a.to(c.dtype), given) for a, c in zip(news, carried, strict=True)]
+        return [_own(value, [*given, *news]), *after]
     after = [value.clone() for value in carried]
     places = [int(n) for n in starts.tolist()][:-1]
     beginning = [(row, places[row]) for row in range(rows) if begins[row] and lengths[row]]
@@ -94,10 +95,6 @@ def _program(text: str, given: list[Tensor]) -> Step:
 def _own(value: Tensor, given: list[Tensor]) -> Tensor:
     """A result in memory of its own."""
     return value.clone() if any(value is t for t in given) or value._is_view() else value
-
-
-def _as(value: Tensor, like: Tensor, given: list[Tensor]) -> Tensor:
-    return _own(value, given) if value.dtype == like.dtype else value.to(like.dtype)
 
 
 FOLDS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
