@@ -207,9 +207,9 @@ def _with_sizes(graph: ProgramGraph, program: ExportedProgram, trace: Trace) -> 
     assert trace.structure is not None and trace.asked is not None
     arguments = exported.arguments_of(graph)
     sizes = exported.shapes_of(arguments)
-    graph.conditions = tuple(exported.conditions(program, arguments))
+    env: Any = getattr(graph.fake_mode(), "shape_env", None)
+    graph.conditions = tuple(exported.conditions(program, env))
     graph.hints = exported.hints(arguments, graph.graph.nodes)
-    env = exported.shape_env(arguments)
 
     def simplified(part: Any) -> Any:
         """A structure, or what has one, with its sizes as they are at the end of the trace."""

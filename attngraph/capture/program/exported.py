@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from attngraph.errors import CaptureError
@@ -52,7 +52,7 @@ def _size_of(value: Any) -> Any:
 
 def arguments_of(graph: ProgramGraph) -> list[fx.Node]:
     """The inputs of a graph that are the call's arguments."""
-    return [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
+    return [node for node, given in graph.given().items() if given.kind == "argument"]
 
 
 def shapes_of(arguments: Sequence[fx.Node]) -> tuple[tuple[Any, ...], ...]:
@@ -60,15 +60,8 @@ def shapes_of(arguments: Sequence[fx.Node]) -> tuple[tuple[Any, ...], ...]:
     return tuple(tuple(map(_size_of, n.meta["val"].shape)) for n in arguments)
 
 
-def shape_env(arguments: Sequence[fx.Node]) -> Any:
-    """Torch's shape environment of these inputs; None if there is none."""
-    modes = [getattr(n.meta["val"], "fake_mode", None) for n in arguments]
-    return next((m.shape_env for m in modes if m is not None), None)
-
-
-def conditions(program: ExportedProgram, arguments: Sequence[fx.Node]) -> Iterator[Any]:
+def conditions(program: ExportedProgram, env: ShapeEnv | None) -> Iterator[Any]:
     """Every relation between sizes that the trace assumes."""
-    env = shape_env(arguments)
     if env is None:
         return
     for guard in env.guards:
