@@ -70,9 +70,9 @@ def gradient_of_queries(
     if KEEPS_NAN:
         lost = tl.max(tl.where(tl.abs(row_lse) < float("inf"), 0, 1))  # rows without keys
         tl.store(unseen + pair_of_heads(), float("nan"), mask=lost > 0)
-    key_head = key + tl.cast(b, tl.int64) * key_b + tl.cast(kv, tl.int64) * key_h
+    key_head = head_at(key, key_b, key_h, kv)
     key_head += down * key_s + d * key_d
-    value_head = value + tl.cast(b, tl.int64) * value_b + tl.cast(kv, tl.int64) * value_h
+    value_head = head_at(value, value_b, value_h, kv)
     value_head += down * value_s + dv * value_d
     OVER_KEYS.before
     find_bounds(OWN, OTHER)
@@ -83,8 +83,8 @@ def gradient_of_queries(
     if not TRUSTED:
         sum_far_rows()
     load_gradients()
-    out_head = out + tl.cast(b, tl.int64) * out_b + tl.cast(h, tl.int64) * out_h
-    out_tile = tl.load(out_head + tl.cast(q, tl.int64) * out_s + dv * out_d, mask=(q < Sq) & IN_DV, other=0.0)
+    out_head = head_at(out, out_b, out_h, h)
+    out_tile = rows_at(out_head, q, out_s, dv, out_d, (q < Sq) & IN_DV)
     row_delta = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1, keep_dims=True)
     row_delta -= tl.load(grad_lse + row, mask=q < Sq, other=0.0)
     tl.store(delta + row, row_delta, mask=q < Sq)
@@ -230,31 +230,23 @@ def columns():
 
 @part
 def load_queries():
-    query_head = query + tl.cast(b, tl.int64) * query_b + tl.cast(h, tl.int64) * query_h
-    query_tile = tl.load(
-        query_head + tl.cast(q, tl.int64) * query_s + d * query_d, mask=(q < Sq) & IN_D, other=0.0
-    )
+    query_head = head_at(query, query_b, query_h, h)
+    query_tile = rows_at(query_head, q, query_s, d, query_d, (q < Sq) & IN_D)
 
 
 @part
 def load_gradients():
-    grad_head = grad + tl.cast(b, tl.int64) * grad_b + tl.cast(h, tl.int64) * grad_h
-    grad_tile = tl.load(
-        grad_head + tl.cast(q, tl.int64) * grad_s + dv * grad_d, mask=(q < Sq) & IN_DV, other=0.0
-    )
+    grad_head = head_at(grad, grad_b, grad_h, h)
+    grad_tile = rows_at(grad_head, q, grad_s, dv, grad_d, (q < Sq) & IN_DV)
 
 
 @part
 def load_keys():
     """Tiles of the keys and values of head kv at positions `at` `[.., 1]`."""
-    key_head = key + tl.cast(b, tl.int64) * key_b + tl.cast(kv, tl.int64) * key_h
-    key_tile = tl.load(
-        key_head + tl.cast(at, tl.int64) * key_s + d * key_d, mask=(at < Skv) & IN_D, other=0.0
-    )
-    value_head = value + tl.cast(b, tl.int64) * value_b + tl.cast(kv, tl.int64) * value_h
-    value_tile = tl.load(
-        value_head + tl.cast(at, tl.int64) * value_s + dv * value_d, mask=(at < Skv) & IN_DV, other=0.0
-    )
+    key_head = head_at(key, key_b, key_h, kv)
+    key_tile = rows_at(key_head, at, key_s, d, key_d, (at < Skv) & IN_D)
+    value_head = head_at(value, value_b, value_h, kv)
+    value_tile = rows_at(value_head, at, value_s, dv, value_d, (at < Skv) & IN_DV)
 
 
 @part
@@ -275,10 +267,8 @@ def turn_of_keys(TILE):
     if not LISTED:
         start = i * OTHER
     k = long(start + across)
-    key_tile = tl.load(key_head + tl.cast(start, tl.int64) * key_s, mask=key_there(TILE) & IN_D, other=0.0)
-    value_tile = tl.load(
-        value_head + tl.cast(start, tl.int64) * value_s, mask=key_there(TILE) & IN_DV, other=0.0
-    )
+    key_tile = next_rows(key_head, key_s, key_there(TILE) & IN_D)
+    value_tile = next_rows(value_head, value_s, key_there(TILE) & IN_DV)
     weigh(TILE)
     differentiate(TILE)
     if QUERIES:
@@ -302,9 +292,7 @@ def sum_far_rows():
         start = tl.load(line + i) * OTHER if LISTED else i * OTHER
         k = long(start + across)
         load_queries()
-        key_tile = tl.load(
-            key_head + tl.cast(start, tl.int64) * key_s, mask=(down < Skv - start) & IN_D, other=0.0
-        )
+        key_tile = next_rows(key_head, key_s, (down < Skv - start) & IN_D)
         dot = dots()
         s = dot
         OVER_KEYS.far
@@ -332,9 +320,9 @@ def sum_over_queries():
     """The loops over the blocks of queries that see keys of a block. Under a causal mask the first ones are
     at an edge, and so may the last be. Without one the edge comes first: in the other order Triton 3.6's
     products wait for each other (C7515)."""
-    query_head = query + tl.cast(b, tl.int64) * query_b + tl.cast(h, tl.int64) * query_h
+    query_head = head_at(query, query_b, query_h, h)
     query_head += down * query_s + d * query_d
-    grad_head = grad + tl.cast(b, tl.int64) * grad_b + tl.cast(h, tl.int64) * grad_h
+    grad_head = head_at(grad, grad_b, grad_h, h)
     grad_head += down * grad_s + dv * grad_d
     for SUM, SUMS_OF, OF_READ in OF_COLUMNS:
         SUM = tl.zeros([OWN, 1], tl.float32)
@@ -362,10 +350,7 @@ def sum_over_queries():
     else:
         stop = tl.cdiv(Sq, OTHER)
         begin = tl.maximum(first - long(SHIFT), 0) // OTHER if SHIFT else first // OTHER
-        if SHIFT:
-            open = tl.cdiv(first + OWN - 1 - long(SHIFT), OTHER)  # from here on, queries see all keys
-        else:
-            open = tl.cdiv(first + OWN - 1, OTHER)  # from here on, queries see all keys
+        open = tl.cdiv(last_seen(), OTHER)  # from here on, queries see all keys
         open = tl.minimum(tl.maximum(open, begin), stop)
         whole = tl.maximum(Sq // OTHER, open)
         if FILL:
@@ -398,12 +383,8 @@ def turn_of_queries(TILE):
     row = (tl.cast(b, tl.int64) * Hq + h) * Sq + q
     if TILE.is_edge and LAST_KEYS:
         inside = (across >= first_query - start) & (across < Sq - start)
-    query_tile = tl.load(
-        query_head + tl.cast(start, tl.int64) * query_s, mask=query_there(TILE) & IN_D, other=0.0
-    )
-    grad_tile = tl.load(
-        grad_head + tl.cast(start, tl.int64) * grad_s, mask=query_there(TILE) & IN_DV, other=0.0
-    )
+    query_tile = next_rows(query_head, query_s, query_there(TILE) & IN_D)
+    grad_tile = next_rows(grad_head, grad_s, query_there(TILE) & IN_DV)
     TILE.before
     weigh(TILE)
     load_numbers_of_rows(TILE)
@@ -441,6 +422,7 @@ of_values = part(
         else sum_value.to(grad_value.dtype.element_ty)
     )
 )
+last_seen = part(lambda: first + OWN - 1 - long(SHIFT) if SHIFT else first + OWN - 1)
 key_there = part(lambda TILE: down < Skv - start if TILE.is_edge else True)
 query_there = part(lambda TILE: down < Sq - start if TILE.is_edge else True)
 # The batches and heads that a tile of pairs is summed over; none, where a causal mask hides all of it.

@@ -171,11 +171,7 @@ def join_parts(part_acc, part_m, part_l, starts, out, lse, Hq, Hkv, splits, shar
         one = tl.zeros([1, 1], tl.int64)
         place = lse + tl.cast(h, tl.int64) * tokens + begin + lane % queries + one
         is_first = inside & (tl.program_id(1) == 0)
-        tl.store(
-            place,
-            (top + tl.log2(l)) * 0.6931471805599453 if LINEAR else top + tl.log(l),
-            mask=one < tl.where(is_first, 1, 0),
-        )
+        tl.store(place, log_sum(top), mask=one < tl.where(is_first, 1, 0))
 
 
 # --- parts ---

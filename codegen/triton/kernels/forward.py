@@ -81,14 +81,14 @@ def KERNEL(
     if VALUES_APART:
         dv = tl.cast(tl.arange(0, DV), tl.int64)[None, :]
         dv_rest = DV + tl.cast(tl.arange(0, DV_REST), tl.int64)[None, :]
-    query_head = query + tl.cast(b, tl.int64) * query_b + tl.cast(h, tl.int64) * query_h
+    query_head = head_at(query, query_b, query_h, h)
     query_beside = query_head + tl.cast(q, tl.int64) * query_s + d_rest * query_d
     query_head += tl.cast(q, tl.int64) * query_s + d * query_d
     if not AHEAD:
-        key_head = key + tl.cast(b, tl.int64) * key_b + tl.cast(head_of_keys(), tl.int64) * key_h
+        key_head = head_at(key, key_b, key_h, head_of_keys())
         key_beside = key_head + down * key_s + d_rest * key_d
         key_head += down * key_s + d * key_d
-        value_head = value + tl.cast(b, tl.int64) * value_b + tl.cast(head_of_keys(), tl.int64) * value_h
+        value_head = head_at(value, value_b, value_h, head_of_keys())
         value_beside = value_head + down * value_s + dv_rest * value_d
         value_head += down * value_s + dv * value_d
     query_tile = tl.load(query_head, mask=(q < Sq) & IN_D, other=0.0)
@@ -130,11 +130,7 @@ def KERNEL(
     tl.store(out_row + dv, out_tile, mask=(q < Sq) & IN_DV)
     out_rest = divided(acc_rest)
     tl.store(out_row + dv_rest, out_rest, mask=(q < Sq) & IN_DV_REST)
-    tl.store(
-        lse + tl.cast(place // blocks, tl.int64) * Sq + q,
-        (m + tl.log2(l)) * 0.6931471805599453 if LINEAR else m + tl.log(l),
-        mask=q < Sq,
-    )
+    tl.store(lse + tl.cast(place // blocks, tl.int64) * Sq + q, log_sum(m), mask=q < Sq)
 
 
 # --- parts ---
@@ -157,12 +153,8 @@ def turn(TILE):
         multiple = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + TILE.multiple
     else:
         score(TILE)
-        value_tile = tl.load(
-            value_head + tl.cast(start, tl.int64) * value_s, mask=there(TILE) & IN_DV, other=0.0
-        )
-        value_rest = tl.load(
-            value_beside + tl.cast(start, tl.int64) * value_s, mask=there(TILE) & IN_DV_REST, other=0.0
-        )
+        value_tile = next_rows(value_head, value_s, there(TILE) & IN_DV)
+        value_rest = next_rows(value_beside, value_s, there(TILE) & IN_DV_REST)
         m, l, acc, acc_rest = absorb(m, l, acc, acc_rest, s, TILE.multiple, value_tile, value_rest)
     if LISTED:
         behind = tl.load(line + i) * BLOCK_K
@@ -177,10 +169,8 @@ def multiply(TILE):
     if AHEAD:
         key_tile = key.load([b, head_of_keys(), start, 0]).reshape(BLOCK_K, D)
     else:
-        key_tile = tl.load(key_head + tl.cast(start, tl.int64) * key_s, mask=there(TILE) & IN_D, other=0.0)
-        key_rest = tl.load(
-            key_beside + tl.cast(start, tl.int64) * key_s, mask=there(TILE) & IN_D_REST, other=0.0
-        )
+        key_tile = next_rows(key_head, key_s, there(TILE) & IN_D)
+        key_rest = next_rows(key_beside, key_s, there(TILE) & IN_D_REST)
     if TILE.uses_dot:
         dot = product()
     else:

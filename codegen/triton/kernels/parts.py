@@ -57,6 +57,18 @@ def find_line(lists, lengths, of_b, of_h, extent, OWN_AT_ONCE, OTHERS_AT_ONCE):
     stop = tl.load(lengths + 3 * block + 1)
 
 
+# Where a head of a tensor begins; rows of it at some positions, or from `start` on.
+head_at = part(
+    lambda tensor, of_b, of_h, head: tensor + tl.cast(b, tl.int64) * of_b + tl.cast(head, tl.int64) * of_h
+)
+rows_at = part(
+    lambda head, at, of_row, columns, of_column, inside: tl.load(
+        head + tl.cast(at, tl.int64) * of_row + columns * of_column, mask=inside, other=0.0
+    )
+)
+next_rows = part(
+    lambda rows, of_row, inside: tl.load(rows + tl.cast(start, tl.int64) * of_row, mask=inside, other=0.0)
+)
 long = part(lambda number: tl.cast(number, tl.int64) if WIDE else number)
 head_of_keys = part(lambda: h // GROUP if GROUP > 1 else h)
 dots = part(lambda: tl.dot(query_tile, tl.trans(key_tile), input_precision=EXACT))
@@ -73,4 +85,5 @@ fall = part(lambda: m - top if LINEAR else (m - top) * LOG2E)
 divided = part(
     lambda total: (total / l if KEEPS_NAN else tl.where(l > 0.0, total / l, 0.0)).to(out.dtype.element_ty)
 )
+log_sum = part(lambda top: (top + tl.log2(l)) * 0.6931471805599453 if LINEAR else top + tl.log(l))
 weighted_sum = part(lambda values, total: tl.dot(w, values, total * shrink, input_precision=EXACT))
