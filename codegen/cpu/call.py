@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from attngraph.codegen.cpu.source import Plan, Source
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.ir.language import ScoreProgram, evaluate
-from attngraph.ir.ops.kernels import Operands
+from attngraph.ir.ops.kernels import Operands, Reads
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.score_bounds import hidden_below
 from attngraph.meaning.masks.tiles import Cut, Grid
@@ -74,9 +73,8 @@ class Run:
     """One call of a library."""
 
     def __init__(
-        self, made: Library, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor],
-        sizes: tuple[int, ...],
-    ) -> None:  # fmt: skip
+        self, made: Library, program: ScoreProgram, operands: Operands, reads: Reads, sizes: tuple[int, ...]
+    ) -> None:
         self.made, self.reads, self.sizes = made, reads, sizes
         self.scale = 1.0 if program.scale is None else program.scale
         self.program = program.without_scale

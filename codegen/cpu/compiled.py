@@ -11,7 +11,7 @@ logged once. Where ATen's kernel serves numbers of 16 bits, the one that takes l
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from attngraph.codegen.scalar.read_gradients import Totals, read_gradients, want
 from attngraph.codegen.scalar.read_ranges import require_in_range
 from attngraph.ir.dtypes import FLOATS
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
+from attngraph.ir.ops.kernels import Kernel, Operands, Reads, Results, Sizes, empty_result
 
 WORTH = 1 << 20
 """Calls with at least this many scores are compiled: PyTorch needs about 10 ms for them, C about 1 ms. A
@@ -76,9 +76,7 @@ class Compiled(Kernel):
             return str(error)
         return None
 
-    def forward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
         given = program, operands, reads, sizes
         flash, ours = (functools.partial(way, *given) for way in (self._flash.forward, self._forward))
         return self._faster("forward", program, operands, flash, ours)
@@ -94,9 +92,7 @@ class Compiled(Kernel):
         kind = chosen.kind_of(step, program, operands)
         return chosen.fastest(kind, {self._flash.name: flash, self.name: ours}, _remarks, program)
 
-    def _forward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
         plan = Plan(program.without_scale, operands[0].dtype, tuple(r.dtype for r in reads))
         if is_compiled(plan, operands):
             require_in_range(program, operands, reads, sizes)
@@ -108,16 +104,16 @@ class Compiled(Kernel):
         return self._otherwise(program, operands).forward(program, operands, reads, sizes)
 
     def backward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
-        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+        self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes,
+        results: Results, grads: Results,
     ) -> list[Tensor | None]:  # fmt: skip
         given = program, operands, reads, sizes, results, grads
         flash, ours = (functools.partial(way, *given) for way in (self._flash.backward, self._backward))
         return self._faster("backward", program, operands, flash, ours)
 
     def _backward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
-        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+        self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes,
+        results: Results, grads: Results,
     ) -> list[Tensor | None]:  # fmt: skip
         reason, plan = "", plan_gradients(program, operands, reads)
         if is_compiled(plan, operands):
@@ -139,7 +135,7 @@ class Compiled(Kernel):
         took = f"the C compiler took {seconds:.1f} s, once: what it makes is kept on disk"
         return (*_remarks.of(program), took) if seconds else _remarks.of(program)
 
-    def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
+    def source(self, program: ScoreProgram, operands: Operands, reads: Reads) -> str:
         """The C source for a call that is large enough to be compiled."""
         try:
             plan = Plan(program.without_scale, operands[0].dtype, tuple(r.dtype for r in reads))
@@ -147,9 +143,7 @@ class Compiled(Kernel):
         except UnsupportedError:
             return ""
 
-    def prepare(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], scores: float
-    ) -> None:
+    def prepare(self, program: ScoreProgram, operands: Operands, reads: Reads, scores: float) -> None:
         if scores >= WORTH and (text := self.source(program, operands, reads)):
             toolchain.begin(text)
 
@@ -157,7 +151,7 @@ class Compiled(Kernel):
         return self._flash if self._flash.refuse(program, operands) is None else self._tiled
 
 
-def attend(run: Run) -> tuple[Tensor, Tensor] | None:
+def attend(run: Run) -> Results | None:
     """The output and the log-sum-exp of a call, or None where the library does not support its arguments."""
     (b, h, sq, d), dv = run.q.shape, run.v.shape[3]
     out = empty_result(run.v, (b, h, sq, dv))
@@ -187,7 +181,7 @@ _TURNED = -(-BLOCK_K // numbers("tile.h")["STEP_Q"]) * numbers("tile.h")["STEP_Q
 """BLOCK_K rounded up to rows of a register block, as in c/backward.h."""
 
 
-def plan_gradients(program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> BackwardPlan:
+def plan_gradients(program: ScoreProgram, operands: Operands, reads: Reads) -> BackwardPlan:
     """The plan of a call's backward pass."""
     numbers = tuple(n for n in wanted_gradients(operands, reads)[1] if n in program.reads)
     dtypes = tuple(r.dtype for r in reads)
@@ -195,9 +189,8 @@ def plan_gradients(program: ScoreProgram, operands: Operands, reads: Sequence[Te
 
 
 def differentiate(
-    run: Run, plan: BackwardPlan, operands: Operands, results: tuple[Tensor, Tensor],
-    grads: tuple[Tensor, Tensor],
-) -> list[Tensor | None] | None:  # fmt: skip
+    run: Run, plan: BackwardPlan, operands: Operands, results: Results, grads: Results
+) -> list[Tensor | None] | None:
     """Gradients of q, k, v and of every floating-point read (zeros where none is wanted), or None where the
     library does not support the call's arguments."""
     both = results[0], grads[0].to(results[0].dtype)
@@ -253,9 +246,8 @@ def _exactly(rows: Tensor, lse: Tensor) -> Tensor:
 
 
 def _sum_pairs(
-    run: Run, g: Any, members: int, number: int, owned: tuple[bool, bool], here: Tensor, batch: int,
-    row: int,
-) -> None:  # fmt: skip
+    run: Run, g: Any, members: int, number: int, owned: tuple[bool, bool], here: Tensor, batch: int, row: int
+) -> None:
     """Write a read's sums `[batches or 1, H or 1, rows, Sk]`, starting at `batch` and `row`."""
     g.pairs, g.owner_stride, g.row_stride = here.data_ptr(), here.stride(1), here.stride(2)
     g.first, g.count, g.batch, g.number = row, here.shape[2], batch, number

@@ -8,7 +8,6 @@ computed once (`_Prepared`).
 """
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.dtypes import FLOATS, SCALED
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import memory
-from attngraph.ir.ops.cached_attention import UNSCALED, Rows, Scales, counts, only, row_by_row
+from attngraph.ir.ops.cached_attention import UNSCALED, Pair, Rows, Scales, counts, only, row_by_row
+from attngraph.ir.ops.kernels import Reads, Sizes
 from attngraph.meaning.masks.causal import examine
 
 LONG = 1 << 24
@@ -42,9 +42,8 @@ class Decode:
     name = "cpu.decode"
 
     def attend(
-        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED,
-        lse: Tensor | None = None,
+        self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair, reads: Reads, sizes: Sizes,
+        rows: Rows, scales: Scales = UNSCALED, lse: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         if not q.is_cpu or 0 in q.shape[2:]:  # dots of no width are zero: left to the general way
             return None
@@ -75,8 +74,8 @@ class Decode:
         return out
 
     def link(
-        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED,
+        self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair,
+        reads: Reads, sizes: Sizes, rows: Rows, scales: Scales = UNSCALED,
     ) -> Link | None:  # fmt: skip
         """The call that `attend` makes, ready to run; None if it is not supported."""
         about = _Rows(rows)
@@ -89,15 +88,13 @@ class Decode:
         return made.link(q, new, pages, reads, tuple(sizes), about, scales, torch.get_num_threads())
 
     @staticmethod
-    def most_kept(program: ScoreProgram, q: Tensor, reads: Sequence[Tensor]) -> int:
+    def most_kept(program: ScoreProgram, q: Tensor, reads: Reads) -> int:
         """The most kept tokens of a row for which a call like this is the faster way, and finds all that it
         reads at positions, even if all new tokens are the row's."""
         heads, tokens = q.shape[1:3]
         return min(LONG // (heads * tokens) - tokens // 2, most_tokens(program, reads) - tokens)
 
-    def source(
-        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
-    ) -> str:
+    def source(self, program: ScoreProgram, q: Tensor, pages: Pair, reads: Reads) -> str:
         if not q.is_cpu or not _serves(program, q, pages):
             return ""
         try:
@@ -106,7 +103,7 @@ class Decode:
             return ""
 
 
-def _serves(program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor]) -> bool:
+def _serves(program: ScoreProgram, q: Tensor, pages: Pair) -> bool:
     """Whether there is C for such queries and pages."""
     k, v = pages
     if q.dtype not in FLOATS or k.dtype != v.dtype or k.dtype not in (*FLOATS, *SCALED):
@@ -137,7 +134,7 @@ class _Prepared:
         self.function = made.code.attngraph_decode
 
     def attend(
-        self, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
+        self, q: Tensor, new: Pair, pages: Pair, reads: Reads,
         sizes: tuple[int, ...], rows: "_Rows", scales: Scales, lse: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         made = self.link(q, new, pages, reads, sizes, rows, scales)
@@ -161,7 +158,7 @@ class _Prepared:
         return blocks * k.shape[1] * -(-group // BLOCK_Q)
 
     def link(
-        self, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
+        self, q: Tensor, new: Pair, pages: Pair, reads: Reads,
         sizes: tuple[int, ...], rows: "_Rows", scales: Scales, at_once: int | None = None,
     ) -> Link | None:  # fmt: skip
         """The call, ready to run. With `at_once` threads, whatever the rows' lengths will be; else for these
@@ -242,9 +239,7 @@ def _step(group: int) -> int:
 _known: dict[tuple[object, ...], _Prepared | None] = {}
 
 
-def _prepare(
-    program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
-) -> _Prepared | None:
+def _prepare(program: ScoreProgram, q: Tensor, pages: Pair, reads: Reads) -> _Prepared | None:
     """What serves such a call, looked up by the program's text, because comparing programs would dominate a
     call's cost."""
     dtypes, (k, v) = tuple(r.dtype for r in reads), pages

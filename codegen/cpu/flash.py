@@ -6,7 +6,6 @@ zero; if not, the tiled kernel computes the result instead.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from attngraph.codegen.cpu import soft
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.ir.dtypes import FLOATS
 from attngraph.ir.language import Keep, ScoreProgram, parse
-from attngraph.ir.ops.kernels import TRUSTED, Kernel, Operands
+from attngraph.ir.ops.kernels import TRUSTED, Kernel, Operands, Reads, Results, Sizes
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -49,9 +48,7 @@ class Flash(Kernel):
             return "the mask is not plainly causal"
         return None
 
-    def forward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
         q, k, v = operands
         dot = _bound(q, k, v)
         if math.isinf(dot):
@@ -66,8 +63,8 @@ class Flash(Kernel):
         return out, lse
 
     def backward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
-        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+        self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes,
+        results: Results, grads: Results,
     ) -> list[Tensor | None]:  # fmt: skip
         q, k, v = operands
         out, lse = results
@@ -93,9 +90,7 @@ class Flash(Kernel):
         of_reads = (torch.zeros_like(r) if r.is_floating_point() else None for r in reads)
         return [_join([f[0] for f in found]), grad_k, grad_v, *of_reads]
 
-    def _fill_hides(
-        self, program: ScoreProgram, dot: float, keys: int, lse: Tensor, sizes: Sequence[int]
-    ) -> bool:
+    def _fill_hides(self, program: ScoreProgram, dot: float, keys: int, lse: Tensor, sizes: Sizes) -> bool:
         """Whether the fill hides its keys."""
         return not soft.has_finite_fill(program) or soft.hides(program, lse, keys, dot, tuple(sizes))
 

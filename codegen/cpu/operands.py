@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import Scales, numbers_of
+from attngraph.ir.ops.kernels import Reads, Sizes
 
 
 def rows_fit(tokens: int, starts: Tensor, *of_rows: Tensor) -> bool:
@@ -37,7 +38,7 @@ def table_range(table: Tensor, rows: int) -> tuple[int, int] | None:
 
 def attention_fits(
     program: ScoreProgram, q: Tensor, new: Sequence[Tensor], pages: Sequence[Tensor],
-    reads: Sequence[Tensor], sizes: Sequence[int], scales: Scales, rows: int, most: int,
+    reads: Reads, sizes: Sizes, scales: Scales, rows: int, most: int,
 ) -> bool:  # fmt: skip
     """Whether queries, new keys and pages go together, and what the program reads at a position or a row is
     there. `most`: the largest number of tokens of a row."""
@@ -60,7 +61,7 @@ def attention_fits(
     return program.sizes <= len(sizes) and _reads_fit(program, reads, extents)
 
 
-def _reads_fit(program: ScoreProgram, reads: Sequence[Tensor], extents: Mapping[str, int]) -> bool:
+def _reads_fit(program: ScoreProgram, reads: Reads, extents: Mapping[str, int]) -> bool:
     """Whether the tensors that a program reads are there, with an element at each plain index."""
     for number, rank in program.reads.items():
         if number >= len(reads) or reads[number].ndim != rank:
@@ -74,7 +75,7 @@ def _reads_fit(program: ScoreProgram, reads: Sequence[Tensor], extents: Mapping[
     return True
 
 
-def most_tokens(program: ScoreProgram, reads: Sequence[Tensor]) -> int:
+def most_tokens(program: ScoreProgram, reads: Reads) -> int:
     """The most tokens of a row for which a program that reads these tensors at positions finds its places."""
     extents = (
         reads[node.value].shape[axis]

@@ -7,12 +7,12 @@ are skipped. Otherwise they are computed.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.kernels import Reads
 from attngraph.meaning.masks.score_bounds import hidden_below
 
 UNDERFLOW = {torch.float32: 104.0, torch.float64: 746.0}
@@ -30,9 +30,7 @@ def largest_dot(q: Tensor, k: Tensor) -> float:
     return value if value == value else float("inf")
 
 
-def largest_score(
-    program: ScoreProgram, scale: float, q: Tensor, k: Tensor, reads: Sequence[Tensor]
-) -> float:
+def largest_score(program: ScoreProgram, scale: float, q: Tensor, k: Tensor, reads: Reads) -> float:
     """A bound of |scale * q . k|. Infinite where a mask that adds minus infinity must not be skipped: adding
     it leaves a NaN or infinite score NaN or infinite."""
     if any(keep.lowers for keep in program.keeps):

@@ -7,7 +7,7 @@ autograd differentiate them, block by block.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from attngraph.codegen.scalar.read_gradients import wanted_gradients
 from attngraph.codegen.scalar.read_ranges import require_in_range
 from attngraph.ir.language import Environment, ScoreProgram, Tile
 from attngraph.ir.ops import kernels
-from attngraph.ir.ops.kernels import Operands
+from attngraph.ir.ops.kernels import Operands, Reads, Results, Sizes
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.tiles import Cut, Grid, Run
 
@@ -35,9 +35,7 @@ class Tiled(kernels.Kernel):
     def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
         return None
 
-    def forward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
         q, _, v = operands
         if _is_empty(operands):
             return kernels.KERNELS["reference"].forward(program, operands, reads, sizes)
@@ -52,8 +50,8 @@ class Tiled(kernels.Kernel):
         return out, lse
 
     def backward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
-        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+        self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes,
+        results: Results, grads: Results,
     ) -> list[Tensor | None]:  # fmt: skip
         if _is_empty(operands):
             reference = kernels.KERNELS["reference"]
@@ -82,7 +80,7 @@ class _Work:
     """One call: the operands in the accumulation dtype, and how a block is computed."""
 
     def __init__(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: tuple[int, ...]
+        self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: tuple[int, ...]
     ) -> None:
         q, k, v = (t.to(kernels.accumulation_dtype(operands[0].dtype)) for t in operands)
         self.scale = 1.0 if program.scale is None else program.scale
@@ -126,7 +124,7 @@ class _Work:
 
     def _part(
         self, tile: Tile, run: Run, k: Tensor | None = None, v: Tensor | None = None,
-        reads: Sequence[Tensor] | None = None,
+        reads: Reads | None = None,
     ) -> tuple[Tensor, Tensor, Environment, frozenset[int]]:  # fmt: skip
         rows = (slice(*tile.b), slice(None), slice(run.start, run.stop))
         here = Tile(tile.b, tile.h, tile.q, (run.start, run.stop))
@@ -134,7 +132,7 @@ class _Work:
         env = kernels.environment(here, sources, self.sizes, self.q)
         return (self.k[rows] if k is None else k, self.v[rows] if v is None else v, env, run.skip)
 
-    def add_gradients(self, tile: Tile, grads: tuple[Tensor, Tensor], totals: list[Tensor | None]) -> None:
+    def add_gradients(self, tile: Tile, grads: Results, totals: list[Tensor | None]) -> None:
         """Recompute one block with autograd and add its gradients to `totals` (q, k, v, reads)."""
         with torch.no_grad():
             runs, _, _ = self.attend(tile)

@@ -28,7 +28,7 @@ from attngraph.codegen.scalar.weights import weight_multiple
 from attngraph.ir.language import E, Environment, Expr, S, Tile, evaluate
 from attngraph.ir.language.derivative import ZERO, derivative
 from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, ScoreProgram
-from attngraph.ir.ops.kernels import gradients
+from attngraph.ir.ops.kernels import Reads, Sizes, gradients
 
 ROWS, COLUMNS, PAIRS = "rows", "columns", "pairs"
 FLOATING = frozenset({"half", "float", "double"})
@@ -40,9 +40,7 @@ PAIRS_ON_CPU = 1 << 18
 _B, _H, _Q, _K = (S.index(name) for name in S.INDICES)
 
 
-def wanted_gradients(
-    operands: Sequence[Tensor], reads: Sequence[Tensor]
-) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+def wanted_gradients(operands: Sequence[Tensor], reads: Reads) -> tuple[tuple[bool, ...], tuple[int, ...]]:
     """Which of q, k, v want gradients, and the numbers of the floating reads that do.
 
     If any tensor has `requires_grad`, only those that have it get gradients; if none has (a call of the op in
@@ -116,7 +114,7 @@ class Totals:
     """
 
     def __init__(
-        self, wanted: Sequence[int], reads: Sequence[Tensor], sizes: Sequence[int],
+        self, wanted: Sequence[int], reads: Reads, sizes: Sizes,
         lengths: tuple[int, int, int, int], lse: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.wanted, self.reads, self.sizes, self._lse = wanted, reads, sizes, lse

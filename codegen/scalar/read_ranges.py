@@ -7,14 +7,12 @@ from data is not known here (`follows_from_data`).
 """
 
 import functools
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from attngraph.ir.language import E, Environment, Expr, Tile, evaluate
 from attngraph.ir.language.score import INDICES, ScoreProgram
-from attngraph.ir.ops.kernels import Operands, accumulation_dtype
+from attngraph.ir.ops.kernels import Operands, Reads, Sizes, accumulation_dtype
 from attngraph.meaning.algebra.intervals import Box, Cut, Grid, bounds, interval
 
 _BLOCKS = 256
@@ -24,9 +22,7 @@ _STEP = 64
 Extents = tuple[int, int, int, int]
 
 
-def require_in_range(
-    program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-) -> None:
+def require_in_range(program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> None:
     """Raise IndexError where an index that follows from positions and sizes is out of range."""
     q, k, _ = operands
     problem = _problem_of(program, (*q.shape[:3], k.shape[2]), reads, sizes, accumulation_dtype(q.dtype))
@@ -35,7 +31,7 @@ def require_in_range(
 
 
 def are_in_range(
-    program: ScoreProgram, extents: Extents, reads: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype
+    program: ScoreProgram, extents: Extents, reads: Reads, sizes: Sizes, dtype: torch.dtype
 ) -> bool:
     """Whether all indices of positions are in range, for rows that grow from step to step: those that are
     computed are looked at up to the next power of two, and if that is too far, as far as `extents` say."""
@@ -55,7 +51,7 @@ def reads_by_data(program: ScoreProgram) -> frozenset[int]:
 
 
 def _problem_of(
-    program: ScoreProgram, extents: Extents, reads: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype
+    program: ScoreProgram, extents: Extents, reads: Reads, sizes: Sizes, dtype: torch.dtype
 ) -> str | None:
     if not _computed(program):
         return None

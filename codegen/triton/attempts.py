@@ -22,6 +22,7 @@ from attngraph.codegen.triton import tuned, visits
 from attngraph.codegen.triton.device import is_captured, is_exact, name_of
 from attngraph.codegen.triton.plan import Blocks, Plan
 from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.kernels import Reads, Sizes
 
 _log = logging.getLogger("attngraph.codegen.triton")
 _failed: set[tuple[Hashable, torch.device]] = set()
@@ -121,9 +122,8 @@ class KeptPlans(Generic[K]):
 
 
 def key_of(
-    program: ScoreProgram, operands: Sequence[Tensor], reads: Sequence[Tensor], sizes: Sequence[int],
-    gradients: bool = False,
-) -> Hashable:  # fmt: skip
+    program: ScoreProgram, operands: Sequence[Tensor], reads: Reads, sizes: Sizes, gradients: bool = False
+) -> Hashable:
     """All that the plan of a call follows from: the program, how its tensors lie in memory, whether sizes are
     large, the device, and what was measured on it. `gradients`: also which tensors want gradients."""
     device = operands[0].device

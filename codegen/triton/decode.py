@@ -25,7 +25,8 @@ from attngraph.codegen.triton.launch import is_served, unsupported
 from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, DecodePlan, Read, padded, window_of
 from attngraph.codegen.triton.store import is_wide, launch_kernel, loading
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import UNSCALED, Counts, Rows, Scales, counts, told
+from attngraph.ir.ops.cached_attention import UNSCALED, Counts, Pair, Rows, Scales, counts, told
+from attngraph.ir.ops.kernels import Reads, Sizes
 from attngraph.ir.ops.quantised import LARGEST
 
 FEW = 16
@@ -55,9 +56,8 @@ class Decode:
         self._plans: KeptPlans[Prepared | None] = KeptPlans()
 
     def attend(
-        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED,
-        lse: Tensor | None = None,
+        self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair, reads: Reads, sizes: Sizes,
+        rows: Rows, scales: Scales = UNSCALED, lse: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         if q.shape[2] == 0 or gpu.no_device(q) is not None:
             return None
@@ -86,9 +86,7 @@ class Decode:
         splits = self._splits or found.parts(about, pages[0].shape[1])
         return attempts.run(found.plan, q.device, launch, lambda: None)
 
-    def source(
-        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
-    ) -> str:
+    def source(self, program: ScoreProgram, q: Tensor, pages: Pair, reads: Reads) -> str:
         """The module of both kernels. Emitting it needs no GPU; for tensors on a CPU it exists
         only under Triton's interpreter."""
         if gpu.no_device(q) is not None or not self._serves(program, q, pages, reads):
@@ -96,9 +94,7 @@ class Decode:
         group = q.shape[1] // pages[0].shape[1]
         return emit_decode(self._plan_for(program, q, pages, reads, group, 1)).source
 
-    def _serves(
-        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
-    ) -> bool:
+    def _serves(self, program: ScoreProgram, q: Tensor, pages: Pair, reads: Reads) -> bool:
         k, v = pages
         if q.dtype not in DTYPES or k.dtype != v.dtype or k.dtype not in (q.dtype, *LARGEST):
             return False
@@ -112,9 +108,8 @@ class Decode:
         return unsupported(program) is None
 
     def _plan_for(
-        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
-        lanes: int, columns: int,
-    ) -> DecodePlan:  # fmt: skip
+        self, program: ScoreProgram, q: Tensor, pages: Pair, reads: Reads, lanes: int, columns: int
+    ) -> DecodePlan:
         """The plan of a call of ordinary size; the lengths are not known."""
         k, v = pages
         line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
@@ -130,8 +125,8 @@ class Decode:
         )  # fmt: skip
 
     def plan(
-        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        reads: Sequence[Tensor], sizes: Sequence[int], about: Counts, columns: int = 1,
+        self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair,
+        reads: Reads, sizes: Sizes, about: Counts, columns: int = 1,
     ) -> tuple[DecodePlan, int]:  # fmt: skip
         """The plan of a call, whose rows have at most so many pages (columns of the table), and the number of
         parts into which each row's keys are split."""
@@ -139,8 +134,8 @@ class Decode:
         return found.plan, self._splits or found.parts(about, pages[0].shape[1])
 
     def _prepare(
-        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        reads: Sequence[Tensor], sizes: Sequence[int], about: Counts, columns: int,
+        self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair,
+        reads: Reads, sizes: Sizes, about: Counts, columns: int,
     ) -> "Prepared":  # fmt: skip
         k, v = pages
         most, longest = max(about.new), max(about.held)
@@ -232,9 +227,8 @@ def tuned_line(program: ScoreProgram, lanes: int, D: int, Dv: int, dtype: torch.
 
 
 def launch_decode(
-    plan: DecodePlan, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-    reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, splits: int, scales: Scales = UNSCALED,
-    lse: Tensor | None = None,
+    plan: DecodePlan, q: Tensor, new: Pair, pages: Pair, reads: Reads, sizes: Sizes, rows: Rows, splits: int,
+    scales: Scales = UNSCALED, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The output, by the plan's two kernels, with each row's keys split into `splits` parts. The log-sum-exps
     are written to `lse`, float32 `[1, heads, N]`."""

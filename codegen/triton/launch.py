@@ -36,7 +36,7 @@ from attngraph.codegen.triton.emit import OF_KEYS, OF_QUERIES, OF_READ, emit, em
 from attngraph.codegen.triton.plan import DTYPES, WIDEST, BackwardPlan, Blocks, Plan, Read
 from attngraph.codegen.triton.store import described, is_describable, is_wide, launch_kernel, loading
 from attngraph.ir.language import ScoreProgram
-from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
+from attngraph.ir.ops.kernels import Kernel, Operands, Reads, Results, Sizes, empty_result
 
 UNCHECKED = (
     "computed by PyTorch's operations: r{} holds whole numbers or truth values and is read at an index that "
@@ -84,9 +84,7 @@ class Forward(Kernel):
             return f"heads wider than {WIDEST}"
         return unsupported(program)
 
-    def forward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
         key = key_of(program, operands, reads, sizes)
         plan = self._plans.get(key, lambda: self._plan(program, operands, reads, sizes))
         if plan is None:
@@ -99,8 +97,8 @@ class Forward(Kernel):
         )  # fmt: skip
 
     def backward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
-        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+        self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes,
+        results: Results, grads: Results,
     ) -> list[Tensor | None]:  # fmt: skip
         """By kernels; calls that these do not support by blocks of plain PyTorch."""
         key = key_of(program, operands, reads, sizes, gradients=True)
@@ -118,9 +116,7 @@ class Forward(Kernel):
             otherwise,
         )  # fmt: skip
 
-    def _plan(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-    ) -> Plan | None:
+    def _plan(self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> Plan | None:
         """The plan of a call; None for one that is left to `cpu.tiled`. Raises ValueError: no kernel serves
         the call, or a tensor that it reads is too short."""
         reason = self.refuse(program, operands)
@@ -135,13 +131,13 @@ class Forward(Kernel):
         return plan_forward(program, operands, reads, sizes, self._blocks)
 
     @staticmethod
-    def _is_left(program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> bool:
+    def _is_left(program: ScoreProgram, operands: Operands, reads: Reads) -> bool:
         """Whether a call is left to `cpu.tiled`."""
         q, k, v = operands
         nothing = min(*q.shape, *k.shape, v.shape[3]) == 0
         return nothing or not all(is_served(program, number, reads[number].dtype) for number in program.reads)
 
-    def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
+    def source(self, program: ScoreProgram, operands: Operands, reads: Reads) -> str:
         """The source of the forward kernel's module. Emitting it needs neither a GPU nor Triton."""
         if self._unserved(program, operands) is not None or self._is_left(program, operands, reads):
             return ""
@@ -151,7 +147,7 @@ class Forward(Kernel):
         return attempts.remarks(program)
 
     def _plan_backward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+        self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes
     ) -> BackwardPlan | None:
         q, _, v = operands
         if self.refuse(program, operands) is not None or max(q.shape[3], v.shape[3]) > WIDEST_BACKWARD:
@@ -176,9 +172,7 @@ class Forward(Kernel):
         return found
 
 
-def launch_forward(
-    plan: Plan, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def launch_forward(plan: Plan, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
     """The output and the log-sum-exp, by the plan's kernel."""
     q, k, v = operands
     if plan.blocks.ahead and (plan.wide or not (is_describable(k) and is_describable(v))):
@@ -207,9 +201,8 @@ def by_addresses(plan: Plan) -> Plan:
 
 
 def plan_forward(
-    program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
-    blocks: Blocks | None = None,
-) -> Plan:  # fmt: skip
+    program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes, blocks: Blocks | None = None
+) -> Plan:
     """The plan of the forward kernel that serves one call."""
     q, line = operands[0], tuned.key_of_call("forward", program, operands)
     found = blocks or tuned.find(name_of(q.device), line, q.shape[2])
@@ -230,9 +223,8 @@ def _listed(plan: Plan, operands: Operands) -> Plan:
 
 
 def plan_call(
-    program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
-    blocks: Blocks | None = None,
-) -> Plan:  # fmt: skip
+    program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes, blocks: Blocks | None = None
+) -> Plan:
     """What the kernels that serve one call have in common."""
     q, k, v = operands
     return Plan(
@@ -267,7 +259,7 @@ def unsupported(program: ScoreProgram) -> str | None:
     return None
 
 
-def _check_reads(program: ScoreProgram, q: Tensor, k: Tensor, reads: Sequence[Tensor]) -> None:
+def _check_reads(program: ScoreProgram, q: Tensor, k: Tensor, reads: Reads) -> None:
     """Raise ValueError where a tensor that is read by a plain index is too short."""
     extents = dict(zip("bhqk", (*q.shape[:3], k.shape[2]), strict=True))
     for node, axis, index in program.places:
@@ -280,9 +272,8 @@ def _check_reads(program: ScoreProgram, q: Tensor, k: Tensor, reads: Sequence[Te
 
 
 def differentiate(
-    plan: BackwardPlan, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
-    results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
-) -> list[Tensor | None]:  # fmt: skip
+    plan: BackwardPlan, operands: Operands, reads: Reads, sizes: Sizes, results: Results, grads: Results
+) -> list[Tensor | None]:
     """Gradients of q, k, v and of every floating-point read (zeros where none is wanted)."""
     (q, k, v), (out, lse), (grad, grad_lse) = operands, results, grads
     B, Hq, Sq, Skv = *q.shape[:3], k.shape[2]

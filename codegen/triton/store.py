@@ -27,6 +27,7 @@ from attngraph.codegen.triton.device import is_interpreted, on
 from attngraph.codegen.triton.emit import Kernel
 from attngraph.codegen.triton.plan import Plan, padded
 from attngraph.ir import cache_folder
+from attngraph.ir.ops.kernels import Reads
 from attngraph.ir.records import write_whole
 
 K = TypeVar("K", bound=Hashable)
@@ -80,7 +81,7 @@ def _is_ours(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and (not hasattr(os, "getuid") or status.st_uid == os.getuid())
 
 
-def read_arguments(plan: Plan, reads: Sequence[Tensor]) -> list[Any]:
+def read_arguments(plan: Plan, reads: Reads) -> list[Any]:
     """A kernel's arguments for the tensors that its program reads."""
     found: list[Any] = []
     for read in plan.reads:

@@ -24,8 +24,8 @@ from attngraph.codegen.triton import decode, device, launch, tuned
 from attngraph.codegen.triton.blocks import decode_blocks
 from attngraph.codegen.triton.plan import Blocks, in_two, padded
 from attngraph.ir.language import ScoreProgram, parse
-from attngraph.ir.ops.cached_attention import Rows, counts, row_by_row
-from attngraph.ir.ops.kernels import Operands
+from attngraph.ir.ops.cached_attention import Pair, Rows, counts, row_by_row
+from attngraph.ir.ops.kernels import Operands, Reads, Sizes
 
 _log = logging.getLogger("attngraph.codegen.triton")
 _NUMBERS = 1 << 16
@@ -41,8 +41,7 @@ C = TypeVar("C")
 
 
 def tune(
-    program: ScoreProgram | str, operands: Operands, reads: Sequence[Tensor] = (),
-    sizes: Sequence[int] = (), *,
+    program: ScoreProgram | str, operands: Operands, reads: Reads = (), sizes: Sizes = (), *,
     gradients: bool = False, cache: tuple[tuple[Tensor, Tensor], Sequence[Tensor]] | None = None,
     timer: Timer | None = None, name: str | None = None, seconds: float = math.inf,
     turn: Callable[[], None] = lambda: None, times: dict[str, dict[Any, float]] | None = None,
@@ -95,9 +94,7 @@ class _Choices(Generic[C]):
     wanted: Callable[[], Results]
 
 
-def _forward(
-    program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-) -> _Choices[Blocks]:
+def _forward(program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> _Choices[Blocks]:
     plan = launch.plan_forward(program, operands, reads, sizes)
 
     def call(blocks: Blocks) -> Results:
@@ -113,7 +110,7 @@ def _forward(
 
 
 def _backward(
-    program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+    program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes
 ) -> list[_Choices[Blocks]]:
     """None, if no kernel computes the gradients."""
     plan = launch.Forward()._plan_backward(program, operands, reads, sizes)
@@ -146,9 +143,8 @@ def _options(operands: Operands) -> list[Blocks]:
 
 
 def _over_cache(
-    program: ScoreProgram, operands: Operands, pages: tuple[Tensor, Tensor], rows: Rows,
-    reads: Sequence[Tensor], sizes: Sequence[int],
-) -> _Choices[tuple[Blocks, int]]:  # fmt: skip
+    program: ScoreProgram, operands: Operands, pages: Pair, rows: Rows, reads: Reads, sizes: Sizes
+) -> _Choices[tuple[Blocks, int]]:
     """Tiles, and the number of parts of the keys (as programs per multiprocessor)."""
     q, *new = operands
     about = counts(rows)

@@ -14,7 +14,7 @@ computed by the graph itself, in each replay, or are such as stay where they are
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from attngraph.codegen.triton.device import is_captured
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, S, ScoreProgram, Statement
 from attngraph.ir.ops.declare import shared
-from attngraph.ir.ops.kernels import Operands
+from attngraph.ir.ops.kernels import Operands, Reads, Sizes
 from attngraph.ir.versions import version_of
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.tiles import Cut, Grid
@@ -80,7 +80,7 @@ def are_listed(program: ScoreProgram, diagonal: Statement | None, operands: Oper
 
 
 def find(
-    program: ScoreProgram, blocks: Blocks, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+    program: ScoreProgram, blocks: Blocks, operands: Operands, reads: Reads, sizes: Sizes,
     turned: bool = False,
 ) -> Visits:  # fmt: skip
     """The lists of a call. `turned`: for each block of keys, the blocks of queries that it visits."""
@@ -123,7 +123,7 @@ def _from_shapes(
 
 
 def _from_tensors(
-    program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], reads: Sequence[Tensor], device: torch.device,
+    program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], reads: Reads, device: torch.device,
     turned: bool,
 ) -> Visits:  # fmt: skip
     used, large = _used(program)

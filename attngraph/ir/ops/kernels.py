@@ -22,6 +22,12 @@ from attngraph.ir.language import Environment, ScoreProgram, Tile, evaluate
 from attngraph.ir.ops import memory
 
 Operands = tuple[Tensor, Tensor, Tensor]
+"""q, k and v."""
+Reads = Sequence[Tensor]
+Sizes = Sequence[int]
+"""What a program reads as `r0`, `r1`, .., and its sizes `n0`, `n1`, .."""
+Results = tuple[Tensor, Tensor]
+"""The output and the log-sum-exps, or gradients of them."""
 SHARED, SHARED_END = ", the same in every kernel", "end of "
 """How comments begin and end a part of a kernel's source that other kernels have too: its name stands before
 the first, and after the second."""
@@ -42,23 +48,19 @@ class Kernel(Protocol):
     def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
         """Why this kernel does not support the program on such tensors (fake ones are fine), or None."""
 
-    def forward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-    ) -> tuple[Tensor, Tensor]: ...
+    def forward(self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> Results: ...
 
     def backward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
-        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+        self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes,
+        results: Results, grads: Results,
     ) -> list[Tensor | None]: ...  # fmt: skip
 
-    def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
+    def source(self, program: ScoreProgram, operands: Operands, reads: Reads) -> str:
         """The source compiled for such a call (fake tensors are fine); "" if the kernel is not generated from
         source, or delegates this call to other kernels."""
         return ""
 
-    def prepare(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], scores: float
-    ) -> None:
+    def prepare(self, program: ScoreProgram, operands: Operands, reads: Reads, scores: float) -> None:
         """Begin what a call of about so many scores needs, while other things are done (fake tensors are
         fine)."""
         return
@@ -123,7 +125,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def attend(
     program: ScoreProgram, q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Environment, frozenset[int]]]
-) -> tuple[Tensor, Tensor]:
+) -> Results:
     """Attention of a block of queries, `[B, Hq, S, D]` in the accumulation dtype, to several blocks of keys,
     with all scores in memory at once: the output `[B, Hq, S, Dv]` and the log-sum-exp `[B, Hq, S]`. A part
     has k `[B, Hkv, Sk, D]`, v `[B, Hkv, Sk, Dv]`, the environment of its tile, and the statements that have
@@ -177,7 +179,7 @@ def grouped(x: Tensor, y: Tensor) -> Tensor:
     return (x.reshape(b, hkv, (hq // hkv) * s, m) @ y).view(b, hq, s, y.shape[3])
 
 
-def environment(tile: Tile, reads: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> Environment:
+def environment(tile: Tile, reads: Reads, sizes: Sizes, like: Tensor) -> Environment:
     return Environment(tile, reads, sizes, accumulation_dtype(like.dtype), like.device)
 
 
@@ -189,9 +191,7 @@ class Reference(Kernel):
     def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
         return None
 
-    def forward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
         q, k, v = operands
         dtype = accumulation_dtype(q.dtype)
         b, hq, sq, _ = q.shape
@@ -202,8 +202,8 @@ class Reference(Kernel):
         return out.to(v.dtype), lse
 
     def backward(
-        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
-        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+        self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes,
+        results: Results, grads: Results,
     ) -> list[Tensor | None]:  # fmt: skip
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_() for t in operands]
@@ -213,7 +213,7 @@ class Reference(Kernel):
 
 
 def gradients(
-    inputs: Sequence[Tensor], outputs: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor]
+    inputs: Sequence[Tensor], outputs: tuple[Tensor, Tensor], grads: Results
 ) -> list[Tensor | None]:
     """Gradients of the floating inputs (zeros where there is no path), None for the others."""
     wanted = [t for t in inputs if t.requires_grad]
@@ -225,7 +225,7 @@ def gradients(
     return [next(found) if t.requires_grad else None for t in inputs]
 
 
-def _nothing_to_see(q: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _nothing_to_see(q: Tensor, v: Tensor, sink: Tensor | None) -> Results:
     """The result for no keys at all: an empty weighted sum, zeros as PyTorch's matmul gives."""
     # Empty sums: zeros that depend on the inputs, so that their gradients are zeros rather than missing.
     nothing = q[..., :0].sum() + v.sum()
