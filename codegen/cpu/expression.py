@@ -31,6 +31,7 @@ class Writer(Common):
 
     zero = "0.0f"
     choice = "({} ? {} : {})"
+    prefix = "t"
 
     def __init__(
         self, dtypes: tuple[torch.dtype, ...], numbers: dict[Expr, str], divisors: set[Expr]
@@ -95,7 +96,7 @@ class Writer(Common):
             name = self._array(value, "")
             self.lines[TILE].append(f"{name} = {code};")
             return name
-        name = self._fresh("t")
+        name = self._fresh(self.prefix)
         self.lines[value.place].append(f"const {held} {name} = {code};")
         return name
 
@@ -109,7 +110,7 @@ class Writer(Common):
 
     def _array(self, value: Scalar, start: str) -> str:
         """Declare an array over the tile's keys, and return its element for the current key."""
-        name = self._fresh("t")
+        name = self._fresh(self.prefix)
         self.lines[GROUP].append(f"{_TYPES[value.kind]} {name}[BLOCK_K]{start};")
         return f"{name}[j]"
 

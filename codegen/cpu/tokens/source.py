@@ -1,20 +1,22 @@
 """A token program as the source of a C library: loops for the definitions of each phase, and tables of the
 phases, which the functions of `c/phases.h` share among threads."""
 
-import collections
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from attngraph.codegen.cpu.expression import number_literal
+from attngraph.codegen.cpu.expression import Writer
 from attngraph.codegen.cpu.native import header
 from attngraph.codegen.cpu.source import indented
 from attngraph.codegen.cpu.tokens import products
 from attngraph.codegen.cpu.tokens.indices import RANKS, divided, require_in_range
 from attngraph.codegen.cpu.tokens.schedule import Group, facts
 from attngraph.codegen.remarks import UnsupportedError
+from attngraph.codegen.scalar.form import Lowering, Place, Scalar
 from attngraph.ir.dtypes import NAMED
-from attngraph.ir.language import E, Expr, Operation, operation, operation_of
+from attngraph.ir.language import E, Expr, operation
 from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
+from attngraph.meaning.algebra.intervals import Interval
 
 UNCONTRACTED = """\
 #pragma GCC optimize ("fp-contract=off")
@@ -169,7 +171,7 @@ class _Emitter:
             closing += 1
         target = self._element(number, flat(names))
         if made.over is None:
-            yield from (*formula.lines, f"{target} = {formula.code};")
+            yield from (*formula.inside, f"{target} = {formula.text};")
         else:
             yield from _fold(made, formula, target)
         yield from ["}"] * closing
@@ -228,8 +230,8 @@ def _fold(made: Definition, formula: "Formula", target: str) -> Iterator[str]:
     if is_sum:
         yield "#pragma omp simd reduction(+:all)"
     yield f"for (int64_t {j} = 0; {j} < {extent(made.over)}; ++{j}) {{"
-    yield from formula.lines
-    yield f"all = {f'all + {formula.code}' if is_sum else f'maximum(all, {formula.code})'};"
+    yield from formula.inside
+    yield f"all = {f'all + {formula.text}' if is_sum else f'maximum(all, {formula.text})'};"
     yield from ("}", f"{target} = all;", "}")
 
 
@@ -268,7 +270,24 @@ def _with_digits(made: Definition) -> tuple[Definition, Callable[[Sequence[str]]
     return Definition((high, low), value), lambda names: f"{names[0]} * {divisor} + {names[1]}"
 
 
-class Formula:
+class _Lowering(Lowering):
+    """Lowers the formulas of a token: what the index `inner` does not change is of the whole loop over it."""
+
+    def __init__(self, inner: Expr | None) -> None:
+        super().__init__(lambda number: "float", index="long")
+        self.inner = inner
+
+    def _lower(self, node: Expr) -> Scalar:
+        if node.op != "var":
+            return super()._lower(node)
+        place = Place.GROUP if self.inner not in (None, node) else Place.INNER
+        return Scalar("name", (), self.index, place, node)
+
+    def bounds(self, node: Expr) -> Interval:
+        return -math.inf, math.inf
+
+
+class Formula(Writer):
     """A formula as an expression of C. What it mentions more than once has a name. So has what the innermost
     loop does not change: it is computed before that loop. Within the branches of a selection nothing has a
     name: only the branch that is chosen may be evaluated, because in the other an index may be out of range.
@@ -278,85 +297,34 @@ class Formula:
         inner: the index of the innermost loop around the formula, if there is a loop.
 
     Attributes:
-        before: declarations that must stand before the innermost loop.
-        lines: declarations that must stand before the expression.
+        text: the expression. before: declarations that must stand before the innermost loop.
+        inside: declarations that must stand before the expression.
     """
 
+    prefix = "x"
+
     def __init__(self, value: Expr, read: Callable[[Expr, list[str]], str], inner: Expr | None) -> None:
-        self.read = read
-        self.before: list[str] = []
-        self.lines: list[str] = []
-        self._changing = {n for n in E.walk(value) if inner is None or any(m is inner for m in E.walk(n))}
-        self._is_before = False
-        self._names: dict[Expr, str] = {}
-        self._uses = collections.Counter(arg for n in E.walk(value) for arg in n.args)
-        self._conditional = {
-            inner
-            for n in E.walk(value)
-            if n.op == "where"
-            for branch in n.args[1:]
-            for inner in E.walk(branch)
-        }
-        self.code = self.real(value)
+        super().__init__((), {}, set())
+        self.lower, self._read, self._has_loop = _Lowering(inner), read, inner is not None
+        choices = (n for n in E.walk(value) if n.op == "where")
+        self._conditional = {n for choice in choices for branch in choice.args[1:] for n in E.walk(branch)}
+        self.text = self.real(value)
+        self.before, self.inside = self.lines[Place.GROUP], self.lines[Place.INNER]
+        if inner is None:
+            self.inside = self.before + self.inside
 
-    def real(self, node: Expr) -> str:
-        """A value as a float."""
-        if node.op == "const":
-            return number_literal(node)
-        return self.of(node) if node.kind in ("float", "any") else f"((float){self.of(node)})"
+    def cast(self, value: Scalar) -> tuple[str, int]:
+        (arg,) = value.args
+        return self.leaf(arg) if value.is_whole and arg.op == "const" else super().cast(value)
 
-    def of(self, node: Expr) -> str:
-        if node in self._names:
-            return self._names[node]
-        if node.op in ("const", "var") or node in self._conditional:
-            return self._of(node)
-        outer = self._is_before
-        self._is_before = outer or node not in self._changing
-        lines, first = (self.before if self._is_before else self.lines), self._is_before and not outer
-        code = self._of(node)
-        self._is_before = outer
-        if not first and (node.op == "read" or self._uses[node] < 2):
-            return code
-        kind = "float" if node.kind in ("float", "any") else "int64_t"
-        self._names[node] = f"x{len(self._names)}"
-        lines.append(f"const {kind} {self._names[node]} = {code};")
-        return self._names[node]
+    def read(self, value: Scalar) -> str:
+        return self._read(value.source, [self.code(index) for index in value.args])
 
-    def _of(self, node: Expr) -> str:
-        match node.op:
-            case "const":
-                return number_literal(node) if node.kind == "float" else str(int(node.value))
-            case "var":
-                return str(node.value)
-            case "read":
-                return self.read(node, [self.of(a) for a in node.args])
-            case "where":
-                branches = (
-                    self.real(a) if node.kind in ("float", "any") else self.of(a) for a in node.args[1:]
-                )
-                return "({} ? {} : {})".format(self._truth(node.args[0]), *branches)
-            case "float":
-                return self.real(node.args[0])
-            case "isnan":
-                return f"({self.real(node.args[0])} != {self.real(node.args[0])})"
-            case "pow" if node.args[1].op == "const" and node.args[1].value in (2, 3, 4):
-                base = self.real(node.args[0])
-                return "(" + " * ".join([base] * int(node.args[1].value)) + ")"
-        row = operation_of(node.op)
-        if row is None:
-            raise UnsupportedError(f"`{node.op}`")
-        return self._operation(row, node)
+    def is_named(self, value: Scalar) -> bool:
+        if value.is_leaf or value.source in self._conditional or self.lower(value.source) is not value:
+            return False
+        is_before = self._has_loop and value.place is Place.GROUP
+        return is_before or (value.op != "read" and self.uses(value) > 1)
 
-    def _operation(self, row: Operation, node: Expr) -> str:
-        whole = row.takes != "reals" and all(a.kind in ("int", "bool") for a in node.args)
-        if row.takes == "truths":
-            args = [self._truth(a) for a in node.args]
-        else:
-            args = [self.of(a) if whole else self.real(a) for a in node.args]
-        template = row.c if isinstance(row.c, str) else row.c[whole]
-        if not template:
-            raise UnsupportedError(f"`{node.op}`")
-        return template.format(*args, kind="long" if whole else "float")
-
-    def _truth(self, node: Expr) -> str:
-        return self.of(node) if node.kind == "bool" else f"({self.of(node)} != 0)"
+    def atom(self, value: Scalar) -> str:
+        return self.code(value) if value.source in self._conditional else super().atom(value)
