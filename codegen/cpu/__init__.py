@@ -2,11 +2,11 @@
 flash kernel for the programs that it supports, and tiles of plain PyTorch for the others. All use memory
 linear in the number of tokens, forward and backward."""
 
-from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
+from attngraph.codegen.cpu.carried import run_last_tokens, run_sums
 from attngraph.codegen.cpu.compiled import Compiled
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.flash import Flash
-from attngraph.codegen.cpu.loops import LOOPS
+from attngraph.codegen.cpu.loops import run_steps
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir.ops import cached_attention as cache
@@ -18,6 +18,6 @@ kernels.register(Flash())
 kernels.register(Tiled())
 cache.CACHED.append(Decode())
 token_program.RUNNERS.append(TOKENS)
-RUNNERS["last_tokens"].append(LAST_TOKENS.run)
-RUNNERS["running_sum"].append(RUNNING_SUM.run)
-loop.RUNNERS.append(LOOPS.run)
+RUNNERS["last_tokens"].append(run_last_tokens)
+RUNNERS["running_sum"].append(run_sums)
+loop.RUNNERS.append(run_steps)

@@ -197,109 +197,97 @@ class Keeping:
             native.run(_code().attngraph_keep, self._call, members)
 
 
-class LastTokens:
-    """`attngraph::last_tokens`."""
+def windows_of(
+    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, row_dim: int, dim: int,
+    back: int,
+) -> Link | None:  # fmt: skip
+    """A call of `attngraph::last_tokens`, ready to run; None if it is not supported."""
+    code, call = _code(), _LastTokens(back=back)
+    tokens = _Tokens(call.of, new, (table, starts, first), row_dim, dim)
+    if code is None or not _are_floats(pages, new) or not tokens.set_sizes() or not tokens.move(pages):
+        return None
+    _, last = table_range(table, len(first)) or (0, 0)
+    if last >= max(pages.shape[row_dim], not max(numbers_of(first), default=0)):
+        return None  # rows have no such pages
+    out = tokens.value.new_empty((len(tokens.value), back + 1, *tokens.inner))
+    call.out, call.out_strides = out.data_ptr(), tokens.whole(tokens.strides(out)[2:], 0)
 
-    def run(
-        self, pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, place: Tensor,
-        *dims: int,
-    ) -> Tensor | None:  # fmt: skip
-        made = self.link(pages, new, table, starts, first, *dims)
-        return None if made is None else made.run()[0]
+    def move(pages: Tensor) -> None:
+        if not tokens.move(pages):
+            raise AssertionError("other pages than those of this cache")
 
-    def link(
-        self, pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, row_dim: int,
-        dim: int, back: int,
-    ) -> Link | None:  # fmt: skip
-        """The call, ready to run; None if it is not supported."""
-        code, call = _code(), _LastTokens(back=back)
-        tokens = _Tokens(call.of, new, (table, starts, first), row_dim, dim)
-        if code is None or not _are_floats(pages, new) or not tokens.set_sizes() or not tokens.move(pages):
-            return None
-        _, last = table_range(table, len(first)) or (0, 0)
-        if last >= max(pages.shape[row_dim], not max(numbers_of(first), default=0)):
-            return None  # rows have no such pages
-        out = tokens.value.new_empty((len(tokens.value), back + 1, *tokens.inner))
-        call.out, call.out_strides = out.data_ptr(), tokens.whole(tokens.strides(out)[2:], 0)
+    held, counters = [tokens.value, *tokens.rows], native.counters(call, "item")
+    return Link(code.attngraph_last_tokens, call, counters, [out], held, move_pages=move)
 
-        def move(pages: Tensor) -> None:
-            if not tokens.move(pages):
-                raise AssertionError("other pages than those of this cache")
 
-        held = [tokens.value, *tokens.rows]
-        counters = native.counters(call, "item")
-        return Link(code.attngraph_last_tokens, call, counters, [out], held, move_pages=move)
+def run_last_tokens(*operands: Any) -> Tensor | None:
+    """The op's result. Its places, the sixth operand, follow from the others."""
+    made = windows_of(*operands[:5], *operands[6:])
+    return None if made is None else made.run()[0]
 
 
 # --- sums ---
 
 
-class RunningSum:
-    """`attngraph::running_sum`."""
+def sums_of(
+    q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
+    starts: Tensor, inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
+    less_one: bool = False, in_order: bool = False,
+) -> Link | None:  # fmt: skip
+    """A call of `attngraph::running_sum`, ready to run; None if it is not supported. It is in order, asked or
+    not."""
+    code = _code(_STATES.get(state.dtype, ""))
+    given = {"q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right}
+    present = [t for t in given.values() if t is not None]
+    vectors = 0 if left is None else left.shape[2]
+    if code is None or not _are_floats(*present) or vectors > MOST_VECTORS or not state.is_cpu:
+        return None
+    if not (state.is_contiguous() and _is_whole(starts) and _fit(given, vectors, state, starts)):
+        return None
+    rows, heads, depth, width = state.shape
+    out, after = v.new_empty(v.shape), torch.empty_like(state)
+    call = _Sums(
+        state=state.data_ptr(), out=out.data_ptr(), after=after.data_ptr(), starts=starts.data_ptr(),
+        rows=rows, heads=heads, depth=depth, width=width, vectors=vectors, inclusive=inclusive,
+        less_one=less_one,
+    )  # fmt: skip
+    for name, tensor in given.items():
+        if tensor is not None:
+            setattr(call, name, tensor.data_ptr())
+            strides = zip(tensor.shape, tensor.stride(), strict=True)
+            setattr(call, f"{name}_stride", tuple(0 if n == 1 else s for n, s in strides))
 
-    def run(self, *operands: Any) -> tuple[Tensor, Tensor] | None:
-        made = self.link(*operands)
-        if made is None:
-            return None
-        out, after = made.run()
-        return out, after
+    def carry(before: Tensor) -> Tensor:
+        following = torch.empty_like(before)
+        call.state, call.after = before.data_ptr(), following.data_ptr()
+        return following
 
-    def link(
-        self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
-        starts: Tensor, inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
-        less_one: bool = False, in_order: bool = False,
-    ) -> Link | None:  # fmt: skip
-        """The call, ready to run; None if it is not supported. It is in order, asked or not."""
-        code = _code(_STATES.get(state.dtype, ""))
-        given: dict[str, Tensor | None] = {
-            "q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right,
-        }  # fmt: skip
-        present = [t for t in given.values() if t is not None]
-        vectors = 0 if left is None else left.shape[2]
-        if code is None or not _are_floats(*present) or vectors > MOST_VECTORS or not state.is_cpu:
-            return None
-        if not state.is_contiguous() or not _is_whole(starts):
-            return None
-        if not self._fit(given, vectors, state, starts):
-            return None
-        rows, heads, depth, width = state.shape
-        out, after = v.new_empty(v.shape), torch.empty_like(state)
-        call = _Sums(
-            state=state.data_ptr(), out=out.data_ptr(), after=after.data_ptr(), starts=starts.data_ptr(),
-            rows=rows, heads=heads, depth=depth, width=width, vectors=vectors, inclusive=inclusive,
-            less_one=less_one,
-        )  # fmt: skip
-        for name, tensor in given.items():
-            if tensor is not None:
-                setattr(call, name, tensor.data_ptr())
-                strides = zip(tensor.shape, tensor.stride(), strict=True)
-                setattr(call, f"{name}_stride", tuple(0 if n == 1 else s for n, s in strides))
+    held, counters = [*present, state, starts], native.counters(call, "item")
+    return Link(code.attngraph_sums, call, counters, [out, after], held, carry=carry)
 
-        def carry(before: Tensor) -> Tensor:
-            following = torch.empty_like(before)
-            call.state, call.after = before.data_ptr(), following.data_ptr()
-            return following
 
-        counters = native.counters(call, "item")
-        held = [*present, state, starts]
-        return Link(code.attngraph_sums, call, counters, [out, after], held, carry=carry)
+def run_sums(*operands: Any) -> tuple[Tensor, ...] | None:
+    """The op's results."""
+    made = sums_of(*operands)
+    return None if made is None else tuple(made.run())
 
-    @staticmethod
-    def _fit(given: Mapping[str, Tensor | None], vectors: int, state: Tensor, starts: Tensor) -> bool:
-        """Whether the operands have the shapes that `ir/ops/running_sum.py` says."""
-        v, left, right = given["v"], given["left"], given["right"]
-        if v is None or v.ndim != 3 or state.ndim != 4 or (left is None) != (right is None):
+
+def _fit(given: Mapping[str, Tensor | None], vectors: int, state: Tensor, starts: Tensor) -> bool:
+    """Whether the operands have the shapes that `ir/ops/running_sum.py` says."""
+    v, left, right = given["v"], given["left"], given["right"]
+    if v is None or v.ndim != 3 or state.ndim != 4 or (left is None) != (right is None):
+        return False
+    rows, heads, depth, width = state.shape
+    if v.shape[1:] != (heads, width) or not rows_fit(len(v), starts) or len(starts) != rows + 1:
+        return False
+    for name, tensor in given.items():
+        wanted = (len(v), heads, vectors, depth) if name in ("left", "right") else (len(v), heads, depth)
+        if tensor is None or tensor is v:
+            continue
+        sizes = zip(tensor.shape, wanted, strict=False)
+        if tensor.ndim != len(wanted) or any(n not in (1, m) for n, m in sizes):
             return False
-        rows, heads, depth, width = state.shape
-        if v.shape[1:] != (heads, width) or not rows_fit(len(v), starts) or len(starts) != rows + 1:
-            return False
-        wanted: dict[str, tuple[int, ...]] = {name: (len(v), heads, depth) for name in ("q", "k", "decay")}
-        wanted |= {name: (len(v), heads, vectors, depth) for name in ("left", "right")}
-        others = [(t.shape, wanted[name]) for name, t in given.items() if t is not None and name != "v"]
-        return all(
-            len(shape) == len(whole) and all(n in (1, m) for n, m in zip(shape, whole, strict=True))
-            for shape, whole in others
-        )
+    return True
 
 
 def _code(state: str = "float") -> Any:
@@ -314,6 +302,3 @@ def _are_floats(*tensors: Tensor) -> bool:
 
 def _is_whole(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.dtype is torch.int64 and tensor.is_contiguous()
-
-
-LAST_TOKENS, RUNNING_SUM = LastTokens(), RunningSum()

@@ -67,63 +67,59 @@ def whole_step(text: str) -> Whole | None:
     return Whole(program, taken, results)
 
 
-class Loops:
-    """`attngraph::loop`."""
+def run_steps(
+    text: str, tokens: Sequence[Tensor], shared: Sequence[Tensor], carried: Sequence[Tensor],
+    begins: Sequence[int], counts: Sequence[int], out: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """`attngraph::loop`, as `RUNNERS` of `ir/ops/loop.py` says."""
+    whole, code = whole_step(text), _code()
+    if whole is None or code is None:
+        return None
+    rows = sorted((r for r, n in enumerate(counts) if n), key=lambda r: -counts[r])
+    for first in range(0, len(rows), FEW):
+        some = rows[first : first + FEW]
+        call = _Call(whole, tokens, carried, some, [begins[r] for r in some], [counts[r] for r in some])
+        found = call.run(code, shared)
+        if found is None:
+            return None  # the first rows say so: the others have the same types
+        if out is None:
+            out = found.new_empty((tokens[0].shape[0], *found.shape[1:]))
+        out[call.order] = found
+    return out
 
-    name = "cpu.tokens"
 
-    def run(
-        self, text: str, tokens: Sequence[Tensor], shared: Sequence[Tensor], carried: Sequence[Tensor],
-        begins: Sequence[int], counts: Sequence[int], out: Tensor | None,
-    ) -> Tensor | None:  # fmt: skip
-        """As `RUNNERS` of `ir/ops/loop.py` says."""
-        whole, code = whole_step(text), _code()
-        if whole is None or code is None:
-            return None
-        rows = sorted((r for r, n in enumerate(counts) if n), key=lambda r: -counts[r])
-        for first in range(0, len(rows), FEW):
-            some = rows[first : first + FEW]
-            call = _Call(whole, tokens, carried, some, [begins[r] for r in some], [counts[r] for r in some])
-            found = call.run(code, shared)
-            if found is None:
-                return None  # the first rows say so: the others have the same types
-            if out is None:
-                out = found.new_empty((tokens[0].shape[0], *found.shape[1:]))
-            out[call.order] = found
-        return out
+def step_of(
+    tokens: Sequence[Tensor], shared: Sequence[Tensor], carried: Sequence[Tensor], starts: Tensor,
+    first: Tensor, text: str,
+) -> Link | None:  # fmt: skip
+    """The call for one token of each row, ready to run; None if it is not supported. A run is not valid
+    where a row has another number of tokens, or its first one."""
+    whole, code = whole_step(text), _code()
+    rows = len(first)
+    if whole is None or code is None or any(len(t) != rows for t in tokens):
+        return None
+    of = {"t": tokens, "s": shared, "c": carried}
+    step = TOKENS.link(whole.program, [of[kind][number] for kind, number in whole.given])
+    if step is None or not all(t.is_cpu and t.is_contiguous() for t in (starts, first)):
+        return None
+    if len(starts) != rows + 1 or not rows_fit(int(starts[-1]), starts, first):
+        return None
+    results = [{**of, "r": step.results}[kind][number] for kind, number in whole.results]
+    if not _are_alike(results[1:], carried):
+        return None
+    call = _One(
+        native.address(step.function), ctypes.addressof(step.argument), starts.data_ptr(),
+        first.data_ptr(), rows,
+    )  # fmt: skip
+    bad = native.counters(call, "bad")
 
-    def link(
-        self, tokens: Sequence[Tensor], shared: Sequence[Tensor], carried: Sequence[Tensor], starts: Tensor,
-        first: Tensor, text: str,
-    ) -> Link | None:  # fmt: skip
-        """The call for one token of each row, ready to run; None if it is not supported. A run is not valid
-        where a row has another number of tokens, or its first one."""
-        whole, code = whole_step(text), _code()
-        rows = len(first)
-        if whole is None or code is None or any(len(t) != rows for t in tokens):
-            return None
-        of = {"t": tokens, "s": shared, "c": carried}
-        step = TOKENS.link(whole.program, [of[kind][number] for kind, number in whole.given])
-        if step is None or not all(t.is_cpu and t.is_contiguous() for t in (starts, first)):
-            return None
-        if len(starts) != rows + 1 or not rows_fit(int(starts[-1]), starts, first):
-            return None
-        results = [{**of, "r": step.results}[kind][number] for kind, number in whole.results]
-        if not _are_alike(results[1:], carried):
-            return None
-        call = _One(
-            native.address(step.function), ctypes.addressof(step.argument), starts.data_ptr(),
-            first.data_ptr(), rows,
-        )  # fmt: skip
-        bad = native.counters(call, "bad")
+    def renew(number: int) -> Tensor | None:
+        kind, place = source = whole.results[number]
+        alone = kind == "r" and whole.results.count(source) == 1
+        return step.renew(place) if alone and step.renew is not None else None
 
-        def renew(number: int) -> Tensor | None:
-            kind, place = source = whole.results[number]
-            alone = kind == "r" and whole.results.count(source) == 1
-            return step.renew(place) if alone and step.renew is not None else None
-
-        counters, held = [*step.counters, *bad], [step, *tokens, *shared, *carried, starts, first]
-        return Link(code.attngraph_one_step, call, counters, results, held, bad[0][0], renew=renew)
+    counters, held = [*step.counters, *bad], [step, *tokens, *shared, *carried, starts, first]
+    return Link(code.attngraph_one_step, call, counters, results, held, bad[0][0], renew=renew)
 
 
 def _are_alike(news: Sequence[Tensor], carried: Sequence[Tensor]) -> bool:
@@ -216,6 +212,3 @@ class _Call:
 def _code() -> Any:
     """The compiled functions; None where there is no compiler."""
     return native.functions("steps.h", otherwise="loops over tokens are run by PyTorch")
-
-
-LOOPS = Loops()

@@ -18,7 +18,7 @@ from attngraph.codegen.cpu.record.replay import RECORDERS
 from attngraph.codegen.triton.captured import Captured
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
-from attngraph.codegen.triton.sums import RunningSum
+from attngraph.codegen.triton.sums import run_sums
 from attngraph.codegen.triton.tuning import tune
 from attngraph.ir.ops import cached_attention as cache
 from attngraph.ir.ops import kernels
@@ -29,4 +29,4 @@ __all__ = ["tune"]
 RECORDERS["cuda"] = Captured
 kernels.register(Forward(), devices=frozenset({"cuda"}))
 cache.CACHED.append(Decode())
-RUNNERS["running_sum"].append(RunningSum().run)
+RUNNERS["running_sum"].append(run_sums)

@@ -21,29 +21,26 @@ from attngraph.ir.ops.cached_attention import numbers_of, told
 _log = logging.getLogger("attngraph.codegen.triton")
 
 
-class RunningSum:
+def run_sums(
+    q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
+    inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
+    less_one: bool = False, in_order: bool = False,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """`attngraph::running_sum` where no row has more than FEW new tokens."""
-
-    @staticmethod
-    def run(
-        q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
-        inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
-        less_one: bool = False, in_order: bool = False,
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        given = {"q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right}
-        present = {name: tensor for name, tensor in given.items() if tensor is not None}
-        if in_order or no_device(v) is not None or not _are_served(present, state):
-            return None
-        if longest(starts, v) > FEW:
-            return None
-        plan = plan_of(present, state, inclusive, less_one)
-        found, problem = attempts.once(plan, v.device, lambda p: launch_sums(p, present, state, starts))
-        if problem:
-            _log.warning(
-                "running sums are computed by PyTorch's operations on %s, since their kernel does not run: "
-                "%s", v.device, problem,
-            )  # fmt: skip
-        return found
+    given = {"q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right}
+    present = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if in_order or no_device(v) is not None or not _are_served(present, state):
+        return None
+    if longest(starts, v) > FEW:
+        return None
+    plan = plan_of(present, state, inclusive, less_one)
+    found, problem = attempts.once(plan, v.device, lambda p: launch_sums(p, present, state, starts))
+    if problem:
+        _log.warning(
+            "running sums are computed by PyTorch's operations on %s, since their kernel does not run: "
+            "%s", v.device, problem,
+        )  # fmt: skip
+    return found
 
 
 def longest(starts: Tensor, v: Tensor) -> int:

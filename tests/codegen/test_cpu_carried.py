@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import attngraph
-from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
+from attngraph.codegen.cpu.carried import run_last_tokens, run_sums
 from attngraph.codegen.cpu.record.recording import Recording
 from attngraph.ir.ops.history import last_tokens
 from attngraph.ir.ops.running_sum import running_sum
@@ -45,7 +45,7 @@ def test_running_sums(
     if decay is not None and less_one:
         decay = decay - 1
     given = (q, k, v, decay, state.to(carried), starts_of(lengths), inclusive, left, right, less_one)
-    found = RUNNING_SUM.run(*given)
+    found = run_sums(*given)
     assert found is not None
     wide: list[Any] = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in given]
     for own, wanted in zip(found, running_sum(*wide), strict=True):
@@ -67,7 +67,7 @@ def test_windows(lengths: tuple[int, ...], first: int, row_dim: int, dim: int) -
     arranged = [t.movedim((0, 1), (row_dim, dim)).contiguous() for t in (store, new)]
     table = torch.randperm(rows * columns).view(rows, columns)
     rest = (table, starts, torch.full((rows,), first), place, row_dim, dim, back)
-    found = LAST_TOKENS.run(*arranged, *rest)
+    found = run_last_tokens(*arranged, *rest)
     assert found is not None
     wanted = last_tokens(*(t.double() for t in arranged), *rest)
     assert wanted.shape == (len(row), back + 1, *inner)
@@ -76,7 +76,7 @@ def test_windows(lengths: tuple[int, ...], first: int, row_dim: int, dim: int) -
 
 def test_other_dtypes_are_left_to_pytorch() -> None:
     v, state = torch.randn(1, 2, 4, dtype=torch.bfloat16), torch.randn(1, 2, 1, 4)
-    assert RUNNING_SUM.run(None, None, v, None, state, torch.tensor([0, 1]), True, None, None) is None
+    assert run_sums(None, None, v, None, state, torch.tensor([0, 1]), True, None, None) is None
 
 
 class Mixer(nn.Module):

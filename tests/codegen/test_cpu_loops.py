@@ -118,7 +118,7 @@ def test_one_step_of_each_row_is_a_link(name: str) -> None:
     carried = carried[: len(loops.parse(text).step.graph.output_node().args[0]) - 1]  # type: ignore[arg-type]
     starts, first = torch.arange(4), torch.tensor([1, 5, 2])
     wanted = loop.loop([tokens], [weight], carried, starts, first, text)
-    link = loops.LOOPS.link([tokens], [weight], carried, starts, first, text)
+    link = loops.step_of([tokens], [weight], carried, starts, first, text)
     assert link is not None
     chain = Chain([link])
     assert chain.run()
@@ -138,9 +138,7 @@ def test_one_step_of_each_row_is_a_link(name: str) -> None:
 def test_a_link_is_not_valid_where_a_row_begins_or_has_another_number_of_tokens() -> None:
     text = PROGRAMS["the result is handed on"]
     starts, first = torch.arange(4), torch.tensor([1, 5, 2])
-    link = loops.LOOPS.link(
-        [torch.randn(3, 5)], [torch.randn(5, 5)], [torch.randn(3, 5)], starts, first, text
-    )
+    link = loops.step_of([torch.randn(3, 5)], [torch.randn(5, 5)], [torch.randn(3, 5)], starts, first, text)
     assert link is not None
     chain = Chain([link])
     for begins, seen, is_valid in (
@@ -175,7 +173,7 @@ def test_values_of_16_bits_are_computed_in_32() -> None:
     tokens, weight, carried = (given(short, "one row")[0].bfloat16(), *given(short, "one row")[1:])
     carried, weight = [c.bfloat16() for c in carried], weight.bfloat16()
     assert (
-        loops.LOOPS.run(short, [tokens], [weight], [c.clone() for c in carried], [0], [7], None) is not None
+        loops.run_steps(short, [tokens], [weight], [c.clone() for c in carried], [0], [7], None) is not None
     )
     wanted = called(short, tokens.double(), weight.double(), [c.double() for c in carried], "one row")
     found = called(short, tokens, weight, carried, "one row")

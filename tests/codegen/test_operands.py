@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM, Keeping
+from attngraph.codegen.cpu.carried import Keeping, sums_of, windows_of
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.tokens.indices import require_in_range
 from attngraph.codegen.cpu.tokens.run import TOKENS
@@ -70,16 +70,16 @@ def test_shapes_that_do_not_fit_are_not_given_to_c(shapes: dict[str, tuple[int, 
 def test_windows_sums_and_what_is_kept_need_rows_that_fit() -> None:
     table, starts, first = torch.tensor([[0], [1]]), torch.tensor([0, 1, 2]), torch.tensor([1, 2])
     pages, new = torch.randn(2, 4, 3), torch.randn(1, 2, 3)
-    assert LAST_TOKENS.link(pages, new, table, starts, first, 0, 1, 2) is not None
+    assert windows_of(pages, new, table, starts, first, 0, 1, 2) is not None
     for bad in ((torch.tensor([[0], [2]]), starts, first), (table, torch.tensor([0, 1, 9]), first),
                 (table, starts, torch.tensor([1])), (table, starts, torch.tensor([-1, 1]))):  # fmt: skip
-        assert LAST_TOKENS.link(pages, new, *bad, 0, 1, 2) is None
-    assert LAST_TOKENS.link(torch.randn(2, 4, 2), new, table, starts, first, 0, 1, 2) is None
+        assert windows_of(pages, new, *bad, 0, 1, 2) is None
+    assert windows_of(torch.randn(2, 4, 2), new, table, starts, first, 0, 1, 2) is None
     state, v, k = torch.zeros(2, 1, 3, 4), torch.randn(2, 1, 4), torch.randn(2, 1, 3)
-    assert RUNNING_SUM.link(None, k, v, None, state, starts) is not None
-    assert RUNNING_SUM.link(None, k[:, :, :2], v, None, state, starts) is None
-    assert RUNNING_SUM.link(None, k, v, None, state, torch.tensor([0, 1, 5])) is None
-    assert RUNNING_SUM.link(None, k, v[:, :, :3], None, state, starts) is None
+    assert sums_of(None, k, v, None, state, starts) is not None
+    assert sums_of(None, k[:, :, :2], v, None, state, starts) is None
+    assert sums_of(None, k, v, None, state, torch.tensor([0, 1, 5])) is None
+    assert sums_of(None, k, v[:, :, :3], None, state, starts) is None
     assert Keeping().add(new, pages, table, starts, first, 0, 1) is not None
     assert Keeping().add(new, torch.randn(2, 4, 2), table, starts, first, 0, 1) is None
     assert Keeping().add(new, pages, table, torch.tensor([0, 1, 5]), first, 0, 1) is None

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM, link_of, may_be_copy
+from attngraph.codegen.cpu.carried import link_of, may_be_copy, sums_of, windows_of
 from attngraph.codegen.cpu.decode import Decode
-from attngraph.codegen.cpu.loops import LOOPS
+from attngraph.codegen.cpu.loops import step_of
 from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
@@ -175,7 +175,7 @@ class Links:
             return TOKENS.link(program, given)
         if node.target is loop:
             of_the_state = self.kinds.are_of_the_state([], None, *cast("Any", node.args[3:5]))
-            return LOOPS.link(*self._settled_operands(node)) if of_the_state else None
+            return step_of(*self._settled_operands(node)) if of_the_state else None
         if node.target is running_sum:
             return self._sums(node)
         return self._copy(node) if may_be_copy(node) else None
@@ -208,7 +208,7 @@ class Links:
             return None
         if not self.kinds.are_of_the_state([pages], table, starts, first):
             return None
-        link = LAST_TOKENS.link(*map(self._settled, (pages, new, table, starts, first)), *dims)
+        link = windows_of(*map(self._settled, (pages, new, table, starts, first)), *dims)
         if link is not None:
             self.readers.append(Reader(link, [pages]))
         return link
@@ -217,7 +217,7 @@ class Links:
         state, starts = cast("list[fx.Node]", node.args[4:6])
         if not self.kinds.are_of_the_state([], None, starts):
             return None
-        link = RUNNING_SUM.link(*self._settled_operands(node))
+        link = sums_of(*self._settled_operands(node))
         after = next((u for u in node.users if u.args[1] == 1), None)
         alone = after is not None and len(state.users) == 1 and all(u.op == "output" for u in after.users)
         if link is not None and after is not None and alone and state in self.kinds.placeholders:

@@ -51,7 +51,7 @@ def test_running_sums(
     if given[3] is not None and less_one:
         given[3] = given[3] - 1
     arranged = (*given[:6], inclusive, *given[6:], less_one)
-    found = sums.RunningSum().run(*arranged)
+    found = sums.run_sums(*arranged)
     assert found is not None
     wide = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in arranged]
     wanted = running_sum(*wide)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def test_running_sums(
 
 def test_what_its_kernel_does_not_serve_is_left_to_pytorch() -> None:
     def run(given: list[Any]) -> object:
-        return sums.RunningSum().run(*given[:6], True, *given[6:])
+        return sums.run_sums(*given[:6], True, *given[6:])
 
     assert run(operands((FEW + 1,), "plain", 4, torch.float32)) is None
     assert run(operands((1,), "plain", 4, torch.float64)) is None
@@ -81,7 +81,7 @@ def test_a_decoder_by_this_kernel(mixer: type[torch.nn.Module], monkeypatch: pyt
     served: list[sums.SumsPlan] = []
     real = sums.launch_sums
     monkeypatch.setattr(sums, "launch_sums", lambda p, *rest: (served.append(p), real(p, *rest))[1])
-    monkeypatch.setitem(RUNNERS, "running_sum", [sums.RunningSum().run])
+    monkeypatch.setitem(RUNNERS, "running_sum", [sums.run_sums])
     decoder = attngraph.compile(model, cache=True)
     out, state = decoder.prefill(x[:, :6])
     served.clear()
