@@ -78,19 +78,19 @@ class Compiled(Kernel):
 
     def forward(self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
         given = program, operands, reads, sizes
-        flash, ours = (functools.partial(way, *given) for way in (self._flash.forward, self._forward))
-        return self._faster("forward", program, operands, flash, ours)
+        return self._faster("forward", self._flash.forward, self._forward, given)
 
     def _faster(
-        self, step: str, program: ScoreProgram, operands: Operands, flash: Callable[[], _Result],
-        ours: Callable[[], _Result],
-    ) -> _Result:  # fmt: skip
+        self, step: str, flash: Callable[..., _Result], ours: Callable[..., _Result], given: tuple[Any, ...]
+    ) -> _Result:
         """The result of the kernel that takes less time here, where there are two for numbers of 16 bits."""
+        program, operands, *_ = given
         short = operands[0].dtype in (torch.bfloat16, torch.float16)
         if not (short and is_worth_compiling(operands) and self._flash.refuse(program, operands) is None):
-            return ours()
-        kind = chosen.kind_of(step, program, operands)
-        return chosen.fastest(kind, {self._flash.name: flash, self.name: ours}, _remarks, program)
+            return ours(*given)
+        both = (self._flash.name, flash), (self.name, ours)
+        ways = {name: functools.partial(way, *given) for name, way in both}
+        return chosen.fastest(chosen.kind_of(step, program, operands), ways, _remarks, program)
 
     def _forward(self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
         plan = Plan(program.without_scale, operands[0].dtype, tuple(r.dtype for r in reads))
@@ -108,8 +108,7 @@ class Compiled(Kernel):
         results: Results, grads: Results,
     ) -> list[Tensor | None]:  # fmt: skip
         given = program, operands, reads, sizes, results, grads
-        flash, ours = (functools.partial(way, *given) for way in (self._flash.backward, self._backward))
-        return self._faster("backward", program, operands, flash, ours)
+        return self._faster("backward", self._flash.backward, self._backward, given)
 
     def _backward(
         self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes,

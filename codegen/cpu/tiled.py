@@ -8,6 +8,7 @@ autograd differentiate them, block by block.
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,13 +155,9 @@ class _Work:
             _accumulate(totals[1], span, found[1 + number])
             _accumulate(totals[2], span, found[1 + len(spans) + number])
         for number, grad in enumerate(found[1 + 2 * len(spans) :]):
-            _accumulate(totals[3 + number], (slice(None),), grad)
+            _accumulate(totals[3 + number], (...,), grad)
 
 
-def _accumulate(total: Tensor | None, place: tuple[slice, ...], grad: Tensor | None) -> None:
-    if total is None or grad is None:
-        return
-    if total.ndim == 0:
-        total += grad
-    else:
+def _accumulate(total: Tensor | None, place: tuple[Any, ...], grad: Tensor | None) -> None:
+    if total is not None and grad is not None:
         total[place] += grad

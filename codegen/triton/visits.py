@@ -86,14 +86,10 @@ def find(
     """The lists of a call. `turned`: for each block of keys, the blocks of queries that it visits."""
     (B, Hq, Sq, _), Skv = operands[0].shape, operands[1].shape[2]
     cuts = Cut(0, B, 1), Cut(0, Hq, 1), Cut(0, Sq, blocks.q), Cut(0, Skv, blocks.k)
-    own = tuple(sizes[: program.sizes])
-    device = operands[0].device
+    grid, device = Grid(*cuts, tuple(sizes[: program.sizes])), operands[0].device
     if not tiles.reads_data(program):
-        return _from_shapes(program, cuts, own, device, turned)
-    return _from_tensors(program, cuts, own, reads, device, turned)
-
-
-Cuts = tuple[Cut, Cut, Cut, Cut]
+        return _from_shapes(program, grid, device, turned)
+    return _from_tensors(program, grid, reads, device, turned)
 
 
 _of_shapes: collections.OrderedDict[tuple[object, ...], Visits] = collections.OrderedDict()
@@ -101,19 +97,15 @@ _captured: dict[tuple[object, ...], Visits] = {}
 """Lists whose addresses captured CUDA graphs hold: nobody says when the last of these graphs is gone."""
 
 
-def _from_shapes(
-    program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], device: torch.device, turned: bool
-) -> Visits:
-    key = program, cuts, sizes, device, turned
+def _from_shapes(program: ScoreProgram, grid: Grid, device: torch.device, turned: bool) -> Visits:
+    key = program, grid, device, turned
     known = _captured.get(key) or _of_shapes.get(key)
     if is_captured(device):
         if known is None:  # a copy from the host would not be part of the graph
-            return _compute(program, Grid(*cuts, sizes), device, turned)
+            return _compute(program, grid, device, turned)
         _captured[key] = known
     if known is None:
-        found = _listed(
-            *_maps(program, Grid(*cuts, sizes), tiles.block_map, _has_fill(program)), cuts, turned
-        )
+        found = _listed(*_maps(program, grid, tiles.block_map, _has_fill(program)), grid, turned)
         known = dataclasses.replace(found, tiles=found.tiles.to(device), counts=found.counts.to(device))
     _of_shapes[key] = known
     _of_shapes.move_to_end(key)
@@ -123,22 +115,22 @@ def _from_shapes(
 
 
 def _from_tensors(
-    program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], reads: Reads, device: torch.device,
-    turned: bool,
-) -> Visits:  # fmt: skip
+    program: ScoreProgram, grid: Grid, reads: Reads, device: torch.device, turned: bool
+) -> Visits:
     used, large = _used(program)
     unknown = torch.empty((0,), dtype=torch.int8)  # tiles draw no conclusion from int8
     small = tuple(unknown if n in large else r.detach() for n, r in enumerate(reads))
+    grid, shapes = dataclasses.replace(grid, reads=small), grid
     kept = shared()
     if kept is None:
-        return _compute(program, Grid(*cuts, sizes, small), device, turned)
+        return _compute(program, grid, device, turned)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     own = [reads[number] for number in used]
-    key = program, cuts, sizes, turned, stream, *((id(t), version_of(t)) for t in own)
+    key = program, shapes, turned, stream, *((id(t), version_of(t)) for t in own)
     # The tensors are kept too, so that no other gets the number of one of them.
     known: tuple[Visits, list[Tensor]] | None = kept.get(key)
     if known is None:
-        known = kept[key] = _compute(program, Grid(*cuts, sizes, small), device, turned), own
+        known = kept[key] = _compute(program, grid, device, turned), own
     return known[0]
 
 
@@ -155,7 +147,7 @@ def _compute(program: ScoreProgram, grid: Grid, device: torch.device, turned: bo
     has_fill = _has_fill(program)  # asked before: it computes with numbers of the host
     with _PlacesOn(device):
         found, softly = (found.to(device) for found in _maps(program, grid, tiles.map_anew, has_fill))
-        return _listed(found, softly, (grid.b, grid.h, grid.q, grid.k), turned)
+        return _listed(found, softly, grid, turned)
 
 
 class _PlacesOn(TorchFunctionMode):
@@ -188,9 +180,9 @@ def _maps(
     return found, block_map(program, grid, True) if has_fill else found
 
 
-def _listed(found: Tensor, softly: Tensor, cuts: Cuts, turned: bool) -> Visits:
+def _listed(found: Tensor, softly: Tensor, grid: Grid, turned: bool) -> Visits:
     """Block maps `[blocks of b or 1, of h or 1, of q, of k]` as lists."""
-    found, softly, k = (found.mT, softly.mT, cuts[2]) if turned else (found, softly, cuts[3])
+    found, softly, k = (found.mT, softly.mT, grid.q) if turned else (found, softly, grid.k)
     is_open = found == tiles.OPEN
     if (k.stop - k.start) % k.step:
         is_open[..., -1] = False  # it extends beyond the last key

@@ -311,8 +311,9 @@ def test_lists_are_made_where_the_tensors_are() -> None:
         cuts = (Cut(0, 2, 1), Cut(0, 2, 1), Cut(0, 70, 32), Cut(0, 90, 16))
         for text in texts:
             with visits._PlacesOn(q.device):
-                found = tiles.block_map(parse(text), Grid(*cuts, (3,), reads))
-                lists = visits._listed(found, found, cuts, False)
+                grid = Grid(*cuts, (3,), reads)
+                found = tiles.block_map(parse(text), grid)
+                lists = visits._listed(found, found, grid, False)
             assert lists.tiles.device == lists.counts.device == q.device
             assert lists.tiles.shape[1] == 6
 

@@ -233,11 +233,9 @@ class Recording:
         for number in self.kinds.pages:
             name = graph.inputs[number].name
             store, result = stores.get(name), results.pop(name, None)
-            if store is None or result is None or store.team > 1:
+            if store is None or store.team > 1 or not {store.table, "starts", "first"} <= rows.keys():
                 return None, []
-            if result in self._links.fresh - self._own.keys():
-                return None, []
-            if not {store.table, "starts", "first"} <= rows.keys():
+            if result is None or result in self._links.fresh - self._own.keys():
                 return None, []
             table, starts, first = (rows[name] for name in (store.table, "starts", "first"))
             pages, dims = self.values[placeholders[number]], (store.row_dim, store.token_dim)
