@@ -75,7 +75,7 @@ class Decode:
 
         def prepare() -> Prepared | None:
             served = self._serves(program, q, pages, reads)
-            return self._prepare(program, q, new, pages, reads, sizes, about, columns) if served else None
+            return self.prepare(program, q, new, pages, reads, sizes, about, columns) if served else None
 
         def launch(plan: DecodePlan) -> Tensor:
             return launch_decode(plan, q, new, pages, reads, sizes, rows, splits, scales, lse)
@@ -83,7 +83,7 @@ class Decode:
         found, extents = self._plans.get(key, prepare), _extents(q, new[0], about)
         if found is None or not are_in_range(program, extents, reads, sizes, torch.float32):
             return None
-        splits = self._splits or found.parts(about, pages[0].shape[1])
+        splits = found.parts(about, pages[0].shape[1])
         return attempts.run(found.plan, q.device, launch, lambda: None)
 
     def source(self, program: ScoreProgram, q: Tensor, pages: Pair, reads: Reads) -> str:
@@ -124,19 +124,11 @@ class Decode:
             page=0 if columns == 1 else k.shape[2], exact=gpu.is_exact(q),
         )  # fmt: skip
 
-    def plan(
+    def prepare(
         self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair,
         reads: Reads, sizes: Sizes, about: Counts, columns: int = 1,
-    ) -> tuple[DecodePlan, int]:  # fmt: skip
-        """The plan of a call, whose rows have at most so many pages (columns of the table), and the number of
-        parts into which each row's keys are split."""
-        found = self._prepare(program, q, new, pages, reads, sizes, about, columns)
-        return found.plan, self._splits or found.parts(about, pages[0].shape[1])
-
-    def _prepare(
-        self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair,
-        reads: Reads, sizes: Sizes, about: Counts, columns: int,
     ) -> "Prepared":  # fmt: skip
+        """The plan of a call, whose rows have at most so many pages (columns of the table)."""
         k, v = pages
         most, longest = max(about.new), max(about.held)
         lanes = q.shape[1] // k.shape[1] * most
@@ -149,19 +141,23 @@ class Decode:
         line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
         programs = self._programs or tuned.programs(gpu.name_of(q.device)).get(line)
         each = programs or programs_in(plan, gpu.shared_of_multiprocessor(q.device))
-        return Prepared(plan, each * gpu.multiprocessors(q.device), programs is not None)
+        return Prepared(plan, each * gpu.multiprocessors(q.device), programs is not None, self._splits)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A plan, and how many programs a launch of it aims at; `is_measured`: as a table or the caller says."""
+    """A plan, and how many programs a launch of it aims at; `is_measured`: as a table or the caller says.
+    `splits`: the number of parts, if the caller says it."""
 
     plan: DecodePlan
     places: int
     is_measured: bool
+    splits: int | None = None
 
     def parts(self, about: Counts, heads: int) -> int:
         """Into how many parts the keys of each row are split, of so many key heads."""
+        if self.splits:
+            return self.splits
         plan, longest = self.plan, max(about.held)
         visible = min(longest, plan.window) if plan.window else longest
         most = max(1, visible // LEAST_KEYS)

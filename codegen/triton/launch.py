@@ -160,7 +160,7 @@ class Forward(Kernel):
             max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads, P.is_linear(program),
             capability(q.device),
         )  # fmt: skip
-        plan = _listed(plan_call(program, operands, reads, sizes, blocks), operands)
+        plan = plan_call(program, operands, reads, sizes, blocks)
         of_operands, of_reads = wanted_gradients(operands, reads)
         wanted = tuple(n for n in of_reads if n in program.reads)
         fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
@@ -206,7 +206,7 @@ def plan_forward(
     """The plan of the forward kernel that serves one call."""
     q, line = operands[0], tuned.key_of_call("forward", program, operands)
     found = blocks or tuned.find(name_of(q.device), line, q.shape[2])
-    return _listed(plan_call(program, operands, reads, sizes, found), operands)
+    return plan_call(program, operands, reads, sizes, found)
 
 
 def blocks_by_rule(program: ScoreProgram, operands: Operands) -> Blocks:
@@ -214,12 +214,6 @@ def blocks_by_rule(program: ScoreProgram, operands: Operands) -> Blocks:
     q, _, v = operands
     shared, generation = shared_memory(q.device), capability(q.device)
     return choose_blocks(program, q.shape[3], v.shape[3], q.dtype, q.shape[2], shared, generation)
-
-
-def _listed(plan: Plan, operands: Operands) -> Plan:
-    """The plan, with lists of tiles if these save more than they cost."""
-    diagonal = None if plan.diagonal is None else plan.diagonal[0]
-    return dataclasses.replace(plan, listed=visits.are_listed(plan.program, diagonal, operands))
 
 
 def plan_call(
@@ -231,7 +225,8 @@ def plan_call(
         program, q.dtype, q.shape[3], v.shape[3], q.shape[1] // k.shape[1],
         tuple(Read(n, rank, P.READS[reads[n].dtype], is_wide(reads[n])) for n, rank in program.reads.items()),
         blocks or blocks_by_rule(program, operands),
-        wide=max(*q.shape[:3], k.shape[2], *map(abs, sizes[: program.sizes])) >= SMALL, exact=is_exact(q),
+        wide=max(*q.shape[:3], k.shape[2], *map(abs, sizes[: program.sizes])) >= SMALL,
+        listed=visits.are_listed(program, operands), exact=is_exact(q),
     )  # fmt: skip
 
 

@@ -50,11 +50,11 @@ def key(
 ) -> str:  # fmt: skip
     """The key of a table's entry: "forward, bfloat16, 128 wide, values 64, causal masked, window within 512,
     8 heads on one, up to 128 queries". What is usual is not said: heads of their own, many queries."""
-    found = P.diagonal(P.conjuncts(program))
-    words = ["" if P.is_linear(program) else "scored", "causal" if found else ""]
-    words += ["masked" if visits.masks(program, found and found[0]) else ""]
-    words += ["biased" if P.tiles_read(program) else ""]
-    kind = " ".join(filter(None, words)) or "plain"
+    words = {
+        "scored": not P.is_linear(program), "causal": P.diagonal(P.conjuncts(program)),
+        "masked": visits.masks(program), "biased": P.tiles_read(program),
+    }  # fmt: skip
+    kind = " ".join(word for word, is_said in words.items() if is_said) or "plain"
     window, few = P.window_of(program), next((n for n in _FEW if queries is not None and queries <= n), None)
     about = [f"window within {padded(window)}"] if window else []
     about += [f"{group} heads on one"] if group > 1 else []

@@ -100,9 +100,10 @@ def _forward(program: ScoreProgram, operands: Operands, reads: Reads, sizes: Siz
     def call(blocks: Blocks) -> Results:
         return launch.launch_forward(dataclasses.replace(plan, blocks=blocks), operands, reads, sizes)
 
-    options = _options(operands)
+    options, lie_in_two = _options(operands), any(in_two(tensor.shape[3])[1] for tensor in operands)
     choose = [
-        launch.blocks_by_rule(program, operands), *split_choices(options, operands),
+        launch.blocks_by_rule(program, operands),
+        *(dataclasses.replace(one, split=True) for one in options if lie_in_two),
         *ahead_choices(options, device.capability(operands[0].device)), *options,
     ]  # fmt: skip
     wanted = functools.partial(Tiled().forward, program, operands, reads, sizes)
@@ -146,7 +147,7 @@ def _over_cache(
     program: ScoreProgram, operands: Operands, pages: Pair, rows: Rows, reads: Reads, sizes: Sizes
 ) -> _Choices[tuple[Blocks, int]]:
     """Tiles, and the number of parts of the keys (as programs per multiprocessor)."""
-    q, *new = operands
+    q, k, v = operands
     about = counts(rows)
     lanes, width = q.shape[1] // pages[0].shape[1] * max(about.new), max(q.shape[3], pages[1].shape[3])
     shared, generation = device.shared_memory(q.device), device.capability(q.device)
@@ -155,12 +156,12 @@ def _over_cache(
 
     def call(choice: tuple[Blocks, int]) -> Results:
         kernel = decode.Decode(choice[0], programs=choice[1])
-        columns = rows.table.shape[1]
-        plan, splits = kernel.plan(program, q, (new[0], new[1]), pages, reads, sizes, about, columns)
-        return [decode.launch_decode(plan, q, (new[0], new[1]), pages, reads, sizes, rows, splits)]
+        made = kernel.prepare(program, q, (k, v), pages, reads, sizes, about, rows.table.shape[1])
+        splits = made.parts(about, pages[0].shape[1])
+        return [decode.launch_decode(made.plan, q, (k, v), pages, reads, sizes, rows, splits)]
 
     def wanted() -> Results:
-        return [row_by_row(program, q, (new[0], new[1]), pages, reads, sizes, rows, "reference")]
+        return [row_by_row(program, q, (k, v), pages, reads, sizes, rows, "reference")]
 
     line = decode.tuned_line(program, lanes, q.shape[3], pages[1].shape[3], q.dtype)
     return _Choices(line, options, call, wanted)
@@ -264,12 +265,6 @@ def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
         fits = (q + 2 * stages * k) * row <= shared
         if fits and q * (padded(width) + k) <= _NUMBERS // 2 * (warps // 4):
             yield Blocks(q, k, warps, stages)
-
-
-def split_choices(options: Sequence[Blocks], operands: Operands) -> Iterator[Blocks]:
-    """Those of these blocks with rows in two tiles, where two are narrower than one."""
-    if any(in_two(tensor.shape[3])[1] for tensor in operands):
-        yield from (dataclasses.replace(one, split=True) for one in options)
 
 
 def ahead_choices(options: Sequence[Blocks], capability: tuple[int, int] | None) -> Iterator[Blocks]:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton.device import is_captured
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, S, ScoreProgram, Statement
+from attngraph.ir.language import DOT, SCORE, E, Expr, Keep, S, ScoreProgram
 from attngraph.ir.ops.declare import shared
 from attngraph.ir.ops.kernels import Operands, Reads, Sizes
 from attngraph.ir.versions import version_of
@@ -51,13 +51,16 @@ class Visits:
 
 
 @functools.lru_cache(maxsize=1024)
-def masks(program: ScoreProgram, diagonal: Statement | None) -> tuple[Keep, ...]:
+def masks(program: ScoreProgram) -> tuple[Keep, ...]:
     """The masks, besides the diagonal, that can make tiles empty and that can be bounded before the
     launch."""
-    hard = (keep for keep in P.lasting_masks(P.conjuncts(program)) if keep != diagonal)
-    own = P.soft_diagonal(program)
-    soft = (keep for keep in P.soft_masks(program) if own is None or keep != own[0])
-    return tuple(keep for keep in (*hard, *soft) if _is_known(keep.predicate))
+    statements = P.conjuncts(program)
+    kinds = (
+        (P.lasting_masks(statements), P.diagonal(statements)),
+        (P.soft_masks(program), P.soft_diagonal(program)),
+    )
+    others = (keep for found, own in kinds for keep in found if own is None or keep != own[0])
+    return tuple(keep for keep in others if _is_known(keep.predicate))
 
 
 def _is_known(predicate: Expr) -> bool:
@@ -70,11 +73,11 @@ def _is_large(node: Expr) -> bool:
     return node.op == "read" and S.index("q") in node.free and S.index("k") in node.free
 
 
-def are_listed(program: ScoreProgram, diagonal: Statement | None, operands: Operands) -> bool:
+def are_listed(program: ScoreProgram, operands: Operands) -> bool:
     """Whether a call's tiles are listed: whether it has masks that leave out tiles and, if they read tensors,
     is large enough."""
     (B, Hq, Sq, _), Skv = operands[0].shape, operands[1].shape[2]
-    found = masks(program, diagonal)
+    found = masks(program)
     reads = any(n.op == "read" for keep in found for n in E.walk(keep.predicate))
     return bool(found) and (not reads or bool(B * Hq * Sq * Skv >= WORTH))
 

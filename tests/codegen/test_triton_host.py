@@ -171,7 +171,8 @@ def plan_of(text: str, held: list[int], rows: int, **kernel: Any) -> tuple[Decod
         k = torch.empty(1, 8, rows, 128, dtype=torch.float16, device=CUDA)
         pages = torch.empty(rows, 8, max(held), 128, dtype=torch.float16, device=CUDA)
         about = Counts([1] * rows, held, held)
-        return Decode(**kernel).plan(parse(text), q, (k, k), (pages, pages), [], (), about)
+        found = Decode(**kernel).prepare(parse(text), q, (k, k), (pages, pages), [], (), about)
+        return found.plan, found.parts(about, 8)
 
 
 def test_keys_are_split_into_as_many_parts_as_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

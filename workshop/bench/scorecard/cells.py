@@ -164,9 +164,8 @@ def plan(cell: Cell, target: Target) -> Plan:
     blocks = blocks_for(program, D, Dv, DTYPE, TOKENS, target.shared, target.capability)
     made = Plan(program, DTYPE, D, Dv, cell.group, cell.reads, blocks)
     operands = tuple(torch.empty(1, HEADS, TOKENS, 1, device="meta") for _ in "qkv")
-    diagonal = None if made.diagonal is None else made.diagonal[0]
     q, k, v = operands
-    made = dataclasses.replace(made, listed=visits.are_listed(program, diagonal, (q, k, v)))
+    made = dataclasses.replace(made, listed=visits.are_listed(program, (q, k, v)))
     if cell.step == "forward":
         return made
     floats = tuple(read.number for read in cell.reads if read.kind in ("half", "float", "double"))
