@@ -25,10 +25,7 @@ int attngraph_failed(const Chain *c) {
 
 void attngraph_chain(Chain *c) {
     for (int64_t n = 0; n < c->links; ++n) {
-        if (n) {
-            take(&c->arrived);
-            wait_for(&c->arrived, n * c->members);
-        }
+        if (n) meet(&c->arrived, n, c->members);
         c->link[n].run(c->link[n].argument);
     }
 }

@@ -336,3 +336,9 @@ static void wait_for(int64_t *counter, int64_t wanted) {
     for (int turns = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) < wanted; ++turns)
         turns < 4096 ? rest() : (void)sched_yield();
 }
+
+/* Waits until all `members` threads have come here for the `number`th time. */
+INLINE void meet(int64_t *arrived, int64_t number, int64_t members) {
+    take(arrived);
+    wait_for(arrived, number * members);
+}

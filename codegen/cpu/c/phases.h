@@ -78,7 +78,7 @@ static void columns(int64_t *c, const Phase *phase, int64_t *counter, int64_t me
         }
         compute_item(c, g, *of, item, to, panels, arranged);
     }
-    if (divided) meet(c, ++*met);
+    if (divided) meet(c + ARRIVED, ++*met, c[MEMBERS]);
     for (int64_t n = 0; divided && n < phase->groups; ++n) {
         if (items[n].parts > 1) add_up(c, phase->group + n, items[n].parts, sums, member);
         sums += room_of_parts(phase->group + n, items[n].parts, tokens);
@@ -91,12 +91,12 @@ INLINE void all_phases(int64_t *c, const Phase *phases, int64_t count, Tokens *r
     const int64_t t0 = tokens * member / members, t1 = tokens * (member + 1) / members;
     int64_t met = 0;
     for (int64_t n = 0; n < count; ++n) {
-        if (n) meet(c, ++met);
+        if (n) meet(c + ARRIVED, ++met, members);
         if (phases[n].groups) columns(c, phases + n, c + COUNTERS + n, member, &met);
         else phases[n].tokens(c, t0, t1);
     }
     if (results) {
-        meet(c, ++met);
+        meet(c + ARRIVED, ++met, members);
         results(c, t0, t1);
     }
 }

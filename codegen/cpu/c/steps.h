@@ -27,18 +27,13 @@ static void prepare(Loop *c, int64_t step, int64_t done) {
     memset(c->call + c->first_counter, 0, sizeof(int64_t) * (size_t)c->counters);
 }
 
-static void all_meet(Loop *c, int64_t number) {
-    take(&c->arrived);
-    wait_for(&c->arrived, number * c->members);
-}
-
 void attngraph_loop(Loop *c) {
     int64_t is_first = take(&c->member) == 0, done = 0, met = 0;
     for (int64_t step = 0; step < c->steps; done += c->rows[step++]) {
         if (is_first) prepare(c, step, done);
-        all_meet(c, ++met);
+        meet(&c->arrived, ++met, c->members);
         c->run(c->call);
-        all_meet(c, ++met);
+        meet(&c->arrived, ++met, c->members);
         if (is_first)
             for (int64_t n = 0; n < c->copies; ++n) {
                 const Stream *from = c->stream + c->copied[n].from, *to = c->stream + c->copied[n].to;

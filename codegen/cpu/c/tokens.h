@@ -53,12 +53,6 @@ INLINE int64_t column_of(int64_t member, int64_t members, int64_t width) {
     return smaller(width, rounded_up(parts_of(width, members), LANES) * member);
 }
 
-/* Waits until all threads have come here for the `number`th time. */
-static void meet(int64_t *c, int64_t number) {
-    take(c + ARRIVED);
-    wait_for(c + ARRIVED, number * c[MEMBERS]);
-}
-
 /* A product, in a library of its own for each way in which a weight is given and laid out: programs are given its
    address. Many rows have `panels`; few that meet packed elements or fill vectors, room to be `arranged` in. Few rows
    and a weight `[in, out]` may be given a part of the depth, `from` .. `until` - 1. */
