@@ -183,12 +183,8 @@ class Recording:
 
     def _is_computed(self, node: fx.Node) -> bool:
         """Whether a value depends on links that have not run yet."""
-        results = {t.untyped_storage().data_ptr() for link in self._chain for t in link.results}
-        value = self.values[node]
-        return any(
-            t.untyped_storage().data_ptr() in results
-            for t in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(t, Tensor)
-        )  # fmt: skip
+        results = _memory([link.results for link in self._chain])
+        return not results.isdisjoint(_memory(self.values[node]))
 
     def _end_chain(self) -> None:
         if self._chain:
@@ -209,12 +205,8 @@ class Recording:
         takes = [n for n in takes if isinstance(self.values[n], (Tensor, list, tuple))]
         copy = fx.Graph()
         copies: dict[fx.Node, Any] = {n: copy.placeholder(f"v{p}") for p, n in enumerate(takes)}
-
-        def copied(node: fx.Node) -> Any:
-            return copies[node] if node in copies else self.values[node]
-
         for node in self._waiting:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), copied)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, self.values[n]))
             copies[node] = copy.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         copy.output(tuple(copies[n] for n in gives))
         self.pieces.append(Between(self.kinds.shorten(fx.GraphModule({}, copy)), takes, gives))
@@ -370,9 +362,10 @@ def _only_moves(node: fx.Node) -> bool:
 
 def _is_view(value: Any, args: Any) -> bool:
     """Whether a value shares memory with an operand, so that it follows what is written there."""
-    if isinstance(value, (list, tuple)):
-        return False
-    storages = {
-        t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)
-    }
-    return value.untyped_storage().data_ptr() in storages
+    return isinstance(value, Tensor) and not _memory(value).isdisjoint(_memory(args))
+
+
+def _memory(values: Any) -> set[int]:
+    """Where the tensors of a structure lie."""
+    tensors = (t for t in torch.utils._pytree.tree_leaves(values) if isinstance(t, Tensor))
+    return {t.untyped_storage().data_ptr() for t in tensors}
