@@ -108,7 +108,8 @@ def _from_shapes(program: ScoreProgram, grid: Grid, device: torch.device, turned
             return _compute(program, grid, device, turned)
         _captured[key] = known
     if known is None:
-        found = _listed(*_maps(program, grid, tiles.block_map, _has_fill(program)), grid, turned)
+        has_fill = P.largest_filled(program) is not None
+        found = _listed(*_maps(program, grid, tiles.block_map, has_fill), grid, turned)
         known = dataclasses.replace(found, tiles=found.tiles.to(device), counts=found.counts.to(device))
     _of_shapes[key] = known
     _of_shapes.move_to_end(key)
@@ -147,7 +148,7 @@ def _used(program: ScoreProgram) -> tuple[tuple[int, ...], frozenset[int]]:
 
 def _compute(program: ScoreProgram, grid: Grid, device: torch.device, turned: bool) -> Visits:
     """Lists by operations on the device."""
-    has_fill = _has_fill(program)  # asked before: it computes with numbers of the host
+    has_fill = P.largest_filled(program) is not None  # asked before: it computes with numbers of the host
     with _PlacesOn(device):
         found, softly = (found.to(device) for found in _maps(program, grid, tiles.map_anew, has_fill))
         return _listed(found, softly, grid, turned)
@@ -169,10 +170,6 @@ class _PlacesOn(TorchFunctionMode):
             return torch.full((), args[0], device=self.device, **kwargs)
         there = {"device": self.device} if func is torch.arange else {}
         return func(*args, **kwargs, **there)
-
-
-def _has_fill(program: ScoreProgram) -> bool:
-    return P.largest_filled(program) is not None
 
 
 def _maps(

@@ -133,7 +133,8 @@ def divided(made: Definition) -> Iterator[tuple[list[tuple[int, int]], Expr]]:
         if node.op == "where":
             for place, i in enumerate(made.indices):
                 if _is_of_index(node.args[0], (i,)):
-                    cuts[place] += _changes(node.args[0], i)
+                    values = _values(node.args[0], (i,)).tolist()
+                    cuts[place] += [n for n in range(1, extent(i)) if values[n] != values[n - 1]]
     cuts = [sorted(set(c)) for c in cuts]
     if math.prod(len(c) - 1 for c in cuts) > UNROLLED or all(len(c) == 2 for c in cuts):
         yield full, made.value
@@ -142,12 +143,6 @@ def divided(made: Definition) -> Iterator[tuple[list[tuple[int, int]], Expr]]:
     for ranges in itertools.product(*places):
         known = {i: low for i, (low, _) in zip(made.indices, ranges, strict=True)}
         yield list(ranges), _decided(made.value, known)
-
-
-def _changes(condition: Expr, variable: Expr) -> list[int]:
-    """Where a condition on an index alone changes as the index grows."""
-    values = _values(condition, (variable,)).tolist()
-    return [n for n in range(1, extent(variable)) if values[n] != values[n - 1]]
 
 
 def _decided(value: Expr, known: dict[Expr, int]) -> Expr:

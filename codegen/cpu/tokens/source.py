@@ -94,12 +94,9 @@ class _Emitter:
         width = self.facts.widths[group.products[0]]
         depth = max(self.depths[n] for n in group.products)
         turned, across = any(k.turned for k in kinds), all(k.goes_across for k in kinds)
-        flags = ", ".join(
-            str(int(flag))
-            for flag in (turned, across, all(k.turned for k in kinds) and not self.program.in_order)
-        )
-        follow = f"follow_{name}" if group.following else "0"
-        return f"{{factors_{name}, {len(kinds)}, {width}, {depth}, {flags}, {follow}}}"
+        deep = all(k.turned for k in kinds) and not self.program.in_order
+        numbers = f"{len(kinds)}, {width}, {depth}, {turned:d}, {across:d}, {deep:d}"
+        return f"{{factors_{name}, {numbers}, {f'follow_{name}' if group.following else '0'}}}"
 
     def _exported(self) -> Iterator[Iterable[str]]:
         """The functions that are called: how much room a call needs, and what each thread runs."""
@@ -173,7 +170,12 @@ class _Emitter:
         if made.over is None:
             yield from (*formula.inside, f"{target} = {formula.text};")
         else:
-            yield from _fold(made, formula, target)
+            j, is_sum = made.over.value, made.fold == "sum"
+            yield from ("{", *formula.before, f"float all = {'0.0f' if is_sum else '-INFINITY'};")
+            yield from ["#pragma omp simd reduction(+:all)"] * is_sum
+            yield f"for (int64_t {j} = 0; {j} < {extent(made.over)}; ++{j}) {{"
+            added = f"all + {formula.text}" if is_sum else f"maximum(all, {formula.text})"
+            yield from (*formula.inside, f"all = {added};", "}", f"{target} = all;", "}")
         yield from ["}"] * closing
 
     # --- memory ---
@@ -221,18 +223,6 @@ class _Emitter:
             for d, place in enumerate(indices) if place != "0"
         ]  # fmt: skip
         return widened.format(f"g{number}[{' + '.join(terms) or '0'}]")
-
-
-def _fold(made: Definition, formula: "Formula", target: str) -> Iterator[str]:
-    assert made.over is not None
-    j, is_sum = made.over.value, made.fold == "sum"
-    yield from ("{", *formula.before, f"float all = {'0.0f' if is_sum else '-INFINITY'};")
-    if is_sum:
-        yield "#pragma omp simd reduction(+:all)"
-    yield f"for (int64_t {j} = 0; {j} < {extent(made.over)}; ++{j}) {{"
-    yield from formula.inside
-    yield f"all = {f'all + {formula.text}' if is_sum else f'maximum(all, {formula.text})'};"
-    yield from ("}", f"{target} = all;", "}")
 
 
 def _flattened(indices: Sequence[str], extents: Sequence[int]) -> str:
