@@ -8,7 +8,14 @@ so that later passes may change memory layouts. For the same reason a copy made 
 eval, in torch older than 2.15) is removed, because nothing writes to either; what is returned stays a
 tensor of its own. A `copy` into a tensor is replaced by the value that is copied. An einsum of more than two
 operands becomes einsums of two, the pair with the smallest result first, because an attention may be part of
-it. Picking places that follow each other becomes a slice (`slice_lists.py`).
+it.
+
+Picking places that follow each other is a slice: `x[:, [-2]]`, `x[:, torch.arange(4, 8)]`, and `index_select`
+where the list's formula says that its places are equally far apart. Passes that divide, join or repeat
+movements know slices; a pick by a list is an operation of its own to them. Left alone: several lists at once,
+lists of several dimensions, places that data decide or that go backwards, a result of another layout, and
+dimensions of which the trace does not know that the places are in range (there a pick raises an error, a
+slice none).
 
 Forward substitution written row by row becomes one triangular system: a loop rewrites one row after the other
 of a matrix A, zero on and above its diagonal, so that each becomes A's row plus A's row times the new rows
@@ -32,15 +39,15 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size, memory_of, op_name
 from attngraph.ir.language import E
-from attngraph.meaning import M, Meaning, size_expression
+from attngraph.meaning import M, Meaning, Unliftable, size_expression
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region, shape_at
 from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.rule import tried
 from attngraph.meaning.rules.contraction import subscripts
-from attngraph.passes.build import Builder
+from attngraph.meaning.rules.movement import is_mask
+from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal
-from attngraph.passes.slice_lists import slice_lists
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
@@ -52,6 +59,7 @@ _CONVERTED = (aten.type_as.default, aten.to.other)
 _IDENTITY = ("aten.alias.", "aten.lift_fresh.", "aten.lift_fresh_copy.")
 _STRIDED_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _ASSERTIONS = ("aten._assert_tensor_metadata.",)
+_PICKS = (aten.index.Tensor, aten.index_select.default)
 WRITES = (aten.select_scatter.default, aten.slice_scatter.default)
 ROWS = 4
 """Chains of fewer writes are left alone."""
@@ -105,9 +113,7 @@ class Canonicalize:
             elif target in _STRIDED_VIEWS:
                 node.target = aten.reshape.default
         notes = [f"removed {count} x {name}" for name, count in sorted(removed.items())]
-        for name, count in sorted(slice_lists(graph).items()):
-            notes.append(f"{count} x {name} of places that follow each other became slices")
-        return Outcome([*notes, *join_rows(graph)])
+        return Outcome([*notes, *_slice_lists(graph), *join_rows(graph)])
 
 
 def _strides(node: Any) -> str:
@@ -160,6 +166,54 @@ def _kept(parts: list[tuple[str, fx.Node]], i: int, j: int, output: str) -> str:
     """The subscripts of a product of two operands that the other operands or the result still need."""
     rest = output + "".join(term for place, (term, _) in enumerate(parts) if place not in (i, j))
     return "".join(dict.fromkeys(c for c in parts[i][0] + parts[j][0] if c in rest))
+
+
+def _slice_lists(graph: ProgramGraph) -> list[str]:
+    """Replace every pick of places that follow each other; notes for the report."""
+    found: Counter[str] = Counter()
+    meaning: Meaning | None = None
+    for node in [n for n in graph.graph.nodes if n.target in _PICKS]:
+        meaning = meaning or Meaning.of(graph)
+        cut = _cut(meaning, node)
+        if cut is None:
+            continue
+        with Proposal(graph, node) as proposal:
+            part = proposal.call(aten.slice.Tensor, node.args[0], *cut)
+            made = proposal.call(aten.clone.default, part, memory_format=torch.contiguous_format)
+            if made.meta["val"].stride() != node.meta["val"].stride():
+                raise Refused("a result of another layout")
+            proposal.replace(node, made)
+        found[op_name(node)] += proposal.done
+    slices = sorted((name, count) for name, count in found.items() if count)
+    return [f"{count} x {name} of places that follow each other became slices" for name, count in slices]
+
+
+def _cut(meaning: Meaning, node: fx.Node) -> tuple[int, int, int, int] | None:
+    """The dimension, the first place, the end and the step of the slice that a pick is."""
+    args: Any = node.args
+    is_one = node.target is aten.index_select.default
+    lists = [(args[1], args[2])] if is_one else [(d, p) for d, p in enumerate(args[1]) if p is not None]
+    source, ((dim, pick), *others) = args[0], lists
+    extent = source.meta["val"].shape[dim]
+    if others or is_mask(pick) or pick.meta["val"].ndim != 1 or not isinstance(extent, int):
+        return None
+    try:
+        (count,) = meaning.shape(pick)
+        place = E.var("i", count)
+        formula = meaning.index_expression(pick, (place if count is not E.ONE else E.ZERO,))
+    except Unliftable:
+        return None
+    if formula is None or count.op != "const" or count.value == 0:
+        return None
+    first = M.substitute(formula, {place: E.ZERO})
+    step, rest = M.coefficient(M.sub(formula, first))
+    if first.op != "const" or (count.value > 1 and (rest is not place or step < 1)):
+        return None
+    step = int(step) if count.value > 1 else 1
+    begin = int(first.value) + (extent if first.value < 0 else 0)
+    end = begin + step * (int(count.value) - 1) + 1
+    passes_zero = first.value < 0 <= int(first.value) + step * (int(count.value) - 1)
+    return None if begin < 0 or end > extent or passes_zero else (dim, begin, end, step)
 
 
 def forget_operands_of_dtype(graph: ProgramGraph) -> None:

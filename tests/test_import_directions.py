@@ -48,7 +48,7 @@ FLOORS_INSIDE = {
     "codegen": ({"remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
     "passes": (
         {"attention_entries", "build", "proposal", "named", "look_later",
-         "shared_scores", "canonicalize", "slice_lists", "fuse_attention",
+         "shared_scores", "canonicalize", "fuse_attention",
          "merge_heads", "absorb_mla", "reassociate_linear", "tabulate_scores", "insert_kv_cache",
          "divide_cache", "tidy", "quantised_linear", "fuse_token_wise", "order_sums", "quantise_cache",
         "select_kernels",
