@@ -4,10 +4,14 @@ Views that join or split dimensions divide index variables. Splitting a variable
 are used of it turns those divisions into plain variables again.
 """
 
+import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from attngraph.ir.language import E, Expr
+import torch
+from torch import Tensor
+
+from attngraph.ir.language import E, Expr, operation_of
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 
@@ -83,3 +87,14 @@ def recombined(digits: Digits) -> Expr:
 
 def extent(digits: Digits) -> Expr:
     return M.mul(*(d.args[0] for d in digits))
+
+
+def numbers(index: Expr, values: Mapping[Expr, Tensor]) -> Tensor:
+    """What an index is for many values of its variables."""
+    if index in values:
+        return values[index]
+    if index.op == "const":
+        return torch.tensor(index.value)
+    operation, args = operation_of(index.op), [numbers(a, values) for a in index.args]
+    assert operation is not None
+    return functools.reduce(operation.torch, args) if operation.arity == 2 else operation.torch(*args)

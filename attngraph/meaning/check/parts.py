@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import is_size
 from attngraph.ir.kept import kept
-from attngraph.ir.language import E, Environment, Expr, S, Tile
-from attngraph.ir.language.evaluate import evaluate
+from attngraph.ir.language import E, Expr, S
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import computed, operands_first
+from attngraph.meaning.algebra.digits import numbers
 from attngraph.meaning.check.oracle import Oracle, drop
 from attngraph.meaning.check.region import bytes_in_float64, scores_of, shape_at
 from attngraph.meaning.element import Meaning
@@ -150,24 +150,20 @@ class Parts:
         if casts or any(n.op == "read" for index in indices for n in E.walk(index)):
             return None
         boxed = {v for v, wanted in zip(variables, box, strict=True) if wanted is not None}
-        axes: dict[str, Tensor] = {}
+        axes: dict[Expr, Tensor] = {}
         for dim, (extent, wanted) in enumerate(zip(self.shape(node), box, strict=True)):
             axis = torch.arange(extent) if wanted is None else torch.tensor(wanted)
-            axes[f"o{dim}"] = axis.view(-1, *[1] * (len(box) - dim - 1))
-
-        def at(index: Expr) -> Tensor:
-            env = Environment(Tile(), (), (), torch.float64, torch.device("cpu"), axes)
-            return torch.as_tensor(evaluate(index, env, {}))
-
+            axes[variables[dim]] = axis.view(-1, *[1] * (len(box) - dim - 1))
         needed: list[Tensor | None] = []
         for index, extent in zip(indices, self.shape(source), strict=True):
-            chosen = None if index.free and boxed.isdisjoint(index.free) else torch.unique(at(index))
+            is_whole = index.free and boxed.isdisjoint(index.free)
+            chosen = None if is_whole else torch.unique(numbers(index, axes))
             needed.append(None if chosen is None or len(chosen) == extent else chosen)
 
         def run(oracle: Oracle, values: Sequence[Any]) -> Any:
             places = (
-                at(index) if of is None else torch.searchsorted(of, at(index).contiguous())
-                for index, of in zip(indices, needed, strict=True)
+                number if of is None else torch.searchsorted(of, number.contiguous())
+                for number, of in zip((numbers(index, axes) for index in indices), needed, strict=True)
             )
             moved = values[0][tuple(where.to(values[0].device) for where in places)]
             return moved.expand(self.shape(node, box))

@@ -7,11 +7,9 @@ heads are independent of each other), norms over the last dimensions, and the wa
 """
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +18,7 @@ from attngraph.ir.language import E, Expr, operation_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.ir.walk import reached
+from attngraph.meaning.algebra.digits import numbers
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.elements import element, independent_dims
 from attngraph.meaning.placement.table import Cut, Table
@@ -89,7 +88,7 @@ class Demand:
         uses: dict[fx.Node, Use] = {}
         for read in reads:
             found = {d: variables[i] for d, i in enumerate(read.args) if i in variables}
-            others = [i for i in read.args if i not in variables and _mentions(i, variables)]
+            others = [i for i in read.args if i not in variables and not i.free.isdisjoint(variables)]
             if others:
                 raise Unplaced(f"{node.target} reads other parts of its operand")
             use = Use(read.value, found)
@@ -173,20 +172,20 @@ class Demand:
                     found[d] = variables[index]
             elif shape[d].op == "const" and _computable(index):
                 odd.append(d)
-            elif _mentions(index, variables):
+            elif not index.free.isdisjoint(variables):
                 raise _Symbolic
             else:
                 kept = True
         for group in _groups(odd, value.args):
             found.update(self._sets(group, value.args, shape, variables))
-        moved = [d for d in odd if not found[d].is_whole or _mentions(value.args[d], variables)]
+        moved = [d for d in odd if not (found[d].is_whole and value.args[d].free.isdisjoint(variables))]
         if not moved:
             for d in odd:
                 del found[d]
             return (Use(source, found),)
         if str(node.target) in VIEWS:
             return (Use(source, found),)
-        owners = [[v for v in at if _mentions(i, (v,))] for i in value.args]
+        owners = [[v for v in at if v in i.free] for i in value.args]
         flat = [v for of in owners for v in of]
         if kept or any(len(of) > 1 for of in owners) or len(set(flat)) != len(flat):
             raise Unplaced(f"{node.target} mixes dimensions")
@@ -197,7 +196,7 @@ class Demand:
         self, dims: list[int], indices: Indices, shape: Indices, variables: Mapping[Expr, Table]
     ) -> dict[int, Table]:
         """The indices that are read of some dimensions, which share variables: they must be a product."""
-        used = list(dict.fromkeys(v for d in dims for v in _variables(indices[d])))
+        used = list(dict.fromkeys(v for d in dims for v in sorted(indices[d].free, key=lambda v: v.order)))
         rows: list[list[Tensor]] = []
         for rank in range(self.ranks):
             lists = [
@@ -208,7 +207,7 @@ class Demand:
             if math.prod(lengths) > LARGEST:
                 raise Unplaced("a view of too many elements")
             grid = dict(zip(used, torch.meshgrid(*lists, indexing="ij") if lists else (), strict=True))
-            read = [_value(indices[d], grid).broadcast_to(lengths).flatten() for d in dims]
+            read = [numbers(indices[d], grid).broadcast_to(lengths).flatten() for d in dims]
             rows.append([torch.unique(r) for r in read])
             distinct = torch.unique(torch.stack(read), dim=1).shape[1]
             if len(dims) > 1 and distinct != math.prod(map(len, rows[-1])):
@@ -233,25 +232,17 @@ def head_dims(attention: nodes.AttentionOp, number: int) -> list[int] | None:
     h = E.var("h")
     for read in (n for e in attention.program.expressions for n in E.walk(e)):
         if read.op == "read" and read.value == number:
-            if any(i is not h and _mentions(i, (h,)) for i in read.args):
+            if any(i is not h and h in i.free for i in read.args):
                 return None
             found.add(tuple(d for d, i in enumerate(read.args) if i is h))
     return list(found.pop()) if len(found) == 1 else None
-
-
-def _mentions(index: Expr, variables: Mapping[Expr, Any] | tuple[Expr, ...]) -> bool:
-    return any(n in variables for n in E.walk(index) if n.op == "var")
-
-
-def _variables(index: Expr) -> list[Expr]:
-    return [n for n in E.walk(index) if n.op == "var"]
 
 
 def _groups(dims: list[int], indices: Indices) -> list[list[int]]:
     """The dimensions in groups that share variables."""
     found: list[tuple[set[Expr], list[int]]] = []
     for d in dims:
-        mine, members = set(_variables(indices[d])), [d]
+        mine, members = set(indices[d].free), [d]
         for other in [f for f in found if f[0] & mine]:
             found.remove(other)
             mine |= other[0]
@@ -266,13 +257,3 @@ def _computable(index: Expr) -> bool:
         operation_of(n.op) or n.op == "const" or (n.op == "var" and n.args and n.args[0].op == "const")
         for n in E.outside(index, "var")
     )
-
-
-def _value(index: Expr, grid: Mapping[Expr, Tensor]) -> Tensor:
-    if index.op == "const":
-        return torch.tensor(index.value)
-    if index.op == "var":
-        return grid[index]
-    operation, args = operation_of(index.op), [_value(a, grid) for a in index.args]
-    assert operation is not None
-    return functools.reduce(operation.torch, args) if operation.arity == 2 else operation.torch(*args)
