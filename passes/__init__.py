@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attngraph.errors import meant
+from attngraph.ir.graph import RESULTS, Axis
 from attngraph.ir.graph.literals import split
-from attngraph.ir.graph.program_graph import RESULTS
-from attngraph.ir.graph.ranks import Axis
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.divide_cache import DivideCache

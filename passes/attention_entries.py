@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, measured_sizes
-from attngraph.ir.graph.source import caller_of, module_of, own_line, source_of
+from attngraph.ir.graph import ProgramGraph, caller_of, measured_sizes, module_of, own_line, source_of
 from attngraph.ir.language import ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.meaning.attention.claim import Attention

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph import ORIGIN, ProgramGraph, implied, infer_once, is_size
-from attngraph.ir.graph.call import infer
-from attngraph.ir.graph.program_graph import makes_a_size
+from attngraph.ir.graph import ORIGIN, ProgramGraph, implied, infer, infer_once, is_size, makes_a_size
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.nodes import AttentionOp, view
 from attngraph.meaning.algebra.sizes import is_example, size_expression

@@ -39,11 +39,10 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size, memory_of, op_name
 from attngraph.ir.language import E
-from attngraph.meaning import M, Meaning, Unliftable, size_expression
+from attngraph.meaning import M, Meaning, Unliftable, size_expression, tried
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region, shape_at
 from attngraph.meaning.check.sample import Sample
-from attngraph.meaning.rule import tried
 from attngraph.meaning.rules.contraction import subscripts
 from attngraph.meaning.rules.movement import is_mask
 from attngraph.passes.build import Builder, Refused

@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import ConversionError
-from attngraph.ir.graph import Input, Level, ProgramGraph, Rate, op_name
-from attngraph.ir.graph.call import infer
+from attngraph.ir.graph import Input, Level, ProgramGraph, Rate, infer, op_name, source_of
 from attngraph.ir.graph.program_graph import move_to_stage, replace_in_other_users
-from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import E
 from attngraph.ir.ops.nodes import Attention
 from attngraph.ir.walk import reached

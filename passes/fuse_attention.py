@@ -19,7 +19,7 @@ import sympy
 import torch
 from torch import fx
 
-from attngraph.ir.graph import Level, ProgramGraph
+from attngraph.ir.graph import Level, ProgramGraph, caller_of, module_of, source_of
 from attngraph.ir.graph.program_graph import (
     RESULTS,
     is_empty,
@@ -30,12 +30,10 @@ from attngraph.ir.graph.program_graph import (
     replace_in_other_users,
     sort,
 )
-from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import filled, reached
-from attngraph.meaning import Category, M, Meaning
-from attngraph.meaning.algebra.sizes import to_sympy
+from attngraph.meaning import Category, M, Meaning, to_sympy
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.equal_claims import OnceRecogniser
 from attngraph.meaning.attention.normaliser import Refusal

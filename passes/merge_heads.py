@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten
 
-from attngraph.ir.graph import argument, source_of
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, sort
-from attngraph.ir.language import E, Expr, ScoreProgram, operation
-from attngraph.ir.language.score import formulas
+from attngraph.ir.graph import Level, ProgramGraph, argument, dependence, sort, source_of
+from attngraph.ir.language import E, Expr, ScoreProgram, formulas, operation
 from attngraph.ir.ops.nodes import Attention
 from attngraph.meaning import ELEMENTWISE, Category, M, Meaning, category_of, is_part
 from attngraph.meaning.attention import layout

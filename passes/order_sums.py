@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph import Level, ProgramGraph, op_name, source_of
-from attngraph.ir.graph.program_graph import Rate
+from attngraph.ir.graph import Level, ProgramGraph, Rate, op_name, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.language import token_program as tokens
 from attngraph.ir.ops import in_order as _in_order  # noqa: F401  (registers its op)

@@ -19,8 +19,7 @@ from typing import Self
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from attngraph.ir.graph import ProgramGraph, source_of
-from attngraph.ir.graph.program_graph import keep_sizes
+from attngraph.ir.graph import ProgramGraph, keep_sizes, source_of
 from attngraph.ir.language.score import ProgramError
 from attngraph.meaning.attention.claim import NO_VIEW
 from attngraph.meaning.attention.layout import NoView

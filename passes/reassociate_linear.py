@@ -17,8 +17,7 @@ from torch import fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, is_empty, is_size
 from attngraph.ir.graph.source import caller_of, module_of, source_of
-from attngraph.ir.language import E
-from attngraph.ir.language.score import Keep, Score, Weight
+from attngraph.ir.language import E, Keep, Score, Weight
 from attngraph.ir.ops.attention import linear_attention
 from attngraph.meaning import Meaning
 from attngraph.meaning.attention import linear

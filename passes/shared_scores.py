@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, computed_from
-from attngraph.ir.graph.source import own_line
+from attngraph.ir.graph import ProgramGraph, computed_from, own_line
 from attngraph.meaning import Category, M, Meaning
 from attngraph.meaning.attention.claim import Attention, Operand
 from attngraph.meaning.attention.program import Seed, Source

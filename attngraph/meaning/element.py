@@ -19,8 +19,7 @@ from attngraph.ir.graph.program_graph import ProgramGraph, op_name
 from attngraph.ir.kept import kept
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import filled
-from attngraph.meaning.algebra import M, is_example, ranges, size_expression
-from attngraph.meaning.algebra.sizes import SizeNames
+from attngraph.meaning.algebra import M, SizeNames, is_example, ranges, size_expression
 from attngraph.meaning.constants import ConstantFolding, describe
 from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.rule import (

@@ -22,8 +22,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.choices import ABSORB
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate, move_to_stage
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph import Level, ProgramGraph, Rate, move_to_stage, source_of
 from attngraph.ir.language import DOT, SCORE, E, Keep, Score, ScoreProgram
 from attngraph.ir.ops import cost
 from attngraph.ir.ops.cost import LatentSizes

@@ -18,8 +18,7 @@ from attngraph.ir.language import E, Expr, Packed, operation, operation_of
 from attngraph.ir.language.token_derivative import is_own
 from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
 from attngraph.ir.ops.quantised import unpack
-from attngraph.meaning import Category, M, Meaning, Unliftable
-from attngraph.meaning.rule import tried
+from attngraph.meaning import Category, M, Meaning, Unliftable, tried
 from attngraph.meaning.rules.composed import COMPOSED
 from attngraph.passes.fuse_token_wise.rows import Place, Rows, Windows
 from attngraph.passes.named import COMPENSATED, NAMED

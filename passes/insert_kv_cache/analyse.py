@@ -14,8 +14,7 @@ from torch import fx
 from attngraph.capture.program.functional import RECURRENT
 from attngraph.errors import NoDecoderError
 from attngraph.ir import budgets
-from attngraph.ir.graph import ProgramGraph, computed_from, holds, is_size, op_name, source_of
-from attngraph.ir.graph.formula import are_few
+from attngraph.ir.graph import ProgramGraph, are_few, computed_from, holds, is_size, op_name, source_of
 from attngraph.ir.language import expr as E
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.region import region

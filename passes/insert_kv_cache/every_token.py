@@ -22,8 +22,7 @@ from attngraph.ir.graph import ProgramGraph, computed_from, is_size, op_name, so
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import reached
-from attngraph.meaning import M, size_expression
-from attngraph.meaning.rule import tried
+from attngraph.meaning import M, size_expression, tried
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder

@@ -16,8 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph import ProgramGraph, is_size, op_name, source_of
-from attngraph.ir.graph.call import infer, infer_once
+from attngraph.ir.graph import ProgramGraph, infer, infer_once, is_size, op_name, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.tokens.tokens import Tokens

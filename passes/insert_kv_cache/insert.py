@@ -20,8 +20,7 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph import Level, Output, ProgramGraph, op_name, source_of
-from attngraph.ir.graph.program_graph import RESULTS
+from attngraph.ir.graph import RESULTS, Level, Output, ProgramGraph, op_name, source_of
 from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.history import history

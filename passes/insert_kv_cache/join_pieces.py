@@ -25,9 +25,8 @@ from attngraph.errors import AttnGraphError
 from attngraph.ir import budgets
 from attngraph.ir.graph import ProgramGraph, is_random, is_size, source_of
 from attngraph.ir.language import E
-from attngraph.meaning import Meaning
+from attngraph.meaning import Meaning, tried
 from attngraph.meaning.check.check import Checks
-from attngraph.meaning.rule import tried
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal
 

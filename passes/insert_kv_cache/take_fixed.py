@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph import ProgramGraph, Rate, is_size, op_name, source_of
-from attngraph.ir.graph.program_graph import part_of
+from attngraph.ir.graph import ProgramGraph, Rate, is_size, op_name, part_of, source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Fixed

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph import ORIGIN, Input, ProgramGraph, source_of
-from attngraph.ir.graph.ranks import Axis, Numbers, Shard
+from attngraph.ir.graph import ORIGIN, Axis, Input, Numbers, ProgramGraph, Shard, source_of
 from attngraph.ir.language import E, reindexed
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, SUM_GRADIENTS

@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attngraph.ir.language import Expr, operation_of
-from attngraph.ir.language.score import INDICES
+from attngraph.ir.language import INDICES, Expr, operation_of
 
 Interval = tuple[float, float]
 EVERYTHING: Interval = (-math.inf, math.inf)

@@ -14,10 +14,8 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from attngraph.ir import budgets
-from attngraph.ir.language import E, Expr
-from attngraph.ir.language.score import DOT, INDICES, ScoreProgram, Sink
-from attngraph.meaning.algebra import M
-from attngraph.meaning.algebra.digits import Digits, extent, recombined, split_digits, taken_apart
+from attngraph.ir.language import DOT, INDICES, E, Expr, ScoreProgram, Sink
+from attngraph.meaning.algebra import Digits, M, extent, recombined, split_digits, taken_apart
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention import layout, program, roles
 from attngraph.meaning.attention.dot import Chain

@@ -15,11 +15,9 @@ from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph import computed_from, op_name, source_of
-from attngraph.ir.language import E, Expr
-from attngraph.ir.language.score import DOT, is_moderate
+from attngraph.ir.language import DOT, E, Expr, is_moderate
 from attngraph.ir.ops import kernels
-from attngraph.meaning.algebra import M
-from attngraph.meaning.algebra.sums import open_sums
+from attngraph.meaning.algebra import M, open_sums
 from attngraph.meaning.element import Meaning, has_data, is_exact
 from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable, tried
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from attngraph.ir.graph.call import described
-from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.graph import described, is_size
 from attngraph.ir.kept import kept
 from attngraph.ir.language import expr as E
 from attngraph.meaning.attention.claim import Attention, Operand, View

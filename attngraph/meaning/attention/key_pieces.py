@@ -17,9 +17,8 @@ from torch import fx
 
 from attngraph.ir.graph import op_name, source_of
 from attngraph.ir.language import WEIGHT, E, Expr
-from attngraph.meaning.algebra import M
+from attngraph.meaning.algebra import M, open_sums
 from attngraph.meaning.algebra.fractions import Sum, Term, Value
-from attngraph.meaning.algebra.sums import open_sums
 from attngraph.meaning.attention.normaliser import Refusal
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, is_part, tried

@@ -22,8 +22,7 @@ from torch import fx
 from attngraph.ir.graph import op_name, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import reached
-from attngraph.meaning.algebra import M, ranges, recombined, split_digits
-from attngraph.meaning.algebra.sums import sum_of_products
+from attngraph.meaning.algebra import M, ranges, recombined, split_digits, sum_of_products
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.claim import View
 from attngraph.meaning.element import Meaning

@@ -14,8 +14,7 @@ from torch import fx
 from attngraph.ir import budgets
 from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.ir.walk import reached
-from attngraph.meaning.algebra import M
-from attngraph.meaning.algebra.sums import open_sums
+from attngraph.meaning.algebra import M, open_sums
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.claim import Attention, write_claim
 from attngraph.meaning.attention.normaliser import Refusal

@@ -17,8 +17,7 @@ from typing import Literal
 
 from attngraph.ir import budgets
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import Digits, M, recombined, split_digits
-from attngraph.meaning.algebra.sums import open_sums
+from attngraph.meaning.algebra import Digits, M, open_sums, recombined, split_digits
 from attngraph.meaning.rule import Unliftable, UnliftableBecause
 
 

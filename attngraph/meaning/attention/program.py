@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from attngraph.ir.language import E, Expr, Keep, Score, ScoreProgram, Sink, Statement, Weight, operation
-from attngraph.ir.language import score as S
+from attngraph.ir.language import E, Expr, Keep, S, Score, ScoreProgram, Sink, Statement, Weight, operation
 from attngraph.meaning.algebra import M, ranges, size_expression
 from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.masks.score_bounds import with_finite_dots

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 
 from attngraph.ir import budgets
 from attngraph.ir.language import WEIGHT, E, Expr
-from attngraph.meaning.algebra import M
-from attngraph.meaning.algebra.sums import open_sums
+from attngraph.meaning.algebra import M, open_sums
 from attngraph.meaning.attention.dot import Dot
 from attngraph.meaning.attention.normaliser import (
     Look,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
-from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.graph.ranks import Ranks, Shard
+from attngraph.ir.graph import ProgramGraph, Ranks, Shard
 from attngraph.ir.ops.collectives import COLLECTIVES, EXCHANGING, together
 from attngraph.ir.walk import computed
 from attngraph.meaning.check import check

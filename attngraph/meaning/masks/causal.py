@@ -9,8 +9,7 @@ import functools
 import itertools
 
 from attngraph.ir import budgets
-from attngraph.ir.language import E, Expr
-from attngraph.ir.language.score import Keep, ScoreProgram, format_statement
+from attngraph.ir.language import E, Expr, Keep, ScoreProgram, format_statement
 from attngraph.meaning.algebra import M
 from attngraph.meaning.masks import words as masks
 from attngraph.meaning.masks.fold import hiding_fills, seen

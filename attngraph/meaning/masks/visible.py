@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from attngraph.ir import budgets
-from attngraph.ir.language import E, Expr
+from attngraph.ir.language import DOT, INDICES, SCORE, E, Expr, Keep, ScoreProgram
 from attngraph.ir.language.evaluate import Environment, Tile, Value, as_bool, evaluate, tensor
-from attngraph.ir.language.score import DOT, INDICES, SCORE, Keep, ScoreProgram
 from attngraph.meaning.algebra.intervals import Cut, Grid, bit, bounds
 from attngraph.meaning.masks.fold import Domain, fold
 

@@ -7,8 +7,7 @@ from torch import Tensor, fx
 
 from attngraph.ir.dtypes import DTYPES, FLOATS
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language import E, Keep, Score, ScoreProgram
-from attngraph.ir.language.expr import Expr, format_expr, format_number
+from attngraph.ir.language import E, Expr, Keep, Score, ScoreProgram, format_expr, format_number
 from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import M
 from attngraph.meaning.rule import ELEMENTWISE, category_of

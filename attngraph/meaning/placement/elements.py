@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.call import argument
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph import ProgramGraph, argument
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import M

@@ -14,8 +14,7 @@ from collections.abc import Collection
 
 from torch import fx
 
-from attngraph.ir.language import E, Expr
-from attngraph.ir.language.score import SCORE, Keep, Score, ScoreProgram, Statement, Weight, formulas
+from attngraph.ir.language import SCORE, E, Expr, Keep, Score, ScoreProgram, Statement, Weight, formulas
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.attention.program import rewritten

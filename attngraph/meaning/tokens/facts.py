@@ -16,8 +16,7 @@ from torch import fx
 
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import reached
-from attngraph.meaning.algebra import Digits, M, is_example, ranges, recombined
-from attngraph.meaning.algebra.digits import taken_apart
+from attngraph.meaning.algebra import Digits, M, is_example, ranges, recombined, taken_apart
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import Causality
 from attngraph.meaning.tokens.numbers import OfSizes
