@@ -20,16 +20,6 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph import Level, ProgramGraph, caller_of, module_of, source_of
-from attngraph.ir.graph.program_graph import (
-    RESULTS,
-    is_empty,
-    is_size,
-    keep_sizes,
-    measured_sizes,
-    memory_of,
-    replace_in_other_users,
-    sort,
-)
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import filled, reached
@@ -50,6 +40,10 @@ from attngraph.passes.proposal import Proposal
 from attngraph.passes.shared_scores import Found
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import AttentionEntry, Missed
+
+from attngraph.ir.graph.program_graph import (  # isort: skip
+    RESULTS, is_empty, is_size, keep_sizes, measured_sizes, memory_of, replace_in_other_users, sort,
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 TOO_DEEP = (

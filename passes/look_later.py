@@ -27,17 +27,13 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph import Input, Output, ProgramGraph, Rate, argument, computed_from, is_random, is_size
-from attngraph.ir.graph.program_graph import (
-    RESULTS,
-    as_module,
-    makes_a_size,
-    memory_of,
-    part_of,
-    replace_in_other_users,
-)
 from attngraph.ir.walk import operands_first
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.passes.build import Builder, NoSize
+
+from attngraph.ir.graph.program_graph import (  # isort: skip
+    RESULTS, as_module, makes_a_size, memory_of, part_of, replace_in_other_users,
+)  # fmt: skip
 
 aten = torch.ops.aten
 

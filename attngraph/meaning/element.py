@@ -22,18 +22,11 @@ from attngraph.ir.walk import filled
 from attngraph.meaning.algebra import M, SizeNames, is_example, ranges, size_expression
 from attngraph.meaning.constants import ConstantFolding, describe
 from attngraph.meaning.masks.fold import UNDERFLOWS
-from attngraph.meaning.rule import (
-    ELEMENTWISE,
-    PARTS,
-    RULES,
-    Category,
-    TooLong,
-    Unliftable,
-    UnliftableBecause,
-    category_of,
-    is_part,
-)
 from attngraph.meaning.wrapping import NARROW, wrapped
+
+from attngraph.meaning.rule import (  # isort: skip
+    ELEMENTWISE, PARTS, RULES, Category, TooLong, Unliftable, UnliftableBecause, category_of, is_part,
+)  # fmt: skip
 
 Indices = tuple[Expr, ...]
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})

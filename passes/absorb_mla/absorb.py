@@ -32,18 +32,15 @@ from attngraph.meaning.attention.latent import Latent, Stretch, find_latent
 from attngraph.meaning.check.check import Checks
 from attngraph.meaning.check.region import region
 from attngraph.meaning.masks.fold import low_fill
-from attngraph.passes.absorb_mla.fold_weights import (
-    Folded,
-    fold_query,
-    fold_result,
-    of_each_head,
-    projection_of,
-)
 from attngraph.passes.absorb_mla.join_heads import join_heads
 from attngraph.passes.build import Builder, Refused
 from attngraph.passes.proposal import Proposal
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import LatentEntry
+
+from attngraph.passes.absorb_mla.fold_weights import (  # isort: skip
+    Folded, fold_query, fold_result, of_each_head, projection_of,
+)  # fmt: skip
 
 aten = torch.ops.aten
 

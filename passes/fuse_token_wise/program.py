@@ -15,15 +15,10 @@ from attngraph.ir.language import token_program as language
 from attngraph.ir.language.packed import WORD
 from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram
 from attngraph.ir.walk import reached
-from attngraph.passes.fuse_token_wise.formulas import (
-    Formula,
-    Formulas,
-    name_of,
-    packing,
-    placed,
-    spelled,
-    split_product,
-)
+
+from attngraph.passes.fuse_token_wise.formulas import (  # isort: skip
+    Formula, Formulas, name_of, packing, placed, spelled, split_product,
+)  # fmt: skip
 
 
 class Region:

@@ -27,16 +27,13 @@ from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
 from attngraph.meaning.attention.normaliser import Refusal, logarithm, split_by, stands_between
 from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.score_sets import PositionWeights, is_sum
-from attngraph.meaning.attention.weighted_sums import (
-    KeyPart,
-    Unnormalised,
-    WeightedSum,
-    key_part,
-    weighted_sums,
-)
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable, is_part
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
+
+from attngraph.meaning.attention.weighted_sums import (  # isort: skip
+    KeyPart, Unnormalised, WeightedSum, key_part, weighted_sums,
+)  # fmt: skip
 
 SOFTMAX_LIKE = frozenset(f"aten.{n}" for n in (*SOFTMAX, "scaled_dot_product_attention.default"))
 _EXPONENTIALS = SOFTMAX_LIKE | {

@@ -22,15 +22,10 @@ from attngraph.ir import budgets
 from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.meaning.algebra import M, open_sums
 from attngraph.meaning.attention.dot import Dot
-from attngraph.meaning.attention.normaliser import (
-    Look,
-    Refusal,
-    is_normaliser,
-    match_normaliser,
-    pieces_of,
-    split_by,
-    why_not_normalised,
-)
+
+from attngraph.meaning.attention.normaliser import (  # isort: skip
+    Look, Refusal, is_normaliser, match_normaliser, pieces_of, split_by, why_not_normalised,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,18 +20,11 @@ from attngraph.ir.language import E, Expr, Keep, ScoreProgram, parse
 from attngraph.ir.ops.token_collectives import NEEDED, Layout
 from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import M
-from attngraph.meaning.algebra.intervals import (
-    EVERYTHING,
-    Bounds,
-    Box,
-    Cut,
-    Grid,
-    Interval,
-    bit,
-    bounds,
-    interval,
-)
 from attngraph.meaning.masks.fold import any_fill, low_fill, seen
+
+from attngraph.meaning.algebra.intervals import (  # isort: skip
+    EVERYTHING, Bounds, Box, Cut, Grid, Interval, bit, bounds, interval,
+)  # fmt: skip
 
 __all__ = [
     "EVALUATE", "EVERYTHING", "OPEN", "SKIP", "Box", "Cut", "Grid", "Interval", "Run", "block_map",

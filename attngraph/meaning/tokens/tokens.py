@@ -30,24 +30,15 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable, is_part, tried
 from attngraph.meaning.tokens import opaque
 from attngraph.meaning.tokens.attentions import attention_fact, part_fact
-from attngraph.meaning.tokens.facts import (
-    ENTRIES,
-    Axes,
-    Fact,
-    Facts,
-    Finder,
-    Indices,
-    Kind,
-    Space,
-    outside_reads,
-    place_text,
-    read_token,
-)
 from attngraph.meaning.tokens.looks_back import HistoryFinder, LooksBack, NotShown
 from attngraph.meaning.tokens.loops import LoopFinder
 from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.token_probe import TokenProbe
 from attngraph.meaning.tokens.windows import WindowFinder
+
+from attngraph.meaning.tokens.facts import (  # isort: skip
+    ENTRIES, Axes, Fact, Facts, Finder, Indices, Kind, Space, outside_reads, place_text, read_token,
+)  # fmt: skip
 
 
 class Tokens:

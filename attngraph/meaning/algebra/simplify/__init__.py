@@ -12,41 +12,18 @@ operations: `add` and `mul` are n-ary, subtraction and division are spelled with
 The files of this package are one algebra: each calls the others through the package.
 """
 
-from attngraph.meaning.algebra.simplify.arithmetic import (
-    add,
-    coefficient,
-    div,
-    from_polynomial,
-    kind_of,
-    mul,
-    neg,
-    number,
-    recip,
-    scale,
-    sub,
-)
 from attngraph.meaning.algebra.simplify.division import floordiv, mod
 from attngraph.meaning.algebra.simplify.functions import absolute, exp, function, log, narrow, power
-from attngraph.meaning.algebra.simplify.logic import (
-    and_,
-    eq,
-    exclude_each_other,
-    le,
-    lt,
-    ne,
-    not_,
-    or_,
-    where,
-)
-from attngraph.meaning.algebra.simplify.sums import (
-    canonical,
-    canonical_binders,
-    construct,
-    pieces,
-    raw,
-    substitute,
-    total,
-)
+
+from attngraph.meaning.algebra.simplify.arithmetic import (  # isort: skip
+    add, coefficient, div, from_polynomial, kind_of, mul, neg, number, recip, scale, sub,
+)  # fmt: skip
+from attngraph.meaning.algebra.simplify.logic import (  # isort: skip
+    and_, eq, exclude_each_other, le, lt, ne, not_, or_, where,
+)  # fmt: skip
+from attngraph.meaning.algebra.simplify.sums import (  # isort: skip
+    canonical, canonical_binders, construct, pieces, raw, substitute, total,
+)  # fmt: skip
 
 __all__ = [
     "absolute", "add", "and_", "canonical", "canonical_binders", "coefficient", "construct", "div", "eq",
