@@ -53,15 +53,15 @@ def nested(bounds: Iterable[Expr]) -> list[Expr] | None:
     ordered: list[Expr] = []
     for bound in dict.fromkeys(bounds):
         place = 0
-        while place < len(ordered) and _divides(ordered[place], bound):
+        while place < len(ordered) and divides(ordered[place], bound):
             place += 1
         ordered.insert(place, bound)
-    if any(not _divides(a, b) for a, b in itertools.pairwise(ordered)):
+    if any(not divides(a, b) for a, b in itertools.pairwise(ordered)):
         return None
     return ordered
 
 
-def _divides(a: Expr, b: Expr) -> bool:
+def divides(a: Expr, b: Expr) -> bool:
     divisor = ranges.polynomial(a)
     return len(divisor) == 1 and not ranges.split_multiples(ranges.polynomial(b), divisor)[1]
 

@@ -194,6 +194,17 @@ def _least(a: Polynomial) -> Polynomial | None:
     return found
 
 
+def is_never_negative(a: Polynomial) -> bool:
+    """Whether a >= 0 for all values of its variables, and all sizes >= 1."""
+    low, _ = bounds(a)
+    return low is not None and is_nonnegative(low)
+
+
+def is_at_most(a: Expr, b: Expr) -> bool:
+    """Whether a <= b for all sizes >= 1."""
+    return is_nonnegative(subtract(polynomial(b), polynomial(a)))
+
+
 def is_positive(a: Polynomial) -> bool:
     return is_nonnegative(subtract(a, {(): 1}))
 

@@ -170,10 +170,8 @@ def _open(term: Term, number: float) -> _Term | None:
     others = M.mul(*outer, *(f for f in E.parts(body, "mul") if f.op != "exp"))
     if len(weights) != 1 or any(n.op == "exp" and not n.free.isdisjoint(keys) for n in E.walk(others)):
         return None
-    whole = weights[0]
-    for key in reversed(keys):
-        whole = M.total(key, whole)
-    return _Term(number, exponent, keys, weights[0].args[0], others, M.canonical_binders(whole))
+    whole = M.canonical_binders(M.totals(reversed(keys), weights[0]))
+    return _Term(number, exponent, keys, weights[0].args[0], others, whole)
 
 
 def _shift(above: Sequence[_Term], below: Sum) -> Expr | None:

@@ -155,13 +155,9 @@ def _split_dimension(extent: Expr, place: Expr, present: list[Expr], steps: list
         steps.append(ViewOp("unflatten", (dim,), (outer, stride)))
         _slice(steps, dim, outer, M.floordiv(start, stride), variable, whole and len(ordered) == 1)
         extent, start, whole = stride, M.mod(start, stride), False
-    if not whole and not _fits(M.add(start, E.ONE), extent):
+    if not whole and not ranges.is_at_most(M.add(start, E.ONE), extent):
         raise NoView
     steps.append(ViewOp("select", (len(present),), (start,)))
-
-
-def _fits(end: Expr, extent: Expr) -> bool:
-    return ranges.is_nonnegative(ranges.subtract(ranges.polynomial(extent), ranges.polynomial(end)))
 
 
 def _slice(steps: list[ViewOp], dim: int, extent: Expr, start: Expr, variable: Expr, whole: bool) -> None:
@@ -171,7 +167,7 @@ def _slice(steps: list[ViewOp], dim: int, extent: Expr, start: Expr, variable: E
     if start is E.ZERO and length is extent:
         return
     end = M.add(start, length)
-    if not whole and not _fits(end, extent):
+    if not whole and not ranges.is_at_most(end, extent):
         raise NoView
     if ranges.is_positive(ranges.subtract(ranges.polynomial(end), ranges.polynomial(extent))):
         raise NoView  # a part of the tensor that only some of the indices belong to

@@ -41,9 +41,7 @@ def join_equal_products(meaning: Meaning, part: KeyPart) -> KeyPart:
         if opened is None:
             continue
         (q, of_q), (k, of_k) = opened.q[-1], opened.k[-1]
-        whole, factor = M.mul(q, k), opened.factor * of_q * of_k
-        for variable in reversed(opened.inner):
-            whole = M.total(variable, whole)
+        whole, factor = M.totals(reversed(opened.inner), M.mul(q, k)), opened.factor * of_q * of_k
         one, own = first.setdefault(M.canonical_binders(whole), (read, factor))
         if one is not read and own:
             named[read] = M.mul(E.const(factor / own), one) if factor != own else one

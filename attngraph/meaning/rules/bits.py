@@ -9,19 +9,14 @@ rule.
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx
-
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, rule
+from attngraph.meaning.rule import Indices, Unliftable
+from attngraph.meaning.rules.pointwise import overloads, register
 
 _MOST = 62
 """The most bits by which a number is moved: 2 to that power is a 64-bit integer."""
-
-
-def _names(*names: str) -> tuple[str, ...]:
-    return tuple(f"{n}.{overload}" for n in names for overload in ("Tensor", "Scalar"))
 
 
 def _power(count: int) -> Expr:
@@ -93,13 +88,6 @@ def _shifted(by: Callable[[Expr, Expr], Expr]) -> Callable[[Expr, Expr], Expr]:
     return build
 
 
-def _register(names: tuple[str, ...], build: Callable[[Expr, Expr], Expr]) -> None:
-    def element(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-        return build(*(_operand(context, value, at) for value in node.args[:2]))
-
-    rule(Category.POINTWISE, *names)(element)
-
-
 def _operand(context: Meaning, value: Any, at: Indices) -> Expr:
     """A number, a formula of the index alone, or an element of a tensor."""
     if not context.is_tensor(value):
@@ -109,9 +97,9 @@ def _operand(context: Meaning, value: Any, at: Indices) -> Expr:
     return context.read(value, place) if found is None else found
 
 
-_register(_names("bitwise_and", "__and__"), _and)
-_register(_names("bitwise_or", "__or__"), _or)
-_register(_names("bitwise_xor", "__xor__"), _xor)
+register(overloads("bitwise_and", "__and__"), _and, 2, _operand)
+register(overloads("bitwise_or", "__or__"), _or, 2, _operand)
+register(overloads("bitwise_xor", "__xor__"), _xor, 2, _operand)
 for _name, _by in (("left", M.mul), ("right", M.floordiv)):
-    _names_of_shift = (f"bitwise_{_name}_shift.Tensor", f"bitwise_{_name}_shift.Tensor_Scalar")
-    _register((*_names_of_shift, *_names(f"__{_name[0]}shift__")), _shifted(_by))
+    _names = (f"bitwise_{_name}_shift.Tensor", f"bitwise_{_name}_shift.Tensor_Scalar")
+    register((*_names, *overloads(f"__{_name[0]}shift__")), _shifted(_by), 2, _operand)

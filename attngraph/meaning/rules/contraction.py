@@ -57,10 +57,7 @@ def tensordot(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     for tensor, rank, dims in zip((a, b), ranks, summed, strict=True):
         index = tuple(places[dims.index(d)] if d in dims else next(kept) for d in range(rank))
         factors.append(context.read(tensor, index))
-    value = M.mul(*factors)
-    for place in places:
-        value = M.total(place, value)
-    return value
+    return M.totals(places, M.mul(*factors))
 
 
 @rule(CONTRACTION, "addmm.default", "baddbmm.default", "addbmm.default", "addmv.default")
@@ -79,9 +76,8 @@ def linear(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     inner = context.fresh(context.shape(node.args[0])[-1])
     weight_at = (at[-1], inner) if len(context.shape(node.args[1])) == 2 else (inner,)
     outer = at[:-1] if len(weight_at) == 2 else at
-    value = M.total(
-        inner, M.mul(context.read(node.args[0], (*outer, inner)), context.read(node.args[1], weight_at))
-    )
+    product = M.mul(context.read(node.args[0], (*outer, inner)), context.read(node.args[1], weight_at))
+    value = M.total(inner, product)
     bias = argument(node, "bias")
     return value if bias is None else M.add(value, context.read_broadcast(bias, at))
 
@@ -114,9 +110,8 @@ def convolution(context: Meaning, node: fx.Node, at: Indices) -> Expr:
         if padded:
             inside = M.and_(M.le(E.ZERO, index), M.lt(index, extent))
             element = M.where(inside, element, E.ZERO)
-    value = M.mul(element, context.read(weight, (place, inner, *steps)))
-    for variable in (inner, *(k for k in steps if k.op == "var")):
-        value = M.total(variable, value)
+    product = M.mul(element, context.read(weight, (place, inner, *steps)))
+    value = M.totals((inner, *(k for k in steps if k.op == "var")), product)
     bias = argument(node, "bias")
     return value if bias is None else M.add(value, context.read(bias, (place,)))
 
@@ -143,10 +138,7 @@ def einsum(context: Meaning, node: fx.Node, at: Indices) -> Expr:
                 places[letter] = context.fresh(extent)
                 variables.append(places[letter])
         factors.append(context.read(tensor, tuple(places[letter] for letter in term)))
-    value = M.mul(*factors)
-    for variable in variables:
-        value = M.total(variable, value)
-    return value
+    return M.totals(variables, M.mul(*factors))
 
 
 def subscripts(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:

@@ -8,6 +8,7 @@ from torch import fx
 from attngraph.ir.graph.call import argument
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import M, ranges, size_expression
+from attngraph.meaning.algebra.digits import divides
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Indices, Unliftable, UnliftableBecause, axis, part_rule, rule
 
@@ -83,10 +84,7 @@ def reindex(shape: Indices, source: Indices, at: Indices) -> Indices:
 
 def _divides(a: Expr, b: Expr) -> bool:
     """Whether a divides b, or is the smaller number where both are numbers."""
-    if a.op == "const" and b.op == "const":
-        return bool(a.value <= b.value)
-    divisor = ranges.polynomial(a)
-    return len(divisor) == 1 and not ranges.split_multiples(ranges.polynomial(b), divisor)[1]
+    return bool(a.value <= b.value) if a.op == b.op == "const" else divides(a, b)
 
 
 def _flat(shape: Indices, at: Indices) -> Expr:
@@ -152,16 +150,13 @@ def slice_start(context: Meaning, node: fx.Node, extent: Expr) -> Expr:
         first = M.add(first, extent)
         if extent.op == "const":
             first = E.const(max(first.value, 0))
-        elif not _is_nonnegative(first):
+        elif not ranges.is_never_negative(ranges.polynomial(first)):
             raise Unliftable("a slice from the end that may start before the beginning")
-    elif first.op != "const" and not (_is_nonnegative(M.sub(extent, first)) and _is_nonnegative(first)):
+    elif first.op != "const" and not all(
+        ranges.is_never_negative(ranges.polynomial(n)) for n in (M.sub(extent, first), first)
+    ):
         raise Unliftable("a slice whose start may be out of range")
     return first
-
-
-def _is_nonnegative(node: Expr) -> bool:
-    low, _ = ranges.bounds(ranges.polynomial(node))
-    return low is not None and ranges.is_nonnegative(low)
 
 
 @rule(MOVEMENT, "slice.Tensor", "narrow.default")
@@ -323,8 +318,7 @@ def wrapped(place: Expr, extent: Expr) -> Expr:
     """A computed index; negative ones count from the end. An index that is read from data may be either."""
     if place.kind != "int":
         raise Unliftable("an index that is no integer")
-    low, _ = ranges.bounds(ranges.polynomial(place))
-    if low is not None and ranges.is_nonnegative(low):
+    if ranges.is_never_negative(ranges.polynomial(place)):
         return place
     return M.where(M.lt(place, E.ZERO), M.add(place, extent), place)
 

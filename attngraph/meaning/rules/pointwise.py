@@ -23,14 +23,21 @@ def operand(context: Meaning, value: Any, at: Indices) -> Expr:
     return context.read_broadcast(value, at) if context.is_tensor(value) else context.scalar(value)
 
 
-def _register(names: tuple[str, ...], build: Callable[..., Expr], count: int) -> None:
+Operand = Callable[[Meaning, Any, Indices], Expr]
+
+
+def register(
+    names: tuple[str, ...], build: Callable[..., Expr], count: int, of: Operand = operand
+) -> None:  # fmt: skip
+    """Register an op that makes this of its first operands."""
+
     def element(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-        return build(*(operand(context, value, at) for value in node.args[:count]))
+        return build(*(of(context, value, at) for value in node.args[:count]))
 
     rule(POINTWISE, *names)(element)
 
 
-def _names(*names: str) -> tuple[str, ...]:
+def overloads(*names: str) -> tuple[str, ...]:
     return tuple(f"{n}.{overload}" for n in names for overload in ("Tensor", "Scalar"))
 
 
@@ -59,31 +66,31 @@ def _unary(name: str) -> Callable[[Expr], Expr]:
 
 
 for _name in ("tanh", "sigmoid", "sin", "cos", "erf", "atan", "log2", "sign"):
-    _register((f"{_name}.default",), _unary(_name), 1)
-_register(("log.default",), M.log, 1)
-_register(("sqrt.default",), _unary("sqrt"), 1)
-_register(("rsqrt.default",), lambda x: M.recip(M.function("sqrt", x)), 1)
-_register(("reciprocal.default",), M.recip, 1)
-_register(("neg.default",), M.neg, 1)
-_register(("abs.default",), M.absolute, 1)
-_register(("square.default",), lambda x: M.mul(x, x), 1)
-_register(("relu.default",), lambda x: _maximum(x, E.ZERO), 1)
-_register(("isnan.default",), _unary("isnan"), 1)
-_register(("logical_not.default",), lambda x: M.not_(_truth(x)), 1)
-_register(("bitwise_not.default",), _invert, 1)
-_register(_names("mul"), _product, 2)
-_register((*_names("pow"), "pow.Tensor_Scalar", "pow.Tensor_Tensor"), M.power, 2)
-_register(_names("remainder"), M.mod, 2)
-_register(("floor_divide.default", "floor_divide.Scalar"), M.floordiv, 2)
-_register(("maximum.default", "max.other"), _maximum, 2)
-_register(("minimum.default", "min.other"), _minimum, 2)
-_register(("clamp_min.default", "clamp_min.Tensor"), _maximum, 2)
-_register(("clamp_max.default", "clamp_max.Tensor"), _minimum, 2)
-_register(("logical_and.default",), lambda a, b: M.and_(_truth(a), _truth(b)), 2)
-_register(("logical_or.default",), lambda a, b: M.or_(_truth(a), _truth(b)), 2)
-_register(("logical_xor.default",), lambda a, b: M.where(_truth(a), M.not_(_truth(b)), _truth(b)), 2)
-_register(("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"), M.where, 3)
-_register(("masked_fill.Scalar", "masked_fill.Tensor"), lambda x, mask, value: M.where(mask, value, x), 3)
+    register((f"{_name}.default",), _unary(_name), 1)
+register(("log.default",), M.log, 1)
+register(("sqrt.default",), _unary("sqrt"), 1)
+register(("rsqrt.default",), lambda x: M.recip(M.function("sqrt", x)), 1)
+register(("reciprocal.default",), M.recip, 1)
+register(("neg.default",), M.neg, 1)
+register(("abs.default",), M.absolute, 1)
+register(("square.default",), lambda x: M.mul(x, x), 1)
+register(("relu.default",), lambda x: _maximum(x, E.ZERO), 1)
+register(("isnan.default",), _unary("isnan"), 1)
+register(("logical_not.default",), lambda x: M.not_(_truth(x)), 1)
+register(("bitwise_not.default",), _invert, 1)
+register(overloads("mul"), _product, 2)
+register((*overloads("pow"), "pow.Tensor_Scalar", "pow.Tensor_Tensor"), M.power, 2)
+register(overloads("remainder"), M.mod, 2)
+register(("floor_divide.default", "floor_divide.Scalar"), M.floordiv, 2)
+register(("maximum.default", "max.other"), _maximum, 2)
+register(("minimum.default", "min.other"), _minimum, 2)
+register(("clamp_min.default", "clamp_min.Tensor"), _maximum, 2)
+register(("clamp_max.default", "clamp_max.Tensor"), _minimum, 2)
+register(("logical_and.default",), lambda a, b: M.and_(_truth(a), _truth(b)), 2)
+register(("logical_or.default",), lambda a, b: M.or_(_truth(a), _truth(b)), 2)
+register(("logical_xor.default",), lambda a, b: M.where(_truth(a), M.not_(_truth(b)), _truth(b)), 2)
+register(("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"), M.where, 3)
+register(("masked_fill.Scalar", "masked_fill.Tensor"), lambda x, mask, value: M.where(mask, value, x), 3)
 
 
 def _asinh(x: Expr) -> Expr:
@@ -111,23 +118,23 @@ def _copysign(x: Expr, of: Expr) -> Expr:
     return M.where(M.or_(M.lt(of, E.ZERO), M.lt(M.recip(of), E.ZERO)), M.neg(size), size)
 
 
-_register(("erfc.default",), lambda x: M.sub(E.ONE, M.function("erf", x)), 1)
-_register(("log10.default",), lambda x: M.mul(E.const(1 / math.log(10)), M.log(x)), 1)
-_register(("tan.default",), lambda x: M.div(M.function("sin", x), M.function("cos", x)), 1)
-_register(("sinh.default",), lambda x: M.mul(E.const(0.5), M.sub(M.exp(x), M.exp(M.neg(x)))), 1)
-_register(("cosh.default",), lambda x: M.mul(E.const(0.5), M.add(M.exp(x), M.exp(M.neg(x)))), 1)
-_register(("atanh.default",), _atanh, 1)
-_register(("asinh.default",), _asinh, 1)
-_register(("asin.default",), _asin, 1)
-_register(("acos.default",), lambda x: M.sub(E.const(math.pi / 2), _asin(x)), 1)
-_register(("hypot.default",), lambda x, y: M.function("sqrt", M.add(M.mul(x, x), M.mul(y, y))), 2)
-_register(("fmax.default",), lambda x, y: _but_nan(_maximum, x, y), 2)
-_register(("fmin.default",), lambda x, y: _but_nan(_minimum, x, y), 2)
-_register(_names("copysign"), _copysign, 2)
-_register(("silu.default",), lambda x: M.mul(x, M.function("sigmoid", x)), 1)
-_register(("log1p.default",), lambda x: M.log(M.add(E.ONE, x)), 1)
-_register(("expm1.default",), lambda x: M.sub(M.exp(x), E.ONE), 1)
-_register(("isinf.default",), lambda x: M.eq(M.absolute(M.number(x)), E.INF), 1)
+register(("erfc.default",), lambda x: M.sub(E.ONE, M.function("erf", x)), 1)
+register(("log10.default",), lambda x: M.mul(E.const(1 / math.log(10)), M.log(x)), 1)
+register(("tan.default",), lambda x: M.div(M.function("sin", x), M.function("cos", x)), 1)
+register(("sinh.default",), lambda x: M.mul(E.const(0.5), M.sub(M.exp(x), M.exp(M.neg(x)))), 1)
+register(("cosh.default",), lambda x: M.mul(E.const(0.5), M.add(M.exp(x), M.exp(M.neg(x)))), 1)
+register(("atanh.default",), _atanh, 1)
+register(("asinh.default",), _asinh, 1)
+register(("asin.default",), _asin, 1)
+register(("acos.default",), lambda x: M.sub(E.const(math.pi / 2), _asin(x)), 1)
+register(("hypot.default",), lambda x, y: M.function("sqrt", M.add(M.mul(x, x), M.mul(y, y))), 2)
+register(("fmax.default",), lambda x, y: _but_nan(_maximum, x, y), 2)
+register(("fmin.default",), lambda x, y: _but_nan(_minimum, x, y), 2)
+register(overloads("copysign"), _copysign, 2)
+register(("silu.default",), lambda x: M.mul(x, M.function("sigmoid", x)), 1)
+register(("log1p.default",), lambda x: M.log(M.add(E.ONE, x)), 1)
+register(("expm1.default",), lambda x: M.sub(M.exp(x), E.ONE), 1)
+register(("isinf.default",), lambda x: M.eq(M.absolute(M.number(x)), E.INF), 1)
 
 
 @rule(POINTWISE, "leaky_relu.default")
@@ -189,7 +196,7 @@ _COMPARE: dict[str, Callable[[Expr, Expr], Expr]] = {
 }  # fmt: skip
 
 
-@rule(POINTWISE, *_names(*_COMPARE))
+@rule(POINTWISE, *overloads(*_COMPARE))
 def compare(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     a, b = (context.compared(value, at) for value in node.args[:2])
     return _COMPARE[str(node.target).split(".")[1]](a, b)
@@ -218,20 +225,18 @@ def outer(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return M.mul(context.read(node.args[0], at[:1]), context.read(node.args[1], at[1:]))
 
 
-@rule(POINTWISE, *_names("add", "sub", "rsub"))
+@rule(POINTWISE, *overloads("add", "sub", "rsub"))
 def add(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    if context.kind(node) == "bool" and str(node.target).startswith("aten.add"):
+    name = str(node.target).split(".")[1]
+    if context.kind(node) == "bool" and name == "add":
         return M.or_(*(_truth(operand(context, x, at)) for x in node.args[:2]))
     a, b = (M.number(operand(context, x, at)) for x in node.args[:2])
-    if str(node.target).startswith("aten.rsub"):
-        a, b = b, a
-    factor = context.scalar(argument(node, "alpha"))
-    if str(node.target).startswith("aten.rsub"):
-        return M.sub(a, M.mul(factor, b))
-    return M.add(a, M.mul(factor, b)) if "add" in str(node.target) else M.sub(a, M.mul(factor, b))
+    a, b = (b, a) if name == "rsub" else (a, b)
+    scaled = M.mul(context.scalar(argument(node, "alpha")), b)
+    return M.add(a, scaled) if name == "add" else M.sub(a, scaled)
 
 
-@rule(POINTWISE, *_names("div"), "div.Tensor_mode", "div.Scalar_mode", "true_divide.Tensor")
+@rule(POINTWISE, *overloads("div"), "div.Tensor_mode", "div.Scalar_mode", "true_divide.Tensor")
 def div(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     a, b = (operand(context, x, at) for x in node.args[:2])
     mode = node.kwargs.get("rounding_mode")
@@ -282,14 +287,12 @@ def dropout(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 @part_rule(POINTWISE, "native_dropout.default")
 def native_dropout(context: Meaning, node: fx.Node, part: int, at: Indices) -> Expr:
-    rate = float(argument(node, "p"))
-    train = argument(node, "train")
     if part != 0:
         raise Unliftable("the mask of a dropout")
-    value = operand(context, node.args[0], at)
-    return (
-        value if train is False or rate == 0 else dropped(node, value, rate, at, context.shape(node.args[0]))
-    )
+    value, rate = operand(context, node.args[0], at), float(argument(node, "p"))
+    if argument(node, "train") is False or rate == 0:
+        return value
+    return dropped(node, value, rate, at, context.shape(node.args[0]))
 
 
 def dropped(node: fx.Node, value: Expr, rate: float, at: Indices, shape: Indices) -> Expr:

@@ -15,11 +15,12 @@ from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import RULES, Category, Indices, Rule, Unliftable, axis, of_each, part_rule, rule
 
-REDUCTION = Category.REDUCTION
+REDUCTION, MOVEMENT = Category.REDUCTION, Category.MOVEMENT
 
 
-def _open(context: Meaning, source: Any, dims: Any, keepdim: bool, at: Indices) -> tuple[list[Expr], Expr]:
+def _open(context: Meaning, node: fx.Node, at: Indices) -> tuple[list[Expr], Expr]:
     """The summation variables of a reduction, and the operand's element under them."""
+    source, dims, keepdim = node.args[0], argument(node, "dim"), argument(node, "keepdim")
     shape = context.shape(source)
     rank = len(shape)
     if dims is None or dims == []:
@@ -41,10 +42,8 @@ def _open(context: Meaning, source: Any, dims: Any, keepdim: bool, at: Indices) 
 
 @rule(REDUCTION, "sum.default", "sum.dim_IntList", "mean.default", "mean.dim")
 def total(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    dims, keepdim = argument(node, "dim"), argument(node, "keepdim")
-    variables, value = _open(context, node.args[0], dims, keepdim, at)
-    for variable in variables:
-        value = M.total(variable, value)
+    variables, value = _open(context, node, at)
+    value = M.totals(variables, value)
     if "mean" in str(node.target):
         value = M.mul(value, *(M.recip(v.args[0]) for v in variables))
     return value
@@ -56,49 +55,32 @@ def vector_norm(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     order = argument(node, "ord")
     if order not in (1, 2):
         raise Unliftable("a norm of another order than 1 or 2")
-    dims, keepdim = argument(node, "dim"), argument(node, "keepdim")
-    variables, value = _open(context, node.args[0], dims, keepdim, at)
-    value = M.absolute(value) if order == 1 else M.mul(value, value)
-    for variable in variables:
-        value = M.total(variable, value)
+    variables, value = _open(context, node, at)
+    value = M.totals(variables, M.absolute(value) if order == 1 else M.mul(value, value))
     return value if order == 1 else M.function("sqrt", value)
 
 
-def _extreme(context: Meaning, source: Any, dims: Any, keepdim: bool, at: Indices, binder: str) -> Expr:
-    variables, value = _open(context, source, dims, keepdim, at)
+@rule(REDUCTION, "amax.default", "amin.default", "max.default", "min.default")
+def extreme(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    variables, value = _open(context, node, at)
     for variable in variables:
         if variable in value.free:
+            binder = "amax" if "max" in str(node.target) else "amin"
             value = E.make(binder, (variable, value), None, value.kind)
     return value
-
-
-@rule(REDUCTION, "amax.default", "amin.default")
-def extreme(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    dims, keepdim = argument(node, "dim"), argument(node, "keepdim")
-    binder = "amax" if "amax" in str(node.target) else "amin"
-    return _extreme(context, node.args[0], dims, keepdim, at, binder)
-
-
-@rule(REDUCTION, "max.default", "min.default")
-def extreme_of_all(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    return _extreme(context, node.args[0], [], False, at, "amax" if "max" in str(node.target) else "amin")
 
 
 @part_rule(REDUCTION, "max.dim", "min.dim")
 def extreme_with_place(context: Meaning, node: fx.Node, part: int, at: Indices) -> Expr:
     if part != 0:
         raise Unliftable("the place of a maximum")
-    binder = "amax" if "max" in str(node.target) else "amin"
-    return _extreme(context, node.args[0], node.args[1], argument(node, "keepdim"), at, binder)
+    return extreme(context, node, at)
 
 
 @rule(REDUCTION, "logsumexp.default")
 def logsumexp(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    variables, value = _open(context, node.args[0], node.args[1], argument(node, "keepdim"), at)
-    value = M.exp(value)
-    for variable in variables:
-        value = M.total(variable, value)
-    return M.log(value)
+    variables, value = _open(context, node, at)
+    return M.log(M.totals(variables, M.exp(value)))
 
 
 SOFTMAX = ("softmax.int", "_softmax.default", "special_softmax.int", "_safe_softmax.default")
@@ -130,9 +112,6 @@ def normaliser(context: Meaning, node: fx.Node, dim: int, at: Indices) -> Expr:
 def zero_where_nan(weight: Expr) -> Expr:
     """A softmax that gives zeros, not NaN, where every score is minus infinity."""
     return M.where(E.make("isnan", (weight,), None, "bool"), E.const(0.0), weight)
-
-
-REDUCTION, MOVEMENT = Category.REDUCTION, Category.MOVEMENT
 
 
 @rule(REDUCTION, "max_pool1d.default", "max_pool2d.default", "max_pool3d.default")

@@ -70,22 +70,24 @@ def select_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(MOVEMENT, "diagonal_scatter.default")
 def diagonal_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """The second operand on a diagonal of two dimensions, the first elsewhere."""
-    rows, columns, offset = diagonal_of(node, len(at))
-    others = tuple(place for dim, place in enumerate(at) if dim not in (rows, columns))
-    place = M.sub(at[rows], E.const(max(0, -offset)))
-    on_it = M.eq(at[columns], M.add(at[rows], E.const(offset)))
-    return M.where(on_it, context.read(node.args[1], (*others, place)), context.read(node.args[0], at))
+    on_it, element = _on_diagonal(context, node, node.args[1], at)
+    return M.where(on_it, element, context.read(node.args[0], at))
 
 
 @rule(MOVEMENT, "diag_embed.default")
 def diag_embed(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """A vector on a diagonal of two dimensions, zero elsewhere."""
+    on_it, element = _on_diagonal(context, node, node.args[0], at)
+    return M.where(on_it, element, E.FALSE if element.kind == "bool" else E.ZERO)
+
+
+def _on_diagonal(context: Meaning, node: fx.Node, vector: Any, at: Indices) -> tuple[Expr, Expr]:
+    """Whether a place is on the diagonal, and the element of the vector there."""
     rows, columns, offset = diagonal_of(node, len(at))
     others = tuple(place for dim, place in enumerate(at) if dim not in (rows, columns))
     place = M.sub(at[rows], E.const(max(0, -offset)))
     on_it = M.eq(at[columns], M.add(at[rows], E.const(offset)))
-    element = context.read(node.args[0], (*others, place))
-    return M.where(on_it, element, E.FALSE if element.kind == "bool" else E.ZERO)
+    return on_it, context.read(vector, (*others, place))
 
 
 @rule(MOVEMENT, "cat.default", "concat.default")

@@ -191,9 +191,7 @@ def _at(body: Expr, variable: Expr, place: Expr) -> Expr:
 
 
 def _is_at_most(a: Expr, b: Expr) -> bool:
-    return M.le(a, b) is E.TRUE or ranges.is_nonnegative(
-        ranges.subtract(ranges.polynomial(b), ranges.polynomial(a))
-    )
+    return M.le(a, b) is E.TRUE or ranges.is_at_most(a, b)
 
 
 def _hidden(body: Expr, variable: Expr, own: Expr) -> Expr:

@@ -334,9 +334,7 @@ def quotient(longer: Term, shorter: Term) -> list[Expr]:
 def total(factors: Iterable[Expr], over: frozenset[Expr]) -> Expr:
     """The product of factors, summed over variables."""
     value = M.mul(*factors)
-    for variable in sorted(over & value.free, key=lambda v: v.order):
-        value = M.total(variable, value)
-    return value
+    return M.totals(sorted(over & value.free, key=lambda v: v.order), value)
 
 
 def _connected(factors: Sequence[Expr], over: frozenset[Expr]) -> list[list[Expr]]:

@@ -72,10 +72,8 @@ class Term:
 
     def value(self) -> Expr:
         """The term as an expression, of which every factor has the same token's variable."""
-        found = M.mul(_number(self.number), *(f.value for f in self.factors))
-        for variable in sorted(self.over, key=lambda v: v.order):
-            found = M.total(variable, found)
-        return found
+        product = M.mul(_number(self.number), *(f.value for f in self.factors))
+        return M.totals(sorted(self.over, key=lambda v: v.order), product)
 
 
 Terms = tuple[Term, ...]

@@ -59,10 +59,10 @@ def absolute(node: Expr) -> Expr:
     if _is_never_negative(node, {}):
         return node
     if node.kind == "int":
-        low, high = ranges.bounds(ranges.polynomial(node))
-        if low is not None and ranges.is_nonnegative(low):
+        terms = ranges.polynomial(node)
+        if ranges.is_never_negative(terms):
             return node
-        if high is not None and ranges.is_nonnegative(ranges.subtract({}, high)):
+        if ranges.is_never_negative(ranges.subtract({}, terms)):
             return M.neg(node)
     return function("abs", node)
 
@@ -125,11 +125,8 @@ def function(name: str, *args: Expr) -> Expr:
             return x
     if name == "isnan":
         return E.make("isnan", args, None, "bool")
-    kind = (
-        "int"
-        if name == "int" or (name in ("abs", "sign", "min", "max") and M.kind_of(args) == "int")
-        else "float"
-    )
+    is_whole = name in ("abs", "sign", "min", "max") and M.kind_of(args) == "int"
+    kind = "int" if is_whole or name == "int" else "float"
     if name in ("min", "max") and all(a.op == "const" and a is not E.NAN for a in args):
         return E.const((min if name == "min" else max)(a.value for a in args))
     if name in ("min", "max") and all(_is_choice(a) for a in args):
@@ -138,8 +135,8 @@ def function(name: str, *args: Expr) -> Expr:
         return M.where(condition, *(function(name, *args[:place], b, *args[place + 1 :]) for b in branches))
     if name in ("min", "max") and kind == "int":
         for lesser, greater in (args, args[::-1]):
-            low, _ = ranges.bounds(ranges.subtract(ranges.polynomial(greater), ranges.polynomial(lesser)))
-            if low is not None and ranges.is_nonnegative(low):
+            difference = ranges.subtract(ranges.polynomial(greater), ranges.polynomial(lesser))
+            if ranges.is_never_negative(difference):
                 return greater if name == "max" else lesser
     return E.make(name, args, None, kind)
 

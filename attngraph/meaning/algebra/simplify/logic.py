@@ -216,7 +216,7 @@ def _implied(op: str, parts: list[Expr]) -> list[Expr]:
         others = [x for x in limits if x is not part and x not in superfluous]
         # terms <= 0 follows from larger <= 0.
         pairs = [(limits[x], terms) if op == "and" else (terms, limits[x]) for x in others]
-        if any(_never_less(larger, smaller) for larger, smaller in pairs):
+        if any(ranges.is_never_negative(ranges.subtract(larger, smaller)) for larger, smaller in pairs):
             superfluous.append(part)
     return superfluous
 
@@ -252,11 +252,6 @@ def _at_most_zero_in(condition: Expr) -> list[Polynomial]:
             if part.op == "eq":
                 found.append(ranges.subtract({}, difference))
     return found
-
-
-def _never_less(larger: Polynomial, smaller: Polynomial) -> bool:
-    low, _ = ranges.bounds(ranges.subtract(larger, smaller))
-    return low is not None and ranges.is_nonnegative(low)
 
 
 def where(condition: Expr, a: Expr, b: Expr) -> Expr:

@@ -5,12 +5,13 @@ be cut into pieces.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from attngraph.ir import budgets
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.ranges import is_at_most
 
 _CONSTRUCTORS = {
     op: op for op in ("add", "mul", "recip", "floordiv", "mod", "le", "lt", "eq", "where", "exp", "log")
@@ -105,6 +106,13 @@ def total(variable: Expr, body: Expr) -> Expr:
     return E.make("sum", (variable, body), None, "int" if body.kind == "int" else "float")
 
 
+def totals(variables: Iterable[Expr], body: Expr) -> Expr:
+    """The sum over several variables, the first one innermost."""
+    for variable in variables:
+        body = total(variable, body)
+    return body
+
+
 def pieces(variable: Expr, body: Expr, few: int = budgets.SUMMANDS) -> list[Expr]:
     """The sum of `body` over the variable as terms that add up to it: the range is cut wherever a
     comparison of the variable with a size or a number changes its answer. In a piece of at most `few`
@@ -152,16 +160,12 @@ def _ordered(places: list[Expr]) -> list[Expr] | None:
     first, last = places[0], places[-1]
     ordered: list[Expr] = [first]
     for place in places[1:]:
-        if place in ordered or not _at_most(place, last) or not _at_most(first, place):
-            if place in ordered or _at_most(last, place) or _at_most(place, first):
+        if place in ordered or not is_at_most(place, last) or not is_at_most(first, place):
+            if place in ordered or is_at_most(last, place) or is_at_most(place, first):
                 continue  # beyond the range: no cut
             return None
-        before = [p for p in ordered if _at_most(p, place)]
-        if any(not _at_most(place, p) for p in ordered[len(before) :]) or before != ordered[: len(before)]:
+        before = [p for p in ordered if is_at_most(p, place)]
+        if any(not is_at_most(place, p) for p in ordered[len(before) :]) or before != ordered[: len(before)]:
             return None
         ordered.insert(len(before), place)
     return ordered
-
-
-def _at_most(a: Expr, b: Expr) -> bool:
-    return ranges.is_nonnegative(ranges.subtract(ranges.polynomial(b), ranges.polynomial(a)))
