@@ -199,9 +199,7 @@ def _is_exact(meaning: Meaning, node: fx.Node) -> bool:
     if not value.is_floating_point() or op_name(node) in _SELECTS:
         return True
     try:
-        shape = meaning.shape(node)
-        at = tuple(E.ZERO if E.is_const(n, 1) else E.var(f"o{d}", n) for d, n in enumerate(shape))
-        element = meaning.element(node, at)
+        element = meaning.element(node, meaning.places(node)[1])
     except (Unliftable, KeyError, ValueError):
         return False
     return _rounds_once(element)

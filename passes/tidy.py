@@ -81,19 +81,11 @@ def _share(graph: ProgramGraph) -> None:
             continue
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        key = node.target, repr(node.args), repr(sorted(node.kwargs.items()))
         found = seen.setdefault(key, node)
         if found is not node:
             node.replace_all_uses_with(found)
             graph.graph.erase_node(node)
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(v) for v in value)
-    if isinstance(value, dict):
-        return tuple(sorted((k, _frozen(v)) for k, v in value.items()))
-    return value if isinstance(value, fx.Node) else (type(value).__name__, str(value))
 
 
 _X = E.var("x")

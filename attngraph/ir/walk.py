@@ -21,6 +21,18 @@ def reached(starts: Iterable[_Value], after: Callable[[_Value], Iterable[_Value]
             stack += after(value)
 
 
+def connected(
+    values: Sequence[_Value], parts: Callable[[_Value], Iterable[Hashable]]
+) -> list[list[_Value]]:  # fmt: skip
+    """The values in groups: those that share a part are in one."""
+    view = nx.Graph()
+    for place, value in enumerate(values):
+        view.add_node(place)
+        view.add_edges_from((place, ("part", part)) for part in parts(value))
+    places = (sorted(p for p in group if isinstance(p, int)) for group in nx.connected_components(view))
+    return [[values[place] for place in group] for group in places]
+
+
 def operands_first(roots: Iterable[_Value], operands: Callable[[_Value], Sequence[_Value]]) -> list[_Value]:
     """The roots and all that `operands` leads to, each after its operands, else in the order of the roots."""
     order: dict[_Value, None] = {}

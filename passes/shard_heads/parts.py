@@ -103,11 +103,9 @@ class Parts(Entering):
             x = x if source is not None else builder.call(aten.select.int, x, d, 0)
         places = [source for source in use.sources if source is not None]
         order = sorted(range(len(places)), key=places.__getitem__)
-        if order != list(range(len(order))):
-            x = builder.call(aten.permute.default, x, order)
+        x = builder.permuted(x, order)
         added = [d for d in range(len(self.meaning.shape(node))) if d not in places]
-        for d in added:
-            x = builder.call(aten.unsqueeze.default, x, d)
+        x = builder.unsqueezed(x, *added)
         return builder.call(aten.expand.default, x, self._sizes(builder, node, cut)) if added else x
 
     def _heads(self, builder: Builder, node: fx.Node, part: Part, heads: Table) -> fx.Node:

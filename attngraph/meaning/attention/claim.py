@@ -221,10 +221,10 @@ class _Writer:
         ]
         sink = None if self.sink is None else M.substitute(self.sink, names[0])
         for own, scale in zip(names, scales, strict=True):
-            own[DOT] = _times(scale, DOT)
+            own[DOT] = M.scale(scale, DOT)
         scores = [M.substitute(part.score, own) for part, own in zip(self.parts, names, strict=True)]
         weights = [
-            M.substitute(_times(value.factor, part.weight), own)
+            M.substitute(M.scale(value.factor, part.weight), own)
             for part, own, value in zip(self.parts, names, values, strict=True)
         ]
         score, weight = _by_part(key, starts, scores), _by_part(key, starts, weights)
@@ -360,10 +360,6 @@ def _in_order(keys: tuple[Expr, ...], read: Expr) -> tuple[Expr, ...]:
     """The keys in the order of a tensor's dimensions, so that no permutation is needed."""
     place = {k: next((i for i, a in enumerate(read.args) if k in a.free), len(read.args)) for k in keys}
     return tuple(sorted(keys, key=place.__getitem__))
-
-
-def _times(factor: float, node: Expr) -> Expr:
-    return node if factor == 1 else M.mul(E.const(factor), node)
 
 
 def _plain(view: View) -> View:

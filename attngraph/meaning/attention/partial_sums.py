@@ -55,7 +55,6 @@ class PartialSums:
     def __init__(self, meaning: Meaning) -> None:
         self.meaning = meaning
         self._kinds: dict[fx.Node, Kind | None] = {}
-        self._values: dict[Expr, Value] = {}
         self._first: dict[fx.Node, fx.Node] = {}
         self._calls: dict[str, fx.Node] = {}
 
@@ -199,10 +198,9 @@ class PartialSums:
     def _is_inside(self, read: Expr) -> bool:
         return self._kinds.get(read.value) is not None
 
+    @kept
     def _element(self, read: Expr) -> Value:
-        if read not in self._values:
-            self._values[read] = self.value(self._formula(read))
-        return self._values[read]
+        return self.value(self._formula(read))
 
     def _formula(self, read: Expr) -> Expr:
         """An element in terms of the operands'; of tensors that are computed alike the first is read."""

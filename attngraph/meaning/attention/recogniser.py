@@ -26,7 +26,7 @@ from attngraph.meaning.attention.claim import SECOND_SUM, Attention, write_claim
 from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
 from attngraph.meaning.attention.normaliser import Refusal, logarithm, split_by, stands_between
 from attngraph.meaning.attention.partial_sums import PartialSums
-from attngraph.meaning.attention.score_sets import PositionWeights, is_sum
+from attngraph.meaning.attention.score_sets import QUOTIENTS, SUMS, is_sum
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable, is_part
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
@@ -53,7 +53,6 @@ class Recogniser:
         self.unnormalised: set[fx.Node] = set()
         self._too_long: set[fx.Node] = set()
         self._parts: dict[fx.Node, frozenset[fx.Node]] = {}
-        self.positions = PositionWeights(meaning)
         self._of_values: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def near(self, node: fx.Node) -> frozenset[fx.Node]:
@@ -80,7 +79,7 @@ class Recogniser:
             return frozenset()
         if str(node.target) in _EXPONENTIALS:
             return frozenset(() if self.is_index(node) else (node,))
-        if self.positions.are_divided(node):
+        if self._divides_positions(node):
             return frozenset((node,))
         category = self.meaning.category(node)
         if category is None and not is_part(node):
@@ -96,6 +95,20 @@ class Recogniser:
         """Whether a node is computed from indices alone, as ALiBi's slopes are."""
         operands = filter(self.meaning.is_tensor, node.all_input_nodes)
         return self.meaning.category(node) in ELEMENTWISE and all(map(self.is_index, operands))
+
+    @kept
+    def _of_positions(self, node: fx.Node) -> tuple[bool, bool]:
+        """Whether a node follows from positions alone, and whether a sum is among what computes it."""
+        operands = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
+        category = self.meaning.category(node)
+        sums = category is Category.REDUCTION and str(node.target) in SUMS
+        follows = (category in ELEMENTWISE or sums) and all(self._of_positions(n)[0] for n in operands)
+        return follows, follows and (sums or any(self._of_positions(n)[1] for n in operands))
+
+    def _divides_positions(self, node: fx.Node) -> bool:
+        """Whether a node divides by a sum of what follows from positions alone, as it does itself."""
+        is_quotient = node.op == "call_function" and str(node.target) in QUOTIENTS
+        return is_quotient and self._of_positions(node) == (True, True)
 
     def examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
         """The attentions whose sum this node is, usually one; None where it does not look like attention
@@ -124,7 +137,7 @@ class Recogniser:
             found = Refusal(stands_between(problem))
         if isinstance(found, (Refusal, tuple)):
             self.note_found(node)
-        if isinstance(found, Refusal) and all(map(self.positions.follow, self.exponentials(node))):
+        if isinstance(found, Refusal) and all(self._of_positions(n)[0] for n in self.exponentials(node)):
             return None  # a table, not weights: nothing that a user would call attention
         if isinstance(found, Refusal) and self.meaning.obstacles:
             return dataclasses.replace(found, sizes=found.sizes | self.meaning.obstacles)
@@ -233,12 +246,12 @@ class Recogniser:
         output, at = meaning.places(node)
         # The weights' divisor may be a factor of the result: then both operands are looked into.
         looks_below = adds_parts or self.is_product(node)
-        averages = any(map(self.positions.are_divided, self.exponentials(node) - of_values))
+        averages = any(map(self._divides_positions, self.exponentials(node) - of_values))
 
         def through(read: Expr) -> bool:
             below = looks_below and self._parts_below(read.value)
             weights = self.near(read.value) - of_values
-            return bool(weights or below) or (averages and self.positions.follow(read.value))
+            return bool(weights or below) or (averages and self._of_positions(read.value)[0])
 
         lifted = meaning.lift(meaning.element(node, at), through, most=budgets.FORMULA_WORDS)
         lifted = score_sets.as_exponentials(lifted) if averages else lifted

@@ -21,13 +21,12 @@ import math
 from torch import fx
 
 from attngraph.ir import budgets
-from attngraph.ir.kept import kept
 from attngraph.ir.language import WEIGHT, E, Expr
 from attngraph.meaning.algebra import M
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.weighted_sums import KeyPart
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import ELEMENTWISE, Category
+from attngraph.meaning.rule import Category
 
 
 def join_equal_products(meaning: Meaning, part: KeyPart) -> KeyPart:
@@ -85,8 +84,8 @@ def _products(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> list[Expr
     return [n for n in varied if meaning.category(n.value) is Category.CONTRACTION]
 
 
-_SUMS = ("aten.sum.dim_IntList", "aten.sum.default")
-_QUOTIENTS = ("aten.div.Tensor", "aten.mul.Tensor", "aten.true_divide.Tensor")
+SUMS = ("aten.sum.dim_IntList", "aten.sum.default")
+QUOTIENTS = ("aten.div.Tensor", "aten.mul.Tensor", "aten.true_divide.Tensor")
 
 
 def has_no_product(part: KeyPart) -> bool:
@@ -100,32 +99,6 @@ def has_no_product(part: KeyPart) -> bool:
     # The width of values is shared, and what a table is the same for.
     are_tables = all(r.value.op == "placeholder" and len(value - keys - r.free) > 1 for r in over_pairs)
     return are_tables and not any(n.op in E.BINDERS for n in E.walk(score))
-
-
-class PositionWeights:
-    """Finds, in one graph, weights that follow from positions alone and are divided by a sum of such."""
-
-    def __init__(self, meaning: Meaning) -> None:
-        self.meaning = meaning
-
-    def are_divided(self, node: fx.Node) -> bool:
-        """Whether a node divides by a sum of what follows from positions alone, as it does itself."""
-        return (
-            node.op == "call_function" and str(node.target) in _QUOTIENTS and self.known(node) == (True, True)
-        )
-
-    def follow(self, node: fx.Node) -> bool:
-        """Whether a node follows from positions alone."""
-        return self.known(node)[0]
-
-    @kept
-    def known(self, node: fx.Node) -> tuple[bool, bool]:
-        """Whether a node follows from positions alone, and whether a sum is among what computes it."""
-        operands = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
-        category = self.meaning.category(node)
-        sums = category is Category.REDUCTION and str(node.target) in _SUMS
-        follows = (category in ELEMENTWISE or sums) and all(self.known(n)[0] for n in operands)
-        return follows, follows and (sums or any(self.known(n)[1] for n in operands))
 
 
 def as_exponentials(node: Expr) -> Expr:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from attngraph.ir.language import E, Expr, operation_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import COLLECTIVES
-from attngraph.ir.walk import reached
+from attngraph.ir.walk import connected, reached
 from attngraph.meaning.algebra.digits import numbers
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.elements import element, independent_dims
@@ -176,7 +176,7 @@ class Demand:
                 raise _Symbolic
             else:
                 kept = True
-        for group in _groups(odd, value.args):
+        for group in connected(odd, lambda d: value.args[d].free):
             found.update(self._sets(group, value.args, shape, variables))
         moved = [d for d in odd if not (found[d].is_whole and value.args[d].free.isdisjoint(variables))]
         if not moved:
@@ -236,19 +236,6 @@ def head_dims(attention: nodes.AttentionOp, number: int) -> list[int] | None:
                 return None
             found.add(tuple(d for d, i in enumerate(read.args) if i is h))
     return list(found.pop()) if len(found) == 1 else None
-
-
-def _groups(dims: list[int], indices: Indices) -> list[list[int]]:
-    """The dimensions in groups that share variables."""
-    found: list[tuple[set[Expr], list[int]]] = []
-    for d in dims:
-        mine, members = set(indices[d].free), [d]
-        for other in [f for f in found if f[0] & mine]:
-            found.remove(other)
-            mine |= other[0]
-            members = other[1] + members
-        found.append((mine, members))
-    return [sorted(members) for _, members in found]
 
 
 def _computable(index: Expr) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.ops.collectives import COLLECTIVES
+from attngraph.ir.walk import reached
 
 Places = Tensor
 """Indices, `[ranks, count]`, int64 on the CPU."""
@@ -161,12 +162,9 @@ def differing(graph: ProgramGraph) -> set[fx.Node]:
 
 def _following(graph: ProgramGraph, names: set[str]) -> set[fx.Node]:
     """The values that follow from a rank's own inputs, or from the inputs of these names."""
-    found = {
+    own = [
         n for n, i in graph.given().items()
         if i.kind in OF_A_RANK or (i.kind not in ("parameter", "buffer", "constant", "argument")
                                    and i.name in names)
-    }  # fmt: skip
-    for node in graph.graph.nodes:
-        if node.target not in COLLECTIVES and any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
+    ]  # fmt: skip
+    return set(reached(own, lambda node: [user for user in node.users if user.target not in COLLECTIVES]))

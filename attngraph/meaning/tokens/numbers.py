@@ -9,7 +9,6 @@ a dimension of a fixed extent; fractions only where places or whole numbers are 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -80,7 +79,7 @@ def reach(
                 scale[node] *= 1 / number if is_less else number if name != "mul" and number > 1 else 1
             else:
                 added += number
-        if name in _DECIDED or (name == "_to_copy" and _is_whole(node.meta.get("val"))):
+        if name in _DECIDED or (name == "_to_copy" and is_whole(node)):
             factor = max(factor, scale[node])
         if places and name in _SLOW:
             power = max(power, _SLOW[name])
@@ -93,8 +92,8 @@ def _compares(node: fx.Node, is_of_places: OfSizes) -> bool:
     """Whether a node compares numbers that follow from places and are no whole ones."""
     name = str(node.target).removeprefix("aten.").partition(".")[0]
     operands = [n for n in node.all_input_nodes if not is_size(n)]
-    is_whole = all(_is_whole(n.meta.get("val")) for n in operands)
-    return name in ("eq", "ne", "lt", "le", "gt", "ge") and not is_whole and all(map(is_of_places, operands))
+    whole = all(map(is_whole, operands))
+    return name in ("eq", "ne", "lt", "le", "gt", "ge") and not whole and all(map(is_of_places, operands))
 
 
 def _numbers(node: fx.Node, values: Mapping[fx.Node, Tensor], places: bool) -> Iterator[float]:
@@ -105,14 +104,14 @@ def _numbers(node: fx.Node, values: Mapping[fx.Node, Tensor], places: bool) -> I
             formula = size_expression(node.meta["val"])
             yield from (n.value for n in E.walk(formula) if n.op == "const")
     elif known is not None:
-        if _is_whole(known) and known.numel() <= _FEW:
+        if is_whole(node) and known.numel() <= _FEW:
             yield from known.flatten().tolist()
     elif node.op == "call_function":
         attention = nodes.view(node)
         if attention is not None:
             formulas = attention.program.expressions
             yield from (n.value for e in formulas for n in E.walk(e) if n.op == "const" and n.kind == "int")
-        whole = places or any(_is_whole(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+        whole = places or any(map(is_whole, (node, *node.all_input_nodes)))
         schema = getattr(node.target, "_schema", None) if whole or _may_move(node) else None
         names = () if schema is None or attention is not None else [a.name for a in schema.arguments]
         named = (*zip(names, node.args, strict=False), *node.kwargs.items())
@@ -129,5 +128,7 @@ def _may_move(node: fx.Node) -> bool:
     return not (isinstance(dim, int) and -len(shape) <= dim < len(shape) and isinstance(shape[dim], int))
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(node: fx.Node) -> bool:
+    """Whether a value is a tensor of whole numbers."""
+    value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype != torch.bool and not value.is_floating_point()

@@ -22,6 +22,7 @@ from torch import fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import E, Expr
+from attngraph.ir.walk import connected
 from attngraph.meaning.algebra import M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, category_of
@@ -275,7 +276,7 @@ class Reading:
             return None  # some variables go past the second token, others do not
         left, right = [E.ONE], [E.ONE]
         inner = first.over - between - crossing.keys()
-        for part in _connected(factors, inner):
+        for part in connected(factors, lambda factor: inner & factor.free):
             of_left, of_right = _free(part) & crossing.keys(), _free(part) & between
             if of_left and of_right:
                 return None  # a matrix that is no product of two vectors
@@ -335,17 +336,6 @@ def total(factors: Iterable[Expr], over: frozenset[Expr]) -> Expr:
     """The product of factors, summed over variables."""
     value = M.mul(*factors)
     return M.totals(sorted(over & value.free, key=lambda v: v.order), value)
-
-
-def _connected(factors: Sequence[Expr], over: frozenset[Expr]) -> list[list[Expr]]:
-    """Factors that share one of these variables, together."""
-    parts: list[tuple[frozenset[Expr], list[Expr]]] = []
-    for factor in factors:
-        used = over & factor.free
-        mine = [p for p in parts if p[0] & used]
-        joint = used.union(*(p[0] for p in mine)), [*(f for p in mine for f in p[1]), factor]
-        parts = [p for p in parts if p not in mine] + [joint]
-    return [part for _, part in parts]
 
 
 def _free(factors: Iterable[Expr]) -> frozenset[Expr]:

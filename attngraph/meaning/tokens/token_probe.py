@@ -27,7 +27,7 @@ from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region
 from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.rule import tried
 from attngraph.meaning.tokens.facts import Axes, Facts, Space
-from attngraph.meaning.tokens.numbers import reach
+from attngraph.meaning.tokens.numbers import is_whole, reach
 
 ROWS, TOKENS = 2, 5
 EQUAL = elementwise(1e-10)
@@ -69,8 +69,9 @@ class TokenProbe:
             known = {n: a for n, a in resolved.items() if n not in computed}
             found = self._is_token_wise(node, axes, known)
             more = {n for n in self.region(node, known)[1] if n.op == "call_function" and n not in computed
-                    and (_is_integer(n) or self._is_one_number(n) or _follows_from(n, computed)
-                         or (_dtype(n) == torch.bool and self.of_sizes(n)))}  # fmt: skip
+                    and (is_whole(n) or self._is_one_number(n) or _follows_from(n, computed)
+                         or (getattr(n.meta.get("val"), "dtype", None) == torch.bool
+                             and self.of_sizes(n)))}  # fmt: skip
             if found or not more:
                 return found
             computed |= more
@@ -89,7 +90,7 @@ class TokenProbe:
         if not self.space.is_of_one_length and tokens <= reach(order, self.values, self.of_sizes):
             return 0
         found = self._probe(node, axes, resolved, tokens, selections)
-        if found and any(_is_integer(n) and n not in self.values for n in leaves):
+        if found and any(is_whole(n) and n not in self.values for n in leaves):
             found = min(found, self._probe(node, axes, resolved, tokens, selections, LOUD))
         return found
 
@@ -328,16 +329,6 @@ def _follows_from(node: fx.Node, values: set[fx.Node]) -> bool:
     """Whether a node is computed from one of the values by a few operations."""
     below = reached(node.all_input_nodes, lambda n: n.all_input_nodes)
     return any(n in values for n in itertools.islice(below, budgets.PROBE_NODES))
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    value = node.meta.get("val")
-    return value.dtype if isinstance(value, Tensor) else None
-
-
-def _is_integer(node: fx.Node) -> bool:
-    dtype = _dtype(node)
-    return dtype is not None and not dtype.is_floating_point and dtype != torch.bool
 
 
 def select(
