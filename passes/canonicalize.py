@@ -105,14 +105,23 @@ class Canonicalize:
                 remove(node, _two_at_a_time(graph, node))
             elif target == "aten.copy.default":
                 remove(node, _copied(graph, node, node in returned))
-            elif target == "aten.sym_size.int" and node.args[0].op != "placeholder":
-                # From sizes of inputs, so that the tensor it was read from can be removed.
-                with Proposal(graph, node) as proposal:  # refused where it depends on data
-                    proposal.replace(node, proposal.size(size_expression(node.meta["val"])))
+            elif is_of_value(node):
+                measure_input(graph, node)
             elif target in _STRIDED_VIEWS:
                 node.target = aten.reshape.default
         notes = [f"removed {count} x {name}" for name, count in sorted(removed.items())]
         return Outcome([*notes, *_slice_lists(graph), *join_rows(graph)])
+
+
+def is_of_value(node: fx.Node) -> bool:
+    """Whether a node measures a value that is computed."""
+    return node.target is aten.sym_size.int and node.args[0].op != "placeholder"  # type: ignore[union-attr]
+
+
+def measure_input(graph: ProgramGraph, node: fx.Node) -> None:
+    """Let a size be one of inputs, so that the tensor it was read from can be removed."""
+    with Proposal(graph, node) as proposal:  # refused where it depends on data
+        proposal.replace(node, proposal.size(size_expression(node.meta["val"])))
 
 
 def _strides(node: Any) -> str:
@@ -278,9 +287,8 @@ def _chain(last: fx.Node) -> list[fx.Node]:
 
 def _is_below_the_diagonal(meaning: Meaning, matrix: fx.Node) -> bool:
     """Whether all elements on the diagonal and above it are zero."""
-    *batch, height, _ = meaning.shape(matrix)
-    row, more = E.var("row", height), E.var("more", height)
-    at = (*(E.var(f"o{dim}", extent) for dim, extent in enumerate(batch)), row, M.add(row, more))
+    (*batch, row, _), _ = meaning.places(matrix)
+    at = (*batch, row, M.add(row, E.var("more", row.args[0])))
     most = budgets.FORMULA_WORDS
     found = tried(lambda: meaning.elementwise(meaning.element(matrix, at), most=most))
     return found is not None and E.is_const(found, 0)

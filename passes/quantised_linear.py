@@ -9,10 +9,17 @@ it is the same formula, with the integers read where they lie; each claim is che
 the product, a scale for each output included, stays as it is. Refuses a weight whose scales differ from input
 to input, and integers that are computed otherwise: nothing would be gained by reading them in place of
 floating values.
+
+Digits: an element is a formula of integers that are read, `b[o, d // 2] // 2**(4 * (d % 2)) % 16 - 8` say.
+One index is taken apart, `d = (block * count + n) * run + place`: if all elements that differ in n alone read
+the same integer, the formula for each n is a function of that one integer, and its values say which digit it
+is and what the digit stands for. So it does not matter how the model writes that.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +27,9 @@ from torch import fx
 
 from attngraph.ir.graph import Level, ProgramGraph, source_of
 from attngraph.ir.language import E, Expr, Packed
+from attngraph.ir.language.packed import BITS
 from attngraph.ir.ops.quantised import linear_q, unpack
 from attngraph.meaning import Category, M, Meaning, Unliftable, recombined, split_digits
-from attngraph.meaning.algebra.packed import find_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.layout import NoView, ViewOp
 from attngraph.meaning.check.check import Checks
@@ -36,6 +43,11 @@ _CONTAINERS = (*_INTEGERS, torch.int16, torch.int32, torch.int64)
 _KEEPS_ORDER = ("unflatten", "unsqueeze", "reshape")
 _TABLE = 16
 """So many integers at most may say by how much others are shifted."""
+_TRIED = 200
+"""So many integers of several bytes are tried; of one byte all are."""
+_LARGEST_OFFSET = 64
+"""What may be subtracted from a digit."""
+_ELEMENT = E.read("an element", (), "int")
 
 
 class _Seen(NamedTuple):
@@ -154,13 +166,14 @@ class _Products:
         source = max(sources, key=lambda n: int(n.meta["val"].numel()), default=None)
         own = [t for t in terms if t.op == "const" or any(n.value is source for n in E.reads(t))]
         dtype = None if source is None else _dtype(source)
-        digits = None if dtype is None else find_digits(M.add(*own), out, over, dtype)
-        if digits is None or digits.read.value is not source:
+        digits = None if dtype is None else _find_digits(M.add(*own), out, over, dtype)
+        if digits is None or digits[1].value is not source:
             return None
-        bytes_ = self._seen(digits.read, (digits.rows, digits.columns))
+        packed, read, *roles = digits
+        bytes_ = self._seen(read, tuple(roles))
         if any(step.op not in _KEEPS_ORDER for step in bytes_.steps):
             return None
-        return _Seen(bytes_.base, (), digits.packed), [t for t in terms if t not in own]
+        return _Seen(bytes_.base, (), packed), [t for t in terms if t not in own]
 
     def _is_narrowed(self, node: fx.Node) -> bool:
         """Whether a value was rounded to 16 bits on its way from the model's tensors: formulas do not say."""
@@ -228,3 +241,100 @@ def _built(builder: Builder, seen: _Seen, outs: int) -> fx.Node:
     if seen.packed is not None:
         return builder.call(unpack, seen.base, outs, str(seen.packed))
     return builder.view(seen.base, seen.steps)
+
+
+# --- digits ---
+
+
+_Digits = tuple[Packed, Expr, tuple[Expr, ...], tuple[Expr, ...]]
+"""How a matrix is packed, and the integer that is read for an element, at indices over rows and columns of
+such integers."""
+
+
+def _find_digits(value: Expr, out: Expr, over: Expr, dtype: torch.dtype) -> _Digits | None:
+    """How the elements of a matrix `[out, over]` lie in integers of this dtype; None if they are no digits of
+    them, or lie in another way than `Packed` can say."""
+    each = torch.iinfo(dtype).bits // BITS
+    for of_outputs in (False, True) if each == 2 else (False,):
+        index, other = (out, over) if of_outputs else (over, out)
+        for run in _runs(value, index, each):
+            found = _taken_apart(value, index, run, each)
+            if found is None:
+                continue
+            read, places, digits = found
+            packed = _packed(digits, run, of_outputs, dtype) if read.free <= {other, *places} else None
+            if packed is not None:
+                rows, columns = (places, (other,)) if of_outputs else ((other,), places)
+                return packed, read, rows, columns
+    return None
+
+
+def _runs(value: Expr, index: Expr, each: int) -> Iterator[int]:
+    """How far apart the digits of one integer may be, by the numbers that occur in the formula."""
+    if index.op != "var" or not index.args or index.args[0].op != "const":
+        return
+    numbers = {n.value for n in E.walk(value) if n.op == "const" and isinstance(n.value, int) and n.value > 0}
+    runs = {1, *numbers, *(n // each for n in numbers)} if each == 2 else {1}
+    yield from sorted(n for n in runs if n and index.args[0].value % (each * n) == 0)
+
+
+_Apart = tuple[Expr, tuple[Expr, ...], tuple[Expr, ...]]
+
+
+def _taken_apart(value: Expr, index: Expr, run: int, each: int) -> _Apart | None:
+    """The integer that is read, at which places, and the formula of each of its digits, in terms of
+    `_ELEMENT`."""
+    block, place = (E.var(name, E.const(n)) for name, n in
+                    (("block", index.args[0].value // (run * each)), ("place", run)))  # fmt: skip
+    places = tuple(v for v in (block, place) if not E.is_const(v.args[0], 1))
+    at = [v if v in places else E.ZERO for v in (block, place)]
+    digits: list[Expr] = []
+    read: Expr | None = None
+    for n in range(each):
+        whole = M.add(M.mul(M.add(M.mul(at[0], E.const(each)), E.const(n)), E.const(run)), at[1])
+        element = M.substitute(value, {index: whole})
+        reads = {node for node in E.walk(element) if node.op == "read"}
+        if len(reads) != 1 or (read is not None and reads != {read}):
+            return None
+        (read,) = reads
+        digits.append(M.substitute(element, {read: _ELEMENT}))
+        if digits[-1].free:
+            return None
+    assert read is not None
+    return read, places, tuple(digits)
+
+
+@functools.lru_cache(maxsize=256)
+def _packed(digits: tuple[Expr, ...], run: int, of_outputs: bool, dtype: torch.dtype) -> Packed | None:
+    """How digits lie, by the values of their formulas."""
+    limits = torch.iinfo(dtype)
+    tried: Sequence[int] = range(limits.min, limits.max + 1)
+    if limits.bits > 8:
+        drawn = random.Random(0)
+        tried = [limits.min, limits.max, *(drawn.randint(limits.min, limits.max) for _ in range(_TRIED))]
+    for signed in (False, True):
+        found = [_which_digit(formula, tried, signed, limits.bits // BITS) for formula in digits]
+        for high_first in (False, True):
+            wanted = [n ^ high_first for n in range(len(digits))]
+            if [f and f[0] for f in found] == wanted and len({f and f[1] for f in found}) == 1:
+                assert found[0] is not None
+                return Packed(run, high_first, signed, found[0][1], of_outputs)
+    return None
+
+
+def _which_digit(formula: Expr, tried: Sequence[int], signed: bool, count: int) -> tuple[int, int] | None:
+    """Which of an integer's digits a formula is, counted from the lowest, and what is subtracted from it."""
+    values = []
+    for number in tried:
+        value = M.substitute(formula, {_ELEMENT: E.const(number)})
+        if value.op != "const" or value.value != int(value.value):
+            return None
+        values.append(int(value.value))
+    for place in range(count):
+        plain = [number >> BITS * place & 15 for number in tried]
+        if signed:
+            plain = [(digit ^ 8) - 8 for digit in plain]
+        apart = {digit - value for digit, value in zip(plain, values, strict=True)}
+        if len(apart) == 1 and abs(less := apart.pop()) <= _LARGEST_OFFSET:
+            return place, less
+    return None

@@ -35,8 +35,7 @@ from attngraph.passes import order, waiting_at_most
 from attngraph.passes.divide_cache import DivideCache
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.shard_heads.shard import ShardHeads
-from attngraph.passes.shard_tokens.layouts import one_run
-from attngraph.passes.shard_tokens.shard import ShardTokens
+from attngraph.passes.shard_tokens.shard import ShardTokens, one_run
 from attngraph.passes.tabulate_scores import TabulateScores
 from attngraph.pipeline import run as run_passes
 from attngraph.pipeline import split_at

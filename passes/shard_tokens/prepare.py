@@ -14,12 +14,10 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
 
 from attngraph.ir.graph import ProgramGraph, arguments, is_measured, is_size
-from attngraph.meaning import Unliftable, size_expression
 from attngraph.meaning.check.check import Checks
-from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.canonicalize import is_of_value, measure_input
 from attngraph.passes.proposal import Proposal
 
 aten = torch.ops.aten
@@ -56,15 +54,8 @@ def _pairs(condition: Any, order: list[Any], hints: dict[str, int]) -> list[tupl
 def measure_inputs(graph: ProgramGraph) -> None:
     """Let sizes be those of inputs."""
     for node in list(graph.graph.nodes):
-        operand = node.args[0] if node.target is aten.sym_size.int else None
-        if not isinstance(operand, fx.Node) or operand.op == "placeholder" or is_measured(node):
-            continue
-        try:
-            size = Builder(graph, node).size(size_expression(node.meta["val"]))
-        except (NoSize, Unliftable):
-            continue
-        if size is not node:
-            node.replace_all_uses_with(size)
+        if is_of_value(node) and not is_measured(node):
+            measure_input(graph, node)
     graph.clean()
 
 

@@ -3,15 +3,20 @@
 `meaning/placement/token_axis.py` finds which values a rank can compute for its own tokens; `twins.py` builds
 them, and each is proved in float64, all ranks in one process, gradients included (`meaning/check/ranks.py`).
 What mixes tokens in another way than attention is computed by every rank from all tokens, which are gathered,
-and so are the model's results; the report says where and why. Ranks have equally many tokens: a run of
-neighbours, or two runs where early tokens have less work than late ones (`layouts.py`). Never changes what
-the model computes, and knows no model, module or parameter by name.
+and so are the model's results; the report says where and why. Never changes what the model computes, and
+knows no model, module or parameter by name.
+
+Ranks have equally many tokens, and about equally many pairs of a query and a key: a run of neighbours,
+because then a window reaches over the fewest borders. Where that leaves ranks with unequal work (causal
+masks), each rank has two runs, one as far from the beginning as the other is from the end, as far as the
+number of tokens allows.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import sympy
 from torch import fx
 
 from attngraph.ir.graph import Axis, ProgramGraph, Ranks, is_size, source_of
@@ -23,16 +28,19 @@ from attngraph.ir.walk import reached
 from attngraph.meaning import Meaning, is_part, size_expression
 from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.check.region import bytes_at, numbers_at, shape_at
+from attngraph.meaning.masks.tiles import pairs_of_ranks
 from attngraph.meaning.masks.words import describe
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.elements import attention_of
 from attngraph.meaning.placement.token_axis import QUERIES, TokenAxis
 from attngraph.passes.build import Builder
 from attngraph.passes.shard import Divide
-from attngraph.passes.shard_tokens.layouts import choose_layout, pairs
 from attngraph.passes.shard_tokens.prepare import equate_factors, measure_inputs, sum_losses
 from attngraph.passes.shard_tokens.twins import Twins
 from attngraph.report.ranks import ContextEntry, DividedTokens, FetchedEntry, WholeEntry
+
+EVEN = 1.1
+"""A rank may have this many times the mean of the pairs before tokens are divided in two runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,3 +183,63 @@ def _fetched(graph: ProgramGraph) -> Iterator[FetchedEntry]:
                 "keys or values", source_of(node), tuple(int(n.sum()) * each for n in needed), tuple(owners),
                 describe(parse(program)), bool(reads),
             )  # fmt: skip
+
+
+# --- which tokens each rank has ---
+
+
+def one_run(ranks: int) -> Layout:
+    """Neighbouring tokens for each rank."""
+    return Layout(tuple((rank,) for rank in range(ranks)))
+
+
+def two_runs(ranks: int) -> Layout:
+    """Early and late tokens for each rank."""
+    return Layout(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
+
+
+def choose_layout(graph: ProgramGraph, tokens: TokenAxis, ranks: int) -> Layout:
+    """The layout for one size, which from then on must be one that can be divided so.
+
+    Raises:
+        Unplaced: the size is a number, or the tokens of the example cannot be divided equally.
+    """
+    size = tokens.space.tokens
+    shapes = (getattr(node.meta.get("val"), "shape", ()) for node in graph.placeholders())
+    symbols = [n.node.expr for shape in shapes for n in shape if not isinstance(n, int)]
+    symbol = next((s for s in symbols if str(s) == size.value), None)
+    total = graph.hints.get(str(size.value), 0)
+    if size.op != "size" or symbol is None or not total:
+        raise Unplaced(f"its {size!r} queries are no size of the model's inputs")
+    if total % ranks:
+        graph.conditions = (*graph.conditions, sympy.Ne(sympy.Mod(symbol, ranks), 0))
+        raise Unplaced(f"{total} tokens cannot be divided equally among {ranks} ranks")
+    found = one_run(ranks)
+    uneven = _unevenness(graph, tokens, found, total)
+    if uneven > EVEN:
+        if total % (2 * ranks):
+            graph.conditions = (*graph.conditions, sympy.Ne(sympy.Mod(symbol, 2 * ranks), 0))
+        elif _unevenness(graph, tokens, two_runs(ranks), total) < uneven:
+            found = two_runs(ranks)
+    graph.conditions = (*graph.conditions, sympy.Eq(sympy.Mod(symbol, found.count), 0))
+    return found
+
+
+def pairs(graph: ProgramGraph, tokens: TokenAxis, layout: Layout, total: int) -> list[float]:
+    """About how many pairs of a query and a key each rank computes, of all attentions whose queries and keys
+    are these tokens."""
+    every = []
+    for node in graph.attentions():
+        view = nodes.AttentionOp.of(node)
+        keys = tokens.meaning.shape(view.keys[0])[2]
+        divided = (n for n in (node, *node.users) if n in tokens.axes)
+        if keys is tokens.space.tokens and node in map(attention_of, divided):
+            sizes = numbers_at(view.sizes, graph.hints)
+            every.append(pairs_of_ranks(view.program, sizes, layout, total))
+    return [sum(of) for of in zip(*every, strict=True)] or [1.0] * layout.ranks
+
+
+def _unevenness(graph: ProgramGraph, tokens: TokenAxis, layout: Layout, total: int) -> float:
+    """How many times the mean of the pairs the busiest rank has."""
+    found = pairs(graph, tokens, layout, total)
+    return max(found) * len(found) / max(sum(found), 1.0)

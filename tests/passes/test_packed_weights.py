@@ -172,7 +172,7 @@ def test_shifts_that_are_kept_are_taken_not_to_change() -> None:
 def test_a_false_claim_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numerical check does not depend on the rule that it checks."""
     wrong = Packed(1, high_first=True)
-    monkeypatch.setattr("attngraph.meaning.algebra.packed._packed", lambda *args: wrong)
+    monkeypatch.setattr("attngraph.passes.quantised_linear._packed", lambda *args: wrong)
     _, graph, notes = rewritten(SPELLINGS["shifts and masks"][0])
     assert not graph.graph.find_nodes(op="call_function", target=unpack) and "differs" in notes[0]
 
