@@ -123,9 +123,8 @@ class _Conversion:
         per_head: list[list[int]] = []
         for head in range(heads):
             at_head = M.substitute(lifted, {of_head: E.const(head)})
-            exact = (
-                M.substitute(at_head, {of_width: E.const(n)}) for n in range(int(of_width.args[0].value))
-            )
+            width = range(int(of_width.args[0].value))
+            exact = (M.substitute(at_head, {of_width: E.const(n)}) for n in width)
             reads = [n for element in exact for n in E.reads(element) if n.value is node]
             indices = dict.fromkeys(read.args[product.feature] for read in reads)
             for index in indices:
@@ -189,9 +188,8 @@ class _Conversion:
         bias = biases[0] if biases else None
         for parameter in (weight, bias):
             if parameter is not None and list(parameter.users) != [node]:
-                raise ConversionError(
-                    f"{self.given[parameter].label} is used in several places of the model."
-                )
+                name = self.given[parameter].label
+                raise ConversionError(f"{name} is used in several places of the model.")
         return _Product(node, feature, weight, dim, bias)
 
     def pool(self) -> None:
@@ -210,9 +208,8 @@ class _Conversion:
             node = product.node
             node.meta["val"] = infer(node.target, node.args, node.kwargs, self.graph.fake_mode())
             order = self._constant(f"heads_{number}", torch.tensor([place[row] for row in range(count)]))
-            made = Builder(self.graph, node.next, rewritten=node).call(
-                aten.index_select.default, node, product.feature, order
-            )
+            builder = Builder(self.graph, node.next, rewritten=node)
+            made = builder.call(aten.index_select.default, node, product.feature, order)
             replace_in_other_users(node, made)
 
     def _pooled(
@@ -263,10 +260,8 @@ class _Conversion:
 
     def check(self) -> None:
         """Check that the heads of a group are equal, so that operations on the way treat them alike."""
-        known = self.graph.known_values()
-        known |= {
-            n: self.graph.constants[i.name] for n, i in self.graph.given().items() if i.kind == "constant"
-        }
+        constants = [(n, i.name) for n, i in self.graph.given().items() if i.kind == "constant"]
+        known = self.graph.known_values() | {n: self.graph.constants[name] for n, name in constants}
         for operand, groups in self.shared:
             sample = Sample(known, self.graph.hints, 0)
             with torch.no_grad():

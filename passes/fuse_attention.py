@@ -264,9 +264,7 @@ class _Fusion:
         if len(together) > 1:
             sort(self.graph.graph)  # joined attentions stand where the last of them stood
             self.meaning.forget_elements()
-        self.waiting = [
-            w for w in self.waiting if w.node not in replaced and (w.bases | w.reads).isdisjoint(replaced)
-        ]
+        self.waiting = [w for w in self.waiting if replaced.keys().isdisjoint({w.node, *w.bases, *w.reads})]
 
     def _report_missed(self) -> None:
         alive = set(self.graph.graph.nodes)

@@ -88,9 +88,8 @@ def take_results(
     graph.stages[Rate.LOOK] = stage.finish([*shown, *ties], [*later, *tied])
     staying = [n for n in range(len(results)) if n not in waiting]
     kept = _kept(graph, stage.taken, [results[n] for n in staying])
-    graph.outputs = (
-        *(graph.outputs[n] for n in staying), *(Output(Rate.LOOK.value, name) for name in stage.taken)
-    )  # fmt: skip
+    looked_at = (Output(Rate.LOOK.value, name) for name in stage.taken)
+    graph.outputs = (*(graph.outputs[n] for n in staying), *looked_at)
     graph.graph.output_node().args = ((*(results[n] for n in staying), *kept.values()),)
     for number, old in enumerate(ties):  # what a fused value goes to takes it tied
         given = [kept[name] for name in tied_inputs(graph.stages[Rate.LOOK], number)]

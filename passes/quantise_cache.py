@@ -53,9 +53,8 @@ class QuantiseCache:
                 outcome.notes.append(f"{store.label}: kept as it is computed: {problem}")
         if found:
             _quantise(graph, found, self.dtype)
-            outcome.notes.insert(
-                0, f"{len(found)} value(s) are kept as {self.dtype} with scales: approximate"
-            )
+            told = f"{len(found)} value(s) are kept as {self.dtype} with scales: approximate"
+            outcome.notes.insert(0, told)
         return outcome
 
 

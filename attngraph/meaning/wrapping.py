@@ -28,9 +28,8 @@ def _with_bounds(value: Expr) -> Expr:
     """A formula with variables that run over what its integers of 8 and 16 bits can be."""
 
     def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        dtype = (
-            node.value.meta["val"].dtype if node.op == "read" and isinstance(node.value, fx.Node) else None
-        )
+        is_element = node.op == "read" and isinstance(node.value, fx.Node)
+        dtype = node.value.meta["val"].dtype if is_element else None
         if dtype not in NARROW:
             return M.construct(node, args)
         limits = torch.iinfo(dtype)

@@ -200,9 +200,8 @@ class _Absorption:
                 rest = _part(proposal, given.q, sizes.nope, sizes.shared)
                 query = proposal.call(aten.cat.default, [query, rest], -1)
         keys = _part(proposal, given.latent, 0, sizes.latent + sizes.shared)
-        whole = proposal.attention(
-            view.replace(q=query, k=keys, v=_part(proposal, given.latent, *given.values))
-        )
+        values = _part(proposal, given.latent, *given.values)
+        whole = proposal.attention(view.replace(q=query, k=keys, v=values))
         mixed = result = proposal.call(operator.getitem, whole, 0)
         if given.value_up is not None:
             with proposal.attempt() as attempt:

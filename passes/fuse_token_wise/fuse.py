@@ -166,9 +166,8 @@ def _pays(facts: Formulas, members: Sequence[fx.Node], region: Region) -> bool:
         return sum(math.prod(n or 1 for n in shape) for shape in shapes)
 
     one_by_one = sum(width(n) + 4 * sum(map(width, n.all_input_nodes)) for n in members)
-    summed = sum(
-        math.prod(n or 1 for n in program.given[g].shape) for g, of in made.gradients.items() if of.sums
-    )
+    whole = (program.given[g].shape for g, of in made.gradients.items() if of.sums)
+    summed = sum(math.prod(n or 1 for n in shape) for shape in whole)
     together = moved(program.text) + (moved(made.program) if made.program else 0) + summed
     return together <= WORTH * one_by_one
 

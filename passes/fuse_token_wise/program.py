@@ -104,13 +104,11 @@ class Region:
     def _define(
         self, indices: tuple[Expr, ...], value: Expr, fold: str = "", over: Expr | None = None
     ) -> int:
-        names: dict[Expr, Expr] = {
-            index: language.index(f"i{place}", language.extent(index)) for place, index in enumerate(indices)
-        }
+        made = tuple(language.index(f"i{n}", language.extent(index)) for n, index in enumerate(indices))
+        names: dict[Expr, Expr] = dict(zip(indices, made, strict=True))
         if over is not None:
             names[over] = language.index("j", language.extent(over))
         value = placed(value, names)
-        made = tuple(names[i] for i in indices)
         if self._is_whole(value, made) and not fold:
             number: int = value.value[1]
             return number

@@ -254,10 +254,9 @@ class _Sums:
             yield traced
             return
         yield from dict.fromkeys((*LENGTHS, traced, needed))
-        extents = {
-            n for node in order for n in getattr(node.meta.get("val"), "shape", ()) if isinstance(n, int)
-        }
-        chunk = max((n for n in extents if max(LENGTHS) / 3 < n <= LONGEST_CHUNK), default=0)
+        extents = (n for node in order for n in getattr(node.meta.get("val"), "shape", ()))
+        numbers = (n for n in extents if isinstance(n, int) and max(LENGTHS) / 3 < n <= LONGEST_CHUNK)
+        chunk = max(numbers, default=0)
         if chunk:
             yield 2 * chunk + chunk // 2 + 1
 

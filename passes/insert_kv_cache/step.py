@@ -213,9 +213,8 @@ class KeptValues:
     def _path(self, operand: fx.Node, kept: Iterable[fx.Node]) -> list[fx.Node]:
         """The cached values that an operand is a view of."""
         ends = set(kept)
-        return [
-            n for n in reached([operand], lambda n: () if n in ends else self._moved_operands(n)) if n in ends
-        ]
+        before = reached([operand], lambda n: () if n in ends else self._moved_operands(n))
+        return [n for n in before if n in ends]
 
     def move(self, made: Mapping[fx.Node, fx.Node]) -> None:
         """Say what has replaced values of the graph."""

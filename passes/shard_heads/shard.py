@@ -80,9 +80,8 @@ class _Sharding:
         kinds = ("shard", "places", "parameter")
         self.graph.drop_inputs(lambda node, given: given.kind in kinds and not node.users)
         reasons = {self.parts.names[n].name: reason for n, reason in self.reasons.items()} | kept
-        self.ranks.entry = account(
-            self.graph, self.ranks, self.axis.count, tuple(self.entries), sizes, reasons
-        )
+        entries = tuple(self.entries)
+        self.ranks.entry = account(self.graph, self.ranks, self.axis.count, entries, sizes, reasons)
         attention = sum(e.what == "heads" for e in self.entries)
         return [f"{len(self.entries)} part(s) divided among {self.axis.count} ranks, {attention} attention"]
 

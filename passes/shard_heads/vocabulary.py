@@ -64,10 +64,8 @@ class Vocabulary:
             decided[table] = cut
             self.meaning.forget_elements()
             node = (lookups or [p.node for p in products])[0]
-            what = "rows of a table" if 0 in cut else "columns of a table"
-            found.append(
-                DividedEntry(what, module_of(node), source_of(node), int(shape[0 if 0 in cut else 1]))
-            )
+            what, dim = ("rows of a table", 0) if 0 in cut else ("columns of a table", 1)
+            found.append(DividedEntry(what, module_of(node), source_of(node), int(shape[dim])))
         return found
 
     def _cut(self, table: fx.Node) -> Cut:

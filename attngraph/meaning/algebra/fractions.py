@@ -94,9 +94,8 @@ def fraction(terms: Sum, powers: Mapping[Shape, int], sums: Mapping[Shape, Sum])
     above = next((s for s, p in powers.items() if p > 0), None)
     if above is not None and _is_plain(terms):
         (((exponent, rest), number),) = terms.items()
-        return fraction(
-            _scaled(sums[above], exponent, rest, number), {**powers, above: powers[above] - 1}, sums
-        )
+        left = {**powers, above: powers[above] - 1}
+        return fraction(_scaled(sums[above], exponent, rest, number), left, sums)
     return (Fraction(terms, powers, {shape: sums[shape] for shape in powers}),)
 
 

@@ -154,10 +154,9 @@ def _bounds(node: Expr, grid: Grid | Box, names: Mapping[str, Bounds], known: di
         unknown = unknown | (found.low <= -limit) | (found.high >= limit)
         found = dataclasses.replace(found, limit=limit)
     unknown = unknown | found.low.isnan() | found.high.isnan()
-    low, high = (0.0, 1.0) if found.kind == "bool" else EVERYTHING
-    return dataclasses.replace(
-        found, low=torch.where(unknown, low, found.low), high=torch.where(unknown, high, found.high)
-    )
+    ends = (0.0, 1.0) if found.kind == "bool" else EVERYTHING
+    low, high = (torch.where(unknown, *pair) for pair in zip(ends, (found.low, found.high), strict=True))
+    return dataclasses.replace(found, low=low, high=high)
 
 
 _LOGIC = frozenset({"and", "or", "not", "where"})
@@ -222,9 +221,8 @@ def _blockwise(tensor: Tensor, axis: int, cut: Cut, reduce: Callable[..., Tensor
 
 def _widened(found: Bounds) -> Bounds:
     """The bounds, widened by the rounding of one operation."""
-    return Bounds(
-        found.low - (found.low.abs() * _ROUNDING + _TINY), found.high + (found.high.abs() * _ROUNDING + _TINY)
-    )
+    below, above = (bound.abs() * _ROUNDING + _TINY for bound in (found.low, found.high))
+    return Bounds(found.low - below, found.high + above)
 
 
 def _real(a: Bounds) -> Bounds:
@@ -263,10 +261,8 @@ def _arithmetic(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Bound
 def _div(a: Bounds, b: Bounds) -> Bounds:
     a, b = _real(a), _real(b)
     through_zero = (b.low <= 0) & (b.high >= 0)
-    low, high = _corners(a, b, torch.div)
-    return _rounded(
-        "float", torch.where(through_zero, math.nan, low), torch.where(through_zero, math.nan, high)
-    )
+    found = _corners(a, b, torch.div)
+    return _rounded("float", *(torch.where(through_zero, math.nan, bound) for bound in found))
 
 
 def _divisor(b: Bounds) -> Tensor:

@@ -184,9 +184,7 @@ class _Writer:
         return frozenset(n.value for divisor in divided for n in E.walk(divisor) if n.op == "size")
 
     def assign_roles(self) -> Roles | Refusal:
-        beside = (
-            roles.beside_keys(M.substitute(p.score, self.spelled), self.cut(*p.keys)) for p in self.parts
-        )
+        scores = ((M.substitute(p.score, self.spelled), self.cut(*p.keys)) for p in self.parts)
         # Where there is no product, only the last dimension of the result counts as the width of values: the
         # batch stays one.
         alone = [v for v, part in zip(self.v, self.parts, strict=True) if not part.products]
@@ -195,7 +193,7 @@ class _Writer:
             tuple(self.cut(o) for o in self.output), frozenset(self.cut(*self.summed)),
             q=self.free(self.q), k=self.free(self.k) | of_keys, v=self.free(self.v),
             scores=self.free(x for part in self.parts for x in (part.score, part.weight)),
-            beside_keys=frozenset().union(*beside),
+            beside_keys=frozenset().union(*itertools.starmap(roles.beside_keys, scores)),
         )  # fmt: skip
 
     def write(self, node: fx.Node, assigned: Roles) -> Attention | Refusal:
@@ -255,10 +253,9 @@ class _Writer:
             queries.append(self._view(product.q, assigned, assigned.heads, assigned.queries, inner))
             keys.append(self._view(product.k, assigned, assigned.kv_heads, self.cut(*part.keys), inner))
             factors.append(queries[-1].factor * keys[-1].factor * product.factor)
-        scaled = (
-            dataclasses.replace(q, factor=f / factors[0]) for q, f in zip(queries, factors, strict=True)
-        )
-        return tuple(scaled), tuple(map(_plain, keys)), factors[0]
+        pairs = zip(queries, factors, strict=True)
+        scaled = tuple(dataclasses.replace(q, factor=f / factors[0]) for q, f in pairs)
+        return scaled, tuple(map(_plain, keys)), factors[0]
 
     def _no_sides(self, value: View, assigned: Roles) -> tuple[tuple[View, ...], tuple[View, ...], float]:
         """Queries and keys of no width, for scores without a product."""

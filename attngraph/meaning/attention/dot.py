@@ -80,9 +80,7 @@ def look_into(
         if pairs or meaning.index_expression(tensor, read.args) is not None:
             return True
         # A selection between two numbers is cheap to compute: the logarithm of a mask, say.
-        return _formula_is(
-            meaning, read, lambda f: f.op == "where" and all(branch.op == "const" for branch in f.args[1:])
-        )
+        return _formula_is(meaning, read, lambda f: f.op == "where" and all(map(E.is_const, f.args[1:])))
 
     scaled = False
     found = meaning.lift(node, through, into_sums=False)

@@ -124,9 +124,8 @@ def separate(value: Value, fresh: Callable[[Expr], Expr]) -> Separated | Refusal
         pieces.append(_piece(x, counts, x.number / counted * math.exp(shift.value), fresh))
     if any(rest is not E.ONE for (_, rest), _ in extra):
         return _mismatch(above, below, count)
-    return Separated(
-        pieces, [M.mul(E.const(number / scale), M.exp(exponent)) for (exponent, _), number in extra]
-    )
+    sinks = [M.mul(E.const(number / scale), M.exp(exponent)) for (exponent, _), number in extra]
+    return Separated(pieces, sinks)
 
 
 def _piece(x: "_Term", exponent: Expr, number: float, fresh: Callable[[Expr], Expr]) -> Piece:
@@ -290,10 +289,8 @@ def _placed(meaning: Meaning, pieces: Sequence[Piece]) -> list[_Placed] | None:
     reads = [v for v in map(_value, pieces) if v is not None]
     if len(reads) < len(pieces) or any(len(p.keys) > 1 for p in pieces) or len({r.value for r in reads}) > 1:
         return None
-    varied = {d for r in reads for d, i in enumerate(r.args) if i is not reads[0].args[d]}
-    varied |= {
-        d for p, r in zip(pieces, reads, strict=True) for d, i in enumerate(r.args) if i.free & {*p.keys}
-    }
+    places = [(p, d, i) for p, r in zip(pieces, reads, strict=True) for d, i in enumerate(r.args)]
+    varied = {d for p, d, i in places if i is not reads[0].args[d] or i.free & {*p.keys}}
     if len(varied) != 1:
         return None
     (axis,) = varied

@@ -164,9 +164,8 @@ class _Side:
         node: fx.Node = read.value
         if self.meaning.category(node) is not Category.CONTRACTION:
             raise self._in_the_way(node)
-        no_image = NoLatent(
-            f"{op_name(node)} at {source_of(node)} is no projection of a tensor that all heads share"
-        )
+        where = f"{op_name(node)} at {source_of(node)}"
+        no_image = NoLatent(f"{where} is no projection of a tensor that all heads share")
         found, of_token = sum_of_products(self.meaning.element(node, read.args)), {self.batch, self.token}
         if found is None or len(found.summed) != 1:
             raise no_image
@@ -204,9 +203,8 @@ class _Side:
 
     def _view(self, read: Expr, roles: layout.Roles) -> View:
         digits = split_digits([v for role in roles for v in role], read.args) or {}
-        index = tuple(
-            M.substitute(i, {v: recombined(found) for v, found in digits.items()}) for i in read.args
-        )
+        whole = {v: recombined(found) for v, found in digits.items()}
+        index = tuple(M.substitute(i, whole) for i in read.args)
         cut = tuple(tuple(d for v in role for d in digits.get(v, (v,))) for role in roles)
         try:
             return View(read.value, layout.solve(self.meaning.shape(read.value), index, cut))

@@ -100,9 +100,8 @@ def examine(
     # Where values are a product too, either factor may be the scores: rather not one that is a layer.
     ways = list(_ways(meaning, moving, keys, ones))
     layers = [any(side[-1][0].value in weights for side in (dot.q, dot.k)) for _, _, _, (dot, _) in ways]
-    for layer, (scores, values, of_value, (dot, spelled)) in sorted(
-        zip(layers, ways, strict=True), key=operator.itemgetter(0)
-    ):
+    ordered = sorted(zip(layers, ways, strict=True), key=operator.itemgetter(0))
+    for layer, (scores, values, of_value, (dot, spelled)) in ordered:
         score, is_product = M.substitute(scores, spelled), _is_product(meaning, scores)
         if not is_product or len(values) != 1 or values[0].op != "read":
             if not layer and dot.q[0][0].free - set(dot.inner):

@@ -249,9 +249,8 @@ def _is_over_pairs(body: Expr, keys: tuple[Expr, ...]) -> bool:
     def counts(place: Expr) -> bool:
         mine = [v for v in place.free if v in keys]
         others = [v for v in place.free if v not in keys]
-        return len(mine) == len(others) == 1 and (
-            step(place, others[0]) is mine[0].args[0] or step(place, mine[0]) is others[0].args[0]
-        )
+        pairs = ((mine, others), (others, mine)) if len(mine) == len(others) == 1 else ()
+        return any(step(place, of[0]) is by[0].args[0] for by, of in pairs)
 
     return any(map(counts, _combined(body, keys)))
 

@@ -326,18 +326,15 @@ class Recogniser:
         return dataclasses.replace(found, parts=tuple(parts))
 
     def _with_product(self, part: KeyPart, dtype: torch.dtype) -> KeyPart | Refusal:
-        meaning, of_value = self.meaning, part.value.free
-        found = dots.find_dot(meaning, part.score, part.keys, of_value) or dots.dot_of_width_one(
-            part.score, part.keys, of_value, part.value.value.meta["val"].dtype
-        )
+        meaning, about, own = self.meaning, (part.keys, part.value.free), part.value.value.meta["val"].dtype
+        found = dots.find_dot(meaning, part.score, *about) or dots.dot_of_width_one(part.score, *about, own)
         if found is None:
             is_plain = score_sets.has_no_product(part)
             return part if is_plain else Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))
         dot, spelled = found
         # A term that the contraction itself adds (baddbmm's bias) has not been looked into yet.
-        score, weight = (
-            self._look_into(part, M.substitute(x, spelled), dtype) for x in (part.score, part.weight)
-        )
+        with_dot = (M.substitute(x, spelled) for x in (part.score, part.weight))
+        score, weight = (self._look_into(part, x, dtype) for x in with_dot)
         if _reads(dot.node, score, weight):
             totals = [n for x in (score, weight) for n in E.walk(x) if n.op in E.BINDERS]
             return Refusal(SECOND_SUM if _reads(dot.node, *totals) else NEEDED_ANYWAY)

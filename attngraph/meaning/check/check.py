@@ -180,10 +180,9 @@ def _drowned(exact: Tensor, found: Tensor, own: Tensor) -> str:
     slack = 32 * torch.finfo(torch.float32).eps * wanted.abs().max()
     # The model's own error may be large in a few places, where all keys are masked, say.
     for of in (torch.max, torch.median):
-        if of(error) > 8 * of(theirs) + slack:
-            return (
-                f"in float32 its error is {float(of(error)):.1e}, the model's own is {float(of(theirs)):.1e}"
-            )
+        mine, own = of(error), of(theirs)
+        if mine > 8 * own + slack:
+            return f"in float32 its error is {float(mine):.1e}, the model's own is {float(own):.1e}"
     return ""
 
 

@@ -146,19 +146,16 @@ def subscripts(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[s
     dimensions under an ellipsis are named "0", "1", ... from the right."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
-    hidden = [
-        rank - len(t.replace("...", "")) if "..." in t else 0 for t, rank in zip(terms, ranks, strict=True)
-    ]
+    named = (len(t.replace("...", "")) for t in terms)
+    hidden = [rank - n if "..." in t else 0 for t, n, rank in zip(terms, named, ranks, strict=True)]
 
     def names(term: str, count: int) -> list[str]:
         before, dots, after = term.partition("...")
         return [*before, *(str(i) for i in reversed(range(count if dots else 0))), *after]
 
     if not arrow:
-        letters = [c for c in inputs if c.isalpha()]
-        output = ("..." if "..." in inputs else "") + "".join(
-            sorted(c for c in set(letters) if letters.count(c) == 1)
-        )
+        once = sorted(c for c in set(inputs) if c.isalpha() and inputs.count(c) == 1)
+        output = "".join(["..."] * ("..." in inputs) + once)
     return [names(t, n) for t, n in zip(terms, hidden, strict=True)], names(output, max(hidden))
 
 

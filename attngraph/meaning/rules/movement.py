@@ -164,9 +164,8 @@ def slice_(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     dim = axis(argument(node, "dim"), len(at))
     extent = context.shape(node.args[0])[dim]
     if "narrow" in str(node.target):
-        return context.read(
-            node.args[0], (*at[:dim], M.add(at[dim], slice_start(context, node, extent)), *at[dim + 1 :])
-        )
+        place = M.add(at[dim], slice_start(context, node, extent))
+        return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
     end, step = argument(node, "end"), argument(node, "step")
     if step == 1 and (end is None or end == END):
         first = M.sub(extent, context.shape(node)[dim])  # wherever it starts, it goes on to the end
@@ -258,10 +257,7 @@ def roll(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     places = [(at, E.TRUE)]
     for shift, dim in zip(node.args[1], dims, strict=True):  # type: ignore[arg-type]
         by, d, rolled = context.integer(shift), axis(dim, len(at)), []
-        fits = by.op == "const" and ranges.is_nonnegative(
-            ranges.subtract(ranges.polynomial(shape[d]), {(): abs(int(by.value))} if by.value else {})
-        )
-        if not fits:
+        if by.op != "const" or not ranges.is_at_most(E.const(abs(int(by.value))), shape[d]):
             raise Unliftable("a roll by more than there may be places")
         for there, condition in places:
             inside = M.sub(there[d], by)

@@ -138,9 +138,8 @@ def _keeps_shift(statement: Statement) -> bool:
             return all(n is not SCORE for n in E.walk(predicate)) and (is_relative or low_fill(fill))
         case Score(value):
             terms = _terms(M.canonical(value))
-            return terms is not None and all(
-                M.coefficient(t)[1] is SCORE or all(n is not SCORE for n in E.walk(t)) for t in terms
-            )
+            others = [t for t in terms or () if M.coefficient(t)[1] is not SCORE]
+            return terms is not None and all(n is not SCORE for t in others for n in E.walk(t))
         case Weight():
             return True
     return False

@@ -130,10 +130,8 @@ def _mixed(node: fx.Node) -> set[int]:
         return set()
     if name in _ALONG:
         dims = argument(node, "dim")
-        dims = (
-            list(range(rank)) if dims in (None, []) else dims if isinstance(dims, (list, tuple)) else [dims]
-        )
-        return {axis(d, rank) for d in dims}
+        dims = range(rank) if dims in (None, []) else dims
+        return {axis(d, rank) for d in ([dims] if isinstance(dims, int) else dims)}
     if name in _LAST:
         count = _LAST[name]
         count = -count if count < 0 else len(node.args[count])  # type: ignore[arg-type]

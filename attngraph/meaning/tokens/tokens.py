@@ -188,9 +188,9 @@ class Tokens:
                 return Fact(kind, axes, "by the formula of the operations before it")
             if self._is_chosen_by_data(formula):
                 return self._by_trial(node, shape)
-            if node.meta["val"].is_floating_point() and any(
-                n.op in E.BINDERS and self.space.counts_tokens(n.args[0].args[0]) for n in E.walk(formula)
-            ):
+            sums = (n for n in E.walk(formula) if n.op in E.BINDERS)
+            over_tokens = any(self.space.counts_tokens(n.args[0].args[0]) for n in sums)
+            if over_tokens and node.meta["val"].is_floating_point():
                 self._summed.add(node)
                 return None
         return None
@@ -309,11 +309,9 @@ class Tokens:
             return f"token t reads {' to '.join(ends.values())}"
         if M.sub(index, self.space.tokens) is E.const(-1):
             return "only the last token is read; return the logits of all tokens"
-        places = [
-            v for v in index.free if str(v.value).startswith("own") and v.args[0] is not self.space.tokens
-        ]
-        if len(index.free) == len(places) == 1:
-            dim = str(places[0].value).removeprefix("own")
+        own = [v for v in index.free if v.args[0] is not self.space.tokens]
+        if len(index.free) == len(own) == 1 and str(own[0].value).startswith("own"):
+            dim = str(own[0].value).removeprefix("own")
             return f"its dimension {dim} holds tokens, but has not as many places as there are tokens"
         return read_token(index, self.space.tokens)
 

@@ -308,10 +308,8 @@ def _collected(terms: Terms) -> Terms:
     """Equal terms added up."""
     found: dict[tuple[tuple[Factor, ...], frozenset[Expr]], float] = {}
     for term in terms:
-        factors = tuple(
-            sorted(term.factors, key=lambda f: (-1 if f.token is None else f.token, f.value.order))
-        )
-        key = factors, term.over
+        ordered = sorted(term.factors, key=lambda f: (-1 if f.token is None else f.token, f.value.order))
+        key = tuple(ordered), term.over
         found[key] = found.get(key, 0.0) + term.number
     if len(found) > TERMS:
         raise NoTerms("too many terms")

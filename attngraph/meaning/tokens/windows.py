@@ -207,9 +207,8 @@ class WindowFinder:
         at = self.space.indices(axes, self.meaning.shape(node))
         element = self.meaning.element(node, at) if str(node.target) not in CONVOLUTIONS else E.ZERO
         after = self.meaning.lift(element, is_after)
-        return not any(
-            n.op == "where" and self.space.token in outside_reads(n.args[0]) for n in E.walk(after)
-        )
+        conditions = (n.args[0] for n in E.walk(after) if n.op == "where")
+        return not any(self.space.token in outside_reads(condition) for condition in conditions)
 
     def _reads_zeros(self, convolution: fx.Node) -> bool:
         """Whether a convolution reads zeros wherever it reads no element of a known value: it is then the

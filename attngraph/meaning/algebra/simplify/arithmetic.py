@@ -192,18 +192,16 @@ LARGEST_CONSTANT = 1000.0
 def _drowns(constant: float, total: Expr) -> bool:
     """Whether multiplying a sum out would add a constant so large that the other terms lose their last
     digits: `(1 - mask) * -10000` is exactly zero where the mask is one."""
-    return any(
-        t.op == "const" and t is not E.NAN and abs(constant * t.value) > LARGEST_CONSTANT for t in total.args
-    )
+    numbers = (t.value for t in total.args if t.op == "const" and t is not E.NAN)
+    return any(abs(constant * number) > LARGEST_CONSTANT for number in numbers)
 
 
 def _cancel(factors: list[Expr]) -> list[Expr]:
     """Drop pairs x, recip(x); sums that differ only in the names of their variables are equal."""
     kept: dict[Expr, list[Expr]] = {}
     over = [f.args[0].op for f in factors if f.op == "recip"]
-    may_cancel = "sum" in over and any(
-        f.op == "sum" for f in factors
-    )  # renaming takes time in proportion to a sum's length
+    # Renaming takes time in proportion to a sum's length.
+    may_cancel = "sum" in over and any(f.op == "sum" for f in factors)
     for factor in factors:
         name = M.canonical_binders(factor) if may_cancel and _is_sum(factor) else factor
         inverse = name.args[0] if name.op == "recip" else E.make("recip", (name,))

@@ -42,9 +42,8 @@ def eq(a: Expr, b: Expr) -> Expr:
         low, high = ranges.bounds(difference)
         if not difference or (low == {} and high == {}):
             return E.TRUE
-        if (low is not None and ranges.is_positive(low)) or (
-            high is not None and ranges.is_positive(ranges.subtract({}, high))
-        ):
+        least = low, None if high is None else ranges.subtract({}, high)
+        if any(x is not None and ranges.is_positive(x) for x in least):
             return E.FALSE
         branches = _selected_atom(difference)
         if branches is not None:
@@ -123,9 +122,8 @@ def _selected_atom(terms: Polynomial) -> tuple[Expr, Polynomial, Polynomial] | N
         if len(atoms) == 1 and atoms[0].op == "where":
             rest = {a: c for a, c in terms.items() if a != atoms}
             condition, *branches = atoms[0].args
-            yes, no = (
-                ranges.add(rest, ranges.multiply({(): factor}, ranges.polynomial(b))) for b in branches
-            )
+            scaled = (ranges.multiply({(): factor}, ranges.polynomial(b)) for b in branches)
+            yes, no = (ranges.add(rest, terms) for terms in scaled)
             return condition, yes, no
     return None
 

@@ -97,9 +97,7 @@ def total(variable: Expr, body: Expr) -> Expr:
         if fixed:
             return M.mul(*fixed, total(variable, M.mul(*(f for f in body.args if variable in f.free))))
     if body.op == "add" and body.kind == "float":
-        fixed = [
-            t for t in body.args if variable not in t.free and t.op == "const" and math.isfinite(t.value)
-        ]
+        fixed = [t for t in body.args if t.op == "const" and math.isfinite(t.value)]
         if fixed:
             rest = M.add(*(t for t in body.args if t not in fixed))
             return M.add(total(variable, rest), M.mul(variable.args[0], *fixed))
