@@ -307,12 +307,9 @@ def _where(condition: Bounds, a: Bounds, b: Bounds) -> Bounds:
     if "float" in (a.kind, b.kind):
         a, b, kind = _real(a), _real(b), "float"
     first, second = low >= 1, high <= 0
-    return Bounds(
-        torch.where(first, a.low, torch.where(second, b.low, torch.minimum(a.low, b.low))),
-        torch.where(first, a.high, torch.where(second, b.high, torch.maximum(a.high, b.high))),
-        kind,
-        min(a.limit, b.limit),
-    )
+    low = torch.where(first, a.low, torch.where(second, b.low, torch.minimum(a.low, b.low)))
+    high = torch.where(first, a.high, torch.where(second, b.high, torch.maximum(a.high, b.high)))
+    return Bounds(low, high, kind, min(a.limit, b.limit))
 
 
 def _truth(low: Tensor, high: Tensor) -> Bounds:

@@ -121,24 +121,16 @@ def einsum(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     tensors: list[Any] = list(node.args[1])  # type: ignore[arg-type]
     ranks = [len(context.shape(t)) for t in tensors]
     terms, output = subscripts(str(node.args[0]), ranks)
-    places: dict[str, Expr] = dict(zip(output, at, strict=True))
-    variables: list[Expr] = []
-    factors: list[Expr] = []
+    extents: dict[str, Expr] = {}
     for term, tensor in zip(terms, tensors, strict=True):
         for letter, extent in zip(term, context.shape(tensor), strict=True):
-            if letter not in places:
-                extents = [
-                    e
-                    for t, x in zip(terms, tensors, strict=True)
-                    for name, e in zip(t, context.shape(x), strict=True)
-                    if name == letter
-                ]
-                # A dimension of extent 1 broadcasts.
-                extent = next((e for e in extents if not E.is_const(e, 1)), extent)
-                places[letter] = context.fresh(extent)
-                variables.append(places[letter])
-        factors.append(context.read(tensor, tuple(places[letter] for letter in term)))
-    return M.totals(variables, M.mul(*factors))
+            if E.is_const(extents.setdefault(letter, extent), 1):  # it broadcasts
+                extents[letter] = extent
+    summed = {letter: context.fresh(extent) for letter, extent in extents.items() if letter not in output}
+    places = dict(zip(output, at, strict=True)) | summed
+    reads = (context.read(tensor, tuple(map(places.__getitem__, term)))
+             for term, tensor in zip(terms, tensors, strict=True))  # fmt: skip
+    return M.totals(summed.values(), M.mul(*reads))
 
 
 def subscripts(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
@@ -182,14 +174,9 @@ def scaled_dot_product_attention(context: Meaning, node: fx.Node, at: Indices) -
 
     def score(place: Expr) -> Expr:
         inner = context.fresh(width)
-        dot = M.total(
-            inner,
-            M.mul(
-                context.read_broadcast(q, (*batch, row, inner)),
-                context.read_broadcast(k, (*heads_of(k), place, inner)),
-            ),
-        )
-        value = M.mul(factor, dot)
+        query = context.read_broadcast(q, (*batch, row, inner))
+        key = context.read_broadcast(k, (*heads_of(k), place, inner))
+        value = M.mul(factor, M.total(inner, M.mul(query, key)))
         if causal:
             value = M.where(M.le(place, row), value, E.NEG_INF)
         if mask is not None:

@@ -305,8 +305,5 @@ def dropped(node: fx.Node, value: Expr, rate: float, at: Indices, shape: Indices
     number = E.make("random", tuple(places), node, "float")
     if rate >= 1:
         return E.const(0.0)
-    return M.where(
-        E.make("le", (E.const(rate), number), None, "bool"),
-        M.mul(E.const(1 / (1 - rate)), value),
-        E.const(0.0),
-    )
+    kept = E.make("le", (E.const(rate), number), None, "bool")
+    return M.where(kept, M.mul(E.const(1 / (1 - rate)), value), E.const(0.0))

@@ -27,32 +27,27 @@ def _divide(a: Expr, b: Expr) -> tuple[Expr, Expr]:
         written = ranges.polynomial(a)
         together = _put_together(written)
         a = a if together is written else M.from_polynomial(together)
-    opaque = (
-        E.make("floordiv", (a, b), None, M.kind_of((a, b))),
-        E.make("mod", (a, b), None, M.kind_of((a, b))),
-    )
+    kind = M.kind_of((a, b))
+    opaque = E.make("floordiv", (a, b), None, kind), E.make("mod", (a, b), None, kind)
     if not integers:
         return opaque
     divisor = ranges.polynomial(b)
     if not (ranges.is_positive(divisor) or _is_multiple_of_an_extent(divisor, a)):
         # A multiple of the divisor is one whatever the divisor's value: no model divides by a size of zero.
         if divisor.keys() - {()}:
-            times, left = _long_division(together, divisor)
-            return opaque if left else (M.from_polynomial(times), E.ZERO)
+            times, more = _long_division(together, divisor)
+            return opaque if more else (M.from_polynomial(times), E.ZERO)
         return opaque
     if len(divisor) > 1:
         return _divide_by_sum(together, divisor) or opaque
     multiples, rest = ranges.split_multiples(together, divisor)
-    quotient, remainder = M.from_polynomial(multiples), M.from_polynomial(rest)
+    quotient, left = M.from_polynomial(multiples), M.from_polynomial(rest)
     low, high = ranges.bounds(rest)
     if low is not None and high is not None:
         fits = ranges.subtract(ranges.subtract(divisor, {(): 1}), high)
         if ranges.is_nonnegative(low) and ranges.is_nonnegative(fits):
-            return quotient, remainder
-    inner = _divide_digits(rest, b) or (
-        _nested_floordiv(remainder, b),
-        E.make("mod", (remainder, b), None, "int"),
-    )
+            return quotient, left
+    inner = _divide_digits(rest, b) or (_nested_floordiv(left, b), E.make("mod", (left, b), None, "int"))
     return M.add(quotient, inner[0]), inner[1]
 
 
