@@ -14,6 +14,7 @@ import networkx as nx
 from torch import fx
 
 from attngraph.ir.graph import ProgramGraph, computed_from, own_line
+from attngraph.ir.walk import reached
 from attngraph.meaning import Category, M, Meaning
 from attngraph.meaning.attention.claim import Attention, Operand
 from attngraph.meaning.attention.program import Seed, Source
@@ -55,13 +56,13 @@ def used_elsewhere(
     at them."""
     fused = {each.node for each in found}
     view = nx.DiGraph()  # from weights and scores to all that is computed from them
-    waiting = [start for each in found for start in each.starts if start not in fused]
-    while waiting:
-        node = waiting.pop()
-        users = [user for user in node.users if user not in fused]
-        waiting += [user for user in users if user not in view]
+
+    def users(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if user not in fused]
+
+    for node in reached((s for each in found for s in each.starts if s not in fused), users):
         view.add_node(node)
-        view.add_edges_from((node, user) for user in users)
+        view.add_edges_from((node, user) for user in users(node))
     output = graph.graph.output_node()
     if later and output in view:
         others = computed_from(node for node, _ in results_of(graph) if node not in view)

@@ -3,12 +3,13 @@ canonical forms turned back into what a person would write."""
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
 from attngraph.ir.language import E, Expr, Keep, S, Score, ScoreProgram, Sink, Statement, Weight, operation
+from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import M, ranges, size_expression
 from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.masks.score_bounds import with_finite_dots
@@ -115,7 +116,8 @@ def _as_mask(score: Expr) -> tuple[Expr, Expr, Expr] | None:
 
 def _added_mask(rest: Expr, term: Expr) -> tuple[Expr, Expr, Expr] | None:
     """The mask in a selection that is added to a score: its branches, or branches of these, are a fill."""
-    leaves = set(_leaves(term)) if term.op == "where" else set()
+    branches = reached([term], lambda n: n.args[1:] if n.op == "where" else ())  # of nested selections
+    leaves = {n for n in branches if n.op != "where"} if term.op == "where" else set()
     fill = min((leaf for leaf in leaves if _is_fill(leaf)), key=lambda leaf: leaf.value, default=None)
     others = leaves - {fill}
     if fill is None or not others:
@@ -128,15 +130,6 @@ def _added_mask(rest: Expr, term: Expr) -> tuple[Expr, Expr, Expr] | None:
     if len(others) == 1 and value.op == "const":
         return None if _is_fill(value) else (keep, M.add(rest, value), M.add(S.SCORE, M.sub(fill, value)))
     return keep, M.add(rest, _replaced(term, fill)), M.add(S.SCORE, fill)
-
-
-def _leaves(tree: Expr) -> Iterator[Expr]:
-    """What nested selections choose among."""
-    if tree.op == "where":
-        yield from _leaves(tree.args[1])
-        yield from _leaves(tree.args[2])
-    else:
-        yield tree
 
 
 def _where_not(tree: Expr, fill: Expr) -> Expr:

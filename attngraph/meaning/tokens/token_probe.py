@@ -107,6 +107,24 @@ class TokenProbe:
             return 0  # a test runs in one process
         if not steps or len(steps) > budgets.PROBE_NODES:
             return 0
+
+        @functools.cache
+        def run(seed: int) -> Result:
+            """The node's value on all tokens and on the selection of this number."""
+            sample, given = self._inputs(leaves, ROWS, tokens, seed)
+            if bytes_in_float64(order, sample.sizes) > budgets.PROBE_BYTES:
+                return ValueError("it takes too much memory")
+            picks = selections[seed]
+            try:
+                known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
+                given = {n: self._louder(n, t, louder, seed) for n, t in given.items()}
+                (whole,) = sample.evaluate(order, given, node)
+                some = {n: select(t, known[n], self.space, picks, (ROWS, tokens)) for n, t in given.items()}
+                (found,) = self._inputs((), 1, len(picks), seed)[0].evaluate(order, some, node)
+            except Exception as problem:
+                return problem
+            return whole, found
+
         begins = {n: (resolved.get(n), id(self.values[n]) if n in self.values else None) for n in leaves}
         key = (fingerprint(order, begins), tokens, tuple(map(tuple, selections)), louder)
         if (key, axes) not in self.known:
@@ -117,8 +135,7 @@ class TokenProbe:
                 if self.left <= 0:
                     return 0
                 self.left -= 1
-                given = node, order, leaves, resolved, tokens, selections, louder
-                runs[key] = functools.cache(functools.partial(self._run, *given))
+                runs[key] = run
             holds = self._holds(runs[key], axes, selections, tokens, louder > 1)
             self.known[key, axes] = len(steps) if holds else 0
         if self.known[key, axes]:
@@ -153,26 +170,6 @@ class TokenProbe:
 
         visit(node)
         return list(order), list(leaves)
-
-    def _run(
-        self, node: fx.Node, order: Sequence[fx.Node], leaves: Sequence[fx.Node],
-        resolved: Mapping[fx.Node, Axes], tokens: int, selections: Sequence[Sequence[Pick]], louder: float,
-        seed: int,
-    ) -> Result:  # fmt: skip
-        """The node's value on all tokens and on the selection of this number."""
-        picks = selections[seed]
-        run, given = self._inputs(leaves, ROWS, tokens, seed)
-        if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
-            return ValueError("it takes too much memory")
-        try:
-            known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
-            given = {n: self._louder(n, t, louder, seed) for n, t in given.items()}
-            (whole,) = run.evaluate(order, given, node)
-            some = {n: select(t, known[n], self.space, picks, (ROWS, tokens)) for n, t in given.items()}
-            (found,) = self._inputs((), 1, len(picks), seed)[0].evaluate(order, some, node)
-        except Exception as problem:
-            return problem
-        return whole, found
 
     def _louder(self, leaf: fx.Node, drawn: Tensor, louder: float, seed: int) -> Tensor:
         if drawn.is_floating_point():
