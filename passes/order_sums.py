@@ -14,7 +14,6 @@ search for a bit that differs.
 import collections
 import dataclasses
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -29,6 +28,7 @@ from attngraph.ir.ops.latent_attention import LatentNode
 from attngraph.ir.ops.token_program import is_supported
 from attngraph.meaning import Meaning, Unliftable
 from attngraph.meaning.placement.elements import grouped
+from attngraph.passes.build import Builder
 from attngraph.pipeline import Outcome
 
 _ROUNDED = frozenset({"add", "sub", "mul", "div", "recip", "sqrt"})
@@ -104,20 +104,17 @@ def _ordered(graph: ProgramGraph, meaning: Meaning, node: fx.Node) -> fx.Node | 
         return node
     experts = grouped(node)
     if experts is not None:
-        return _replaced(graph, node, _OURS.grouped_in_order.default, experts.x, experts.weight, experts.ends)
+        operands = experts.x, experts.weight, experts.ends
+        return _replaced(node, Builder(graph, node).call(_OURS.grouped_in_order.default, *operands))
     if node.op != "call_function" or _is_exact(meaning, node):
         return None
     program = _alone(meaning, node)
     if program is None:
         return None
-    text, given = program
-    whole = _replaced(graph, node, _OURS.token_program.default, list(given), text)
-    whole.meta["val"] = [node.meta["val"]]
-    with graph.graph.inserting_after(whole):
-        part = graph.graph.call_function(operator.getitem, (whole, 0))
-    part.meta = {**node.meta}
-    whole.replace_all_uses_with(part, lambda user: user is not part)
-    return part
+    builder, (text, given) = Builder(graph, node), program
+    whole = builder.call(_OURS.token_program.default, list(given), text)
+    whole.meta = {**node.meta, "val": [node.meta["val"]]}
+    return _replaced(node, builder.call(operator.getitem, whole, 0))
 
 
 def _is_served(found: nodes.CachedAttention | nodes.CachedLatentAttention) -> bool:
@@ -133,12 +130,10 @@ def _is_served(found: nodes.CachedAttention | nodes.CachedLatentAttention) -> bo
     return bool(source_for_short_queries(program, q, (pages[0], pages[1]), reads)[0])
 
 
-def _replaced(graph: ProgramGraph, node: fx.Node, target: Any, *args: Any) -> fx.Node:
-    with graph.graph.inserting_before(node):
-        new = graph.graph.call_function(target, args)
+def _replaced(node: fx.Node, new: fx.Node) -> fx.Node:
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
-    graph.graph.erase_node(node)
+    node.graph.erase_node(node)
     return new
 
 
