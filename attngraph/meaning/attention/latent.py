@@ -13,7 +13,6 @@ checks it in float64.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import fx
 from attngraph.ir.graph import op_name, source_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.walk import reached
-from attngraph.meaning.algebra import M, ranges, recombined, split_digits, sum_of_products
+from attngraph.meaning.algebra import M, recombined, split_digits, sum_of_products
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.claim import View
 from attngraph.meaning.element import Meaning
@@ -240,29 +239,10 @@ def pieces(element: Expr, place: Expr) -> list[tuple[Expr, Expr, int]]:
     Raises:
         Unliftable: the element has another form.
     """
-    extent = int(place.args[0].value)
     if element.op == "read":
         return [(element, place, 0)]
-    cuts = sorted({0, extent, *(c for c in _cuts(element, place) if 0 < c < extent)})
-    found: list[tuple[Expr, Expr, int]] = []
-    for start, end in itertools.pairwise(cuts):
-        inner = E.var(place.value, E.const(end - start))
-        moved = M.substitute(element, {place: M.add(E.const(start), inner)})
-        if moved.op != "read":
-            raise Unliftable("elements that are not read in stretches")
-        found.append((moved, inner, start))
-    return found
-
-
-def _cuts(element: Expr, place: Expr) -> list[int]:
-    """Where along `place` a condition of the element may change."""
-    found: list[int] = []
-    for node in E.walk(element):
-        if node.op not in ("le", "lt", "eq") or place not in node.free:
-            continue
-        line = ranges.subtract(ranges.polynomial(node.args[0]), ranges.polynomial(node.args[1]))
-        slope, rest = line.get((place,), 0), line.get((), 0)
-        if set(line) <= {(place,), ()} and slope in (1, -1):
-            root = int(-rest * slope)
-            found += [root, root + 1] if node.op == "eq" else [root + ((node.op == "le") == (slope == 1))]
-    return found
+    cut = M.stretches(place, element) or []
+    found = [(M.substitute(element, {place: M.add(start, own)}), own, start) for start, own in cut]
+    if not cut or any(read.op != "read" or start.op != "const" for read, _, start in found):
+        raise Unliftable("elements that are not read in stretches")
+    return [(read, own, int(start.value)) for read, own, start in found]

@@ -22,12 +22,12 @@ from attngraph.meaning.algebra.simplify.logic import (  # isort: skip
     and_, eq, exclude_each_other, le, lt, ne, not_, or_, where,
 )  # fmt: skip
 from attngraph.meaning.algebra.simplify.sums import (  # isort: skip
-    canonical, canonical_binders, construct, pieces, raw, substitute, total, totals,
+    canonical, canonical_binders, construct, pieces, raw, stretches, substitute, total, totals,
 )  # fmt: skip
 
 __all__ = [
     "absolute", "add", "and_", "canonical", "canonical_binders", "coefficient", "construct", "div", "eq",
     "exclude_each_other", "exp", "floordiv", "from_polynomial", "function", "kind_of", "le", "log", "lt",
     "mod", "mul", "narrow", "ne", "neg", "not_", "number", "or_", "pieces", "power", "raw", "recip",
-    "scale", "sub", "substitute", "total", "totals", "where",
+    "scale", "stretches", "sub", "substitute", "total", "totals", "where",
 ]  # fmt: skip

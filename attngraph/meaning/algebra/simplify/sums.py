@@ -115,19 +115,27 @@ def pieces(variable: Expr, body: Expr, few: int = budgets.SUMMANDS) -> list[Expr
     """The sum of `body` over the variable as terms that add up to it: the range is cut wherever a
     comparison of the variable with a size or a number changes its answer. In a piece of at most `few`
     elements, each element is a term of its own."""
-    extent = variable.args[0]
-    bounds = _ordered([E.ZERO, *_thresholds(variable, body), extent])
-    if bounds is None:
+    cut = stretches(variable, body)
+    if cut is None:
         return [total(variable, body)]
     found = []
-    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        length = M.sub(stop, start)
+    for start, place in cut:
+        length = place.args[0]
         if length.op == "const" and length.value <= few:
             found += [M.substitute(body, {variable: M.add(E.const(n), start)}) for n in range(length.value)]
-            continue
-        place = E.var(f"{variable.value}:{number}", length)
-        found.append(total(place, M.substitute(body, {variable: M.add(place, start)})))
+        else:
+            found.append(total(place, M.substitute(body, {variable: M.add(place, start)})))
     return found
+
+
+def stretches(variable: Expr, body: Expr) -> list[tuple[Expr, Expr]] | None:
+    """The variable's range, cut wherever a comparison changes its answer: where each stretch starts, and a
+    variable of its own. None where the order of the cuts cannot be shown."""
+    bounds = _ordered([E.ZERO, *_thresholds(variable, body), variable.args[0]])
+    return None if bounds is None else [
+        (start, E.var(f"{variable.value}:{number}", M.sub(stop, start)))
+        for number, (start, stop) in enumerate(itertools.pairwise(bounds))
+    ]  # fmt: skip
 
 
 def _thresholds(variable: Expr, body: Expr) -> list[Expr]:
