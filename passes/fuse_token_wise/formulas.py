@@ -64,12 +64,6 @@ class Formulas:
         shape = tried(self.meaning.shape, node) if name_of(node) in DTYPES else None
         return shape if shape is not None and all(n.op == "const" for n in shape) else None
 
-    def counts_tokens(self, node: fx.Node) -> bool:
-        """Whether a tensor's extents are numbers and symbols. (The number of sequences times that of tokens
-        is that of tokens here, but in the types of the graph they are two sizes.)"""
-        extents = getattr(node.meta.get("val"), "shape", ())
-        return all(isinstance(n, int) or n.node.expr.is_Symbol for n in extents)
-
     def is_shared(self, node: fx.Node) -> bool:
         """Whether all rows share this tensor, and its extents are numbers."""
         shape = self.shape(node)
