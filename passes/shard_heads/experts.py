@@ -102,8 +102,7 @@ class Experts:
             value = element(self.meaning, node, places)
         except Unliftable:
             return False
-        reads = [n for n in E.walk(value) if n.op == "read" and n.value in operands]
-        return all(r.args and r.args[0] is at[0] for r in reads)
+        return all(r.args and r.args[0] is at[0] for r in E.reads(value) if r.value in operands)
 
     # --- building ---
 

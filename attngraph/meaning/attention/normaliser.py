@@ -12,13 +12,15 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeVar
 
 from attngraph.ir import budgets
 from attngraph.ir.language import E, Expr
 from attngraph.meaning.algebra import Digits, M, open_sums, recombined, split_digits
 from attngraph.meaning.rule import Unliftable, UnliftableBecause
+
+_One = TypeVar("_One")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,16 @@ class Refusal:
 
     reason: str
     sizes: frozenset[str] = frozenset()
+
+
+def collected(found: Iterable[_One | Refusal]) -> tuple[_One, ...] | Refusal:
+    """All of these, or the first refusal among them."""
+    kept: list[_One] = []
+    for each in found:
+        if isinstance(each, Refusal):
+            return each
+        kept.append(each)
+    return tuple(kept)
 
 
 def stands_between(problem: Unliftable) -> str:

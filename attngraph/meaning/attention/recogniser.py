@@ -24,7 +24,7 @@ from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention import score_sets
 from attngraph.meaning.attention.claim import SECOND_SUM, Attention, write_claim
 from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
-from attngraph.meaning.attention.normaliser import Refusal, logarithm, split_by, stands_between
+from attngraph.meaning.attention.normaliser import Refusal, collected, logarithm, split_by, stands_between
 from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.score_sets import QUOTIENTS, SUMS, is_sum
 from attngraph.meaning.element import Meaning
@@ -178,19 +178,15 @@ class Recogniser:
                 return separated.problem or joined
             if separated.problem and not cover(self.meaning, joined, separated.divisor, look):
                 return separated.problem
-            parts: list[KeyPart] = []
-            for piece in joined:
-                part = key_part(piece.weighted, piece.keys, piece.score)
-                if isinstance(part, Refusal):
-                    return part
-                parts.append(part)
-            found = WeightedSum(tuple(parts), logarithm(separated.sinks) if separated.sinks else None)
-            claim = self._claim(node, output, found)
+            parts = collected(key_part(piece.weighted, piece.keys, piece.score) for piece in joined)
+            if isinstance(parts, Refusal):
+                return parts
+            found = WeightedSum(parts, logarithm(separated.sinks) if separated.sinks else None)
+            return collected([self._claim(node, output, found)])
         except NotASum:
             return None
         except Unliftable as problem:
             return Refusal(str(problem))
-        return claim if isinstance(claim, Refusal) else (claim,)
 
     def _may_be_values(self, node: fx.Node) -> list[frozenset[fx.Node]]:
         """Exponentials that may belong to what is weighed (`p @ v.exp()`) and not to the weights: those that
@@ -258,13 +254,7 @@ class Recogniser:
         sums = weighted_sums(lifted, meaning.elementwise)
         if not isinstance(sums, tuple):
             return sums
-        claims: list[Attention] = []
-        for found in sums:
-            claim = self._claim(node, output, found)
-            if isinstance(claim, Refusal):
-                return claim
-            claims.append(claim)
-        return tuple(claims)
+        return collected(self._claim(node, output, found) for found in sums)
 
     def _claim(self, node: fx.Node, output: tuple[Expr, ...], found: WeightedSum) -> Attention | Refusal:
         """The claim for one sum weighted by one softmax. Products that a condition chooses between are parts
@@ -317,13 +307,8 @@ class Recogniser:
 
     def _with_products(self, found: WeightedSum, dtype: torch.dtype) -> WeightedSum | Refusal:
         """The sum with its parts' dots, or why there is none."""
-        parts: list[KeyPart] = []
-        for part in found.parts:
-            with_product = self._with_product(part, dtype)
-            if isinstance(with_product, Refusal):
-                return with_product
-            parts.append(with_product)
-        return dataclasses.replace(found, parts=tuple(parts))
+        parts = collected(self._with_product(part, dtype) for part in found.parts)
+        return parts if isinstance(parts, Refusal) else dataclasses.replace(found, parts=parts)
 
     def _with_product(self, part: KeyPart, dtype: torch.dtype) -> KeyPart | Refusal:
         meaning, about, own = self.meaning, (part.keys, part.value.free), part.value.value.meta["val"].dtype

@@ -26,12 +26,9 @@ from attngraph.meaning.rule import Category, Indices, Unliftable, tried
 
 LARGEST = 1 << 22
 """Index pairs of one view that are enumerated."""
-VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default", "reshape.default", "_unsafe_view.default", "unflatten.int", "flatten.using_ints",
-    )
-)  # fmt: skip
+VIEWS = frozenset(f"aten.{name}" for name in (
+    "view.default", "reshape.default", "_unsafe_view.default", "unflatten.int", "flatten.using_ints",
+))  # fmt: skip
 """Operations that keep the order of elements in memory and take sizes, or ranges of dimensions."""
 
 

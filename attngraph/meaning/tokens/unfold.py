@@ -28,13 +28,10 @@ FEW = 8
 """Summands that are written out one by one, where no term stands for all of them."""
 
 
-VIEWS = frozenset(
-    f"aten.{name}" for name in (
-        "slice.Tensor", "narrow.default", "select.int", "transpose.int", "permute.default",
-        "unsqueeze.default", "squeeze.dim", "squeeze.dims", "expand.default", "alias.default",
-        "clone.default", "contiguous.default",
-    )
-)  # fmt: skip
+VIEWS = frozenset(f"aten.{name}" for name in (
+    "slice.Tensor", "narrow.default", "select.int", "transpose.int", "permute.default", "unsqueeze.default",
+    "squeeze.dim", "squeeze.dims", "expand.default", "alias.default", "clone.default", "contiguous.default",
+))  # fmt: skip
 
 
 class NoTerms(Exception):
