@@ -38,19 +38,18 @@ def matmul(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 def inner(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """Sums over the last dimension of both; a number multiplies."""
     a, b = node.args[:2]
-    shape_a, shape_b = context.shape(a), context.shape(b)
-    if not shape_a or not shape_b:
-        return M.mul(context.read(a, at[: len(shape_a)]), context.read(b, at[: len(shape_b)]))
-    place = context.fresh(shape_a[-1])
-    rows, columns = at[: len(shape_a) - 1], at[len(shape_a) - 1 :]
-    return M.total(place, M.mul(context.read(a, (*rows, place)), context.read(b, (*columns, place))))
+    last = [-1] if context.shape(a) and context.shape(b) else []
+    return _dotted(context, a, b, (last, last), at)
 
 
 @rule(CONTRACTION, "tensordot.default")
 def tensordot(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    a, b, dims_a, dims_b = node.args[:4]
+    return _dotted(context, node.args[0], node.args[1], node.args[2:4], at)
+
+
+def _dotted(context: Meaning, a: Any, b: Any, over: Any, at: Indices) -> Expr:
     ranks = len(context.shape(a)), len(context.shape(b))
-    summed = [[axis(int(d), rank) for d in dims] for dims, rank in zip((dims_a, dims_b), ranks, strict=True)]  # type: ignore[union-attr, arg-type]
+    summed = [[axis(d, rank) for d in dims] for dims, rank in zip(over, ranks, strict=True)]
     places = [context.fresh(context.shape(a)[d]) for d in summed[0]]
     kept = iter(at)
     factors = []

@@ -206,11 +206,9 @@ def select(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 )  # fmt: skip
 def split(context: Meaning, node: fx.Node, part: int, at: Indices) -> Expr:
     name = str(node.target).split(".")[1]
-    source = context.shape(node.args[0])
+    dim = axis(argument(node, "dim"), len(context.shape(node.args[0])))
     if name == "unbind":
-        dim = axis(argument(node, "dim"), len(source))
         return context.read(node.args[0], (*at[:dim], E.const(part), *at[dim:]))
-    dim = axis(argument(node, "dim"), len(source))
     first: Expr = E.ZERO
     for before in range(part):
         first = M.add(first, context.part_shape(node, before)[dim])
