@@ -163,9 +163,7 @@ def _draws_or_measures(node: fx.Node) -> bool:
 class _Stage:
     """The stage while it is built, from the nodes that it has of its `own`; their operands are its inputs."""
 
-    def __init__(
-        self, graph: ProgramGraph, own: Collection[fx.Node], weights: Weights, seeds: Seeds
-    ) -> None:  # fmt: skip
+    def __init__(self, graph: ProgramGraph, own: Collection[fx.Node], weights: Weights, seeds: Seeds) -> None:
         self.graph, self.own, self.weights, self.seeds = graph, own, weights, seeds
         self.given = graph.given()
         made = fx.Graph()

@@ -28,9 +28,7 @@ RMS_NORM = "x * rsqrt(square + epsilon)"
 LAYER_NORM = "(x - mean) * rsqrt(variance + epsilon)"
 """Ba, Kiros & Hinton 2016, arXiv 1607.06450."""
 _EXPM1 = "tanh(0.5 * x) * (exp(x) + 1.0)"
-_LOG1P = (
-    "where(x + 1.0 == 1.0, x, where(1.0 < x, log(x + 1.0), log(x + 1.0) * (x / (x + 1.0 - 1.0))))"
-)  # fmt: skip
+_LOG1P = "where(x + 1.0 == 1.0, x, where(1.0 < x, log(x + 1.0), log(x + 1.0) * (x / (x + 1.0 - 1.0))))"
 """What 1 + x was rounded by, u - 1 against x, corrects the logarithm (Kahan)."""
 
 

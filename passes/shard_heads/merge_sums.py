@@ -103,9 +103,7 @@ def _summed(graph: ProgramGraph, meaning: Meaning, own: set[fx.Node], value: obj
     return None
 
 
-def _followed(
-    graph: ProgramGraph, meaning: Meaning, own: set[fx.Node], value: fx.Node
-) -> Iterator[fx.Node]:  # fmt: skip
+def _followed(graph: ProgramGraph, meaning: Meaning, own: set[fx.Node], value: fx.Node) -> Iterator[fx.Node]:
     """The operands of which a value may be the same sum over ranks."""
     tensors = [n for n in value.all_input_nodes if meaning.is_tensor(n)]
     if value.op != "call_function":

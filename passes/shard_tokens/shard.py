@@ -139,9 +139,7 @@ def _working(tokens: TokenAxis, proved: dict[fx.Node, fx.Node]) -> dict[fx.Node,
     return {node: twin for node, twin in proved.items() if node in found}
 
 
-def _connect(
-    graph: ProgramGraph, tokens: TokenAxis, twins: Twins, proved: dict[fx.Node, fx.Node]
-) -> None:  # fmt: skip
+def _connect(graph: ProgramGraph, tokens: TokenAxis, twins: Twins, proved: dict[fx.Node, fx.Node]) -> None:
     """Let twins follow each other, and gather what is needed whole elsewhere."""
     for (node, axes), own in twins.taken.items():
         if node in proved and tokens.axes[node] == axes:

@@ -137,9 +137,7 @@ def _where_not(tree: Expr, fill: Expr) -> Expr:
     if tree.op != "where":
         return E.FALSE if tree is fill else E.TRUE
     condition, yes, no = tree.args
-    return M.or_(
-        M.and_(condition, _where_not(yes, fill)), M.and_(M.not_(condition), _where_not(no, fill))
-    )  # fmt: skip
+    return M.or_(M.and_(condition, _where_not(yes, fill)), M.and_(M.not_(condition), _where_not(no, fill)))
 
 
 def _replaced(tree: Expr, fill: Expr) -> Expr:

@@ -26,9 +26,7 @@ def operand(context: Meaning, value: Any, at: Indices) -> Expr:
 Operand = Callable[[Meaning, Any, Indices], Expr]
 
 
-def register(
-    names: tuple[str, ...], build: Callable[..., Expr], count: int, of: Operand = operand
-) -> None:  # fmt: skip
+def register(names: tuple[str, ...], build: Callable[..., Expr], count: int, of: Operand = operand) -> None:
     """Register an op that makes this of its first operands."""
 
     def element(context: Meaning, node: fx.Node, at: Indices) -> Expr:

@@ -233,9 +233,7 @@ class HistoryFinder:
     """Looks for values of one graph that are computed from all earlier tokens. `assumed`: why that could not
     be shown of those that are taken to be such values because the user says so (`assume_causal`)."""
 
-    def __init__(
-        self, facts: Facts, probe: TokenProbe, looks_back: LooksBack, assume_causal: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, facts: Facts, probe: TokenProbe, looks_back: LooksBack, assume_causal: bool) -> None:
         self.facts, self.space, self.probe, self.looks_back = facts, facts.space, probe, looks_back
         self.assume_causal = assume_causal
         self.assumed: dict[fx.Node, str] = {}

@@ -54,9 +54,7 @@ class OfSizes:
         return filled(self._known, node, lambda n: n.all_input_nodes, is_of_sizes)
 
 
-def reach(
-    order: Sequence[fx.Node], values: Mapping[fx.Node, Tensor], is_of_places: OfSizes
-) -> float:  # fmt: skip
+def reach(order: Sequence[fx.Node], values: Mapping[fx.Node, Tensor], is_of_places: OfSizes) -> float:
     """More tokens than this are treated as this many and one more are; infinity where that is not known.
 
     Args:

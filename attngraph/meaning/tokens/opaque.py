@@ -63,9 +63,7 @@ def compared(meaning: Meaning, comparison: Expr, meant: Callable[[Expr], Expr]) 
     dim = axis(int(argument(topk, "dim")), len(read.args))
     # The r-th largest is at most y (below y) if fewer than r are larger than y (y or larger).
     strict = (comparison.op == "le") == (place == 0)
-    count = _how_many(
-        meaning, topk, dim, read.args, lambda x: M.lt(other, x) if strict else M.le(other, x)
-    )  # fmt: skip
+    count = _how_many(meaning, topk, dim, read.args, lambda x: M.lt(other, x) if strict else M.le(other, x))
     source, rank = topk.args[0], M.add(read.args[dim], E.ONE)
     of_own = [meant(meaning.read(source, (*read.args[:dim], v, *read.args[dim + 1 :]))) for v in other.free]
     if any(M.canonical_binders(one) is M.canonical_binders(other) for one in of_own):
