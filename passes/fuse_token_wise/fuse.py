@@ -67,9 +67,8 @@ class FuseTokenWise:
             return outcome
         counts = _made(graph)
         if counts:
-            outcome.notes.append(
-                f"{sum(counts)} operation(s) that compute each token by itself are now {len(counts)}"
-            )
+            what = f"{sum(counts)} operation(s) that compute each token by itself"
+            outcome.notes.append(f"{what} are now {len(counts)}")
         outcome.notes += _fuse_steps(graph)
         return outcome
 

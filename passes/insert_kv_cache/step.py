@@ -127,10 +127,8 @@ class KeptValues:
             if row is None:  # no batch dimension: the dimension of pages is added in front
                 shape, row, token = [0, *shape], 0, token + 1
             label = (users and module_of(users[0])) or source_of(value)
-            dtype = value.meta["val"].dtype
-            self.stores[value] = Store(
-                f"kept{number}", tuple(shape), row, token, dtype, window, label, len(users)
-            )
+            about = tuple(shape), row, token, value.meta["val"].dtype, window, label, len(users)
+            self.stores[value] = Store(f"kept{number}", *about)
         together = [self._path(o, kept) for o in operands]
         together += [[n for o in self._operands(r) for n in self._path(o, kept)] for r in readers
                      if self.tokens[r].scan is None]  # fmt: skip

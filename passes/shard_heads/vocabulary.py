@@ -74,9 +74,8 @@ class Vocabulary:
         for dim in (0, 1):
             if shape[dim] % self.ranks == 0:
                 return {dim: Table.blocks(int(shape[dim]), self.ranks)}
-        raise Unplaced(
-            f"neither its {shape[0]} rows nor its {shape[1]} columns can be divided among {self.ranks} ranks"
-        )
+        neither = f"neither its {shape[0]} rows nor its {shape[1]} columns"
+        raise Unplaced(f"{neither} can be divided among {self.ranks} ranks")
 
     def _ends(self) -> list[fx.Node]:
         """The products whose results leave the model without another product."""

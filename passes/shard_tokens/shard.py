@@ -89,9 +89,8 @@ def _divide(graph: ProgramGraph, size: Expr, axis: Axis, whole: list[WholeEntry]
     proved = _working(tokens, _proved(graph, tokens, twins))
     total = graph.hints[str(size.value)]
     attentions = {a for n in proved if (a := attention_of(n)) is not None}
-    found = DividedTokens(
-        total, layout.count // axis.count, len(attentions), tuple(pairs(graph, tokens, layout, total))
-    )
+    of_ranks = tuple(pairs(graph, tokens, layout, total))
+    found = DividedTokens(total, layout.count // axis.count, len(attentions), of_ranks)
     gathers = {n: r for n, r in tokens.whole.items() if any(o in proved for o in _operands(n))}
     _connect(graph, tokens, twins, proved)
     alive = set(graph.graph.nodes)

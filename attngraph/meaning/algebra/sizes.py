@@ -174,9 +174,8 @@ def _rounded_quotient(name: str, value: Any) -> Expr:
         above, below = None if rest is None else number * rest, sympy.Integer(divisor)
     else:
         above = below = None
-    rounds_down = name == "FloorToInt" or (
-        name == "TruncToInt" and above is not None and above.is_nonnegative
-    )
+    truncates = name == "TruncToInt" and above is not None and above.is_nonnegative
+    rounds_down = name == "FloorToInt" or truncates
     if above is None or below is None or not (rounds_down or name == "CeilToInt"):
         raise Unliftable(NO_FORMULA)
     whole, by = from_sympy(above), from_sympy(below)

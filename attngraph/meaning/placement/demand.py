@@ -139,9 +139,8 @@ class Demand:
             even = each * found.count == heads.count
             if even and torch.equal(found.places[:, local], heads.places // group):
                 return found
-        raise Unplaced(
-            f"{total} query heads that share {kv} key/value heads cannot be divided among {self.ranks} ranks"
-        )
+        heads_of_both = f"{total} query heads that share {kv} key/value heads"
+        raise Unplaced(f"{heads_of_both} cannot be divided among {self.ranks} ranks")
 
     # --- movement ---
 

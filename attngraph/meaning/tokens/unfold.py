@@ -154,9 +154,8 @@ class Unfolding:
 
     def _without_tokens(self, node: Expr) -> Expr:
         """An expression followed through all but the tokens, a number where it depends on no data."""
-        return self.meaning.lift(
-            node, lambda r: not (r.value in self.facts and self.facts[r.value].is_of_token)
-        )
+        facts = self.facts
+        return self.meaning.lift(node, lambda r: not (r.value in facts and facts[r.value].is_of_token))
 
     def _read(self, node: Expr) -> Terms:
         fact = self.facts.known(node.value)
@@ -214,9 +213,8 @@ class Unfolding:
         if extent.op != "const":
             raise NoTerms("a sum over tokens whose number is not known")
         count = min(int(extent.value), self.tokens) if over_tokens else int(extent.value)
-        return tuple(
-            t for n in range(count) for t in self._unfold(M.substitute(body, {variable: E.const(n)}))
-        )
+        elements = (M.substitute(body, {variable: E.const(n)}) for n in range(count))
+        return tuple(term for element in elements for term in self._unfold(element))
 
     def _summed(self, term: Term, variable: Expr) -> Term:
         if any(variable in f.value.free for f in term.factors):
