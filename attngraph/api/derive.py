@@ -27,7 +27,7 @@ from attngraph.passes.divide_cache import DivideCache
 from attngraph.passes.insert_kv_cache.free_tokens import computed_with
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.quantise_cache import QuantiseCache
-from attngraph.passes.shard_heads.account import account_cache
+from attngraph.passes.shard_heads.shard import account_cache
 from attngraph.pipeline import Pass, Result, split_at
 from attngraph.pipeline import run as run_passes
 from attngraph.report.cache_entry import CacheEntry, Drift

@@ -9,25 +9,28 @@ model computes, and knows no model, module or parameter by name.
 """
 
 import dataclasses
+import math
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import fx
 
-from attngraph.ir.graph import Axis, ProgramGraph, Ranks, module_of, source_of
-from attngraph.ir.ops.nodes import AttentionOp
+from attngraph.ir.graph import Axis, ProgramGraph, Ranks, computed_from, module_of, op_name, source_of
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, bytes_sent
 from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.elements import grouped
 from attngraph.meaning.placement.regions import Product, Region, Regions
-from attngraph.meaning.placement.table import Cut
+from attngraph.meaning.placement.table import Cut, differing
 from attngraph.passes.build import Builder
 from attngraph.passes.shard import Divide
-from attngraph.passes.shard_heads.account import account
 from attngraph.passes.shard_heads.experts import Experts
 from attngraph.passes.shard_heads.merge_sums import merge_sums
 from attngraph.passes.shard_heads.parts import Parts
 from attngraph.passes.shard_heads.vocabulary import Vocabulary
-from attngraph.report.ranks import DividedEntry
+from attngraph.report.ranks import CacheRanksEntry, DividedEntry, RanksEntry, SentEntry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +83,7 @@ class _Sharding:
         kinds = ("shard", "places", "parameter")
         self.graph.drop_inputs(lambda node, given: given.kind in kinds and not node.users)
         reasons = {self.parts.names[n].name: reason for n, reason in self.reasons.items()} | kept
-        entries = tuple(self.entries)
-        self.ranks.entry = account(self.graph, self.ranks, self.axis.count, entries, sizes, reasons)
+        self.ranks.entry = self._account(sizes, reasons)
         attention = sum(e.what == "heads" for e in self.entries)
         return [f"{len(self.entries)} part(s) divided among {self.axis.count} ranks, {attention} attention"]
 
@@ -137,11 +139,70 @@ class _Sharding:
         self.meaning.forget_elements()
         self.graph.clean()
 
+    def _account(self, sizes: Mapping[str, int], reasons: Mapping[str, str]) -> RanksEntry:
+        """The report's entry. `sizes`: how many elements every parameter has that the model uses, by name;
+        negative for vectors. `reasons`: why a parameter is not divided."""
+        sent, count = [], self.axis.count
+        for node in (n for n in self.graph.graph.nodes if n.target in (ALL_REDUCE, ALL_GATHER)):
+            value = node.all_input_nodes[0].meta["val"]  # for one token: the sizes that do not vary
+            fixed = [n for n in value.shape if isinstance(n, int)]
+            size = math.prod(fixed) * value.dtype.itemsize
+            what, to_all = op_name(node).replace("_", "-"), bytes_sent(node.target, size, count)
+            sent.append(SentEntry(what, source_of(node), size, to_all, len(fixed) == len(value.shape)))
+        shards = {self.ranks.shards[i.name].parameter for i in self.graph.inputs if i.kind == "shard"}
+        whole = [(n, s) for n, s in sizes.items() if n not in shards]
+        other = "nothing of it is divided among ranks"
+        return RanksEntry(
+            count, tuple(self.entries), tuple(sent),
+            tuple((n.removeprefix("model."), s, reasons.get(n, other)) for n, s in whole if s > 0),
+            sum(s < 0 for _, s in whole),
+            (sum(map(abs, sizes.values())),
+             sum(abs(s) // (count if n in shards else 1) for n, s in sizes.items())),
+        )  # fmt: skip
+
 
 def _entry(region: Region) -> DividedEntry:
     what, node, units = "hidden units", region.product.node, region.product.extent
     if region.attentions:
         what, node = "heads", region.attentions[0]
-        units = int(AttentionOp.of(node).q.meta["val"].shape[1])
+        units = int(nodes.AttentionOp.of(node).q.meta["val"].shape[1])
     entry = node.meta.get("attention")
     return DividedEntry(what, module_of(node) if entry is None else entry.name, source_of(node), units)
+
+
+def account_cache(graph: ProgramGraph, dtype: torch.dtype | None) -> CacheRanksEntry:
+    """What each rank keeps of what a decoder keeps; `dtype`: of cached values, None: as computed."""
+    assert graph.ranks is not None and graph.state is not None
+    own, heads, stays = differing(graph), [], graph.ranks.undivided
+    latents, shared, ranks = set[str](), set[str](), graph.ranks.count
+    names = {node: name for name, node in graph.pages().items()}
+
+    def kept_in(pages: Iterable[fx.Node]) -> list[str]:
+        return [names[n] for n in computed_from(pages) if n in names]
+
+    for node in graph.graph.nodes:
+        match nodes.view(node):
+            case nodes.DividedAttention():
+                pass  # counted by tokens
+            case nodes.CachedAttention(k_pages=pages) if pages in own:
+                kept, of = int(pages.meta["val"].shape[1]), node.meta["attention"].kv_heads
+                reasons = [stays[name] for name in kept_in([pages]) if name in stays]
+                heads.append((kept, of, reasons[0] if reasons and kept * ranks > of else ""))
+            case nodes.CachedLatentAttention(pages=pages):
+                latents.update(kept_in([pages]))
+            case nodes.CachedAttention(q=q, k_pages=k, v_pages=v) if q in own:
+                shared.update(kept_in([k, v]))
+    differs = {told.name: n in own for n, told in zip(graph.results(), graph.outputs, strict=True)}
+    alike = [
+        (s.label, s.bytes_in(dtype), "token",
+         ("all heads share it" if s.name in latents
+         else "the heads of every rank attend to it" if s.name in shared
+         else "what it is kept for is not divided") + (f"; {stays[s.name]}" if s.name in stays else ""))
+        for s in graph.state.stores if not differs[s.name] and s.team == 1
+    ]  # fmt: skip
+    alike += [
+        (c.label, c.bytes_per_row, "sequence", "what it is carried for is not divided")
+        for c in graph.state.carried if not differs[c.name]
+    ]  # fmt: skip
+    tokens = ((s.label, s.bytes_in(dtype), s.team) for s in graph.state.stores if s.team > 1)
+    return CacheRanksEntry(graph.ranks.count, tuple(heads), tuple(alike), tuple(tokens))
