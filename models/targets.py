@@ -9,7 +9,7 @@ of real text (the image model with seeded pixels). Call the model as `model(*inp
 
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,12 @@ def seeded(seed: int = 0) -> Iterator[None]:
         yield
 
 
+def _made(kind: Callable[[Any], nn.Module], config: Any) -> nn.Module:
+    """A model with the weights of the seed, in eval mode."""
+    with seeded():
+        return kind(config).eval()
+
+
 def ragged_padding(batch: int, tokens: int) -> Tensor:
     """Padding of a batch of unequal lengths: bool `[batch, tokens]`, True at padding.
 
@@ -51,62 +57,49 @@ def ragged_padding(batch: int, tokens: int) -> Tensor:
 
 def decoder_lm(*, batch: int = 1, tokens: int = 1024) -> Target:
     """The plain decoder-only model: 12 layers, width 768, 12 heads. Input: ids `[B, T]`."""
-    with seeded():
-        model = DecoderLM(DecoderLMConfig(max_tokens=max(1024, tokens)))
-    return model.eval(), (byte_batch(batch, tokens),)
+    return _made(DecoderLM, DecoderLMConfig(max_tokens=max(1024, tokens))), (byte_batch(batch, tokens),)
 
 
 def tiny_decoder_lm(*, batch: int = 1, tokens: int = 1024) -> Target:
     """The plain decoder-only model, for docs and tests: 2 layers, width 64, 4 heads."""
     config = DecoderLMConfig(layers=2, width=64, heads=4, max_tokens=max(1024, tokens))
-    with seeded():
-        model = DecoderLM(config)
-    return model.eval(), (byte_batch(batch, tokens),)
+    return _made(DecoderLM, config), (byte_batch(batch, tokens),)
 
 
 def post_norm_decoder(*, batch: int = 1, tokens: int = 1024) -> Target:
     """Sinusoidal positions, post-norm, ReLU: 12 layers, width 768. Input: ids `[B, T]`."""
-    with seeded():
-        model = PostNormDecoder(DecoderLMConfig(max_tokens=max(1024, tokens)))
-    return model.eval(), (byte_batch(batch, tokens),)
+    return _made(PostNormDecoder, DecoderLMConfig(max_tokens=max(1024, tokens))), (byte_batch(batch, tokens),)
 
 
 def sparse_transformer(*, batch: int = 1, tokens: int = 1024) -> Target:
     """Fixed sparse attention, stride 128 with 32 summaries: 12 layers, width 768. Input: ids `[B, T]`."""
-    with seeded():
-        model = SparseTransformer(SparseTransformerConfig(max_tokens=max(1024, tokens)))
-    return model.eval(), (byte_batch(batch, tokens),)
+    config = SparseTransformerConfig(max_tokens=max(1024, tokens))
+    return _made(SparseTransformer, config), (byte_batch(batch, tokens),)
 
 
 def linear_transformer(*, batch: int = 1, tokens: int = 1024) -> Target:
     """Causal linear attention with elu + 1: 12 layers, width 768. Input: ids `[B, T]`."""
-    with seeded():
-        model = LinearTransformer(LinearTransformerConfig(max_tokens=max(1024, tokens)))
-    return model.eval(), (byte_batch(batch, tokens),)
+    config = LinearTransformerConfig(max_tokens=max(1024, tokens))
+    return _made(LinearTransformer, config), (byte_batch(batch, tokens),)
 
 
 def modern_decoder(*, batch: int = 1, tokens: int = 1024) -> Target:
     """RMSNorm, RoPE, 12 query heads over 4, SwiGLU: 12 layers, width 768. Input: ids `[B, T]`."""
-    with seeded():
-        model = ModernDecoder(ModernDecoderConfig())
-    return model.eval(), (byte_batch(batch, tokens),)
+    return _made(ModernDecoder, ModernDecoderConfig()), (byte_batch(batch, tokens),)
 
 
 def mla_decoder(*, batch: int = 1, tokens: int = 1024) -> Target:
     """Latent attention with decoupled RoPE in every block, at 1/8 of DeepSeek-V3's widths: 2 layers, width
     896, 16 heads, a latent of 512 and a rotary key of 64. Input: ids `[B, T]`."""
-    with seeded():
-        model = MLADecoder(MLAConfig())
-    return model.eval(), (byte_batch(batch, tokens),)
+    return _made(MLADecoder, MLAConfig()), (byte_batch(batch, tokens),)
 
 
 def bert(*, batch: int = 1, tokens: int = 1024) -> Target:
     """The BERT base encoder over a ragged batch. Inputs: ids `[B, T]`, keep bool `[B, T]`."""
-    with seeded():
-        model = Encoder(EncoderConfig(max_tokens=max(512, tokens)))
+    model = _made(Encoder, EncoderConfig(max_tokens=max(512, tokens)))
     padding = ragged_padding(batch, tokens)
     ids = byte_batch(batch, tokens).masked_fill(padding, PADDING_ID)
-    return model.eval(), (ids, ~padding)
+    return model, (ids, ~padding)
 
 
 def longformer(*, batch: int = 1, tokens: int = 1024) -> Target:
@@ -114,13 +107,12 @@ def longformer(*, batch: int = 1, tokens: int = 1024) -> Target:
 
     Inputs: ids `[B, T]`, is_global and keep bool `[B, T]`.
     """
-    with seeded():
-        model = Longformer(LongformerConfig(max_tokens=max(4096, tokens)))
+    model = _made(Longformer, LongformerConfig(max_tokens=max(4096, tokens)))
     padding = ragged_padding(batch, tokens)
     ids = byte_batch(batch, tokens).masked_fill(padding, PADDING_ID)
     is_global = torch.zeros(batch, tokens, dtype=torch.bool)
     is_global[:, 0] = True
-    return model.eval(), (ids, is_global, ~padding)
+    return model, (ids, is_global, ~padding)
 
 
 def vit(*, batch: int = 1, tokens: int = 1024) -> Target:
@@ -130,10 +122,9 @@ def vit(*, batch: int = 1, tokens: int = 1024) -> Target:
     """
     rows = max(r for r in range(1, math.isqrt(tokens) + 1) if tokens % r == 0)
     config = ViTConfig(image=(16 * rows, 16 * (tokens // rows)))
-    with seeded():
-        model = ViT(config)
+    model = _made(ViT, config)
     generator = torch.Generator().manual_seed(0)
-    return model.eval(), (torch.randn(batch, config.channels, *config.image, generator=generator),)
+    return model, (torch.randn(batch, config.channels, *config.image, generator=generator),)
 
 
 def encoder_decoder(*, batch: int = 1, tokens: int = 1024) -> Target:
@@ -141,11 +132,10 @@ def encoder_decoder(*, batch: int = 1, tokens: int = 1024) -> Target:
 
     Inputs: source and target ids `[B, T]`, then their padding masks, bool `[B, T]`.
     """
-    with seeded():
-        model = EncoderDecoder(EncoderDecoderConfig(max_tokens=max(1024, tokens)))
+    model = _made(EncoderDecoder, EncoderDecoderConfig(max_tokens=max(1024, tokens)))
     source, target = byte_batch(batch, tokens), byte_batch(batch, tokens, seed=1)
     padding = ragged_padding(batch, tokens)
-    return model.eval(), (source, target, padding, padding.flip(0).clone())
+    return model, (source, target, padding, padding.flip(0).clone())
 
 
 def gpt2(*, batch: int = 1, tokens: int = 1024, layers: int = 12) -> Target:
@@ -158,9 +148,7 @@ def gpt2(*, batch: int = 1, tokens: int = 1024, layers: int = 12) -> Target:
     config = transformers.GPT2Config(
         attn_implementation="eager", use_cache=False, n_positions=max(1024, tokens), n_layer=layers
     )
-    with seeded():
-        model: nn.Module = transformers.GPT2LMHeadModel(config)
-    return model.eval(), (byte_batch(batch, tokens),)
+    return _made(transformers.GPT2LMHeadModel, config), (byte_batch(batch, tokens),)
 
 
 def distilgpt2(*, batch: int = 1, tokens: int = 1024) -> Target:
