@@ -23,6 +23,7 @@ where Dv need not equal D. Masked and grouped forms are in the two files beside 
 
 import math
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,19 @@ class AttentionConfig:
     value_width: int = 64
     dropout: float = 0.0
     bias: bool = True
+
+    @classmethod
+    def of_width(cls, width: int, heads: int, **others: Any) -> Self:
+        """Heads that share the width evenly; `others` are the fields that follow."""
+        return cls(width, heads, width // heads, width // heads, **others)
+
+
+def require_multiple(width: int, heads: int) -> None:
+    """Raise ValueError where the heads do not divide the width."""
+    if width % heads != 0:
+        raise ValueError(
+            f"width {width} cannot be shared evenly by {heads} heads: width must be a multiple of heads"
+        )
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attngraph.models.attention import require_multiple
 from attngraph.models.masked_attention import CausalAttentionConfig, CausalSelfAttention
 
 
@@ -43,24 +44,22 @@ class DecoderLMConfig:
     bias: bool = True
 
     def __post_init__(self) -> None:
-        if self.width % self.heads != 0:
-            raise ValueError(
-                f"width {self.width} cannot be shared evenly by {self.heads} heads: "
-                "width must be a multiple of heads"
-            )
+        require_multiple(self.width, self.heads)
 
     @property
     def attention(self) -> CausalAttentionConfig:
         """The sizes of the attention in each block."""
-        return CausalAttentionConfig(
-            width=self.width,
-            heads=self.heads,
-            key_width=self.width // self.heads,
-            value_width=self.width // self.heads,
-            dropout=self.dropout,
-            bias=self.bias,
-            max_tokens=self.max_tokens,
+        return CausalAttentionConfig.of_width(
+            self.width, self.heads, dropout=self.dropout, bias=self.bias, max_tokens=self.max_tokens
         )
+
+
+def with_loss(logits: Tensor, targets: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    """Logits `[B, T, vocab_size]` alone, or with the mean cross entropy of targets int64 `[B, T]`, -100 of
+    which are left out."""
+    if targets is None:
+        return logits
+    return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class MLP(nn.Module):
@@ -133,7 +132,4 @@ class DecoderLM(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))  # [B, T, vocab_size]
-        if targets is None:
-            return logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss
+        return with_loss(logits, targets)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attngraph.models.attention import require_multiple
+from attngraph.models.decoder_lm import with_loss
 from attngraph.models.masked_attention import MaskedAttentionConfig, PaddedSelfAttention
 
 MASK_ID = 256
@@ -47,23 +49,12 @@ class EncoderConfig:
     norm_epsilon: float = 1e-12
 
     def __post_init__(self) -> None:
-        if self.width % self.heads != 0:
-            raise ValueError(
-                f"width {self.width} cannot be shared evenly by {self.heads} heads: "
-                "width must be a multiple of heads"
-            )
+        require_multiple(self.width, self.heads)
 
     @property
     def attention(self) -> MaskedAttentionConfig:
         """The sizes of the attention in each block, and its convention: True means keep."""
-        return MaskedAttentionConfig(
-            width=self.width,
-            heads=self.heads,
-            key_width=self.width // self.heads,
-            value_width=self.width // self.heads,
-            dropout=self.dropout,
-            true_means="keep",
-        )
+        return MaskedAttentionConfig.of_width(self.width, self.heads, dropout=self.dropout, true_means="keep")
 
 
 class EncoderBlock(nn.Module):
@@ -153,10 +144,7 @@ class Encoder(nn.Module):
         targets: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         logits: Tensor = self.head(self.encode(ids, keep, segments))  # [B, T, vocab_size]
-        if targets is None:
-            return logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET)
-        return logits, loss
+        return with_loss(logits, targets)
 
 
 def mask_tokens(ids: Tensor, *, rate: float = 0.15, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attngraph.models.attention import CrossAttention, CrossAttentionConfig
+from attngraph.models.decoder_lm import with_loss
 from attngraph.models.masked_attention import MaskedAttentionConfig, PaddedSelfAttention
 from attngraph.models.positions import SinusoidalEmbedding
 
@@ -57,26 +58,15 @@ class EncoderDecoderConfig:
 
     def self_attention(self, *, causal: bool) -> MaskedAttentionConfig:
         """The sizes of one self-attention; True in its padding mask means drop."""
-        return MaskedAttentionConfig(
-            width=self.width,
-            heads=self.heads,
-            key_width=self.width // self.heads,
-            value_width=self.width // self.heads,
-            dropout=self.dropout,
-            true_means="drop",
-            causal=causal,
+        return MaskedAttentionConfig.of_width(
+            self.width, self.heads, dropout=self.dropout, true_means="drop", causal=causal
         )
 
     @property
     def cross_attention(self) -> CrossAttentionConfig:
         """The sizes of one cross-attention."""
-        return CrossAttentionConfig(
-            width=self.width,
-            heads=self.heads,
-            key_width=self.width // self.heads,
-            value_width=self.width // self.heads,
-            dropout=self.dropout,
-            memory_width=self.width,
+        return CrossAttentionConfig.of_width(
+            self.width, self.heads, dropout=self.dropout, memory_width=self.width
         )
 
 
@@ -180,7 +170,4 @@ class EncoderDecoder(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         memory = self.encode(source, source_padding)
         logits = self.decode(target, memory, target_padding, source_padding)
-        if labels is None:
-            return logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return logits, loss
+        return with_loss(logits, labels)

@@ -23,13 +23,7 @@ class LinearTransformerConfig(DecoderLMConfig):
         """The sizes of the attention in each block."""
         head_width = self.width // self.heads
         return LinearAttentionConfig(
-            width=self.width,
-            heads=self.heads,
-            key_width=head_width,
-            value_width=head_width,
-            bias=self.bias,
-            causal=True,
-            feature_map=self.feature_map,
+            self.width, self.heads, head_width, head_width, bias=self.bias, feature_map=self.feature_map
         )
 
 

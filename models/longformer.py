@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from attngraph.models.encoder import IGNORED_TARGET, EncoderBlock, EncoderConfig, MaskedTokenHead
+from attngraph.models.decoder_lm import with_loss
+from attngraph.models.encoder import EncoderBlock, EncoderConfig, MaskedTokenHead
 from attngraph.models.positions import LearnedPositions
 from attngraph.models.windowed_attention import GlobalWindowAttention, GlobalWindowConfig
 
@@ -35,15 +35,7 @@ class LongformerConfig(EncoderConfig):
     @property
     def window_attention(self) -> GlobalWindowConfig:
         """The sizes of the attention in each block."""
-        head_width = self.width // self.heads
-        return GlobalWindowConfig(
-            width=self.width,
-            heads=self.heads,
-            key_width=head_width,
-            value_width=head_width,
-            dropout=self.dropout,
-            window=self.window,
-        )
+        return GlobalWindowConfig.of_width(self.width, self.heads, dropout=self.dropout, window=self.window)
 
 
 class Longformer(nn.Module):
@@ -81,7 +73,4 @@ class Longformer(nn.Module):
         for block in self.blocks:
             x = block(x, is_global, keep)
         logits: Tensor = self.head(x)  # [B, T, vocab_size]
-        if targets is None:
-            return logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET)
-        return logits, loss
+        return with_loss(logits, targets)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.models.attention import merge_heads, split_heads
+from attngraph.models.grouped_attention import hide_future
 from attngraph.models.modern_decoder import ModernStack, RMSNorm
 from attngraph.models.positions import RotaryLayout, rotary_angles, rotate_half, rotate_interleaved
 
@@ -65,13 +66,6 @@ class MLAConfig:
             raise ValueError(f"rope {self.rope} must be even: RoPE turns pairs")
 
 
-def causal(scores: Tensor) -> Tensor:
-    """Set scores of keys after the query to minus infinity: `[..., T, T]` to the same."""
-    tokens = scores.shape[-1]
-    later = torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(later, -math.inf)
-
-
 class LatentAttention(nn.Module):
     """Without positions: keys and values are both projected from the latent alone. `[B, T, C]` to the same.
 
@@ -94,7 +88,7 @@ class LatentAttention(nn.Module):
         key = split_heads(self.key_up(latent), config.heads)
         value = split_heads(self.value_up(latent), config.heads)  # [B, H, T, V]
 
-        scores = causal(query @ key.transpose(-2, -1) / math.sqrt(config.nope))
+        scores = hide_future(query @ key.transpose(-2, -1) / math.sqrt(config.nope))
         output: Tensor = self.project(merge_heads(torch.softmax(scores, dim=-1) @ value))
         return output
 
@@ -158,7 +152,7 @@ class RotaryLatentAttention(nn.Module):
             key_up, value_up = torch.split(weight, [config.nope, config.value], dim=1)  # [H, P or V, L]
             shared = latent.unsqueeze(1)  # [B, 1, T, L]
             scores = (query @ key_up) @ shared.transpose(-2, -1) + rotary_query @ rotary_key.transpose(-2, -1)
-            weights = torch.softmax(causal(scores * scale), dim=-1)
+            weights = torch.softmax(hide_future(scores * scale), dim=-1)
             absorbed: Tensor = (weights @ shared) @ value_up.transpose(-2, -1)
             return absorbed
         expanded = split_heads(self.up(latent), config.heads)  # [B, H, T, P + V]
@@ -168,7 +162,7 @@ class RotaryLatentAttention(nn.Module):
         else:
             whole_key = torch.cat([key, rotary_key.expand(-1, config.heads, -1, -1)], dim=-1)
             scores = torch.cat([query, rotary_query], dim=-1) @ whole_key.transpose(-2, -1)
-        mixed: Tensor = torch.softmax(causal(scores * scale), dim=-1) @ value
+        mixed: Tensor = torch.softmax(hide_future(scores * scale), dim=-1) @ value
         return mixed
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attngraph.models.attention import merge_heads, split_heads
+from attngraph.models.decoder_lm import with_loss
 from attngraph.models.grouped_attention import SharingSpelling, attend_to_shared_heads
 from attngraph.models.positions import RotaryLayout, rotary_angles, rotate_half, rotate_interleaved
 
@@ -152,10 +153,7 @@ class ModernStack(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))  # [B, T, vocab_size]
-        if targets is None:
-            return logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss
+        return with_loss(logits, targets)
 
 
 class ModernDecoder(ModernStack):

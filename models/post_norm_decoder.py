@@ -13,9 +13,8 @@ Shapes: ids int64 `[B, T]`, logits `[B, T, vocab_size]`.
 """
 
 from torch import Tensor, nn
-from torch.nn import functional
 
-from attngraph.models.decoder_lm import DecoderLMConfig
+from attngraph.models.decoder_lm import DecoderLMConfig, with_loss
 from attngraph.models.encoder_decoder import FeedForward
 from attngraph.models.masked_attention import CausalSelfAttention
 from attngraph.models.positions import SinusoidalEmbedding
@@ -59,7 +58,4 @@ class PostNormDecoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(x)  # [B, T, vocab_size]
-        if targets is None:
-            return logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss
+        return with_loss(logits, targets)

@@ -23,12 +23,9 @@ class SparseTransformerConfig(DecoderLMConfig):
     @property
     def sparse_attention(self) -> SparseAttentionConfig:
         """The sizes of the attention in each block."""
-        head_width = self.width // self.heads
-        return SparseAttentionConfig(
-            width=self.width,
-            heads=self.heads,
-            key_width=head_width,
-            value_width=head_width,
+        return SparseAttentionConfig.of_width(
+            self.width,
+            self.heads,
             dropout=self.dropout,
             bias=self.bias,
             pattern=self.pattern,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attngraph.models.attention import AttentionConfig, MultiHeadAttention
+from attngraph.models.attention import AttentionConfig, MultiHeadAttention, require_multiple
 from attngraph.models.decoder_lm import MLP
 from attngraph.models.positions import LearnedPositions
 
@@ -43,11 +43,7 @@ class ViTConfig:
     norm_epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
-        if self.width % self.heads != 0:
-            raise ValueError(
-                f"width {self.width} cannot be shared evenly by {self.heads} heads: "
-                "width must be a multiple of heads"
-            )
+        require_multiple(self.width, self.heads)
         if self.image[0] % self.patch != 0 or self.image[1] % self.patch != 0:
             raise ValueError(
                 f"an image of {self.image[0]} x {self.image[1]} cannot be cut into patches of "
@@ -62,14 +58,7 @@ class ViTConfig:
     @property
     def attention(self) -> AttentionConfig:
         """The sizes of the attention in each block."""
-        head_width = self.width // self.heads
-        return AttentionConfig(
-            width=self.width,
-            heads=self.heads,
-            key_width=head_width,
-            value_width=head_width,
-            dropout=self.dropout,
-        )
+        return AttentionConfig.of_width(self.width, self.heads, dropout=self.dropout)
 
 
 class PatchEmbedding(nn.Module):
