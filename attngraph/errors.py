@@ -1,7 +1,8 @@
 """The errors that attngraph raises. Messages say what was tried, what was found and what to do."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -15,6 +16,26 @@ def meant(name: str, known: Iterable[str]) -> str:
 def first_line(problem: BaseException) -> str:
     """The first line of what an exception says, or else its kind."""
     return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+
+
+def reason_of(problem: BaseException) -> str:
+    """What an exception says; of the system, without its number and the file."""
+    return getattr(problem, "strerror", None) or str(problem)
+
+
+@contextlib.contextmanager
+def told_as(
+    kind: type[Exception], *caught: type[BaseException], before: str = "", after: str = "",
+    words: Callable[[BaseException], str] = reason_of,
+) -> Iterator[None]:  # fmt: skip
+    """In this block, an exception of the kinds that are caught becomes one of `kind`, with words for it
+    between what is said `before` and `after`. One that is of `kind` already stays."""
+    try:
+        yield
+    except kind:
+        raise
+    except caught as problem:
+        raise kind(f"{before}{words(problem)}{after}") from problem
 
 
 class AttnGraphError(RuntimeError):

@@ -27,7 +27,7 @@ from attngraph.capture.state.ran import collecting
 from attngraph.capture.state.scope import Ran, Scope
 from attngraph.capture.structure import flatten
 from attngraph.codegen.cpu import toolchain
-from attngraph.errors import SavedError
+from attngraph.errors import SavedError, told_as
 from attngraph.ir import cache_folder
 from attngraph.ir.kept import kept
 from attngraph.ir.modes import without_collections
@@ -192,14 +192,12 @@ class Folder:
 
     def _said(self) -> About:
         names = [field.name for field in dataclasses.fields(About)]
-        try:
+        with told_as(SavedError, ValueError, before=f"{self.path} is no saved model: ", after="."):
             found: About = made(About, {n: self.about[n] for n in names if n in self.about}, "the manifest")
             if found.kind not in ("module", "decoder") or (found.config is None) != (found.kind == "module"):
                 raise ValueError(f"a {found.kind!r:.80} with the configuration {found.config}")
             if not 0 < found.graphs <= len(self.about["files"]):
                 raise ValueError(f"{found.graphs} graphs in {len(self.about['files'])} files")
-        except ValueError as problem:
-            raise SavedError(f"{self.path} is no saved model: {problem}.") from problem
         return found
 
     def options(self) -> Options:
@@ -209,11 +207,9 @@ class Folder:
             raise SavedError(
                 f"{self.path} was compiled with other passes; compile it with them: attngraph.compile."
             )
-        try:
+        before = f"{self.path} was compiled with options that are not there: "
+        with told_as(SavedError, ValueError, before=before):
             return Options(**{**dataclasses.asdict(given), "passes": None})
-        except ValueError as problem:
-            what = f"{self.path} was compiled with options that are not there: {problem}"
-            raise SavedError(what) from problem
 
     def refuse(self, reasons: Sequence[str]) -> None:
         """Say why what is saved is not used: where strict, as an error."""

@@ -15,7 +15,7 @@ from attngraph.api.compiled import CompiledModule
 from attngraph.api.options import make_options
 from attngraph.cli.target import changed_by, load_target, run_as_given, shapes_of
 from attngraph.cli.terminal import Progress, TargetError, check_writable
-from attngraph.errors import CaptureError
+from attngraph.errors import CaptureError, told_as
 from attngraph.report.entries import AttentionEntry, folded
 from attngraph.report.report import CompileReport
 from attngraph.runtime.graphs import TURNS
@@ -45,15 +45,13 @@ def compile_target(
         TargetError: the options do not go together, or the model cannot be run on its inputs.
     """
     tell = Progress()
-    try:
+    with told_as(TargetError, ValueError):
         made = make_options(
             tell, backend=options.backend, inductor=options.inductor, strict=options.strict,
             consistent=options.consistent,
             dump=options.dump, absorb=options.absorb, disable=options.disable, min_scores=options.min_scores,
             passes=changed_by(options.add),
         )  # fmt: skip
-    except ValueError as problem:
-        raise TargetError(str(problem)) from problem
     tell(f"building {target}")
     model, inputs = load_target(target, batch=options.batch, tokens=tokens)
     compiled = CompiledModule(model, made)

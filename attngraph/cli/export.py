@@ -10,19 +10,17 @@ import torch
 from attngraph.api.compile import compile as compiled_model
 from attngraph.cli.target import load_target, run_as_given
 from attngraph.cli.terminal import Progress, TargetError
-from attngraph.errors import ExportError
+from attngraph.errors import ExportError, told_as
 from attngraph.exporter.export import FORMATS, export
 from attngraph.exporter.formats import require_place
 
 
 def run(options: argparse.Namespace) -> int:
-    try:  # before anything is built
+    with told_as(TargetError, ExportError):  # before anything is built
         format = FORMATS.get(options.format or options.out.suffix.removeprefix("."))
         if format is not None:
             format.require()
         require_place(options.out)
-    except ExportError as problem:
-        raise TargetError(str(problem)) from problem
     tell = Progress()
     tell(f"building {options.target}")
     model, inputs = load_target(options.target, batch=options.batch, tokens=options.tokens)
@@ -30,13 +28,11 @@ def run(options: argparse.Namespace) -> int:
         run_as_given(model, model, inputs, options.target)
     made: Any = compiled_model(model, cache=options.decoder)
     tell(f"writing {options.out}")
-    try:
+    with told_as(TargetError, ValueError):
         report = export(
             made, options.out, inputs, format=options.format or "", fallback=options.fallback,
             check=not options.no_check, padding=not options.no_padding,
         )  # fmt: skip
-    except ValueError as problem:
-        raise TargetError(str(problem)) from problem
     tell.done()
     if options.json:
         found = {

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from attngraph import pipeline
 from attngraph.cli.target import passes_named
 from attngraph.cli.terminal import Progress, TargetError
+from attngraph.errors import told_as
 from attngraph.ir.graph import format_file
 from attngraph.ir.operations import of_library, spaces
 from attngraph.ir.ops import nodes
@@ -21,10 +22,8 @@ def run(options: argparse.Namespace) -> int:
     libraries: set[str] = set()
     for name in options.modules:
         before = spaces()
-        try:
+        with told_as(TargetError, ImportError, before=f"--import {name}: "):
             importlib.import_module(name)
-        except ImportError as problem:
-            raise TargetError(f"--import {name}: {problem}") from problem
         libraries |= of_library(name, before)
     tell = Progress()
     tell(f"reading {options.file}")
@@ -34,9 +33,8 @@ def run(options: argparse.Namespace) -> int:
             node.meta["attention"] = describe(node, graph)
     dump = None if options.dump is None else Dump(options.dump)
     try:
-        result = pipeline.run(graph, passes, dump, tell)
-    except ValueError as problem:
-        raise TargetError(str(problem)) from problem
+        with told_as(TargetError, ValueError):
+            result = pipeline.run(graph, passes, dump, tell)
     finally:
         tell.done()
     if options.json:

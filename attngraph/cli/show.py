@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from attngraph.cli.terminal import TargetError
-from attngraph.errors import meant
+from attngraph.errors import meant, reason_of, told_as
 from attngraph.ir.language import ProgramError, ScoreProgram, parse
 from attngraph.ir.records import write_whole
 from attngraph.report.picture import TileMap, marks, mask_map, tile_map, to_svg, to_text
@@ -39,12 +39,9 @@ class Subject:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
+    no_value = told_as(TargetError, RuntimeError, before="the program has no value here: ")
+    with no_value, told_as(TargetError, ProgramError, ValueError, IndexError):
         _show(options)
-    except (ProgramError, ValueError, IndexError) as problem:
-        raise TargetError(str(problem)) from problem
-    except RuntimeError as problem:
-        raise TargetError(f"the program has no value here: {problem}") from problem
     return 0
 
 
@@ -61,10 +58,8 @@ def _show(options: argparse.Namespace) -> None:
     sides = (min(queries, SMALL), min(keys, SMALL))
     first = mask_map(program, *sides, subject.small_reads, subject.small_sizes, heads=heads)
     if options.svg is not None:
-        try:
+        with told_as(TargetError, OSError, before=f"cannot write {options.svg}: ", words=_reason):
             write_whole(options.svg, to_svg(whole, subject.about))
-        except OSError as problem:
-            raise TargetError(f"cannot write {options.svg}: {_reason(problem)}") from problem
     if options.json:
         print(json.dumps(_as_json(subject, whole, first, options.width), indent=2))
         return
@@ -98,11 +93,10 @@ def _read_program(text: str) -> str:
     path = Path(text)
     if not re.fullmatch(r"[\w./~\\-]+", text):
         return text
-    try:
+    before = f"cannot read {path}: "
+    with told_as(TargetError, OSError, UnicodeDecodeError, before=before, words=_reason):
         if path.exists():
             return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise TargetError(f"cannot read {path}: {_reason(problem)}") from problem
     raise TargetError(
         f"{text!r} is no score program, no file, and no well-known program; {meant(text.lower(), WELL_KNOWN)}"
     )
@@ -118,8 +112,8 @@ def _sizes(given: list[str]) -> dict[int, int]:
     return found
 
 
-def _reason(problem: Exception) -> str:
-    return (problem.strerror or str(problem)) if isinstance(problem, OSError) else "it is not text in UTF-8"
+def _reason(problem: BaseException) -> str:
+    return reason_of(problem) if isinstance(problem, OSError) else "it is not text in UTF-8"
 
 
 def _as_text(subject: Subject, whole: TileMap, first: TileMap, width: int) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from attngraph.api.options import as_pass
 from attngraph.api.verify.sides import is_file_of_a_side, side_in
 from attngraph.cli.terminal import TargetError, told
-from attngraph.errors import AttnGraphError, SavedError, meant
+from attngraph.errors import AttnGraphError, SavedError, meant, told_as
 from attngraph.ir.graph.literals import split
 from attngraph.models.targets import import_transformers, seeded
 from attngraph.passes import pass_named
@@ -58,10 +58,8 @@ def load_side(name: str, **sizes: int | None) -> tuple[Any, Any]:
     """
     given = {k: v for k, v in sizes.items() if v is not None}
     if is_file_of_a_side(name):
-        try:
+        with told_as(TargetError, SavedError):
             return side_in(name), None
-        except SavedError as problem:
-            raise TargetError(str(problem)) from problem
     where, _, attribute = name.partition("(")[0].rpartition(":")
     if not where or not attribute:
         raise TargetError(f"a target is {_FORMS}, found {name!r}.{_names_in(Path(name))}")
@@ -117,15 +115,13 @@ def _made(name: str, found: Any, sizes: dict[str, int]) -> tuple[Any, list[str]]
     if not callable(found):
         raise TargetError(f"{name} is no function and no model: its type is {type(found).__name__}.")
     _, bracket, options = name.partition("(")
-    try:
+    with told_as(TargetError, Exception, SystemExit, before=f"{name} failed: ", words=told):
         call: Any = ast.parse(f"f({options if bracket else ')'}", mode="eval").body
         given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
         accepted = inspect.signature(found).parameters
         given |= {k: v for k, v in sizes.items() if k in accepted}
         with seeded():
             made = found(**given)
-    except (Exception, SystemExit) as problem:
-        raise TargetError(f"{name} failed: {told(problem)}") from problem
     is_new = inspect.isclass(found) and isinstance(made, nn.Module)
     return made.eval() if is_new else made, [k for k in sizes if k not in accepted]
 
@@ -134,13 +130,11 @@ def _checkpoint(folder: Path) -> nn.Module:
     """The model of a checkpoint of transformers, by the class that its configuration names."""
     if not (folder / "config.json").is_file():
         raise TargetError(f"hf:{folder} is no checkpoint: there is no file {folder / 'config.json'}.")
-    try:
+    with told_as(TargetError, Exception, before=f"hf:{folder}: ", words=told):
         transformers = import_transformers()
         config = transformers.AutoConfig.from_pretrained(folder)
         kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
         made = kind.from_pretrained(folder).eval()
-    except Exception as problem:
-        raise TargetError(f"hf:{folder}: {told(problem)}") from problem
     made.config.use_cache = False
     return made  # type: ignore[no-any-return]
 
@@ -239,10 +233,8 @@ def object_named(name: str) -> Any:
 def _module(name: str) -> ModuleType:
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
+    with told_as(TargetError, Exception, SystemExit, before=f"cannot import {name}: ", words=told):
         return importlib.import_module(name)
-    except (Exception, SystemExit) as problem:
-        raise TargetError(f"cannot import {name}: {told(problem)}") from problem
 
 
 def _file(path: Path) -> ModuleType:
@@ -255,10 +247,8 @@ def _file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    try:
+    with told_as(TargetError, Exception, SystemExit, before=f"cannot run {path}: ", words=told):
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as problem:
-        raise TargetError(f"cannot run {path}: {told(problem)}") from problem
     return module
 
 
@@ -268,13 +258,11 @@ def passes_named(text: str, option: str) -> list[Pass]:
     Raises:
         TargetError: there is no such pass, or it has no such option.
     """
-    try:
+    with told_as(TargetError, TypeError, ValueError, before=f"{option} {text}: "):
         parts = split(text)
         names = [name for name in (part.partition("(")[0].strip() for part in parts) if ":" in name]
         own = {name: object_named(name) for name in names}
         return [as_pass(pass_named(part, own)) for part in parts]
-    except (TypeError, ValueError) as problem:
-        raise TargetError(f"{option} {text}: {problem}") from problem
 
 
 def changed_by(added: Sequence[str]) -> Callable[[tuple[Pass, ...]], tuple[Pass, ...]] | None:

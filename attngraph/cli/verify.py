@@ -8,6 +8,7 @@ from attngraph.api.verify import verify
 from attngraph.api.verify.verdict import STATUSES
 from attngraph.cli.target import load_inputs, load_side, load_target
 from attngraph.cli.terminal import Progress, TargetError, check_writable, told
+from attngraph.errors import told_as
 from attngraph.ir.records import write_whole
 
 
@@ -26,14 +27,12 @@ def run(options: argparse.Namespace) -> int:
         tell(f"building {candidate}")
         candidate, _ = load_side(candidate)
     tell("comparing")
-    try:
+    with told_as(TargetError, TypeError):  # of what is given alone: what a side raises is part of the verdict
         verdict = verify(
             reference, candidate, inputs, rename=rename, gradients=not options.no_gradients,
             seed=options.seed, budget=options.budget, subprocess=options.subprocess, seconds=options.seconds,
             memory=int(options.memory),
         )  # fmt: skip
-    except TypeError as problem:  # of what is given alone: what a side raises is part of the verdict
-        raise TargetError(str(problem)) from problem
     tell.done()
     if options.html is not None:
         write_whole(options.html, verdict.html(f"{options.reference} and {options.candidate}"))
@@ -49,10 +48,8 @@ def _names(path: Path | None) -> dict[str, str]:
     """The names of weights in a file."""
     if path is None:
         return {}
-    try:
+    with told_as(TargetError, OSError, ValueError, before=f"--rename: cannot read {path}: ", words=told):
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise TargetError(f"--rename: cannot read {path}: {told(problem)}") from problem
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise TargetError(f"--rename: {path} must hold one JSON object of names.")
     return found

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from attngraph.capture.instead import silenced
-from attngraph.errors import ExportError
+from attngraph.errors import ExportError, told_as
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Check = Callable[[Run], str]
@@ -76,34 +76,29 @@ PT2 = Format()
 def write(program: ExportedProgram, path: Path, format: Format, names: Names, check: Check | None) -> str:
     """Write the program; returns what the check says. Nothing new is at `path` unless the check passes.
     ExportError where the file cannot be written, or the check fails."""
-    try:
-        require_place(path)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".attngraph-") as folder:
-            made = Path(folder) / path.name
-            format.save(program, made, names)
-            told = "" if check is None else check(format.reader(made, names.outputs))
-            for file in Path(folder).iterdir():
-                os.replace(file, path.parent / file.name)
-    except OSError as problem:
-        raise _unwritable(path, problem) from problem
+    require_place(path)
+    with _writing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=".attngraph-") as folder:
+        made = Path(folder) / path.name
+        format.save(program, made, names)
+        told = "" if check is None else check(format.reader(made, names.outputs))
+        for file in Path(folder).iterdir():
+            os.replace(file, path.parent / file.name)
     return told
 
 
 def require_place(path: Path) -> None:
     """Raise an ExportError that says why unless a file can be written at the path; its folder is made."""
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "that is a folder")
         with tempfile.TemporaryFile(dir=path.parent):
             pass
-    except OSError as problem:
-        raise _unwritable(path, problem) from problem
 
 
-def _unwritable(path: Path, problem: OSError) -> ExportError:
-    why = problem.strerror or str(problem)
-    return ExportError(f"cannot write {path}: {why}. What to do: name a file where you may write.")
+def _writing(path: Path) -> contextlib.AbstractContextManager[None]:
+    advice = ". What to do: name a file where you may write."
+    return told_as(ExportError, OSError, before=f"cannot write {path}: ", after=advice)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from attngraph.capture.instead import LOCK
-from attngraph.errors import ExportError, first_line
+from attngraph.errors import ExportError, first_line, told_as
 from attngraph.exporter.formats import Format, Names, Run, quiet
 
 OPSET = 23
@@ -34,24 +34,16 @@ class Onnx(Format):
             )
 
     def save(self, program: ExportedProgram, path: Path, names: Names) -> None:
-        def made() -> Any:
+        before = "torch.onnx cannot write the model: "
+        with told_as(ExportError, Exception, before=before, words=_first_cause), LOCK.trace(), quiet():
             # torch's own optimisation also fuses rotary embeddings, and takes their angles to have a batch.
-            found: Any = torch.onnx.export(
+            made: Any = torch.onnx.export(
                 program, dynamo=True, verbose=False, optimize=False, opset_version=OPSET,  # type: ignore[arg-type]
                 input_names=list(names.inputs), output_names=list(names.outputs),
             )  # fmt: skip
-            importlib.import_module("onnxscript.optimizer").optimize(found.model)
-            _name_sizes(found.model, names.sizes)
-            return found
-
-        try:
-            with LOCK.trace(), quiet():
-                made().save(str(path))
-        except Exception as problem:
-            root: BaseException = problem
-            while root.__cause__ is not None:
-                root = root.__cause__
-            raise ExportError(f"torch.onnx cannot write the model: {first_line(root)}") from problem
+            importlib.import_module("onnxscript.optimizer").optimize(made.model)
+            _name_sizes(made.model, names.sizes)
+            made.save(str(path))
 
     def reader(self, path: Path, outputs: Sequence[str]) -> Run:
         if importlib.util.find_spec("onnxruntime") is None:
@@ -62,18 +54,16 @@ class Onnx(Format):
         runtime = importlib.import_module("onnxruntime")
         options = runtime.SessionOptions()
         options.log_severity_level = 4
-        try:
+        with told_as(ExportError, Exception, before="onnxruntime does not load the file: ", words=first_line):
             session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as problem:
-            raise ExportError(f"onnxruntime does not load the file: {first_line(problem)}") from problem
         inputs = [given.name for given in session.get_inputs()]
 
         def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            try:
+            with told_as(
+                ExportError, Exception, before="onnxruntime cannot run the file: ", words=first_line
+            ):
                 feeds = {n: t.detach().cpu().numpy() for n, t in zip(inputs, tensors, strict=True)}
                 found = session.run(list(outputs), feeds)
-            except Exception as problem:
-                raise ExportError(f"onnxruntime cannot run the file: {first_line(problem)}") from problem
             return [torch.from_numpy(a) for a in found]
 
         return run
@@ -82,6 +72,10 @@ class Onnx(Format):
         place = torch.where(holds, 0, _NOWHERE).reshape(1)
         nothing = torch.zeros(1, dtype=tensor.dtype, device=tensor.device).index_select(0, place)
         return tensor + nothing.reshape(()) if tensor.dtype != torch.bool else tensor | nothing.reshape(())
+
+
+def _first_cause(problem: BaseException) -> str:
+    return first_line(problem) if problem.__cause__ is None else _first_cause(problem.__cause__)
 
 
 def _name_sizes(model: Any, sizes: Sequence[Mapping[int, str]]) -> None:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from attngraph.capture.instead import LOCK
 from attngraph.capture.sides import UNASKED, Sides, assumed, in_words
-from attngraph.errors import ExportError, first_line
+from attngraph.errors import ExportError, first_line, told_as
 from attngraph.exporter.formats import Format, quiet
 from attngraph.ir.graph.formula import test_of
 from attngraph.ir.modes import without_autocast
@@ -41,17 +41,13 @@ def traced(
     shapes: Any = {**({"args": of_args} if args else {}), **of_kwargs}
     if not any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values()):
         shapes = of_args
-    try:
+    before = "torch.export cannot trace the rewritten model: "
+    with told_as(ExportError, Exception, before=before, words=first_line):
         with LOCK.trace(), torch.no_grad(), without_autocast(), quiet(_SIZES):
             made = torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
         # Torch's text of guards fails on inputs of several kinds; sizes are checked by the range constraints.
         made._guards_code = []
         return made
-    except ExportError:
-        raise
-    except Exception as problem:
-        why = first_line(problem)
-        raise ExportError(f"torch.export cannot trace the rewritten model: {why}") from problem
 
 
 def varies(size: Any) -> bool:

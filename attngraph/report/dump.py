@@ -20,11 +20,11 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from attngraph.errors import DumpError
+from attngraph.errors import DumpError, reason_of, told_as
 from attngraph.ir.graph import ProgramGraph, read_graph
 from attngraph.ir.graph.literals import decode, encode
 from attngraph.ir.graph.printer import input_name
@@ -49,11 +49,9 @@ class Dump:
     def __init__(self, root: Path) -> None:
         self.folder = _free(root, "graph-{}")
         self.count = 0
-        try:
+        before, after = f"cannot write a dump to {root}: ", ". Name a folder that can be made."
+        with told_as(DumpError, OSError, before=before, after=after):
             self.folder.mkdir(parents=True)
-        except OSError as problem:
-            said = f"cannot write a dump to {root}: {problem.strerror or problem}"
-            raise DumpError(f"{said}. Name a folder that can be made.") from problem
 
     def stage(self, name: str, title: str, notes: Sequence[str], head: str, text: str) -> Path:
         """Write the graph after a pass; return the file. `head` and `text` are by `ir/graph/printer.py`."""
@@ -132,13 +130,11 @@ def _records(path: Path, kind: Any) -> Any:
         return made(kind, json.loads(_text_of(path)), path.name)
 
 
-@contextlib.contextmanager
-def _whole(path: Path, more: str = "") -> Iterator[None]:
+def _whole(path: Path, more: str = "") -> contextlib.AbstractContextManager[None]:
     """Tells of a file that is not as it was written."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise DumpError(f"{path} is cut off or of another version ({problem}).{more}") from problem
+    kinds = OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+    before, after = f"{path} is cut off or of another version (", f").{more}"
+    return told_as(DumpError, *kinds, before=before, after=after, words=str)
 
 
 def _read_graph(folder: Path) -> CompileReport:
@@ -176,11 +172,8 @@ def _graph_text(path: Path) -> str:
 
 
 def _text_or(path: Path, advice: str) -> str:
-    try:
+    with told_as(DumpError, OSError, UnicodeDecodeError, before=f"cannot read {path}: ", after=f". {advice}"):
         return _text_of(path)
-    except (OSError, UnicodeDecodeError) as problem:
-        why = (problem.strerror if isinstance(problem, OSError) else None) or problem
-        raise DumpError(f"cannot read {path}: {why}. {advice}") from problem
 
 
 def _kernel_text(folder: Path, name: str) -> str:
@@ -188,11 +181,9 @@ def _kernel_text(folder: Path, name: str) -> str:
     if not name:
         return ""
     path = folder / Path(name).name
-    try:
+    said = f"{folder} lacks {path.name:.80}, the source of a kernel. Write the dump again."
+    with told_as(DumpError, OSError, ValueError, words=lambda _: said):
         return _text_of(path)
-    except (OSError, ValueError) as problem:
-        said = f"{folder} lacks {path.name:.80}, the source of a kernel"
-        raise DumpError(f"{said}. Write the dump again.") from problem
 
 
 def write_values(graph: ProgramGraph, path: Path) -> None:
@@ -224,12 +215,12 @@ def read_graph_file(path: Path, libraries: Collection[str] = ()) -> ProgramGraph
     Raises:
         DumpError: a file cannot be read. TextError: the text is truncated or wrong; names the line.
     """
-    try:
+    with told_as(
+        DumpError, OSError, UnicodeDecodeError, before=f"cannot read {path}: ",
+        after=f". Name a file of a dump, {_files_near(path)}.",
+        words=lambda p: reason_of(p) if isinstance(p, OSError) else "it is no text",
+    ):  # fmt: skip
         text = _text_of(path.resolve())
-    except (OSError, UnicodeDecodeError) as problem:
-        why = (problem.strerror if isinstance(problem, OSError) else None) or "it is no text"
-        advice = f"Name a file of a dump, {_files_near(path)}."
-        raise DumpError(f"cannot read {path}: {why}. {advice}") from problem
     graph, beside = read_graph(text, path.name, None, libraries), path.with_name(VALUES)
     if not beside.exists():
         return graph

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attngraph.errors import DumpError
+from attngraph.errors import DumpError, told_as
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.token_program import RUNNERS
@@ -52,11 +52,9 @@ class CompileReport(Entries):
         Raises:
             DumpError: the file cannot be written.
         """
-        try:
+        before, after = f"cannot write the page to {path}: ", ". Name a file in a folder that exists."
+        with told_as(DumpError, OSError, before=before, after=after):
             write_whole(Path(path), page.render(self, title, weights, earlier, times))
-        except OSError as problem:
-            said = f"cannot write the page to {path}: {problem.strerror or problem}"
-            raise DumpError(f"{said}. Name a file in a folder that exists.") from problem
         return Path(path)
 
     @staticmethod

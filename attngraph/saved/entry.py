@@ -11,7 +11,6 @@ own cache of compiled kernels or from the compiler.
 """
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
@@ -23,7 +22,7 @@ from attngraph.capture.sides import Decision, Same, Sides
 from attngraph.capture.state.content import Content, tensor_digest
 from attngraph.capture.state.scope import Scope
 from attngraph.capture.structure import Layout
-from attngraph.errors import SavedError
+from attngraph.errors import SavedError, told_as
 from attngraph.ir.graph.formula import size_of, size_text
 from attngraph.ir.graph.printer import parts_of
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
@@ -144,16 +143,8 @@ def _left_out(step: Step, content: Content) -> list[str]:
 def of_files(read: Callable[P, T]) -> Callable[P, T]:
     """For what reads files: whatever fails in it is a SavedError, as the files may be anybody's."""
 
-    @functools.wraps(read)
-    def reading(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return read(*args, **kwargs)
-        except SavedError:
-            raise
-        except Exception as problem:
-            raise SavedError(f"the files of a graph do not go together: {problem!r:.300}") from problem
-
-    return reading
+    before = "the files of a graph do not go together: "
+    return told_as(SavedError, Exception, before=before, words="{!r:.300}".format)(read)
 
 
 @dataclasses.dataclass(frozen=True)

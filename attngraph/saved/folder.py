@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attngraph.errors import SavedError
+from attngraph.errors import SavedError, told_as
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -38,7 +38,7 @@ def write_folder(path: Path, about: Mapping[str, Any], files: Mapping[str, bytes
     """Write a folder of files and its manifest, at once. `about`: what the manifest says besides digests.
     `replace`: whether what is at `path`, another such folder, gives way. SavedError where it cannot be
     written, or something else is there."""
-    try:
+    with told_as(SavedError, OSError, before=f"cannot write {path}: ", after="."):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not (path / MANIFEST).is_file():
             raise SavedError(f"{path} is there already, and is no saved model; name another folder.")
@@ -52,8 +52,6 @@ def write_folder(path: Path, about: Mapping[str, Any], files: Mapping[str, bytes
             _rename(work, path, replace)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    except OSError as problem:
-        raise SavedError(f"cannot write {path}: {problem.strerror or problem}.") from problem
 
 
 def _manifest(about: Mapping[str, Any], files: Mapping[str, bytes]) -> bytes:
@@ -129,7 +127,7 @@ def _changed(path: Path) -> SavedError:
 
 def _read(path: Path, name: str, size: int | None = None) -> bytes:
     """A plain file inside of a folder, reached by no link. `size`: its bytes, if that is known."""
-    try:
+    with told_as(SavedError, OSError, before=f"cannot read {path / name}: ", after="."):
         for part in (*reversed((path / name).relative_to(path).parents[:-1]), Path(name)):
             if stat.S_ISLNK((path / part).lstat().st_mode):
                 raise SavedError(
@@ -147,8 +145,6 @@ def _read(path: Path, name: str, size: int | None = None) -> bytes:
             if size is None and found.st_size > MOST_BYTES:
                 raise SavedError(f"{path / name} is larger than {MOST_BYTES} bytes.")
             data = file.read(found.st_size + 1)
-    except OSError as problem:
-        raise SavedError(f"cannot read {path / name}: {problem.strerror or problem}.") from problem
     if len(data) != found.st_size:
         raise _changed(path / name)
     return data

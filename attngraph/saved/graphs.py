@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.errors import SavedError, TextError
+from attngraph.errors import SavedError, TextError, told_as
 from attngraph.ir.graph import Input, Output, ProgramGraph, Rate, arguments, is_size, read_graph
 from attngraph.ir.graph.formula import size_of, size_text
 from attngraph.ir.graph.literals import decode, encode, split
@@ -54,10 +54,9 @@ def write(graph: ProgramGraph, live: Mapping[str, str]) -> tuple[str, dict[str, 
         "live": {n: path for n, path in live.items() if n in needed},
         "state": plain(_with_sizes(graph.state, names)),
     }
-    try:
+    kinds = TextError, ValueError, KeyError, IndexError, TypeError
+    with told_as(SavedError, *kinds, before="its graph cannot be read back: "):
         again, back = read(text, beside, {n: graph.constants[n] for n in beside["live"]})
-    except (TextError, ValueError, KeyError, IndexError, TypeError) as problem:
-        raise SavedError(f"its graph cannot be read back: {problem}") from problem
     difference = _difference(graph, again, names, back)
     if difference:
         raise SavedError(f"its graph is not the same when it is read back: {difference}")

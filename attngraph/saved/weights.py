@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.errors import SavedError
+from attngraph.errors import SavedError, told_as
 from attngraph.saved.folder import WEIGHTS, read_file
 
 
@@ -100,13 +100,10 @@ def load_skeleton(path: Path, about: Mapping[str, Any]) -> Skeleton:
             "attngraph.load(path, model)."
         )
     data, library = read_file(path, about, WEIGHTS), _safetensors()
-    try:
+    before = f"the weights of {path} cannot be put together: "
+    with told_as(SavedError, Exception, before=before, words="{!r:.300}.".format):  # names are the file's
         weights = library.load(data)
         for name, tensor in weights.items():
             if tensor.dtype is torch.bool and tensor.numel() and tensor.view(torch.uint8).max() > 1:
                 raise ValueError(f"{name} has a truth that is neither 0 nor 1")
         return Skeleton(about, weights)
-    except SavedError:
-        raise
-    except Exception as problem:  # its names and types are the file's
-        raise SavedError(f"the weights of {path} cannot be put together: {problem!r:.300}.") from problem
