@@ -112,18 +112,18 @@ def charts(lines: Sequence[Line]) -> list[Chart]:
     """Charts of a graph's text, in order of appearance."""
     found: dict[tuple[str, str], Chart] = {}
     for part, body in _parts(lines):
-        for cut in stretches(line.layer for line in body):
-            inside = body[cut.start : cut.stop]
+        for layer, start, stop in stretches(line.layer for line in body):
+            inside = body[start:stop]
             if not any(line.value for line in inside):
                 continue
-            form = part, shape_of([f"{line.code} # {line.note}" for line in inside], cut.layer)
+            form = part, shape_of([f"{line.code} # {line.note}" for line in inside], layer)
             known = found.get(form)
             if known is not None:
-                found[form] = dataclasses.replace(known, layers=(*known.layers, cut.layer))
+                found[form] = dataclasses.replace(known, layers=(*known.layers, layer))
                 continue
-            others = (*body[: cut.start], *body[cut.stop :])
+            others = (*body[:start], *body[stop:])
             outside = frozenset(name.partition(".")[0] for line in others for name in line.references)
-            found[form] = Chart(part, (cut.layer,), tuple(inside), outside)
+            found[form] = Chart(part, (layer,), tuple(inside), outside)
     return list(found.values())
 
 

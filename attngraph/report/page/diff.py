@@ -39,6 +39,10 @@ class Block:
     c: int
     d: int
 
+    @property
+    def lines(self) -> int:
+        return max(self.b - self.a, self.d - self.c)
+
     def cut(self, start: int, stop: int) -> "Block":
         """Some lines of a block that has as many on both sides."""
         return Block(self.kind, self.a + start, self.a + stop, self.c + start, self.c + stop)

@@ -79,7 +79,7 @@ class Fold:
 
     @property
     def lines(self) -> int:
-        return sum(max(b.b - b.a, b.d - b.c) for b in self.blocks)
+        return sum(block.lines for block in self.blocks)
 
     def words(self) -> str:
         if self.repeated:
@@ -97,18 +97,13 @@ class _Part:
     layer: str
     hidden: bool = False
 
-    @property
-    def lines(self) -> int:
-        return max(self.block.b - self.block.a, self.block.d - self.block.c)
-
 
 def fold(blocks: Sequence[Block], old: Sequence[Line], new: Sequence[Line]) -> list[Hunk | Fold]:
     """The diff as it is shown: hunks, and what is folded between them, in order."""
-    parts = _without_repeated_layers(list(_by_layer(blocks, old, new)), old, new)
-    parts = list(_with_context(parts))
+    parts = list(_with_context([*_without_repeated_layers(_by_layer(blocks, old, new), old, new)]))
     shown, found = 0, []
     for part in parts:
-        shown += 0 if part.hidden else part.lines
+        shown += 0 if part.hidden else part.block.lines
         found.append(dataclasses.replace(part, hidden=part.hidden or shown > _MOST_SHOWN))
     repeated = {p.layer for p in parts if p.hidden and p.layer and p.block.kind != "equal"}
     return list(_grouped(found, repeated, old, new))
@@ -120,26 +115,25 @@ def _by_layer(blocks: Iterable[Block], old: Sequence[Line], new: Sequence[Line])
         if block.kind == "replaced":
             yield _Part(block, new[block.c].layer if block.c < block.d else old[block.a].layer)
             continue
-        for cut in stretches(line.layer for line in new[block.c : block.d]):
-            yield _Part(block.cut(cut.start, cut.stop), cut.layer)
+        for layer, start, stop in stretches(line.layer for line in new[block.c : block.d]):
+            yield _Part(block.cut(start, stop), layer)
 
 
-def _without_repeated_layers(parts: list[_Part], old: Sequence[Line], new: Sequence[Line]) -> list[_Part]:
+def _without_repeated_layers(
+    parts: Iterable[_Part], old: Sequence[Line], new: Sequence[Line]
+) -> Iterator[_Part]:
     seen: set[object] = set()
-    found: list[_Part] = []
-    for cut in stretches(part.layer for part in parts):
-        group = parts[cut.start : cut.stop]
+    for layer, group in alike(parts, lambda part: part.layer):
         hidden = False
-        if cut.layer and any(p.block.kind != "equal" for p in group):
+        if layer and any(p.block.kind != "equal" for p in group):
             form = (
-                tuple((p.block.kind, p.lines) for p in group),
-                shape_of([line.code for p in group for line in old[p.block.a : p.block.b]], cut.layer),
-                shape_of([line.code for p in group for line in new[p.block.c : p.block.d]], cut.layer),
+                tuple((p.block.kind, p.block.lines) for p in group),
+                shape_of([line.code for p in group for line in old[p.block.a : p.block.b]], layer),
+                shape_of([line.code for p in group for line in new[p.block.c : p.block.d]], layer),
             )
             hidden = form in seen
             seen.add(form)
-        found += [dataclasses.replace(p, hidden=hidden) for p in group]
-    return found
+        yield from (dataclasses.replace(p, hidden=hidden) for p in group)
 
 
 def _with_context(parts: list[_Part]) -> Iterator[_Part]:
@@ -148,7 +142,7 @@ def _with_context(parts: list[_Part]) -> Iterator[_Part]:
         if part.block.kind != "equal" or part.hidden:
             yield part
             continue
-        before, after, size = _near(parts, place, -1), _near(parts, place, 1), part.lines
+        before, after, size = _near(parts, place, -1), _near(parts, place, 1), part.block.lines
         is_between = (before or place == 0) and (after or place == len(parts) - 1)
         if is_between and before + after and size < before + after + _LEAST_FOLDED:
             yield part
@@ -169,7 +163,7 @@ def _near(parts: list[_Part], place: int, step: int) -> int:
             return 0
         if part.block.kind != "equal":
             return left
-        left -= part.lines
+        left -= part.block.lines
     return 0
 
 
@@ -181,7 +175,7 @@ def _grouped(
         other = [p for p in group if p.block.kind != "equal"]
         if hidden:
             layers = tuple(dict.fromkeys(p.layer for p in other if p.layer in repeated))
-            yield Fold(blocks, layers, sum(p.lines for p in other if p.layer not in repeated))
+            yield Fold(blocks, layers, sum(p.block.lines for p in other if p.layer not in repeated))
             continue
         lines = [line for p in other for line in (*old[p.block.a : p.block.b], *new[p.block.c : p.block.d])]
         yield Hunk(blocks, tuple(dict.fromkeys(line.module for line in lines if line.module)))

@@ -9,9 +9,10 @@ that is not part of a graph is kept unchanged.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from attngraph.ir.graph.literals import read_name
+from attngraph.report.words import alike
 
 REFERENCE = re.compile(r"""%\w+(?:\.\d+)*|\$(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[\w.\-]+)""")
 """A value or an input, as the text names it."""
@@ -108,21 +109,9 @@ def _counting(mark: str, form: Callable[[str], str]) -> Callable[[re.Match[str]]
     return count
 
 
-@dataclasses.dataclass(frozen=True)
-class Stretch:
-    """Consecutive lines that belong to one layer (or to none): `lines[start:stop]`."""
-
-    layer: str
-    start: int
-    stop: int
-
-
-def stretches(layers: Iterable[str]) -> list[Stretch]:
-    """Where each layer begins and ends, given the layer of every line."""
-    found: list[Stretch] = []
-    for place, layer in enumerate(layers):
-        if found and found[-1].layer == layer:
-            found[-1] = dataclasses.replace(found[-1], stop=place + 1)
-        else:
-            found.append(Stretch(layer, place, place + 1))
-    return found
+def stretches(layers: Iterable[str]) -> Iterator[tuple[str, int, int]]:
+    """Each layer (or none) and where its lines begin and end, given the layer of every line."""
+    stop = 0
+    for layer, lines in alike(layers, str):
+        start, stop = stop, stop + len(lines)
+        yield layer, start, stop
