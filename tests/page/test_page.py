@@ -311,14 +311,12 @@ def test_boxes_stand_below_what_they_read_and_beside_each_other(decoder: Compile
     for chart in charts(read_lines(final)):
         boxes = chart.boxes()
         placed = place(boxes, [80.0] * len(boxes))
+        rows = {n: number for number, row in enumerate(placed.rows) for n in row}
         for n, box in enumerate(boxes):
-            assert all(placed.row[read] < placed.row[n] for read in box.reads)
-        rows: dict[int, list[float]] = {}
-        for n, row in placed.row.items():
-            rows.setdefault(row, []).append(placed.middle[n])
-        for row in rows.values():
-            row.sort()
-            assert all(b - a >= 80 for a, b in itertools.pairwise(row))
+            assert all(rows[read] < rows[n] for read in box.reads)
+        for row in placed.rows:
+            middles = sorted(placed.middle[n] for n in row)
+            assert all(b - a >= 80 for a, b in itertools.pairwise(middles))
         assert sum(len(box.lines) for box in boxes) == chart.ops
 
 

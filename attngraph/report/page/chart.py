@@ -24,8 +24,6 @@ _VIEWS = {
 """Ops that give the same values in another arrangement."""
 Key = int | tuple[int, int]
 """A box by its index, or (box, row) for its value where it passes a row."""
-Near = tuple[dict[Key, list[Key]], dict[Key, list[Key]]]
-"""What each box or passing value is connected to in the row above, and in the row below."""
 _SWEEPS = 12
 _BETWEEN = 18.0
 """Free space between boxes of a row."""
@@ -158,18 +156,13 @@ def _band(line: Line) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """The layout: the row of each box, the middle of each box or passing value, and what is connected by a
-    line from one row to the next."""
+    """The layout: the boxes of each row, the middle of each box or passing value, and the lines from one row
+    to the next."""
 
-    row: dict[int, int]
+    rows: list[list[int]]
     middle: dict[Key, float]
-    joins: tuple[tuple[Key, Key], ...]
+    lines: nx.DiGraph
     width: float
-
-    @property
-    def rows(self) -> list[list[int]]:
-        """The boxes of each row."""
-        return [boxes for _, boxes in sorted(gathered(self.row, self.row.__getitem__))]
 
 
 def place(boxes: Sequence[Box], widths: Sequence[float]) -> Placed:
@@ -178,29 +171,23 @@ def place(boxes: Sequence[Box], widths: Sequence[float]) -> Placed:
     graph.add_nodes_from(range(len(boxes)))
     graph.add_edges_from((read, n) for n, box in enumerate(boxes) for read in box.reads)
     row = _rows(graph, boxes)
-    rows: list[list[Key]] = [[] for _ in range(max(row.values(), default=-1) + 1)]
-    for n in range(len(boxes)):
-        rows[row[n]].append(n)
-    joins: dict[tuple[Key, Key], None] = {}
+    whole = [boxes for _, boxes in sorted(gathered(range(len(boxes)), row.__getitem__))]
+    rows: list[list[Key]] = [[*line] for line in whole]
+    lines = nx.DiGraph()
     for a in graph.nodes:
         last = max((row[b] for b in graph.successors(a)), default=0)
-        passing: list[Key] = [(a, r) for r in range(row[a] + 1, last)]
-        for key, r in zip(passing, range(row[a] + 1, last), strict=True):
+        way: list[Key] = [a, *((a, r) for r in range(row[a] + 1, last))]
+        for r, key in enumerate(way[1:], row[a] + 1):
             rows[r].append(key)
-        way: list[Key] = [a, *passing]
-        joins.update(dict.fromkeys(itertools.pairwise(way)))
-        joins.update(dict.fromkeys((way[row[b] - row[a] - 1], b) for b in graph.successors(a)))
+        nx.add_path(lines, way)
+        lines.add_edges_from((way[row[b] - row[a] - 1], b) for b in graph.successors(a))
     size: dict[Key, float] = {key: _ALONG for line in rows for key in line}
     size.update(enumerate(widths))
-    near: Near = ({}, {})
-    for one, other in joins:
-        near[0].setdefault(other, []).append(one)
-        near[1].setdefault(one, []).append(other)
-    _order(rows, near)
-    middle = _middles(rows, near, size)
+    _order(rows, lines)
+    middle = _middles(rows, lines, size)
     left = min((middle[key] - size[key] / 2 for key in size), default=0.0)
     middle = {key: at - left for key, at in middle.items()}
-    return Placed(row, middle, tuple(joins), max((middle[k] + size[k] / 2 for k in size), default=0.0))
+    return Placed(whole, middle, lines, max((middle[k] + size[k] / 2 for k in size), default=0.0))
 
 
 def _rows(graph: nx.DiGraph, boxes: Sequence[Box]) -> dict[int, int]:
@@ -222,21 +209,21 @@ def _rows(graph: nx.DiGraph, boxes: Sequence[Box]) -> dict[int, int]:
     return {n: used[r - first] for n, r in row.items()}
 
 
-def _order(rows: list[list[Key]], near: Near) -> None:
+def _order(rows: list[list[Key]], lines: nx.DiGraph) -> None:
     """Order each row by the mean place of what its members are connected to, going down and up again."""
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
-        known = near[0] if down else near[1]
+        known = lines.pred if down else lines.succ
         places: dict[Key, float] = {}
         for line in rows if down else rows[::-1]:
             now = {key: n for n, key in enumerate(line)}
-            joined = {key: [places[o] for o in known.get(key, ()) if o in places] for key in line}
+            joined = {key: [places[o] for o in known[key] if o in places] for key in line}
             wanted = {key: _mean(joined[key], now[key]) for key in line}
             line.sort(key=wanted.__getitem__)
             places.update({key: float(n) for n, key in enumerate(line)})
 
 
-def _middles(rows: list[list[Key]], near: Near, size: dict[Key, float]) -> dict[Key, float]:
+def _middles(rows: list[list[Key]], lines: nx.DiGraph, size: dict[Key, float]) -> dict[Key, float]:
     """Start tightly packed, move rows towards what they are connected to, and finally straighten runs."""
     middle: dict[Key, float] = {}
     for line in rows:
@@ -245,14 +232,14 @@ def _middles(rows: list[list[Key]], near: Near, size: dict[Key, float]) -> dict[
             middle[key] = at + size[key] / 2
             at += size[key] + _BETWEEN
     for sweep in range(3 * _SWEEPS):
-        side = near[sweep % 2]
-        for line in rows if sweep % 2 == 0 else rows[::-1]:
-            wanted = [_mean([middle[o] for o in side.get(key, ())], middle[key]) for key in line]
+        near, ordered = (lines.pred, rows) if sweep % 2 == 0 else (lines.succ, rows[::-1])
+        for line in ordered:
+            wanted = [_mean([middle[o] for o in near[key]], middle[key]) for key in line]
             middle.update(zip(line, _apart(line, wanted, size), strict=True))
-    runs = _runs(rows, near)
+    runs = _runs(rows, lines)
     for _ in range(4 * _SWEEPS):
         for run in runs:
-            ends = [middle[o] for key in run for side in near for o in side.get(key, ()) if o not in run]
+            ends = [middle[o] for key in run for o in nx.all_neighbors(lines, key) if o not in run]
             at = _mean([middle[key] for key in run], 0.0)
             middle.update(dict.fromkeys(run, _mean([at, at, _mean(ends, at)], at)))
         for line in rows:
@@ -264,19 +251,17 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
     return sum(values) / len(values) if values else otherwise
 
 
-def _runs(rows: list[list[Key]], near: Near) -> list[tuple[Key, ...]]:
+def _runs(rows: list[list[Key]], lines: nx.DiGraph) -> list[set[Key]]:
     """What should be vertically aligned: the places of one passing value, boxes connected one to one."""
-    above, below = near
-    found: dict[Key, list[Key]] = {}
-    for key in itertools.chain.from_iterable(rows):
-        before = above.get(key, [])
-        passes = isinstance(key, tuple)
-        follows = len(before) == 1 and isinstance(before[0], tuple) == passes
-        follows = follows and (passes or below[before[0]] == [key])
-        run = found[before[0]] if follows else []
-        run.append(key)
-        found[key] = run
-    return [tuple(run) for run in {id(run): run for run in found.values()}.values()]
+    aligned = nx.Graph()
+    aligned.add_nodes_from(itertools.chain.from_iterable(rows))
+    aligned.add_edges_from(
+        (one, other)
+        for one, other in lines.edges
+        if isinstance(one, tuple) == isinstance(other, tuple) and lines.in_degree(other) == 1
+        and (isinstance(other, tuple) or lines.out_degree(one) == 1)
+    )  # fmt: skip
+    return list(nx.connected_components(aligned))
 
 
 def _apart(line: list[Key], wanted: list[float], size: dict[Key, float]) -> list[float]:

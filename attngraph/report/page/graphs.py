@@ -206,7 +206,7 @@ def _lines(placed: Placed, tops: Sequence[float], heights: Sequence[float], marg
         boxes = [key] if isinstance(key, int) else rows[key[1]]
         return min(tops[n] for n in boxes), max(tops[n] + heights[n] for n in boxes)
 
-    for one, other in placed.joins:
+    for one, other in placed.lines.edges:
         x, to = placed.middle[one] + margin, placed.middle[other] + margin
         y, (top, end) = ends(one)[1], ends(other)
         half = (y + top) / 2
