@@ -7,7 +7,6 @@ counterpart in the new one, and a line whose operands are not the counterparts o
 changed.
 """
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -82,31 +81,11 @@ def _match(old: tuple[str, ...], new: tuple[str, ...]) -> Pairs:
 
 
 def _anchors(old: Sequence[str], new: Sequence[str]) -> Pairs:
-    """Items that occur once on both sides: the longest subsequence that is in order on both."""
-    single = {item for item, count in Counter(old).items() if count == 1}
-    places = {item: n for n, item in enumerate(new)}
-    single &= {item for item, count in Counter(new).items() if count == 1}
-    pairs = [(n, places[item]) for n, item in enumerate(old) if item in single]
-    return _longest_rising(pairs)
-
-
-def _longest_rising(pairs: Pairs) -> Pairs:
-    tops: list[int] = []
-    ends: list[int] = []
-    before: list[int] = []
-    for n, (_, j) in enumerate(pairs):
-        height = bisect.bisect_left(tops, j)
-        before.append(ends[height - 1] if height else -1)
-        if height == len(tops):
-            tops.append(j)
-            ends.append(n)
-        else:
-            tops[height], ends[height] = j, n
-    found, n = [], ends[-1] if ends else -1
-    while n >= 0:
-        found.append(pairs[n])
-        n = before[n]
-    return found[::-1]
+    """Items that occur once on both sides, in the same order."""
+    counts = Counter(old), Counter(new)
+    sides = [[n for n, item in enumerate(side) if all(c[item] == 1 for c in counts)] for side in (old, new)]
+    alike = _common(tuple(old[n] for n in sides[0]), tuple(new[n] for n in sides[1]))
+    return [(sides[0][i], sides[1][j]) for i, j in alike]
 
 
 @functools.lru_cache(maxsize=4096)
