@@ -142,7 +142,7 @@ class Call:
 
     def known(self, files: Files) -> Known:
         """What a graph in files is put in place with."""
-        scope = of_files(describe(files)["ran"].scope)(self.content)
+        scope = of_files(describe(files).ran.scope)(self.content)
         return Known(self.content(scope).objects, self.owner, scope)
 
     def unfit(self, files: Files) -> list[str]:
@@ -150,9 +150,9 @@ class Call:
         found, known = describe(files), self.known(files)
         content = self.content(known.scope)
         if not self.checks_model:
-            found, content = {**found, "state": {}}, Content()
-        answers = of_files(guards.describe_answers)(self.tensors, found["ran"])
-        unlike = guards.differences(found, {**self.described, **answers}, content, found["left_out"])
+            found, content = dataclasses.replace(found, state={}), Content()
+        answers = of_files(guards.describe_answers)(self.tensors, found.ran)
+        unlike = guards.differences(found, {**self.described, **answers}, content)
         reasons = [reason for reason, _ in zip(unlike, range(_TOLD), strict=False)]
         return reasons or [r for r in (unfit_contents(files, known),) if r]
 
@@ -320,8 +320,7 @@ def _taken(
             reasons.append(str(problem).removesuffix("."))
             continue
         if fitting:
-            about = describe(files)
-            found.traced = guards.Traced(about["call"], about["state"], about["ran"], ())
+            found.traced = describe(files)
             found.report = dataclasses.replace(found.report, taken_from=where)
             return found
     return None

@@ -35,7 +35,7 @@ from attngraph.runtime.machine import Run, own_tensor, require_own
 from attngraph.runtime.step import Step, StepSizes
 from attngraph.saved import graphs
 from attngraph.saved.folder import as_bytes
-from attngraph.saved.guards import Names, Traced
+from attngraph.saved.guards import Traced
 from attngraph.saved.structure import read_structure, write_structure
 
 Files = Mapping[str, bytes]
@@ -79,7 +79,8 @@ def files_of(
         f"{given.kind} {given.name}": tensor_digest(own_tensor(given, owner, graph.constants)(None))
         for given in graphs.contents(graph)
     }
-    guards = {**traced.sections(), "left_out": left_out, "contents": contents}
+    guards = plain(dataclasses.replace(traced, left_out=tuple(left_out), contents=contents))
+    del guards["doubts"]
     report = dataclasses.replace(found.report, parts=(), code=found.report.code if code else UserCode())
     kernels = {a.kernel.source: a.kernel for a in report.attention if a.kernel.source}
     return {
@@ -161,8 +162,8 @@ class Known:
 def unfit_contents(files: Files, known: Known) -> str:
     """The first buffer that does not hold what the graph relies on; "" if all do. SavedError where the files
     do not go together."""
-    graph_file, guards = json.loads(files["graph.json"]), json.loads(files["guards.json"])
-    for label, digest in guards["contents"].items():
+    graph_file = json.loads(files["graph.json"])
+    for label, digest in describe(files).contents.items():
         kind, _, name = label.partition(" ")
         if kind == "constant" and name not in graph_file["live"]:
             continue
@@ -223,7 +224,7 @@ def step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) ->
     beside = json.loads(files["graph.json"])
     graph, names, report = _graph(files, beside, known)
     _require_state(graph)
-    split = (path.rpartition(".") for path in json.loads(files["guards.json"])["left_out"])
+    split = (path.rpartition(".") for path in describe(files).left_out)
     left_out = frozenset((id(known.objects[path]), name) for path, _, name in split if path in known.objects)
     shapes = tuple(tuple(_extent(n, names) for n in shape) for shape in beside["shapes"])
     sizes = StepSizes(
@@ -275,19 +276,7 @@ def _extent(text: Any, names: Mapping[str, str]) -> Any:
     return int(found) if getattr(found, "is_Integer", False) else found
 
 
-@dataclasses.dataclass(frozen=True)
-class Guards:
-    """What `guards.json` has."""
-
-    call: dict[str, str]
-    state: dict[str, str]
-    ran: Names
-    left_out: tuple[str, ...]
-    contents: dict[str, str]
-
-
 @of_files
-def describe(files: Files) -> Mapping[str, Any]:
+def describe(files: Files) -> Traced:
     """The guards among the files; SavedError where there are none."""
-    found: Guards = made(Guards, json.loads(files["guards.json"]), "guards")
-    return vars(found)
+    return made(Traced, json.loads(files["guards.json"]), "guards")  # type: ignore[no-any-return]

@@ -40,15 +40,16 @@ class Names:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a trace depended on. `doubts`: what may matter and cannot be compared in another process."""
+    """What a trace depended on, as `guards.json` has it. `left_out`: the attributes that its forward sets;
+    `contents`: digests of tensors whose values were read. `doubts`, which files do not have: what may matter
+    and cannot be compared in another process."""
 
     call: dict[str, str]
     state: dict[str, str]
     ran: Names
-    doubts: tuple[str, ...]
-
-    def sections(self) -> dict[str, Any]:
-        return {"call": self.call, "state": self.state, "ran": dataclasses.asdict(self.ran)}
+    left_out: tuple[str, ...]
+    contents: dict[str, str]
+    doubts: tuple[str, ...] = ()
 
 
 def describe_call(leaves: Sequence[Any], spec: Any) -> dict[str, str]:
@@ -105,14 +106,12 @@ def traced(
     content = describe(ran.scope(describe))
     doubts = [*content.doubts, *lost, *executed.outside]
     described = {**call, **describe_answers(tensors, ran)}
-    return Traced(described, dict(content.lines), ran, tuple(dict.fromkeys(doubts))), content
+    return Traced(described, dict(content.lines), ran, (), {}, tuple(dict.fromkeys(doubts))), content
 
 
-def differences(
-    saved: Mapping[str, Any], call: Mapping[str, str], content: Content, left_out: Sequence[str]
-) -> Iterator[str]:
+def differences(saved: Traced, call: Mapping[str, str], content: Content) -> Iterator[str]:
     """What does not fit, by name, the plainest first."""
-    for before, now, skipped in ((saved["call"], call, ()), (saved["state"], content.lines, left_out)):
+    for before, now, skipped in ((saved.call, call, ()), (saved.state, content.lines, saved.left_out)):
         for name in (*before, *(n for n in now if n not in before)):
             is_left_out = any(name == p or name.startswith((f"{p}.", f"{p}[")) for p in skipped)
             if before.get(name) == now.get(name) or is_left_out:
