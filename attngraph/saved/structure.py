@@ -7,7 +7,7 @@ made of their parts alone are accepted: those registered with torch's pytrees, a
 import collections
 import enum
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -73,16 +73,11 @@ def _value(value: Any) -> Any:
         return {"enum": _class_name(type(value)), "name": value.name}
     if isinstance(value, _PLAIN):
         return value
-    if isinstance(value, tuple):
-        return {"tuple": [_value(v) for v in value]}
     if isinstance(value, list):
         return [_value(v) for v in value]
-    if isinstance(value, type):
-        return {"class": _class_name(value)}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value)}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
+    for name, (kind, written, _) in _KINDS.items():
+        if isinstance(value, kind):
+            return {name: written(value)}
     raise SavedError(f"a {type(value).__name__} in a result has no form in a file")
 
 
@@ -92,21 +87,23 @@ def _made(found: Any) -> Any:
     if isinstance(found, list):
         return [_made(v) for v in found]
     ((kind, value), *more) = found.items()
-    match kind:
-        case "tuple":
-            return tuple(_made(v) for v in value)
-        case "class":
-            return _class(value)
-        case "dtype":
-            return dtype_of(value)
-        case "device":
-            return torch.device(value)
-        case "enum":
-            members: Any = _class(value)
-            if not issubclass(members, enum.Enum):
-                raise ValueError(f"{value} is no enumeration")
-            return members[more[0][1]]
-    raise ValueError(f"{kind!r} is no kind of value")
+    if kind == "enum":
+        members: Any = _class(value)
+        if not issubclass(members, enum.Enum):
+            raise ValueError(f"{value} is no enumeration")
+        return members[more[0][1]]
+    if kind not in _KINDS:
+        raise ValueError(f"{kind!r} is no kind of value")
+    return _KINDS[kind][2](value)
+
+
+_KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (tuple, lambda v: [_value(part) for part in v], lambda v: tuple(_made(part) for part in v)),
+    "class": (type, lambda v: _class_name(v), lambda v: _class(v)),
+    "dtype": (torch.dtype, str, dtype_of),
+    "device": (torch.device, str, torch.device),
+}
+"""Values that are no plain ones, by the names of their kinds: how they are written and read."""
 
 
 def _class_name(kind: type) -> str:
