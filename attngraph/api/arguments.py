@@ -56,6 +56,14 @@ def require_fit(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         raise TypeError(f"{name}{signature} does not take these arguments: {problem}.") from None
 
 
+def by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those that a parameter such as `**kwargs` takes among them."""
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    further = (n for n, p in signature.parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD)
+    more: dict[str, Any] = given.pop(next(further, ""), {})
+    return given | more
+
+
 log = logging.getLogger(__name__)
 
 

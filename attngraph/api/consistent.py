@@ -8,7 +8,6 @@ graph's: gradients of the same function, at values that differ by rounding.
 """
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attngraph.api.arguments import by_name
 from attngraph.api.build import logits_among
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import NoDecoderError
@@ -89,10 +89,7 @@ def decoded(
     decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The logits of a call's tokens, by a prompt to the decoder, and the mask of the real ones."""
-    given = decoder._derived.signature.bind(*args, **kwargs).arguments
-    for name, about in decoder._derived.signature.parameters.items():
-        if about.kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(name, {})
+    given = by_name(decoder._derived.signature, args, kwargs)
     named = {
         name: value for name, value in given.items() if isinstance(value, Tensor) and name not in _BESIDE
     }

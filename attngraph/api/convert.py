@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attngraph.api.arguments import by_name
 from attngraph.api.methods import with_signature_of
 from attngraph.capture.captured import Captured
 from attngraph.capture.first_call import once_settled
@@ -90,7 +91,7 @@ class ConvertedModel(nn.Module):
         self.train(model.training)
 
     def _run(self, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> Any:
-        given, tensors = _by_name(signature, args, kwargs), []
+        given, tensors = by_name(signature, args, kwargs), []
         for name in self._names:
             value = given.get(name)
             if not isinstance(value, Tensor):
@@ -114,14 +115,6 @@ class ConvertedModel(nn.Module):
         made = ConvertedModel(copy.deepcopy(self.model, memo), self._call.captured, self._names, self._fixed)
         made.report = self.report
         return made
-
-
-def _by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, by name."""
-    given = dict(signature.bind(*args, **kwargs).arguments)
-    further = (n for n, p in signature.parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD)
-    more: dict[str, Any] = given.pop(next(further, ""), {})
-    return given | more
 
 
 @LOCK.trace()
@@ -193,7 +186,7 @@ def _sample(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) ->
         shape = (SAMPLE_ROWS, SAMPLE_TOKENS)
         ids = torch.randint(0, embedding.num_embeddings, shape, generator=generator)
         inputs = (ids.to(embedding.weight.device),)
-    given = _by_name(signature, inputs, named)
+    given = by_name(signature, inputs, named)
     for name in given.keys() & signature.parameters.keys():
         if not isinstance(given[name], (Tensor, int, float, str, bool, type(None))):
             raise ConversionError(f"argument {name!r} of the sample call is a {type(given[name]).__name__}.")

@@ -52,7 +52,8 @@ def _answer(question: dict[str, Any], sides: dict[bool, Any]) -> dict[str, Any]:
         return {"weights": weights, "trained": trained}
     weights = question["weights"]
     if weights:
-        wide = any(t.dtype == torch.float64 for t in weights.values()) and not _is_wide(side)
+        given, own = ({t.dtype for t in of.values()} for of in (weights, side.state_dict()))
+        wide = torch.float64 in given - own
         if wide not in sides:
             sides[wide] = copy.deepcopy(side).double()
         side = sides[wide]
@@ -60,10 +61,6 @@ def _answer(question: dict[str, Any], sides: dict[bool, Any]) -> dict[str, Any]:
     with torch.no_grad():
         results = results_of(side(*question["args"], **question["kwargs"]))
     return {"results": [t.contiguous() for t in results]}
-
-
-def _is_wide(side: nn.Module) -> bool:
-    return any(t.dtype == torch.float64 for t in side.state_dict().values())
 
 
 if __name__ == "__main__":
