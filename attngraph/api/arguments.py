@@ -15,11 +15,8 @@ from attngraph.runtime.decoder import Decoder
 
 
 def require_model(model: Any, caller: str) -> None:
-    """Check that a model is something that can be compiled; `caller` is what was given it.
-
-    Raises:
-        TypeError: it cannot be called, is a class, or is a decoder, which is compiled already.
-    """
+    """Check that a model is something that can be compiled; `caller` is what was given it. TypeError where it
+    cannot be called, is a class, or is a decoder, which is compiled already."""
     if not callable(model):
         raise TypeError(f"{caller} takes an nn.Module or a function, found {type(model).__name__}.")
     if isinstance(model, type):
@@ -29,21 +26,15 @@ def require_model(model: Any, caller: str) -> None:
 
 
 def require_sequence(args: Any, name: str) -> None:
-    """Check that the arguments of a call are given as one sequence.
-
-    Raises:
-        TypeError: they are not, as where a tensor stands for a tuple of one.
-    """
+    """Check that the arguments of a call are given as one sequence; TypeError where they are not, as where a
+    tensor stands for a tuple of one."""
     if not isinstance(args, list | tuple):
         raise TypeError(f"{name} takes the arguments of a call, as in (ids,), found {type(args).__name__}.")
 
 
 def require_fit(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check that the model's forward has parameters for these arguments.
-
-    Raises:
-        TypeError: it has not; says which is missing or unknown.
-    """
+    """Check that the model's forward has parameters for these arguments; a TypeError says which is missing or
+    unknown."""
     try:
         signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
     except (TypeError, ValueError):

@@ -42,11 +42,8 @@ from attngraph.runtime.step import Step, StepSizes
 def derive_decoder(
     target: Callable[..., Any], options: Options, config: CacheConfig, example: Example
 ) -> Step:
-    """Capture the example's call of `target`, and derive a decoder for its tokens.
-
-    Raises:
-        CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
-    """
+    """Capture the example's call of `target`, and derive a decoder for its tokens. CaptureError where
+    torch.export cannot capture the model; a NoDecoderError says why none can be derived."""
     start, owner, assumed = time.perf_counter(), build.owner_of(target), example.assumed
     first, (_, *later) = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
     rounding = [step for step in later if step.name == QuantiseCache.name]

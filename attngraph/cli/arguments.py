@@ -49,11 +49,8 @@ def at_least(least: float, kind: Callable[[str], Any] = int) -> Callable[[str], 
 
 
 def quantity(text: str) -> float:
-    """The number that a text such as 80GB, 80GiB, 3.35TB/s or 989T says.
-
-    Raises:
-        argparse.ArgumentTypeError: it says none, or nothing positive.
-    """
+    """The number that a text such as 80GB, 80GiB, 3.35TB/s or 989T says; argparse.ArgumentTypeError where it
+    says none, or nothing positive."""
     found = _TEXT.fullmatch(text.strip())
     value = 0.0
     if found and not (found[3] and not found[2]):

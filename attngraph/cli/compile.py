@@ -36,14 +36,9 @@ def run(options: argparse.Namespace) -> int:
 def compile_target(
     target: str, options: argparse.Namespace, tokens: int | None
 ) -> tuple[int, dict[str, Any]]:
-    """Compile, check and time one target, and print what was found.
-
-    Returns:
-        The exit code, and the results as they are printed under --json.
-
-    Raises:
-        TargetError: the options do not go together, or the model cannot be run on its inputs.
-    """
+    """Compile, check and time one target, and print what was found. Returns the exit code, and the results as
+    --json prints them. TargetError where options do not go together, or the model cannot be run on its
+    inputs."""
     tell = Progress()
     with told_as(TargetError, ValueError):
         made = make_options(

@@ -40,10 +40,7 @@ def shapes_of(inputs: tuple[Any, ...]) -> str:
 
 def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, ...]]:
     """The model that a target names, and example inputs: those that its function returns, or else made.
-
-    Raises:
-        TargetError: it cannot be imported, does not exist, or is something else.
-    """
+    TargetError as from `load_side`."""
     made, inputs = load_side(name, **sizes)
     if inputs is None:
         return made, _example(made, name, sizes.get("batch") or 1, sizes.get("tokens") or TOKENS)
@@ -52,10 +49,7 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
 
 def load_side(name: str, **sizes: int | None) -> tuple[Any, Any]:
     """The model that a target names, and the inputs that its function returns; None where it returns none.
-
-    Raises:
-        TargetError: it cannot be imported, does not exist, or is something else.
-    """
+    TargetError where it cannot be imported, does not exist, or is something else."""
     given = {k: v for k, v in sizes.items() if v is not None}
     if is_file_of_a_side(name):
         with told_as(TargetError, SavedError):
@@ -80,11 +74,7 @@ def load_side(name: str, **sizes: int | None) -> tuple[Any, Any]:
 
 def load_inputs(name: str, **sizes: int | None) -> Any:
     """The arguments that a function of this name returns, as `attngraph.verify` takes them; one tensor is one
-    argument.
-
-    Raises:
-        TargetError: it cannot be imported, does not exist, or fails.
-    """
+    argument. TargetError where it cannot be imported, does not exist, or fails."""
     given = {k: v for k, v in sizes.items() if v is not None}
     made, unknown = _made(name, object_named(name.partition("(")[0]), given)
     if unknown:
@@ -196,11 +186,7 @@ def _kind(made: Any) -> str:
 def run_as_given(
     run: Callable[..., Any], model: Callable[..., Any], inputs: tuple[Any, ...], name: str
 ) -> Any:
-    """What `run(*inputs)` gives.
-
-    Raises:
-        TargetError: the model itself cannot be run on its inputs.
-    """
+    """What `run(*inputs)` gives; TargetError where the model itself cannot be run on its inputs."""
     try:
         return run(*inputs)
     except AttnGraphError:
@@ -215,11 +201,8 @@ def run_as_given(
 
 
 def object_named(name: str) -> Any:
-    """What `package.module:NAME` or `path/file.py:NAME` names.
-
-    Raises:
-        TargetError: the module cannot be imported, or has no such name.
-    """
+    """What `package.module:NAME` or `path/file.py:NAME` names; TargetError where the module cannot be
+    imported, or has no such name."""
     module_name, _, attribute = name.rpartition(":")
     module = _file(Path(module_name)) if module_name.endswith(".py") else _module(module_name)
     found = getattr(module, attribute, None)
@@ -253,11 +236,8 @@ def _file(path: Path) -> ModuleType:
 
 
 def passes_named(text: str, option: str) -> list[Pass]:
-    """The passes of a list such as `merge-heads,mine.py:DropOnes(least=2)`.
-
-    Raises:
-        TargetError: there is no such pass, or it has no such option.
-    """
+    """The passes of a list such as `merge-heads,mine.py:DropOnes(least=2)`. TargetError where there is no
+    such pass, or it has no such option."""
     with told_as(TargetError, TypeError, ValueError, before=f"{option} {text}: "):
         parts = split(text)
         names = [name for name in (part.partition("(")[0].strip() for part in parts) if ":" in name]
@@ -267,10 +247,7 @@ def passes_named(text: str, option: str) -> list[Pass]:
 
 def changed_by(added: Sequence[str]) -> Callable[[tuple[Pass, ...]], tuple[Pass, ...]] | None:
     """The function that puts passes such as `mine.py:DropOnes@merge-heads` into an order; None without any.
-
-    Raises:
-        TargetError: there is no such pass.
-    """
+    TargetError where there is no such pass."""
     parts = [text.rpartition("@") if "@" in text else (text, "@", SelectKernels.name) for text in added]
     steps = [(passes_named(text, "--add")[0], before.strip()) for text, _, before in parts]
 

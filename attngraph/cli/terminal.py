@@ -12,11 +12,8 @@ class TargetError(Exception):
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Check, before any work is done, that a file can be written.
-
-    Raises:
-        TargetError: its folder does not exist, or it is a folder itself.
-    """
+    """Check, before any work is done, that a file can be written. TargetError where its folder does not
+    exist, or it is a folder itself."""
     if path is None:
         return
     if not path.absolute().parent.is_dir():

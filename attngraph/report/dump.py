@@ -40,11 +40,7 @@ _ENDINGS = {"cpu": "c", "triton": "py"}
 
 
 class Dump:
-    """Writes one graph's folder, pass by pass.
-
-    Raises:
-        DumpError: the folder cannot be created, or not written to.
-    """
+    """Writes one graph's folder, pass by pass; DumpError where it cannot be created, or not written to."""
 
     def __init__(self, root: Path) -> None:
         self.folder = _free(root, "graph-{}")
@@ -195,11 +191,8 @@ def write_values(graph: ProgramGraph, path: Path) -> None:
 
 
 def write_failed(dump: Dump | None, name: str, about: str, head: str, text: str, graph: ProgramGraph) -> Path:
-    """Write the graph before a pass that failed, into the dump or else a new folder; return the file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the graph before a pass that failed, into the dump or else a new folder; return the file. OSError
+    where it cannot be written."""
     folder = Path(tempfile.mkdtemp(prefix="attngraph-failed-")) if dump is None else dump.folder
     path = folder / f"before-{name}.txt"
     words = [f"# {line}" for line in about.splitlines()]
