@@ -54,14 +54,11 @@ def compare_sides(
         NoDecoderError: the graph does not give what the model gives where these are 1.
     """
     sides, found = captured.sides, list[Same]()
-    leaves, spec = flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     always = frozenset((name, 1) for name in single)
     for at in _apart(sides, graph, always):
         sizes = {**graph.hints, **dict(at)}
-        smaller = _cut(tensors, captured.shapes, sizes)
-        given = iter(smaller)
-        call = unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        call = resized(args, kwargs, captured.shapes, sizes)
+        smaller = [leaf for leaf in flatten(call)[0] if isinstance(leaf, Tensor)]
         try:
             other, run = again(*call), Exact if weights else _MadeUp
             equal = _of_same_operations(graph, other.graph, sizes)
@@ -102,7 +99,9 @@ def _apart(
 
 def _relations(other: Captured, captured: Captured, at: Mapping[str, int]) -> Iterator[Any]:
     """What a trace at other sizes decided besides, about the sizes of the first."""
-    names = _renamed(other.shapes, captured.shapes)
+    shapes = (zip(*pair, strict=True) for pair in zip(other.shapes, captured.shapes, strict=True))
+    pairs = itertools.chain.from_iterable(shapes)
+    names = {a: b for a, b in pairs if getattr(a, "is_Symbol", False)}  # from its sizes to the first's
     for relation in (*assumed(other.graph.conditions), *(d.relation for d in other.sides.decisions)):
         relation = relation.xreplace(names)
         relation = relation.subs({s: at[str(s)] for s in relation.free_symbols if str(s) in at})
@@ -110,25 +109,21 @@ def _relations(other: Captured, captured: Captured, at: Mapping[str, int]) -> It
             yield relation
 
 
-def _cut(
-    tensors: Sequence[Tensor], shapes: Sequence[Sequence[Any]], sizes: Mapping[str, int]
-) -> list[Tensor]:
-    """The tensors of a call with these sizes."""
-    found = []
-    for tensor, shape in zip(tensors, shapes, strict=True):
+def resized(
+    args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Sequence[Sequence[Any]], sizes: Mapping[str, int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with tensors of these sizes: cut, or begun again where there are not as many."""
+    leaves, spec = flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for place, shape in zip(places, shapes, strict=True):
         for dim, extent in enumerate(shape):
+            tensor = leaves[place]
             wanted = extent if isinstance(extent, int) else size_value(extent, dict(sizes))
             if wanted != tensor.shape[dim]:
-                places = torch.arange(wanted, device=tensor.device) % tensor.shape[dim]
-                tensor = tensor.index_select(dim, places)
-        found.append(tensor)
+                chosen = torch.arange(wanted, device=tensor.device) % tensor.shape[dim]
+                leaves[place] = tensor.index_select(dim, chosen)
+    found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, spec)
     return found
-
-
-def _renamed(shapes: Sequence[Sequence[Any]], wanted: Sequence[Sequence[Any]]) -> dict[Any, Any]:
-    """From the sizes of one trace to those of another."""
-    pairs = itertools.chain.from_iterable(zip(a, b, strict=True) for a, b in zip(shapes, wanted, strict=True))
-    return {a: b for a, b in pairs if getattr(a, "is_Symbol", False)}
 
 
 def _of_same_operations(graph: ProgramGraph, other: ProgramGraph, sizes: Mapping[str, int]) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attngraph.api.compare_sides import resized
 from attngraph.capture.captured import Captured
-from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import ExportError
 from attngraph.exporter.formats import Run
 from attngraph.exporter.report import empty_cache
@@ -53,20 +53,12 @@ def _of_sizes(
     symbols = {extent for shape in captured.shapes for extent in shape if varies(extent)}
     if not symbols or not all(getattr(s, "is_Symbol", False) for s in symbols):
         return None
-    hints = {s: captured.graph.hints[str(s)] for s in symbols}
-    chosen = {s: size(n) for s, n in hints.items()}
-    at_least_two = {str(s): max(2, n) for s, n in chosen.items()}
+    hints = {str(s): captured.graph.hints[str(s)] for s in symbols}
+    chosen = {name: size(n) for name, n in hints.items()}
+    at_least_two = {name: max(2, n) for name, n in chosen.items()}
     if chosen == hints or not captured.graph.admits(at_least_two):
         return None
-    shapes = iter(captured.shapes)
-    leaves, spec = flatten((args, kwargs))
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            for dim, extent in enumerate(next(shapes)):
-                leaf = leaf.narrow(dim, 0, chosen[extent]) if varies(extent) else leaf
-            leaves[place] = leaf.contiguous()
-    cut: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, spec)
-    return cut
+    return resized(args, kwargs, captured.shapes, chosen)
 
 
 def check_decoder(
