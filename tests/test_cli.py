@@ -236,7 +236,7 @@ def test_an_unknown_backend_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.slow
 def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "attngraph.cli", "compile", TINY, *QUICK, "--json"],
+        [sys.executable, "-m", "attngraph", "compile", TINY, *QUICK, "--json"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -283,7 +283,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = f"{sys.executable} -m attngraph.cli show full --queries 512 --tile 1 | head -1"
+    command = f"{sys.executable} -m attngraph show full --queries 512 --tile 1 | head -1"
     found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert not found.stderr

@@ -35,12 +35,8 @@ def run(options: argparse.Namespace) -> int:
         )  # fmt: skip
     tell.done()
     if options.json:
-        found = {
-            "target": options.target, "path": str(report.path), "format": report.format,
-            "attentions": [dataclasses.asdict(a) for a in report.attentions],
-            "inputs": report.inputs, "outputs": report.outputs, "checked": report.checked,
-            "remarks": report.remarks,
-        }  # fmt: skip
+        found = {"target": options.target, **dataclasses.asdict(report), "path": str(report.path)}
+        del found["stores"]
         print(json.dumps(found, indent=2))
     else:
         print(report)

@@ -134,7 +134,11 @@ class Lowering:
             operands = dataclasses.replace(joined, q=q)
             mask, words = with_sink(mask, form.sink, env, dtype), "with a mask; a sink is one more key"
         if self.way == SDPA:
-            out, present = _sdpa(q, joined, mask, by_itself, form.scale), None
+            k, v, present = joined.k, joined.v, None
+            grouped = not _same(q.shape[1], k.shape[1])
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=by_itself, scale=form.scale, enable_gqa=grouped
+            )
         else:
             if by_itself and not places.are_counted and operands.past is None:
                 by_itself, mask = False, self._mask(form, env, dtype, places)
@@ -163,13 +167,6 @@ class Lowering:
 def _same(a: Any, b: Any) -> bool:
     """Whether two sizes are one number or one symbol; nothing is assumed about symbols."""
     return str(a) == str(b)
-
-
-def _sdpa(q: Tensor, joined: Operands, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    grouped = not _same(q.shape[1], joined.k.shape[1])
-    return F.scaled_dot_product_attention(
-        q, joined.k, joined.v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
 
 
 def _operation(

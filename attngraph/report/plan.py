@@ -167,44 +167,36 @@ class Plan:
             f"a rank: {m.flops:.3g} operations a second, memory {size(m.memory)} at {size(m.bandwidth)} a "
             f"second, link {size(m.link)} a second in one direction"
         )
-        if self.training:
-            return [
-                machine,
-                f"a token of a step with {self.call:,} tokens: max(3 x operations, 3 x weights / tokens of "
-                "the call / bandwidth) + (2 x bytes sent or received + gradients) / link; gradients are "
-                "added up in a ring by the n ranks with the same weights: 2 x weights x (n - 1) / n / tokens "
-                "of the call",
-                f"memory: weights, as many bytes of gradients, {OPTIMISER} x as many of AdamW's state (two "
-                "moments in the dtype of the weights), buffers, and what torch's autograd keeps of the call. "
-                "All parameters are trained, nothing is computed again, and what operations need while they "
-                "run is not counted",
-                *_OF_ALL,
-                *self.remarks,
-            ]
-        return [
-            machine,
+        of_training = (
+            f"a token of a step with {self.call:,} tokens: max(3 x operations, 3 x weights / tokens of "
+            "the call / bandwidth) + (2 x bytes sent or received + gradients) / link; gradients are "
+            "added up in a ring by the n ranks with the same weights: 2 x weights x (n - 1) / n / tokens "
+            "of the call",
+            f"memory: weights, as many bytes of gradients, {OPTIMISER} x as many of AdamW's state (two "
+            "moments in the dtype of the weights), buffers, and what torch's autograd keeps of the call. "
+            "All parameters are trained, nothing is computed again, and what operations need while they "
+            "run is not counted",
+        )
+        of_answers = (
             "a token: max(operations, weights / tokens of the call / bandwidth) + bytes sent or received / "
             f"link, where a call has {self.call:,} tokens, forward only",
             f"a new token, of one sequence of {self.tokens:,}: max(operations, (weights + cache) / "
             "bandwidth) + bytes sent for it / link",
             f"it fits if weights, buffers, the cache of one sequence of {self.tokens:,} tokens, and the keys "
             "that are fetched for one attention do; other activations are not counted (--training does)",
-            *_OF_ALL,
-            *self.remarks,
-        ]
+        )
+        return [machine, *(of_training if self.training else of_answers), *_OF_ALL, *self.remarks]
 
     def to_json(self) -> str:
         """The plan as a JSON object."""
         costs = {way: dataclasses.asdict(cost) for way, cost in self.estimates}
-        rows = [
+        ways = [
             {**dataclasses.asdict(way), "name": way.name, "estimate": costs.get(way)} for way in self.ways
         ]
-        chosen = self.chosen
         found = {
             "ranks": self.ranks, "tokens": self.tokens, "call": self.call, "training": self.training,
-            "machine": dataclasses.asdict(self.machine), "ways": rows,
-            "chosen": None if chosen is None else chosen.name, "why": self.why,
-            "assumptions": self.assumptions(),
+            "machine": dataclasses.asdict(self.machine), "ways": ways,
+            "chosen": self.chosen and self.chosen.name, "why": self.why, "assumptions": self.assumptions(),
         }  # fmt: skip
         return json.dumps(found, indent=2)
 

@@ -56,11 +56,8 @@ def operations(count: float) -> str:
 
 def seconds(count: float) -> str:
     """A time in three digits."""
-    for unit in ("s", "ms", "us", "ns"):
-        if count >= 1 or unit == "ns":
-            break
-        count *= 1000
-    return f"{count:.3g} {unit}"
+    number, unit = scaled(count * 1e9, 1000, ("ns", "us", "ms", "s"))
+    return f"{number:.3g} {unit}"
 
 
 def milliseconds(count: float) -> str:

@@ -1,7 +1,0 @@
-"""`python -m attngraph.cli`."""
-
-import sys
-
-from attngraph.cli import main
-
-sys.exit(main())
