@@ -116,11 +116,13 @@ class MultiHeadAttention(nn.Module):
         self.project = nn.Linear(values, config.width, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        query = split_heads(self.query(x), self.heads)  # [B, H, T, D]
-        key = split_heads(self.key(x), self.heads)
-        value = split_heads(self.value(x), self.heads)  # [B, H, T, Dv]
+    def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys `[B, H, T, D]`, values `[B, H, T, Dv]`."""
+        query, key, value = (split_heads(f(x), self.heads) for f in (self.query, self.key, self.value))
+        return query, key, value
 
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.heads_of(x)
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])  # [B, H, T, T]
         weights = self.dropout(torch.softmax(scores, dim=-1))
         output: Tensor = self.project(merge_heads(weights @ value))
@@ -139,12 +141,13 @@ class PackedMultiHeadAttention(nn.Module):
         self.project = nn.Linear(values, config.width, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).split(self.parts, dim=-1)
-        query = split_heads(query, self.heads)  # [B, H, T, D]
-        key = split_heads(key, self.heads)
-        value = split_heads(value, self.heads)  # [B, H, T, Dv]
+    def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys `[B, H, T, D]`, values `[B, H, T, Dv]`."""
+        query, key, value = (split_heads(part, self.heads) for part in self.qkv(x).split(self.parts, dim=-1))
+        return query, key, value
 
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.heads_of(x)
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])  # [B, H, T, T]
         weights = self.dropout(torch.softmax(scores, dim=-1))
         output: Tensor = self.project(merge_heads(weights @ value))

@@ -23,7 +23,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from attngraph.models.attention import AttentionConfig, merge_heads, split_heads
+from attngraph.models.attention import (
+    AttentionConfig,
+    MultiHeadAttention,
+    PackedMultiHeadAttention,
+    merge_heads,
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class CausalAttention(nn.Module):
         return torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1) @ value
 
 
-class CausalSelfAttention(nn.Module):
+class CausalSelfAttention(PackedMultiHeadAttention):
     """The attention of a GPT block: each token sees itself and what came before.
 
     x `[B, T, C]` to `[B, T, C]`. Raises ValueError where T exceeds `max_tokens`.
@@ -58,13 +63,7 @@ class CausalSelfAttention(nn.Module):
     triangle: Tensor
 
     def __init__(self, config: CausalAttentionConfig) -> None:
-        super().__init__()
-        keys, values = config.heads * config.key_width, config.heads * config.value_width
-        self.heads = config.heads
-        self.parts = (keys, keys, values)
-        self.qkv = nn.Linear(config.width, sum(self.parts), bias=config.bias)
-        self.project = nn.Linear(values, config.width, bias=config.bias)
-        self.attention_dropout = nn.Dropout(config.dropout)
+        super().__init__(config)
         self.residual_dropout = nn.Dropout(config.dropout)
         triangle = torch.tril(torch.ones(config.max_tokens, config.max_tokens))
         self.register_buffer("triangle", triangle, persistent=False)
@@ -76,14 +75,10 @@ class CausalSelfAttention(nn.Module):
                 f"the input has {tokens} tokens, but the causal mask was built for "
                 f"max_tokens={self.triangle.shape[0]}: configure a larger max_tokens"
             )
-        query, key, value = self.qkv(x).split(self.parts, dim=-1)
-        query = split_heads(query, self.heads)  # [B, H, T, D]
-        key = split_heads(key, self.heads)
-        value = split_heads(value, self.heads)  # [B, H, T, Dv]
-
+        query, key, value = self.heads_of(x)
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])  # [B, H, T, T]
         scores = scores.masked_fill(self.triangle[:tokens, :tokens] == 0, -math.inf)
-        weights = self.attention_dropout(torch.softmax(scores, dim=-1))
+        weights = self.dropout(torch.softmax(scores, dim=-1))
         output: Tensor = self.residual_dropout(self.project(merge_heads(weights @ value)))
         return output
 
@@ -96,7 +91,7 @@ class MaskedAttentionConfig(AttentionConfig):
     causal: bool = False
 
 
-class MaskedSelfAttention(nn.Module):
+class MaskedSelfAttention(MultiHeadAttention):
     """Self-attention under a boolean mask: x `[B, T, C]` to `[B, T, C]`.
 
     `mask` is bool and broadcasts to `[B, H, T, T]` (query, key), so `[T, T]` is one mask for all;
@@ -104,23 +99,13 @@ class MaskedSelfAttention(nn.Module):
     """
 
     def __init__(self, config: MaskedAttentionConfig) -> None:
-        super().__init__()
-        keys, values = config.heads * config.key_width, config.heads * config.value_width
-        self.heads = config.heads
+        super().__init__(config)
         self.true_means = config.true_means
         self.causal = config.causal
-        self.query = nn.Linear(config.width, keys, bias=config.bias)
-        self.key = nn.Linear(config.width, keys, bias=config.bias)
-        self.value = nn.Linear(config.width, values, bias=config.bias)
-        self.project = nn.Linear(values, config.width, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         tokens = x.shape[1]
-        query = split_heads(self.query(x), self.heads)  # [B, H, T, D]
-        key = split_heads(self.key(x), self.heads)
-        value = split_heads(self.value(x), self.heads)  # [B, H, T, Dv]
-
+        query, key, value = self.heads_of(x)
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])  # [B, H, T, T]
         if mask is not None:
             drop = mask if self.true_means == "drop" else ~mask
@@ -161,26 +146,16 @@ class SlidingWindowConfig(AttentionConfig):
     causal: bool = False
 
 
-class SlidingWindowAttention(nn.Module):
+class SlidingWindowAttention(PackedMultiHeadAttention):
     """Self-attention to the neighbourhood of each token: x `[B, T, C]` to `[B, T, C]`."""
 
     def __init__(self, config: SlidingWindowConfig) -> None:
-        super().__init__()
-        keys, values = config.heads * config.key_width, config.heads * config.value_width
-        self.heads = config.heads
+        super().__init__(config)
         self.window = config.window
         self.causal = config.causal
-        self.parts = (keys, keys, values)
-        self.qkv = nn.Linear(config.width, sum(self.parts), bias=config.bias)
-        self.project = nn.Linear(values, config.width, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).split(self.parts, dim=-1)
-        query = split_heads(query, self.heads)  # [B, H, T, D]
-        key = split_heads(key, self.heads)
-        value = split_heads(value, self.heads)  # [B, H, T, Dv]
-
+        query, key, value = self.heads_of(x)
         position = torch.arange(x.shape[1], device=x.device)
         behind = position[:, None] - position[None, :]  # [T, T], i - j
         visible = (behind >= 0) & (behind <= self.window) if self.causal else behind.abs() <= self.window // 2

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from attngraph.models.attention import AttentionConfig, merge_heads, split_heads
+from attngraph.models.attention import AttentionConfig, MultiHeadAttention, merge_heads
 from attngraph.models.grouped_attention import hide_future
 
 
@@ -129,27 +129,17 @@ class RelativeBiasConfig(AttentionConfig):
         return ALiBi(self.heads) if self.bias_kind == "alibi" else WindowBias(self.heads, self.side)
 
 
-class RelativeBiasAttention(nn.Module):
+class RelativeBiasAttention(MultiHeadAttention):
     """Self-attention with a relative bias: x `[B, T, C]` to `[B, T, C]`."""
 
     def __init__(self, config: RelativeBiasConfig) -> None:
-        super().__init__()
-        keys, values = config.heads * config.key_width, config.heads * config.value_width
-        self.heads = config.heads
+        super().__init__(config)
         self.causal = config.causal
         self.scale = 1.0 if config.bias_kind == "t5" else 1 / math.sqrt(config.key_width)
-        self.query = nn.Linear(config.width, keys, bias=config.bias)
-        self.key = nn.Linear(config.width, keys, bias=config.bias)
-        self.value = nn.Linear(config.width, values, bias=config.bias)
-        self.project = nn.Linear(values, config.width, bias=config.bias)
         self.relative_bias = config.relative_bias()
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        query = split_heads(self.query(x), self.heads)  # [B, H, T, D]
-        key = split_heads(self.key(x), self.heads)
-        value = split_heads(self.value(x), self.heads)  # [B, H, T, Dv]
-
+        query, key, value = self.heads_of(x)
         scores = query @ key.transpose(-2, -1) * self.scale  # [B, H, T, T]
         scores = scores + self.relative_bias(x.shape[1])
         if self.causal:

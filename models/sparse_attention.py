@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from attngraph.models.attention import AttentionConfig, merge_heads, split_heads
+from attngraph.models.attention import AttentionConfig, PackedMultiHeadAttention, merge_heads
 
 SparsePattern = Literal["strided", "fixed"]
 
@@ -62,24 +62,15 @@ def sparse_pattern(tokens: int, config: SparseAttentionConfig, device: torch.dev
     return torch.where(head % 2 == 0, first, second) & (key <= query)
 
 
-class SparseAttention(nn.Module):
+class SparseAttention(PackedMultiHeadAttention):
     """Causal self-attention of alternating sparse patterns: x `[B, T, C]` to `[B, T, C]`."""
 
     def __init__(self, config: SparseAttentionConfig) -> None:
-        super().__init__()
-        keys, values = config.heads * config.key_width, config.heads * config.value_width
+        super().__init__(config)
         self.config = config
-        self.parts = (keys, keys, values)
-        self.qkv = nn.Linear(config.width, sum(self.parts), bias=config.bias)
-        self.project = nn.Linear(values, config.width, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).split(self.parts, dim=-1)
-        query = split_heads(query, self.config.heads)  # [B, H, T, D]
-        key = split_heads(key, self.config.heads)
-        value = split_heads(value, self.config.heads)  # [B, H, T, Dv]
-
+        query, key, value = self.heads_of(x)
         visible = sparse_pattern(x.shape[1], self.config, x.device)  # [H, T, T]
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])  # [B, H, T, T]
         scores = scores.masked_fill(~visible, -math.inf)

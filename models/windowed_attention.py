@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.models.attention import AttentionConfig, merge_heads, split_heads
-from attngraph.models.masked_attention import SlidingWindowConfig
+from attngraph.models.masked_attention import SlidingWindowAttention, SlidingWindowConfig
 
 
 @dataclass(frozen=True)
@@ -98,29 +98,17 @@ class DilatedWindowConfig(SlidingWindowConfig):
             )
 
 
-class DilatedWindowAttention(nn.Module):
+class DilatedWindowAttention(SlidingWindowAttention):
     """Self-attention to every d-th neighbour, d by head: x `[B, T, C]` to `[B, T, C]`."""
 
     dilations: Tensor
 
     def __init__(self, config: DilatedWindowConfig) -> None:
-        super().__init__()
-        keys, values = config.heads * config.key_width, config.heads * config.value_width
-        self.heads = config.heads
-        self.window = config.window
-        self.causal = config.causal
-        self.parts = (keys, keys, values)
-        self.qkv = nn.Linear(config.width, sum(self.parts), bias=config.bias)
-        self.project = nn.Linear(values, config.width, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
+        super().__init__(config)
         self.register_buffer("dilations", torch.tensor(config.dilations), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).split(self.parts, dim=-1)
-        query = split_heads(query, self.heads)  # [B, H, T, D]
-        key = split_heads(key, self.heads)
-        value = split_heads(value, self.heads)  # [B, H, T, Dv]
-
+        query, key, value = self.heads_of(x)
         position = torch.arange(x.shape[1], device=x.device)
         behind = position[:, None] - position[None, :]  # [T, T], i - j
         gap = self.dilations[:, None, None]  # [H, 1, 1]

@@ -66,9 +66,15 @@ OWN: dict[str, Own] = {
         lambda: (_ids(),),
         ("positions",),
     ),
-    "DecoderLM": Own("decoder_lm", "DecoderLMConfig", _STACK, lambda: (_ids(),), ("masked_attention",)),
+    "DecoderLM": Own(
+        "decoder_lm", "DecoderLMConfig", _STACK, lambda: (_ids(),), ("masked_attention", "attention")
+    ),
     "Encoder": Own(
-        "encoder", "EncoderConfig", {**_STACK, "hidden": 48}, lambda: (_ids(), _all()), ("masked_attention",)
+        "encoder",
+        "EncoderConfig",
+        {**_STACK, "hidden": 48},
+        lambda: (_ids(), _all()),
+        ("masked_attention", "attention"),
     ),
     "MLADecoder": Own(
         "mla",
@@ -84,7 +90,7 @@ OWN: dict[str, Own] = {
         "SparseTransformerConfig",
         {**_STACK, "stride": 4, "summary": 2},
         lambda: (_ids(),),
-        ("sparse_attention",),
+        ("sparse_attention", "attention"),
     ),
     "LinearTransformer": Own(
         "linear_transformer",
@@ -119,13 +125,14 @@ OWN: dict[str, Own] = {
         "RelativeBiasConfig",
         {**_CORE, "buckets": 8, "max_distance": 8},
         lambda: (_states(),),
+        ("attention",),
     ),
     "DilatedWindowAttention": Own(
         "windowed_attention",
         "DilatedWindowConfig",
         {**_CORE, "window": 4, "dilations": (1, 1, 2, 3)},
         lambda: (_states(),),
-        ("masked_attention",),
+        ("masked_attention", "attention"),
     ),
     "GroupedQueryAttention": Own(
         "grouped_attention",
