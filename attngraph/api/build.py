@@ -213,12 +213,9 @@ def compile_graph(
     sides: bool = False,
 ) -> Executable:  # fmt: skip
     """Capture one call of `target`, run the passes, and make it executable. `sides`: find out for which sizes
-    of 1 the graph is right, too. (A compiled module has other graphs for these.)
-
-    Raises:
-        CaptureError: torch.export cannot capture it. NotFusedError: under `strict`, something that looks
-            like attention was not fused. DumpError: the dump cannot be written.
-    """
+    of 1 the graph is right, too. (A compiled module has other graphs for these.) CaptureError where
+    torch.export cannot capture it, NotFusedError where, under `strict`, something that looks like attention
+    was not fused, DumpError where the dump cannot be written."""
     start = time.perf_counter()
     if options.inductor and torch.is_grad_enabled():
         # The graph is one operation for gradients: its results cannot follow from one that waits.

@@ -44,8 +44,7 @@ def consistently(
         key_of: what a trace of this call depends on: the model's state, modes, arguments that are no tensors.
         alone: of earlier calls; a call of such a kind needs the decoder's logits and nothing else.
 
-    Raises:
-        NoDecoderError: the model has no decoder, or is not called with tokens.
+    NoDecoderError where the model has no decoder, or is not called with tokens.
     """
     found, mask = decoded(decoder, args, kwargs)
     kind = key_of() if _needs_logits_alone(decoder._model, mask) else None

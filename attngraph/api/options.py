@@ -83,11 +83,8 @@ class Options:
 
     def decoder_pipeline(self, rounded: str = "") -> tuple[Pass, ...]:
         """The passes for a decoder; the argument and the result of `InsertKVCache` are filled in later.
-        `rounded`: the dtype of 8 bits of its cache, if it has one.
-
-        Raises:
-            ValueError: an order of passes for whole sequences was given, or `InsertKVCache` is disabled.
-        """
+        `rounded`: the dtype of 8 bits of its cache, if it has one. ValueError where an order of passes for
+        whole sequences was given, or `InsertKVCache` is disabled."""
         if isinstance(self.passes, tuple):
             raise ValueError(
                 "a decoder has an order of passes of its own. Give a function that changes it, as in "
@@ -136,12 +133,9 @@ class CompileOptions(TypedDict, total=False):
 def make_options(
     progress: Callable[[str], None] | None = None, /, **asked: Unpack[CompileOptions]
 ) -> Options:
-    """Options from the arguments of `attngraph.compile`.
-
-    Raises:
-        ValueError: an unknown backend, pass or value of `absorb`, or a mesh without the axis.
-        TypeError: there is no such option, or it is of another type.
-    """
+    """Options from the arguments of `attngraph.compile`. ValueError where a backend, a pass or a value of
+    `absorb` is unknown, or a mesh has not the axis; TypeError where there is no such option, or it is of
+    another type."""
     for name in asked:
         if name not in CompileOptions.__annotations__:
             known = [*CompileOptions.__annotations__, "cache"]

@@ -38,18 +38,12 @@ from attngraph.runtime.executable import Executable
 from attngraph.runtime.step import Step
 from attngraph.saved import guards
 from attngraph.saved.disk import Disk, register
-from attngraph.saved.entry import (
-    Files,
-    Known,
-    describe,
-    executable_from,
-    files_of,
-    of_files,
-    step_from,
-    unfit_contents,
-)
 from attngraph.saved.folder import read_file, read_manifest, write_folder
 from attngraph.saved.weights import Skeleton, weights_of
+
+from attngraph.saved.entry import (  # isort: skip
+    Files, Known, describe, executable_from, files_of, of_files, step_from, unfit_contents,
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 _Made = TypeVar("_Made", Executable, Step)
@@ -336,10 +330,9 @@ def _keep(found: Executable | Step, call: Call, executed: Ran) -> None:
             log.info("not kept in the cache because of %s", "; ".join(found.traced.doubts[:_TOLD]))
         elif disk is not None:
             disk.keep(call.key, files_of(found, found.traced, content, call.owner, code=True))
-    except SavedError as problem:
-        log.info("not kept in the cache: %s", problem)
     except Exception as problem:  # the user's own objects are looked at; what they do is not ours to stop for
-        log.info("not kept in the cache: %s: %s", type(problem).__name__, problem)
+        kind = "" if isinstance(problem, SavedError) else f"{type(problem).__name__}: "
+        log.info("not kept in the cache: %s%s", kind, problem)
 
 
 # --- saving and loading ---

@@ -60,11 +60,8 @@ class Part(PartialGraph, SerializableCallable):
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: Any) -> bytes:
-        """The graph in torch's form, and the options.
-
-        Raises:
-            SavedError: the options hold passes, or the installed torch has no form for graphs.
-        """
+        """The graph in torch's form, and the options; SavedError where these hold passes, or the installed
+        torch has no form for graphs."""
         if Graphs is None or fn.options.get("passes"):
             raise SavedError("a graph with passes of your own, or of this version of torch, cannot be saved.")
         graph = fx.Graph()

@@ -91,11 +91,8 @@ def kernel_file(number: int, kernel: KernelEntry) -> str:
 
 
 def read_dump(root: Path) -> tuple[CompileReport, ...]:
-    """The reports of all graphs of a dump, with their texts: of `DIR`, or of one `DIR/graph-N`.
-
-    Raises:
-        DumpError: there is no dump, or a file of it is missing, truncated, or of another version.
-    """
+    """The reports of all graphs of a dump, with their texts: of `DIR`, or of one `DIR/graph-N`. DumpError
+    where there is no dump, or a file of it is missing, truncated, or of another version."""
     folders = sorted(root.glob("graph-*"), key=lambda p: (len(p.name), p.name)) or [root]
     if not root.is_dir() or not any((f / f"00-{CAPTURE}.txt").exists() for f in folders):
         raise DumpError(
@@ -203,11 +200,8 @@ def write_failed(dump: Dump | None, name: str, about: str, head: str, text: str,
 
 def read_graph_file(path: Path, libraries: Collection[str] = ()) -> ProgramGraph:
     """The graph of a dump's file, with the contents of buffers that are stored beside it. `libraries`: whose
-    operations it may have, besides PyTorch's and attngraph's.
-
-    Raises:
-        DumpError: a file cannot be read. TextError: the text is truncated or wrong; names the line.
-    """
+    operations it may have, besides PyTorch's and attngraph's. DumpError where a file cannot be read; a
+    TextError names the line where the text is truncated or wrong."""
     with told_as(
         DumpError, OSError, UnicodeDecodeError, before=f"cannot read {path}: ",
         after=f". Name a file of a dump, {_files_near(path)}.",
