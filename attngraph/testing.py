@@ -109,21 +109,17 @@ class Checked:
         fitting = [e for e in found if mask in (None, e.mask) and wanted in (None, _canonical(e))]
         described = "" if mask is None else f" with mask {mask!r}"
         described += "" if wanted is None else " with this program"
+        difference = _difference(found, fitting, mask, wanted)
         if count is not None:
             if len(fitting) != count:
-                self._fail(
-                    f"expected {count} fused attention(s){described}, found {len(fitting)}.",
-                    _difference(found, fitting, mask, wanted),
-                )
+                said = f"expected {count} fused attention(s){described}, found {len(fitting)}."
+                self._fail(said, difference)
             return
         if not found:
             self._fail(f"expected fused attention{described}, found none.")
         if len(fitting) != len(found):
-            self._fail(
-                f"expected every fused attention{described}; {len(found) - len(fitting)} of {len(found)} "
-                "are different.",
-                _difference(found, fitting, mask, wanted),
-            )
+            others = f"{len(found) - len(fitting)} of {len(found)} are different."
+            self._fail(f"expected every fused attention{described}; {others}", difference)
         if self.report.unfused:
             self._fail(
                 f"{len(self.report.unfused)} softmax-like place(s) were left alone.",

@@ -160,9 +160,8 @@ def convert_heads(
     result = run_passes(graph, split_at(waiting_at_most(order()), AbsorbMLA.name)[0])
     if result.missed:
         first = result.missed[0]
-        raise ConversionError(
-            f"the softmax at {first.source} is not recognised as attention: {first.reason}."
-        )
+        told = f"the softmax at {first.source} is not recognised as attention: {first.reason}."
+        raise ConversionError(told)
     before = [node.meta["attention"] for node in graph.attentions()]
     run_passes(graph, (ConvertHeads(kv_heads, chosen),))
     written = [o for o in graph.outputs if o.kind != "value"]
@@ -232,9 +231,8 @@ def _report(
         p, q = (t.double().log_softmax(-1) for t in (old, new))
         kl = float((p.exp() * (p - q)).sum(-1).mean())
         top1 = float((old.argmax(-1) == new.argmax(-1)).double().mean())
-    return HeadsReport(
-        tuple(h for h, _ in widths), kv_heads, (count(model), count(converted)), cache, kl, top1
-    )  # fmt: skip
+    heads, parameters = tuple(h for h, _ in widths), (count(model), count(converted))
+    return HeadsReport(heads, kv_heads, parameters, cache, kl, top1)
 
 
 def _logits(result: Any) -> Tensor | None:

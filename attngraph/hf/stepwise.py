@@ -25,9 +25,8 @@ class Stepwise(ModelWrapper):
         """The logits of `ids`, `[B, T]`, from token `first - 1` on, `[B, T - first + 1, V]`: `first` tokens
         are the prompt of `generate`, and the others what it chooses."""
         model: Any = self._model
-        inputs.setdefault(
-            "attention_mask", torch.ones_like(ids)
-        )  # else pad tokens would be taken for padding
+        # Without a mask pad tokens would be taken for padding.
+        inputs.setdefault("attention_mask", torch.ones_like(ids))
         by_token = {n for n, v in inputs.items() if isinstance(v, Tensor) and v.shape[:2] == ids.shape}
         settings = model.generation_config
         before = {name: getattr(settings, name, None) for name in (*_ENDS, "pad_token_id")}
