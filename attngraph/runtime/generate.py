@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.logprobs import logprobs
+from attngraph.ir.ops.in_order import logprobs
 from attngraph.runtime.generation_options import Options, without_ends
 from attngraph.runtime.sampling import choose, generator_of
 
