@@ -10,6 +10,7 @@ COMMANDS = {
     "attention": ("bench.attention", "one attention on the CPU, by five ways of computing it"),
     "decode": ("bench.decoding:DECODE", "decoders of GPT-2 and Llama beside transformers' own caches"),
     "states": ("bench.decoding:STATES", "models whose memory does not grow with the tokens"),
+    "serving": ("bench.serving", "drafts, and prompts of an engine that begin alike"),
     "mla": ("bench.latent", "latent attention over a cache: absorbed, expanded, transformers' own"),
     "peers": ("bench.peers.suite", "whole models beside torch.compile, OpenVINO and onnxruntime"),
     "whole": ("bench.whole", "encoders, vision, prompts and training beside eager and torch.compile"),
