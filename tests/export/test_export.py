@@ -218,8 +218,9 @@ def test_a_wrong_file_is_not_kept_and_what_cannot_be_exported_is_said(
         patch.setattr(onnx_file.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(attngraph.ExportError, match="pip install onnx onnxscript"):
             attngraph.export(compiled, tmp_path / "a.onnx", example(""))
-    right = lower._sdpa
-    monkeypatch.setattr(lower, "_sdpa", lambda *args: right(*args) * 1.001)
+    right = lower.F.scaled_dot_product_attention
+    wrong = lambda *args, **options: right(*args, **options) * 1.001  # noqa: E731
+    monkeypatch.setattr(lower.F, "scaled_dot_product_attention", wrong)
     with pytest.raises(attngraph.ExportError, match="NOT equal to eager"):
         attngraph.export(compiled, tmp_path / "block.pt2", example(""))
     assert not list(tmp_path.iterdir())

@@ -89,7 +89,7 @@ def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     else:
         rows = logits.detach().reshape(-1, logits.shape[-1])
         text = _shares(rows.shape[1], str(rows.dtype).removeprefix("torch."))
-        top, rest = torch.ops.attngraph.token_shares([rows], text)
+        top, rest = torch.ops.attngraph.token_program([rows], text)
         value = picked.float() - top.view(tokens.shape) - rest.view(tokens.shape)
     if not (torch.is_grad_enabled() and logits.requires_grad):
         return value
