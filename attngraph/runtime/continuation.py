@@ -79,8 +79,8 @@ class Continuation:
             self._require_same(state)
         if self._propose is not None:
             self._require_draft(state)
-        before = [0] * len(packed.counts) if state is None else state.lengths
-        self._prompts = [sum(pair) for pair in zip(before, packed.counts, strict=True)]
+        self._before = [0] * len(packed.counts) if state is None else state.lengths
+        self._prompts = [sum(pair) for pair in zip(self._before, packed.counts, strict=True)]
         self._latest = _Given(torch.empty(0), [], [])
         if state is None:
             self.logits, self.state = self._begun()
@@ -92,7 +92,13 @@ class Continuation:
 
     def generated(self) -> Tensor | Generated:
         """The prompts and the new tokens, `[B, T + new]`, or all that was asked for."""
-        new, prompts, details = self._new_tokens(), self.rows.prompts, self.rows.details
+        try:
+            new = self._new_tokens()
+        except BaseException:
+            if self.goes_on and not self.state.unfinished:
+                self.state.crop(self._before)
+            raise
+        prompts, details = self.rows.prompts, self.rows.details
         found = torch.cat([prompts.repeat_interleave(len(new) // len(prompts), 0), new], 1)
         if not details:
             return found
@@ -201,6 +207,9 @@ class Continuation:
         assert self._propose is not None
         known, counts = range(self.logits.shape[-1]), self.rows.counts
         room = [self.options.max_new_tokens - counts[row] - 1 for row in rows]
+        if self.state.limit is not None:
+            left = [max(0, self.state.limit - self.state.lengths[row] - 1) for row in rows]
+            room = list(map(min, room, left))
         found = [
             list(itertools.takewhile(known.__contains__, guess[:most]))
             for guess, most in zip(self._propose(rows, news), room, strict=True)

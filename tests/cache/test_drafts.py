@@ -86,6 +86,16 @@ def test_right_guesses_save_steps(pair: tuple[Any, Any], monkeypatch: Any) -> No
     assert calls == [4, 4, 4, 4]
 
 
+def test_guesses_do_not_reach_past_what_fits(pair: tuple[Any, Any]) -> None:
+    model, _ = pair
+    ids = stir(model, 6)[:1]
+    decoder = attngraph.compile(model, cache=CacheConfig(max_length=10))
+    ends = int(decoder.generate(ids, 5)[0, 8])
+    wanted = decoder.generate(ids, 40, eos_token_id=ends)
+    found = decoder.generate(ids, 40, eos_token_id=ends, draft=lambda tokens: [1] * 8)
+    assert torch.equal(found, wanted)
+
+
 def test_one_prompt_with_a_draft_can_be_steered(pair: tuple[Any, Any]) -> None:
     model, decoder = pair
     ids = stir(model, 5)[:1]

@@ -3,6 +3,7 @@ tokens, and a state that goes on; beside transformers' own `generate`."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -166,3 +167,56 @@ def test_a_row_that_ended_goes_on_behind_its_own_end(model: Any, decoder: Any) -
     second = decoder.generate(more, 4, state=first.state)
     alone = decoder.generate(torch.cat([first.sequences[0, :ended], more[0]]), 4)
     assert torch.equal(second[0], alone[0, ended:])
+
+
+def test_a_state_is_as_it_was_where_going_on_fails(model: Any, decoder: Any) -> None:  # noqa: F811
+    ids, more = stir(model, 9), torch.tensor([[3, 4], [5, 6], [7, 8]])
+    first = decoder.generate(ids, 5, return_dict_in_generate=True)
+    wanted = decoder.generate(more, 6, state=first.state.copy())
+
+    def fails(tokens: Tensor, scores: Tensor) -> Tensor:
+        if tokens.shape[1] == 5:
+            raise KeyError("mine")
+        return scores
+
+    with pytest.raises(KeyError):
+        decoder.generate(more, 6, state=first.state, logits_processor=[fails])
+    with pytest.raises(attngraph.CacheError, match="at most 64"):
+        decoder.generate(more, 60, state=first.state)
+    assert first.state.lengths == [9, 9, 9]
+    assert torch.equal(decoder.generate(more, 6, state=first.state), wanted)
+
+
+def test_a_grammar_of_xgrammar_holds_for_each_row_and_with_a_draft() -> None:
+    xgrammar = pytest.importorskip("xgrammar", reason="the xgrammar package is not installed")
+    from xgrammar.contrib.hf import LogitsProcessor
+
+    letters = [*map(chr, range(32, 127)), "</s>"]
+    end = len(letters) - 1
+    about = xgrammar.TokenizerInfo(
+        letters, vocab_type=xgrammar.VocabType.RAW, vocab_size=len(letters), stop_token_ids=[end]
+    )
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    grammar = xgrammar.GrammarCompiler(about).compile_json_schema(json.dumps(schema), any_whitespace=False)
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=len(letters), n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=end
+    )
+    made = attngraph.compile(transformers.GPT2LMHeadModel(config).eval(), cache=True)
+    ids = torch.randint(0, end, (3, 4))
+    asked = {"do_sample": True, "seed": 1, "eos_token_id": end}
+
+    def texts(rows: list[list[int]]) -> list[Any]:
+        return [json.loads("".join(letters[n] for n in row if n != end)) for row in rows]
+
+    found = made.generate(ids, 40, logits_processor=[LogitsProcessor(grammar)], **asked)
+    alone = [
+        made.generate(ids[:1], 40, logits_processor=[LogitsProcessor(grammar)], draft=draft, **asked)
+        for draft in (None, "lookup")
+    ]
+    assert torch.equal(*alone)
+    engine = attngraph.Engine(made)
+    requests = [engine.submit(row, 40, logits_processor=[LogitsProcessor(grammar)], **asked) for row in ids]
+    engine.run()
+    for rows in (found[:, 4:].tolist(), alone[0][:, 4:].tolist(), [r.tokens for r in requests]):
+        assert all(text in ({"a": True}, {"a": False}) for text in texts(rows))
