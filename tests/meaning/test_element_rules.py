@@ -586,7 +586,7 @@ ROWS: list[Row] = [
         H(f"{n}.Scalar", numbers, mask)
         for n in ("bitwise_and", "__and__")
         for numbers in (i(9, low=-40, high=40), i(9, low=-128, high=128).to(torch.int8))
-        for mask in (15, 112, -16, 1)
+        for mask in (15, 112, -16, 1, 0)
     ],
     *[H(f"{n}.Scalar", i(9, low=-40, high=40), bit) for n in ("bitwise_xor", "__xor__") for bit in (1, 8)],
     *[

@@ -159,3 +159,14 @@ def test_a_decoder_that_cannot_be_derived_is_no_difference() -> None:
     verdict = attngraph.verify(later, attngraph.compile(later, cache=True), (IDS,), budget=0)
     assert verdict.status == "cannot be compared" and verdict.differences[0].code == "candidate-refuses"
     assert "sees" in str(verdict) or "later" in str(verdict), str(verdict)
+
+
+def test_a_decoder_of_what_cannot_be_captured_is_no_difference() -> None:
+    class Sorted(Causal):
+        def forward(self, ids: Tensor) -> Tensor:
+            found: Tensor = super().forward(ids)
+            return found * float(found.detach().numpy().max() < 1e9)
+
+    model = Sorted().eval()
+    verdict = attngraph.verify(model, attngraph.compile(model, cache=True), (IDS,), budget=0)
+    assert verdict.status == "cannot be compared" and verdict.differences[0].code == "candidate-refuses"

@@ -21,7 +21,7 @@ from attngraph.api.verify.recorded import Narrowest, units_of
 from attngraph.api.verify.sides import Ended, code_of
 from attngraph.api.verify.steps import ByWay, Sequences
 from attngraph.api.verify.verdict import Difference
-from attngraph.errors import NoDecoderError, SavedError, first_line
+from attngraph.errors import CaptureError, NoDecoderError, SavedError, first_line
 from attngraph.runtime.verify import results_of, tensors_of
 
 MOVED, ROUNDINGS, LEAST = 1e-12, 32.0, 1e-11
@@ -119,7 +119,7 @@ class Numbers:
 
     def _refuse(self, side: int, problem: Exception, about: str) -> None:
         """Note that a side takes no such call: a difference, if the reference does and a graph should."""
-        is_unserved = side == 1 and isinstance(problem, SavedError | NoDecoderError)
+        is_unserved = side == 1 and isinstance(problem, SavedError | NoDecoderError | CaptureError)
         self.unserved |= is_unserved
         if side == 0 or is_unserved:
             self.skipped += 1

@@ -27,9 +27,11 @@ def _power(count: int) -> Expr:
 
 def _masked(value: Expr, mask: int) -> Expr:
     """The bits of a number that are set in the mask: neighbouring ones, or all from one on."""
+    if mask == 0:
+        return E.const(0)
     low = (mask & -mask).bit_length() - 1
     high = mask >> low
-    if mask == 0 or high & (high + 1):
+    if high & (high + 1):
         raise Unliftable("a mask of several groups of bits")
     digits = M.floordiv(value, _power(low))
     if mask > 0:
