@@ -102,6 +102,8 @@ class NoDecoderError(AttnGraphError):
         """Whether the model was traced for one number of tokens alone."""
         self.fixes_rows = fixes_rows
         """Whether it was traced for one number of sequences alone."""
+        self.longer = 0
+        """So many tokens a trace must be of, for which all that it divides them by gives more than 1."""
         self.asked = False
         """Whether the model had asked for sizes, so that it may do something else with others."""
         self.extents = frozenset(extents)

@@ -29,6 +29,7 @@ from attngraph.ir.graph import Level, ProgramGraph, source_of
 from attngraph.ir.language import E, Expr, Packed
 from attngraph.ir.language.packed import BITS
 from attngraph.ir.ops.quantised import linear_q, unpack
+from attngraph.ir.walk import reached
 from attngraph.meaning import Category, M, Meaning, Unliftable, recombined, split_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.layout import NoView, ViewOp
@@ -177,10 +178,9 @@ class _Products:
 
     def _is_narrowed(self, node: fx.Node) -> bool:
         """Whether a value was rounded to 16 bits on its way from the model's tensors: formulas do not say."""
-        dtype = _dtype(node)
-        if dtype is not None and dtype.is_floating_point and dtype.itemsize < 4:
-            return True
-        return node not in self.own and any(map(self._is_narrowed, node.all_input_nodes))
+        way = reached([node], lambda n: () if n in self.own else n.all_input_nodes)
+        dtypes = (dtype for n in way if (dtype := _dtype(n)) is not None)
+        return any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in dtypes)
 
     def _is_weight(self, node: Expr) -> bool:
         return _is_read(node, *_INTEGERS) and node.value in self.own and len(node.free) == 2

@@ -24,6 +24,7 @@ from attngraph.errors import NoDecoderError, NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.algebra.sizes import example_size
 from attngraph.passes.divide_cache import DivideCache
+from attngraph.passes.insert_kv_cache.analyse import longer_trace
 from attngraph.passes.insert_kv_cache.free_tokens import computed_with
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.quantise_cache import QuantiseCache
@@ -34,7 +35,16 @@ from attngraph.report.cache_entry import CacheEntry, Drift
 from attngraph.report.ranks import CacheRanksEntry
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.examples import FAILURES, Example
-from attngraph.runtime.proof import Proved, of_few, prove, prove_alone, prove_longer, prove_storage, varied
+from attngraph.runtime.proof import (
+    Proved,
+    of_few,
+    prove,
+    prove_alone,
+    prove_longer,
+    prove_other_lengths,
+    prove_storage,
+    varied,
+)  # fmt: skip
 from attngraph.runtime.step import Step, StepSizes
 
 
@@ -52,6 +62,7 @@ def derive_decoder(
     with example_size(assumed.tokens), options.devices.tracing(owner):
         capture = functools.partial(_captured, target, example)
         made = build.rewritten(capture, options, first, assumed, keep=True, only_logits=True)
+        _require_longer(made.captured, example)
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
         insert = InsertKVCache(example.place, 0, assumed.tokens, example.is_compared, config.assume_causal)
         inserted = _with_cache(made, (insert, *divide), options)
@@ -61,6 +72,13 @@ def derive_decoder(
         rest = run_passes(graph, later, made.dump, options.progress)
     step = _step(graph.copy() if rounding else graph, owner, made.captured, sides, example, options)
     proved = _proved(target, made, divided, step, example, options, config)
+    if proved is not None and step.plan.least > 1 and options.devices.is_one:
+        logits = build.place_of_logits(made.captured.structure)
+        if prove_other_lengths(target, step, proved.arguments, logits):
+            for each in (step.graph, graph):
+                assert each.state is not None
+                each.state = dataclasses.replace(each.state, others=True)
+            step = _step(step.graph, owner, made.captured, sides, example, options)
     drift = None
     if rounding:
         wide, more = step, run_passes(graph, rounding, made.dump, options.progress)
@@ -95,6 +113,19 @@ def _captured(target: Callable[..., Any], example: Example, assumed: Assumed) ->
         told = f"it computes with {min(unclear)}, which may be a number of tokens or not."
         raise NoDecoderError(told, True, unclear)
     return found
+
+
+def _require_longer(captured: Captured, example: Example) -> None:
+    """Raise NoDecoderError where the trace is of too few tokens for what the model does with blocks."""
+    length = captured.shapes[example.place][1]
+    name = "" if isinstance(length, int) else str(length)
+    wanted = longer_trace(captured.graph, name) if name and not example.as_is else 0
+    if wanted > captured.graph.hints.get(name, wanted):
+        problem = NoDecoderError(
+            f"the model divides its tokens into blocks, and a trace of {wanted} is needed."
+        )
+        problem.longer = wanted
+        raise problem
 
 
 def _sides(target: Callable[..., Any], made: Rewritten, example: Example, options: Options) -> Sides:
@@ -197,16 +228,19 @@ def _cache_entry(
     assert plan is not None
     scales = {s.scales_of: s.bytes_per_token for s in plan.stores if s.scales_of}
     own = [s for s in plan.stores if not s.scales_of]
-    stores = tuple((s.label, s.bytes_in(config.floating) + scales.get(s.name, 0), s.window) for s in own)
+    stores = tuple(
+        (s.label, s.entry_bytes(config.floating) + scales.get(s.name, 0), s.window, s.size) for s in own
+    )
     if ranks is not None:
-        sizes = {label: size for label, size, _ in stores}
+        sizes = {label: size for label, size, *_ in stores}
         alike = tuple((label, sizes.get(label, size), per, why) for label, size, per, why in ranks.alike)
         ranks = dataclasses.replace(ranks, alike=alike)
     unordered = plan.unordered
     if unordered is not None and (scales or any(config.floating not in (None, s.dtype) for s in own)):
         unordered += ("a cache that rounds (new tokens see each other's values as they were computed)",)
     return CacheEntry(
-        sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),
+        sum(size // each for _, size, _, each in stores), plan.expanded, plan.attentions, stores,
+        len(plan.fixed),
         step.limit, error, config.rollback, config.page if config.layout == "paged" else 1,
         tuple(a.label.removeprefix("model.") for a in captured.attributes),
         tuple(dict.fromkeys(captured.checks)),

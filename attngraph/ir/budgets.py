@@ -68,6 +68,10 @@ CHECK_BYTES = 4 << 30
 PROBE_NODES, PROBES = 80, 400
 """Ops that one probe runs on permuted tokens, and probes per graph. Beyond either, an op that no element rule
 covers is assumed to mix tokens."""
+HISTORY_NODES = 400
+"""Ops that a step of a decoder runs again for a value that is computed from all earlier tokens."""
+LEAST_TOKENS = 1 << 10
+"""So many tokens a model may at most need for what it does with blocks of them."""
 PROBE_BYTES = 1 << 28
 """Bytes, in float64, of a whole model that is run to find a token that sees a later one, for an error; and of
 what one probe runs, which is not tried beyond."""

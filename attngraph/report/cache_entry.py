@@ -33,7 +33,8 @@ class CacheEntry:
     """What a derived decoder keeps.
 
     `bytes_per_token` is for all layers together; `expanded` what keys and values of every query head would
-    take; `stores` lists (what, bytes per token, window or None). `fixed` values are computed once for a
+    take; `stores` lists (what, bytes per entry, window or None, tokens that have an entry together). `fixed`
+    values are computed once for a
     prompt. `most_tokens` is the longest sequence the model takes (None: no limit is known). `error` is the
     largest difference to the whole sequence, in float64, relative to the largest logit (None: not compared).
     Where a window is kept, so are `rollback` more tokens; a row's room is a multiple of `page` tokens.
@@ -52,7 +53,7 @@ class CacheEntry:
     bytes_per_token: int
     expanded: int
     attentions: int
-    stores: tuple[tuple[str, int, int | None], ...]
+    stores: tuple[tuple[str, int, int | None, int], ...]
     fixed: int = 0
     most_tokens: int | None = None
     error: float | None = None
@@ -72,7 +73,7 @@ class CacheEntry:
     @property
     def bytes_per_row(self) -> int:
         """What a sequence needs whatever its length: carried values, and what windows keep."""
-        windows = ((size, window) for _, size, window in self.stores if window is not None)
+        windows = ((size, window) for _, size, window, _ in self.stores if window is not None)
         return self._carried() + sum(size * in_ring(window, self.rollback) for size, window in windows)
 
     def _carried(self) -> int:
@@ -96,7 +97,7 @@ class CacheEntry:
             tokens = length if window is None else in_ring(window, self.rollback)
             return -(-tokens // self.page) * self.page if length else 0
 
-        kept = sum(size * room(window) for _, size, window in self.stores)
+        kept = sum(size * room(window) // each for _, size, window, each in self.stores)
         return batch * (kept + self._carried())
 
     def account(self) -> Part:
@@ -112,9 +113,10 @@ class CacheEntry:
     def _kept(self) -> Iterator[str]:
         if self.expanded:
             yield f"keys and values of every query head would be {self.expanded:,}"
-        for (size, window), stores in alike(self.stores, lambda s: s[1:]):
+        for (size, window, each), stores in alike(self.stores, lambda s: s[1:]):
             kept, names = "all tokens" if window is None else f"the last {window}", [s[0] for s in stores]
-            yield f"{len(names)} value(s) of {size:,} bytes per token, {kept}   {from_to(names)}"
+            per = "per token" if each == 1 else f"for each {each} tokens"
+            yield f"{len(names)} value(s) of {size:,} bytes {per}, {kept}   {from_to(names)}"
         if self.carried:
             yield f"{len(self.carried)} value(s) of {self._carried():,} bytes in all, one for each sequence"
         length = min(self.most_tokens or EXAMPLE_LENGTH, EXAMPLE_LENGTH)

@@ -257,6 +257,9 @@ class DerivedSteps:
             except (DisagreementError, SavedError):
                 raise
             except AttnGraphError as other:
+                if isinstance(other, NoDecoderError) and other.longer:
+                    waiting = [size._replace(tokens=other.longer), size._replace(as_is=True), *waiting]
+                    continue
                 problems.append(other)
                 if len(problems) == 1 and not seen:
                     waiting += [*call.others(), *call.own_size(other)]

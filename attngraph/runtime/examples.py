@@ -35,11 +35,13 @@ OTHERS = (8, 12, 16, 6, 5, 4, 3)
 
 
 class Size(NamedTuple):
-    """The size of an example, and whether the graph is to be for calls of a single sequence."""
+    """The size of an example, and whether the graph is to be for calls of a single sequence. `as_is`: it will
+    do if it holds only for sequences of about so many tokens."""
 
     tokens: int = TOKENS
     rows: int = ROWS
     single: bool = False
+    as_is: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Example:
         multiples: of that number, with which operations computed in a trace for another one.
         alone: whether the model is called with one sequence at a time.
         single: whether the graph is for calls of one sequence alone.
+        as_is: whether it will do for sequences of about so many tokens alone.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Example:
     multiples: frozenset[int] = frozenset()
     alone: bool = False
     single: bool = False
+    as_is: bool = False
 
     @property
     def assumed(self) -> Assumed:
@@ -186,14 +190,14 @@ class Examples:
         """A step from an example of this size, or of another process if it is right for the call. Inputs as
         long as the prompt are cut to its length. They may be that long by coincidence, so if deriving fails,
         it is tried again with an example as long as the prompt."""
-        tokens, rows, single = size
+        tokens, rows, single, as_is = size
         rows += rows == tokens  # sizes that are equal would be one symbol
         derive = functools.partial(self._derive, fits=lambda step: not self.fault(step))
         width = self._packed.shape[1]
         tensors = {n: v for n, v in self._inputs.items() if isinstance(v, Tensor)}
 
         def example(tokens: int) -> Example:
-            return Example(self._name, (self._call(self._laid(), tokens, rows),), single=single)
+            return Example(self._name, (self._call(self._laid(), tokens, rows),), single=single, as_is=as_is)
 
         try:
             return derive(example(tokens))

@@ -41,11 +41,14 @@ class Pages(Part):
 
     Where a team of ranks divides a cache's tokens, these are the pages of one member: of every row it keeps
     each team-th token (`ir/ops/divided_attention.py`), in the pages of a row that is so much shorter; of a
-    window, in a ring so much smaller. Rows are told in numbers of all tokens."""
+    window, in a ring so much smaller. Rows are told in numbers of all tokens. Of a value with an entry
+    for each few tokens the same is kept as of a team whose last member this is."""
 
     def __init__(self, stores: Sequence[Store], rows: int, config: CacheConfig, device: torch.device) -> None:
         self.window, self.team, self.member = stores[0].window, stores[0].team, stores[0].member
         self.name = stores[0].table if self.team == 1 else f"{stores[0].table}@{self.member}"
+        if stores[0].size > 1:  # of each block the last token's place is kept
+            self.team, self.member = stores[0].size, stores[0].size - 1
         self.config, self.device = config, device
         held = 0 if self.window is None else in_ring(self.window, config.rollback)
         self.ring = own_count(held, self.team, 0)

@@ -20,11 +20,13 @@ from torch import Tensor
 
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.in_order import InOrder
 from attngraph.ir.ops.quantised import largest_error, widened
 from attngraph.ir.walk import reached
 from attngraph.meaning.check.comparison import Rule, compare
 from attngraph.report.cache_entry import Drift
 from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.examples import FAILURES
 from attngraph.runtime.kv_cache import Call, KVCache
 from attngraph.runtime.machine import Machine
 from attngraph.runtime.step import Step
@@ -84,7 +86,7 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], result:
         def of_whole(given: Mapping[str, Any]) -> Tensor:
             return ranks.one(machine(given, ranks.own(), ranks.exact)[result])  # type: ignore[no-any-return]
 
-        wanted = of_whole(full)
+        wanted = _as_it_grew(of_whole, step, full, steps) if step.plan.anew else of_whole(full)
         if wanted.shape != found.shape and not step.plan.length.isdecimal():
             # The model gives one result for a sequence: it is run on each beginning of two tokens or more.
             ends = range(2, found.shape[1] + 1)
@@ -102,6 +104,27 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], result:
             )
         raise NoDecoderError(f"prefill and decode do not give {differs}. Please report it.")
     return Proved(difference.relative, logits, arguments)
+
+
+def _as_it_grew(
+    of_whole: Callable[[Mapping[str, Any]], Tensor], step: Step, full: Mapping[str, Any],
+    steps: Sequence[Sequence[int]],
+) -> Tensor:  # fmt: skip
+    """What the model gives for each row's new tokens of each call, of sequences that end with them: which of
+    equal values it chooses (`topk`) may follow from how many there are. (Of a few more tokens, where the
+    captured graph is not for so many.)"""
+    found, total, rows = list[Tensor](), full[step.name].shape[1], 1 if step.sizes.single else len(steps[0])
+    for row in range(len(steps[0])):
+        parts, length = list[Tensor](), 0
+        for counts in steps:
+            before, length = length, length + counts[row]
+            of = next(
+                (n for n in range(length, total) if not step.sizes.fault(Call(rows, frozenset([n])))), total
+            )
+            cut = {**full, **{n: full[n][:, :of].contiguous() for n in step.arguments}}
+            parts.append(of_whole(cut)[row, before:length])
+        found.append(torch.cat(parts))
+    return torch.stack(found)
 
 
 def varied(whole: ProgramGraph, tokens: Tensor, place: int) -> Tensor:
@@ -134,10 +157,13 @@ def _sample(step: Step, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], t
 
 def _steps(step: Step, given: int, rows: int) -> tuple[tuple[int, int], ...]:
     """The calls to compare; as many tokens as were traced, where the graph is for no others."""
-    total = sum(count for count, _ in STEPS)
+    blocks = 3 * max((s.size for s in step.plan.stores), default=1)
+    more = max(blocks, step.plan.least)
+    steps = ((more + 1, more), *STEPS, (0, 1)) if step.plan.anew else STEPS
+    total = sum(count for count, _ in steps)
     call = Call(1 if step.sizes.single else rows, frozenset([total]))
     if not step.plan.length.isdecimal() and not step.sizes.fault(call):
-        return STEPS
+        return steps
     if given > total:
         return (*STEPS, (given - total, given - total))
     half = given // 2
@@ -174,6 +200,38 @@ def prove_longer(model: Callable[..., Any], step: Step, arguments: Mapping[str, 
         raise
     except Exception as problem:
         raise NoDecoderError(of_few(problem)) from problem
+
+
+def prove_other_lengths(
+    model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], result: int
+) -> bool:
+    """Whether the decoder gives what the model itself gives for numbers of tokens that the graph's conditions
+    leave out, with which the model may do something else: fewer than its operations on blocks need, and some
+    between. Compared is one of each length among the first, and at the ends of what was asked for sizes. If
+    all are alike, the step takes such rows."""
+    given, sizes = arguments[step.name], step.sizes
+    most = step.plan.least + 2 * max((s.size for s in step.plan.stores), default=1)
+    if any(isinstance(v, Tensor) for n, v in arguments.items() if n not in step.arguments):
+        return False
+    rows = 1 if sizes.single else 2
+    left_out = [n for n in range(1, most + 1) if sizes.fault(Call(rows, frozenset([n])))]
+    lengths = [n for n in left_out if n < BEGINNINGS or sizes.is_border(n)]
+    places = torch.randint(0, given.shape[1], (most,), generator=torch.Generator().manual_seed(0))
+    full = {n: arguments[n][:1, places].expand(rows, -1, *arguments[n].shape[2:]) for n in step.arguments}
+    state = KVCache(step.plan, rows, CacheConfig(), given.device)
+    sizes.take_others(step.plan.least)
+    try:
+        with torch.no_grad(), InOrder():  # type: ignore[no-untyped-call]
+            step.begin(state, {n: arguments[n] for n in step.prompt_arguments})
+            counts = [[1] * rows] * 2 + [[most - 2] * rows]
+            found = _by_row((c, step.advance(state, c, _next(step, state, full, c))[0]) for c in counts)[0]
+            for length in lengths:
+                call = {**arguments, **{n: t[:1, :length] for n, t in full.items()}}
+                _require_as_model(model, step, call, found[:length], result)
+    except (NoDecoderError, *FAILURES):
+        sizes.take_others(0)
+        return False
+    return True
 
 
 def prove_alone(

@@ -119,6 +119,10 @@ def plan_of(state: Any) -> tuple[CachePlan, CacheConfig]:
         require(within and not any(store.shape[dim] for dim in dims), f"{store.name} has no rows or tokens")
         require(store.window is None or store.window >= 1, f"{store.name} has a window of {store.window}")
         require(store.team >= 1 and 0 <= store.member < store.team, f"{store.name} is of no member of a team")
+        require(
+            store.size >= 1 and (store.size == 1 or store.team == 1),
+            f"{store.name} is of {store.size} tokens",
+        )
     number(config.page, "page", 1)
     number(config.rollback, "rollback")
     return plan, config

@@ -64,6 +64,8 @@ class StepSizes:
         self._tables = tables
         limits = (tables, traced if self._whole_table is None else None)
         self.limit = min((n for n in limits if n is not None), default=None)
+        self.least = graph.state.least if graph.state.others else 0
+        """Rows of a length that the conditions leave out are right where one of up to so many more is."""
 
     @property
     def depends(self) -> bool:
@@ -129,6 +131,20 @@ class StepSizes:
                 return None
         return {name: size for name, size in sizes.items() if name not in (self.rows, self.length)}
 
+    def take_others(self, least: int) -> None:
+        """Take rows of any length to be right where one of up to `least` more tokens is."""
+        self.least = least
+        self._fault_of.cache_clear()
+
+    def is_border(self, tokens: int) -> bool:
+        """Whether something that was asked for sizes has another answer for one token more, or less."""
+        every = (*self._conditions, *(d.relation for d in self.sides.decisions))
+
+        def answers(count: int) -> list[bool]:
+            return [holds(c, {self.length: count, self.rows: 2}) for c in every]
+
+        return not answers(tokens - 1) == answers(tokens) == answers(tokens + 1)
+
     def fault(self, call: Call) -> str:
         """Why the graph is not right for a call; "" if it is."""
         if not self.asks:
@@ -138,6 +154,11 @@ class StepSizes:
         return next(filter(None, faults), "")
 
     def _fault(self, rows: int, length: int, others: tuple[tuple[str, int], ...]) -> str:
+        more = (self._of_length(rows, length + n, others) for n in range(self.least + 1))
+        found = self._of_length(rows, length, others)
+        return "" if not found or not all(more) else found
+
+    def _of_length(self, rows: int, length: int, others: tuple[tuple[str, int], ...]) -> str:
         if self.single and rows != 1:
             return f"the graph is for calls of one sequence, and there are {rows}"
         sizes = {**dict(others), self.length: length, self.rows: rows}

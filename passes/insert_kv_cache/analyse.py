@@ -3,6 +3,7 @@
 Used by `insert_kv_cache`.
 """
 
+import bisect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 
 from attngraph.capture.program.functional import RECURRENT
 from attngraph.errors import NoDecoderError
@@ -62,6 +64,30 @@ def analyse(
         found = Tokens(graph, *names, histories=True, refuted=refuted, assume_causal=assume_causal)
     _require_token_wise(graph, ids, found)
     return found
+
+
+def longer_trace(graph: ProgramGraph, length: str) -> int:
+    """How many tokens a trace needs where this one holds for a few tokens alone, because of what it divides
+    their number by: for all quotients to be more than 1, and on the other side of what was asked of them. 0
+    where it holds for longer sequences, or where none is known to help."""
+
+    def is_own(formula: Any) -> bool:
+        return {str(s) for s in formula.free_symbols} == {length}
+
+    own = [c for c in graph.conditions if is_own(c)]
+    quotients = {f for c in graph.conditions for f in c.atoms(FloorDiv) if is_own(f)}
+    numbers = {int(n) for f in quotients for n in f.args[1:] if n.is_Integer}
+    traced, block = graph.hints.get(length, 0), max(numbers, default=0)
+
+    def admits(near: int) -> bool:
+        """Whether one of a few numbers of tokens is: a quotient may have to leave a rest."""
+        return any(all(holds(c, {length: n}) for c in own) for n in (near, near + 1, near + 2))
+
+    if not block or admits(budgets.LEAST_TOKENS):
+        return 0
+    bound = bisect.bisect_left(range(budgets.LEAST_TOKENS), True, traced, key=lambda n: not admits(n))
+    wanted = max(2 * block + 1, bound + block + 1)
+    return wanted if wanted <= budgets.LEAST_TOKENS else 0
 
 
 def _fixed_at(graph: ProgramGraph, number: int) -> str:

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
+from attngraph.ir import budgets
 from attngraph.ir.graph import RESULTS, Level, Output, ProgramGraph, op_name, source_of
 from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan
@@ -29,6 +30,7 @@ from attngraph.ir.walk import operands_first
 from attngraph.meaning.tokens.facts import Fact, Kind, Scan
 from attngraph.meaning.tokens.loops import TokenLoop
 from attngraph.meaning.tokens.recurrence import Sums
+from attngraph.meaning.tokens.streams import Stream
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.meaning.tokens.windows import History, RunningFold, Window
 from attngraph.passes.build import Builder, NoSize
@@ -38,7 +40,7 @@ from attngraph.passes.insert_kv_cache.carry import carry, fold, take_steps
 from attngraph.passes.insert_kv_cache.every_token import pick_results
 from attngraph.passes.insert_kv_cache.free_tokens import free_tokens
 from attngraph.passes.insert_kv_cache.join_pieces import join_pieces, leave_out_own_places
-from attngraph.passes.insert_kv_cache.look_back import look_back, run_again
+from attngraph.passes.insert_kv_cache.look_back import add_blocks, look_back, run_again, with_program
 from attngraph.passes.insert_kv_cache.step import KeptValues, RefutedError, Rewrite, Step, StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
 from attngraph.passes.insert_kv_cache.write_formula import ByIndex, NotWritten
@@ -103,6 +105,7 @@ def only_result(graph: ProgramGraph, result: int) -> None:
 
 _REWRITES: dict[type[Scan], Rewrite] = {
     Window: look_back, Sums: carry, RunningFold: fold, TokenLoop: take_steps, History: run_again,
+    Stream: add_blocks,
 }  # fmt: skip
 """What makes values that follow from earlier tokens a part of a step."""
 
@@ -119,13 +122,25 @@ class _Insertion:
         self.made: dict[fx.Node, fx.Node] = {}
         """What replaces a value, once all of them are made."""
         self.expanded = 0
+        streams = [f.scan.streams for f in tokens.facts.values() if isinstance(f.scan, History)]
+        tokens.facts |= {node: s.fact(tokens.facts) for of in streams for node, s in of.items()}
         self.needed = self._needed()
 
     def run(self) -> None:
         most_tokens = self.tokens.most_tokens()
         needed = {n: f for n, f in self.tokens.facts.items() if n in self.needed}
         attentions = [n for n in self.graph.attentions() if n in needed and needed[n].kind is Kind.ATTENTION]
-        scans = {n: f.scan for n, f in needed.items() if f.scan is not None}
+        order = {node: place for place, node in enumerate(self.graph.graph.nodes)}
+        if any(isinstance(f.scan, History) for f in needed.values()):
+            self.step.least = self._least()
+        scans = {
+            n: f.scan for n, f in sorted(needed.items(), key=lambda p: order[p[0]]) if f.scan is not None
+        }
+        for node, scan in scans.items():
+            if isinstance(scan, History):
+                with self._replaced(node, f"it is {scan.reason}", "a few new tokens"):
+                    scans[node] = with_program(self.step, Builder(self.graph, node), node, scan)
+                    self.tokens.facts[node] = dataclasses.replace(needed[node], scan=scans[node])
         require_no_places(self.tokens, needed)
         self.kept.choose([*attentions, *scans])
         for node in list(self.graph.graph.nodes):
@@ -155,12 +170,18 @@ class _Insertion:
         self.graph.state = CachePlan(
             tuple(stores.values()), tuple(self.fixed.found.values()), self.expanded, len(attentions),
             length, tokens, most_tokens, tuple(self.step.carried.values()), self.step.rounding,
-            tuple(self.step.anew), tuple(self.step.assumed),
+            tuple(self.step.anew), tuple(self.step.assumed), least=self.step.least,
         )  # fmt: skip
         self.inputs.drop_unused()
         for node, fact in self.tokens.facts.items():
             node.meta["tokens"] = fact.describe(self.tokens.space)
         self._note(len(attentions), self.graph.state)
+
+    def _least(self) -> int:
+        """The fewest tokens for which the graph's operations are right; 0 if they are for any number."""
+        rows, tokens = (str(n.value) for n in (self.tokens.space.rows, self.tokens.space.tokens))
+        counts = range(1, budgets.LEAST_TOKENS)
+        return next((n for n in counts if self.graph.admits({rows: 2, tokens: n})), 0)
 
     def _needed(self) -> set[fx.Node]:
         def operands(node: fx.Node) -> Sequence[fx.Node]:

@@ -4,10 +4,9 @@ Of the last tokens (`meaning/tokens/windows.py`): a step gets the new tokens wit
 (`attngraph::with_earlier`). A convolution then runs as the model has it, on this longer sequence; everything
 else is computed from its formula, in which an element of token t - j is the one that stands j places before.
 
-Of all earlier tokens (`looks_back.py`): a step puts together what every row has of all its tokens, one row
-below the other, with zeros after the last token of a shorter row (`attngraph::history`). The model's own
-operations run on that, as on a batch of whole sequences, and the results of the new tokens are taken. No
-token sees a later one, so the zeros change nothing. Used by `insert_kv_cache`.
+Of all earlier tokens (`looks_back.py`): a step puts together what every row has of all its tokens
+(`attngraph::history`), or of each block of them (`streams.py`), and runs the model's own operations on it,
+for the new tokens where that is possible (`each_row.py`). Used by `insert_kv_cache`.
 """
 
 import dataclasses
@@ -16,19 +15,24 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph import op_name, source_of
 from attngraph.ir.language import E, Expr
+from attngraph.ir.language.step_program import parse_row
+from attngraph.ir.ops.each_row import each_block, each_row
 from attngraph.ir.ops.history import history, with_earlier
 from attngraph.meaning.algebra import M, size_expression
+from attngraph.meaning.tokens.streams import Stream
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.meaning.tokens.windows import History, Window
 from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.insert_kv_cache.each_row import BlockWriter, OwnWriter
 from attngraph.passes.insert_kv_cache.free_tokens import repeated
 from attngraph.passes.insert_kv_cache.step import Step
-from attngraph.passes.insert_kv_cache.write_formula import ByIndex
+from attngraph.passes.insert_kv_cache.write_formula import ByIndex, NotWritten
 
 aten = torch.ops.aten
 
@@ -45,17 +49,23 @@ def look_back(step: Step, builder: Builder, node: fx.Node, scan: Window) -> tupl
     place = builder.trace(places, _in_order(step, builder), rows("row"))
     longer: dict[fx.Node, fx.Node] = {}
     for operand in scan.operands:
-        pages, store = step.kept.pages_of(builder, operand)
-        longer[operand] = builder.call(
-            with_earlier, pages, operand, step.inputs.table(store.window), rows("starts"), rows("first"),
-            place, tokens.row_dim(operand), tokens.token_dim(operand), back,
-        )  # fmt: skip
+        longer[operand] = _longer(step, builder, operand, place, back)
     if scan.formula is None:  # the model's own operations on the longer sequence
         done = rerun(tokens, builder, scan.region, longer)
         new = builder.call(aten.index_select.default, done[node], tokens.token_dim(node), place)
     else:
         new = _WithEarlier(step, builder, node, scan.formula, longer, place).write()
     return new, f"{op_name(node)} at {source_of(node)} is computed from the last {scan.latest} tokens"
+
+
+def _longer(step: Step, builder: Builder, operand: fx.Node, place: fx.Node, back: int) -> fx.Node:
+    """New tokens with those before them; `place`: where each stands then."""
+    pages, store = step.kept.pages_of(builder, operand)
+    rows, dims = step.inputs.rows, (step.tokens.row_dim(operand), step.tokens.token_dim(operand))
+    return builder.call(
+        with_earlier, pages, operand, step.inputs.table_of(store), rows("starts"), rows("first"), place,
+        *dims, back,
+    )  # fmt: skip
 
 
 def _in_order(step: Step, builder: Builder) -> fx.Node:
@@ -158,7 +168,11 @@ def run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> tup
     where = f"{op_name(node)} at {source_of(node)}"
     try:
         new = _run_again(step, builder, node, scan)
-    except (NoSize, RuntimeError) as problem:  # torch may not follow the operations for such sizes
+    except (
+        NoSize,
+        NotWritten,
+        RuntimeError,
+    ) as problem:  # torch may not follow the operations for such sizes
         raise NoDecoderError(
             f"{where}: it is computed from all earlier tokens, and what computes it cannot be traced for "
             "sequences of any length."
@@ -172,27 +186,96 @@ def run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> tup
     )
 
 
+def with_program(step: Step, builder: Builder, node: fx.Node, scan: History) -> History:
+    """The scan with its program, and of its operands those that are read at earlier tokens alone. Raises
+    `NotWritten`: there is no program."""
+    writer = OwnWriter(
+        step.tokens, scan.region, scan.operands, scan.streams, builder, step.inputs.rows("positions")
+    )
+    program = writer.program(writer.own(node, step.tokens[node].axes))
+    step.programs[node] = program, writer.new, writer.shared
+    return dataclasses.replace(scan, operands=tuple(writer.whole))
+
+
 def _run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> fx.Node:
     """The node that computes the value for new tokens."""
-    inputs, rows, token = step.inputs, step.inputs.rows, step.tokens.token_dim(node)
-    whole: dict[fx.Node, fx.Node] = {}
-    as_long: fx.Node | None = None
+    inputs, rows, tokens = step.inputs, step.inputs.rows, step.tokens
+    program, new, shared = step.programs[node]
+    whole, sizes, as_long = list[fx.Node](), list[int](), dict[int, fx.Node]()
     for operand in scan.operands:
+        stream, dim = scan.streams.get(operand), tokens.token_dim(operand)
+        sizes.append(1 if stream is None else stream.size)
         pages, store = step.kept.pages_of(builder, operand)
-        dim = step.tokens.token_dim(operand)
-        whole[operand] = builder.call(
-            history, pages, operand, inputs.table(store.window), rows("starts"), rows("first"), dim, as_long
-        )
-        as_long = as_long or builder.call(aten.movedim.int, whole[operand], dim, 0)
-    found = rerun(step.tokens, builder, scan.region, whole)[node]
-
-    def picked(found: Any, row: Any, positions: Any) -> Any:
-        return found.movedim(token, 1).index([row, positions]).unsqueeze(0).movedim(1, token)
-
-    new = builder.trace(picked, found, rows("row"), rows("positions"))
+        whole.append(builder.call(
+            history, pages, operand, inputs.table_of(store), rows("starts"), rows("first"), dim,
+            as_long.get(sizes[-1]), sizes[-1],
+        ))  # fmt: skip
+        as_long.setdefault(sizes[-1], builder.call(aten.movedim.int, whole[-1], dim, 0))
+    least = step.least if _fails_on_fewer(step, scan, program, new, shared) else 1
+    made = builder.call(
+        each_row, new, whole, shared, rows("starts"), rows("first"), rows("positions"), program,
+        [tokens.token_dim(n) for n in (*new, *scan.operands)], sizes, least, _shape(tokens, node),
+    )  # fmt: skip
     # A step has one sequence, and what follows counts it as the model counts its rows.
     count = builder.call(aten.sym_size.int, inputs.ids, 0)
-    return builder.call(aten.expand.default, new, [count, *[-1] * (new.meta["val"].ndim - 1)])
+    return builder.call(aten.expand.default, made, [count, *[-1] * (made.meta["val"].ndim - 1)])
+
+
+def _fails_on_fewer(
+    step: Step, scan: History, program: str, new: Sequence[fx.Node], shared: Sequence[fx.Node]
+) -> bool:
+    """Whether a program cannot be run for a row of fewer tokens than the graph's operations are for: tried
+    without data, for one token and around the ends of blocks."""
+    tokens, run = step.tokens, parse_row(program)
+    sizes = {n: scan.streams[n].size if n in scan.streams else 1 for n in scan.operands}
+    counts = {n for size in sizes.values() for n in (1, size - 1, size, size + 1, 2 * size) if n}
+
+    def empty(node: fx.Node, count: int) -> torch.Tensor:
+        value, dim = node.meta["val"], tokens.token_dim(node)
+        shape = list(value.shape) if dim is None else _shape(tokens, node)
+        return torch.empty([count if d == dim else n for d, n in enumerate(shape)], dtype=value.dtype)
+
+    with FakeTensorMode():
+        place = torch.empty(1, dtype=torch.int64)
+        given = [empty(n, 1) for n in new], [empty(n, 1) for n in shared]
+        for count in sorted(counts):
+            whole = [empty(n, count // size) for n, size in sizes.items()]
+            try:
+                run(count, 1, count - 1, given[0], whole, given[1], [place])
+            except (RuntimeError, IndexError, ValueError, TypeError):
+                return True
+    return False
+
+
+def _shape(tokens: Tokens, node: fx.Node) -> list[int]:
+    """The extents of a value for one row, 0 for its tokens. Raises `NotWritten`: they are no numbers."""
+    place, row = tokens.token_dim(node), tokens.row_dim(node)
+    found = [0 if d == place else 1 if d == row else n for d, n in enumerate(node.meta["val"].shape)]
+    if not all(isinstance(n, int) for n in found):
+        raise NotWritten(f"%{node.name}")
+    return found
+
+
+def add_blocks(step: Step, builder: Builder, node: fx.Node, scan: Stream) -> tuple[fx.Node, str]:
+    """A `Rewrite` of streams: entries of the blocks that new tokens complete."""
+    tokens, rows, back = step.tokens, step.inputs.rows, scan.latest - 1
+
+    def places(order: Any, row: Any) -> Any:
+        return order + (row + 1) * back
+
+    place = builder.trace(places, _in_order(step, builder), rows("row"))
+    every = {operand: _longer(step, builder, operand, place, back) for operand in scan.operands}
+    writer = BlockWriter(tokens, scan.region, scan.operands, scan.size)
+    program = writer.program(writer.of_all(node))
+    longer, dims = [every[n] for n in writer.whole], [tokens.token_dim(n) for n in writer.whole]
+    new = builder.call(
+        each_block, longer, writer.shared, rows("starts"), rows("first"), rows("positions"), program, dims,
+        scan.size, scan.before, _shape(tokens, node),
+    )  # fmt: skip
+    return new, (
+        f"{op_name(node)} at {source_of(node)} has an entry for each {scan.size} tokens, computed when the "
+        "last of them is there"
+    )
 
 
 def rerun(

@@ -27,7 +27,9 @@ from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.ir.walk import filled, minimum_cut, reached
 from attngraph.meaning.rule import RULES, Category
 from attngraph.meaning.tokens.facts import Kind
+from attngraph.meaning.tokens.streams import Stream
 from attngraph.meaning.tokens.tokens import Tokens
+from attngraph.meaning.tokens.windows import History
 from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.free_tokens import repeated
 
@@ -48,7 +50,7 @@ class StepInputs:
         self.graph, self.ids, self.tokens = graph, ids, tokens
         self._device = graph.placeholders()[-1].meta["val"].device
         self._made: dict[str, fx.Node] = {}
-        self._page_sizes: dict[int | None, Any] = {}
+        self._page_sizes: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> fx.Node:
         return self._made[name]
@@ -70,12 +72,16 @@ class StepInputs:
         """The page table of the rows, for values that are cached for a window, or (None) without limit."""
         return self.take("rows", f"table.{window or 'all'}", [None, None])
 
+    def table_of(self, store: Store) -> fx.Node:
+        """The page table of a cached value."""
+        return self.take("rows", store.table, [None, None])
+
     def pages(self, store: Store) -> fx.Node:
         """All pages of a cached value. Values that share a page table have pages of as many tokens."""
         shape: list[Any] = [n or None for n in store.shape]
-        shape[store.token_dim] = self._page_sizes.get(store.window)
+        shape[store.token_dim] = self._page_sizes.get(store.table)
         made = self.take("pages", store.name, shape, store.dtype)
-        self._page_sizes[store.window] = made.meta["val"].shape[store.token_dim]
+        self._page_sizes[store.table] = made.meta["val"].shape[store.token_dim]
         return made
 
     def carried(self, about: Carried) -> fx.Node:
@@ -114,7 +120,9 @@ class KeptValues:
         kept = self._cut(operands)
         for number, value in enumerate(kept):
             users = [n for n in readers for o in self._operands(n) if value in self._path(o, kept)]
-            windows = [self._window(n) for n in users]
+            windows = [
+                self._window(n, o) for n in users for o in self._operands(n) if value in self._path(o, kept)
+            ]
             window = None if None in windows else max(w for w in windows if w is not None)
             row, token = self.tokens.row_dim(value), self.tokens.token_dim(value)
             if token is None or self._bytes_per_token(value) is None:
@@ -128,7 +136,9 @@ class KeptValues:
                 shape, row, token = [0, *shape], 0, token + 1
             label = (users and module_of(users[0])) or source_of(value)
             about = tuple(shape), row, token, value.meta["val"].dtype, window, label, len(users)
-            self.stores[value] = Store(f"kept{number}", *about)
+            scan = self.tokens[value].scan
+            size = scan.size if isinstance(scan, Stream) else 1
+            self.stores[value] = Store(f"kept{number}", *about, size=size)
         together = [self._path(o, kept) for o in operands]
         together += [[n for o in self._operands(r) for n in self._path(o, kept)] for r in readers
                      if self.tokens[r].scan is None]  # fmt: skip
@@ -200,9 +210,11 @@ class KeptValues:
         reads_tokens = [r for r in view.reads if any(self.space.token in d for d in self.tokens[r].axes)]
         return [*([] if self.tokens[view.keys[0]].kind is Kind.FIXED else view.keys), *reads_tokens]
 
-    def _window(self, node: fx.Node) -> int | None:
-        """How many of the latest tokens a value needs; None: all."""
+    def _window(self, node: fx.Node, operand: fx.Node) -> int | None:
+        """Of how many of its latest tokens a value needs an operand; None: all."""
         fact = self.tokens[node]
+        if isinstance(fact.scan, History):
+            return fact.scan.latest_of.get(operand)
         if fact.scan is not None:
             return fact.scan.latest
         assert fact.causality is not None
@@ -264,7 +276,9 @@ class Step:
 
     `carried`: what the rows carry, with the nodes that compute the next of it. `rounding`: of the tables from
     which decays are read. `anew`, `assumed`: the lines of values that are computed anew from all tokens, and
-    those of which it is taken from the user that they see no later ones.
+    those of which it is taken from the user that they see no later ones. `least`: what is computed from all
+    tokens is computed of at least so many. `programs`: of values that are computed from all tokens, with the
+    values of new tokens and the shared ones that they read.
     """
 
     tokens: Tokens
@@ -272,6 +286,10 @@ class Step:
     kept: KeptValues
     carried: dict[fx.Node, Carried] = dataclasses.field(default_factory=dict)
     rounding: float = 0.0
+    least: int = 0
+    programs: dict[fx.Node, tuple[str, list[fx.Node], list[fx.Node]]] = dataclasses.field(
+        default_factory=dict
+    )
     anew: list[str] = dataclasses.field(default_factory=list)
     assumed: list[str] = dataclasses.field(default_factory=list)
 

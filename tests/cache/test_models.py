@@ -419,7 +419,19 @@ def test_one_token_at_a_time_from_the_first_on() -> None:
 def _chosen_if_there_are_more(scores: Tensor, keep: Tensor) -> Tensor:
     if scores.shape[-1] > 4:
         return models.most_similar(scores, keep)
+    return (2 * scores).masked_fill(~keep, -torch.inf).softmax(-1)
+
+
+def _all_if_there_are_few(scores: Tensor, keep: Tensor) -> Tensor:
+    if scores.shape[-1] > 4:
+        return models.most_similar(scores, keep)
     return scores.masked_fill(~keep, -torch.inf).softmax(-1)
+
+
+def test_a_branch_that_makes_no_difference_is_crossed() -> None:
+    model, ids = Small(models.weighing(_all_if_there_are_few)), some_ids(1, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(by_steps(attngraph.compile(model, cache=True), ids, 2)[0], model(ids))
 
 
 def test_a_model_that_does_something_else_with_short_sequences_goes_on_with_long_ones() -> None:

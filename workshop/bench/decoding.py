@@ -194,8 +194,8 @@ def bytes_of_rows(of: Subject, seen: Sequence[int]) -> dict[str, Row]:
     found = {f"allocated for {n} tokens": {"bytes": of.decoder.prefill(of.ids(1, n))[1].nbytes} for n in seen}
     cache = of.decoder.report.cache
     assert cache is not None
-    windows = sum(size * (window - 1) for _, size, window in cache.stores if window is not None)
-    each = sum(size for _, size, window in cache.stores if window is None)
+    windows = sum(size * (window - 1) for _, size, window, _ in cache.stores if window is not None)
+    each = sum(size // tokens for _, size, window, tokens in cache.stores if window is None)
     row = sum(size for _, size in cache.carried) + windows
     return {**found, "a row": {"bytes": row}, "each token": {"bytes": each}}
 

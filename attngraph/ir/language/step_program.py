@@ -1,4 +1,5 @@
-"""Step programs: one step of a loop over tokens, as operations on tensors.
+"""Step programs: what a step of a decoder runs again and again, as operations on tensors. One step of a loop
+over tokens has two parts:
 
     begin:
         v0 = aten.zeros_like.default(t0)
@@ -13,6 +14,8 @@ the token, `s0, ...` tensors that all tokens share, `c0, ...` what the step befo
 many rows take the step. Tensors of tokens and those handed on have a row in each place of their first
 dimension. The first result is the value of the token, the others are handed on.
 
+What is run for one row at a time (`ir/ops/each_row.py`) has one part, `row:`, with other names.
+
 Each part is compiled to an `fx.GraphModule`. Nothing but operators of a closed list (`ir/operations.py`),
 their plain arguments and arithmetic of `rows` can be written, and nothing is evaluated as Python.
 """
@@ -21,16 +24,18 @@ import ast
 import functools
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from attngraph.ir.in_order import IN_ORDER
 from attngraph.ir.operations import is_pure, packet_of
 
 _ARITHMETIC: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
 }  # fmt: skip
 _WORDS = {"inf": float("inf"), "nan": float("nan")}
 _KINDS = (torch.dtype, torch.layout, torch.memory_format)
@@ -45,26 +50,44 @@ class Step(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def parse(text: str, wide: bool = False) -> Step:
-    """A program from its text. `wide`: floating dtypes that are written stand for float64. ValueError where a
+    """A program from its text. `wide`: floating dtypes that are written stand for float64, and of equal
+    numbers the first are chosen. ValueError where a
     line is malformed."""
+    parts = _parts(text, ["begin", "step"])
+    return Step(*(_Part(lines, wide, _OF_STEPS).function() for lines in parts))
+
+
+@functools.lru_cache(maxsize=256)
+def parse_row(text: str, wide: bool = False) -> fx.GraphModule:
+    """A program of the part `row` as a graph of (tokens, new, first, t, h, s, p) that gives a list of one
+    tensor; `wide` and errors as in `parse`."""
+    return _Part(_parts(text, ["row"])[0], wide, _OF_ROWS).function()
+
+
+_OF_STEPS = ("rows", "t", "s", "c")
+_OF_ROWS = ("tokens", "new", "first", "t", "h", "s", "p")
+"""What parts are given: numbers by words, lists of tensors by letters."""
+
+
+def _parts(text: str, wanted: list[str]) -> list[list[str]]:
     parts: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line and not line.startswith(" "):
             lines = parts[line.rstrip(":")] = []
         elif line.strip():
             lines.append(line.strip())
-    if list(parts) != ["begin", "step"]:
-        raise ValueError(f"a step program has the parts begin and step, not {', '.join(parts)}")
-    return Step(_Part(parts["begin"], wide).function(), _Part(parts["step"], wide).function())
+    if list(parts) != wanted:
+        raise ValueError(f"a step program has the parts {' and '.join(wanted)}, not {', '.join(parts)}")
+    return list(parts.values())
 
 
 class _Part:
     """One part under construction."""
 
-    def __init__(self, lines: list[str], wide: bool) -> None:
+    def __init__(self, lines: list[str], wide: bool, given: Sequence[str]) -> None:
         self.graph, self.wide = fx.Graph(), wide
-        self.given = {name: self.graph.placeholder(name) for name in ("rows", "t", "s", "c")}
-        self.names: dict[str, Any] = {"rows": self.given["rows"]}
+        self.given = {name: self.graph.placeholder(name) for name in given}
+        self.names: dict[str, Any] = {name: node for name, node in self.given.items() if len(name) > 1}
         for line in lines:
             self._line(line)
 
@@ -110,9 +133,14 @@ class _Part:
                     raise ValueError(f"{value} cannot stand in a step program")
                 wider = self.wide and isinstance(value, torch.dtype) and value.is_floating_point
                 return torch.float64 if wider else value
+            case ast.Call(func=ast.Name(id="min" | "max" as name), args=args):
+                function = torch.sym_min if name == "min" else torch.sym_max
+                return self.graph.call_function(function, tuple(map(self._value, args)))
             case ast.Call(func=function, args=args, keywords=named):
                 given = {str(k.arg): self._value(k.value) for k in named}
-                return self.graph.call_function(_operator(function), tuple(map(self._value, args)), given)
+                called = _operator(function)
+                called = IN_ORDER.get(called, called) if self.wide else called
+                return self.graph.call_function(called, tuple(map(self._value, args)), given)
         raise ValueError(f"{ast.unparse(node)!r} cannot stand in a step program")
 
     def _named(self, name: str) -> Any:
@@ -120,7 +148,7 @@ class _Part:
             kind, number = name[:1], name[1:]
             if name in _WORDS:
                 return _WORDS[name]
-            if kind not in ("t", "s", "c") or not number.isdigit():
+            if kind not in self.given or not number.isdigit():
                 raise ValueError(f"{name} is not defined above")
             self.names[name] = self.graph.call_function(operator.getitem, (self.given[kind], int(number)))
         return self.names[name]

@@ -108,7 +108,8 @@ class Store:
     in a page (dimension `token_dim`). `window`: how many of the latest tokens are needed (None: all). `label`
     describes the value in the report; `uses` is the number of operands that are views of it. `scales_of`: the
     name of the store whose numbers of 8 bits these are the scales of. `team`: how many ranks divide its
-    tokens, and `member`: which of them this is (`divided_attention.py`).
+    tokens, and `member`: which of them this is (`divided_attention.py`). `size`: for how many tokens an entry
+    is kept, in the place of the last of them (`meaning/tokens/streams.py`).
     """
 
     name: str
@@ -122,11 +123,13 @@ class Store:
     scales_of: str = ""
     team: int = 1
     member: int = 0
+    size: int = 1
 
     @property
     def table(self) -> str:
         """The name of the input that is its page table."""
-        return f"table.{self.window or 'all'}" + f".{self.team}" * (self.team > 1)
+        about = f"table.{self.window or 'all'}" + f".{self.team}" * (self.team > 1)
+        return about + f".each{self.size}" * (self.size > 1)
 
     @property
     def bytes_per_token(self) -> int:
@@ -134,7 +137,11 @@ class Store:
 
     def bytes_in(self, dtype: torch.dtype | None) -> int:
         """Bytes per token where floating values are cached in another dtype (None: as computed): on one rank,
-        in the mean over tokens, rounded up."""
+        in the mean over tokens (also where an entry is for several), rounded up."""
+        return -(-self.entry_bytes(dtype) // self.size)
+
+    def entry_bytes(self, dtype: torch.dtype | None) -> int:
+        """Bytes of an entry, which several tokens may have together; `dtype` and ranks as in `bytes_in`."""
         dims = [n for place, n in enumerate(self.shape) if place not in (self.row_dim, self.token_dim)]
         kept = dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
         return -(-math.prod(dims) * kept.itemsize // self.team)
@@ -182,7 +189,9 @@ class CachePlan:
     sequence that the model's position tables cover; `rounding`: of tables that say how carried values decay,
     relative to their entries, 0 without such tables; `anew`: the lines of values that every step computes
     anew from all tokens; `assumed`: operations that are taken not to look at later tokens, and why that could
-    not be shown; `unordered`: operations whose sums have no fixed order, None where none was asked for."""
+    not be shown; `unordered`: operations whose sums have no fixed order, None where none was asked for;
+    `least`: what is computed from all tokens is computed of at least so many, 0 if nothing is; `others`:
+    whether it was compared with the model that it is right for lengths that the conditions leave out."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -196,6 +205,8 @@ class CachePlan:
     anew: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     unordered: tuple[str, ...] | None = None
+    least: int = 0
+    others: bool = False
 
     @property
     def bytes_per_row(self) -> int:

@@ -1,7 +1,8 @@
 """What a step of a decoder reads of earlier tokens beside attention: all of them, or the last few.
 
 `cached_attention.py` says how pages and rows lie. `history` gives a stored value at every position of every
-row, as a batch; rows shorter than the longest are padded with zeros. `with_earlier` puts the `back` tokens
+row, as a batch; rows shorter than the longest are padded with zeros. Of a value that has an entry for each
+`size` tokens (`meaning/tokens/streams.py`), it gives the entries. `with_earlier` puts the `back` tokens
 before every row's new tokens in front of them, and zeros where the row begins, so a token's window never
 reaches into another row; `place` says where each new token stands then. By `last_tokens`, `[N, back + 1,
 ...]`, each new token has a window of its own, itself last: what is computed from a window is computed from
@@ -31,21 +32,22 @@ def _shape(a: Any) -> Tensor:
 @declare(fake=_shape, derivatives=INSTEAD)
 def history(
     pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int,
-    as_long: Tensor | None = None,
+    as_long: Tensor | None = None, size: int = 1,
 ) -> Tensor:  # fmt: skip
-    begins, lengths = numbers_of(starts), numbers_of(held)
     page = pages.shape[dim]
-    news = new.squeeze(0).movedim(dim - 1, 0)
-    store = pages.movedim(dim, 1)
-    counts = [b - a for a, b in itertools.pairwise(begins)]
-    longest = max((h + n for h, n in zip(lengths, counts, strict=True)), default=0)
-    found = news.new_zeros((len(counts), longest, *news.shape[1:]))
-    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+    news, store = new.squeeze(0).movedim(dim - 1, 0), pages.movedim(dim, 1)
+    spans, before = list(itertools.pairwise(numbers_of(starts))), numbers_of(held)
+    lengths = [n // size for n in before]
+    fresh = [slice(a + size - 1 - n % size, b, size) for (a, b), n in zip(spans, before, strict=True)]
+    longest = max(((n + b - a) // size for (a, b), n in zip(spans, before, strict=True)), default=0)
+    found = news.new_zeros((len(spans), longest, *news.shape[1:]))
+    for row, (length, places) in enumerate(zip(lengths, fresh, strict=True)):
         capacity = table.shape[1] * page
         positions = torch.arange(max(0, length - capacity), length, device=pages.device)
         slots = positions % capacity
-        found[row, positions] = store[table[row, slots // page], slots % page]
-        found[row, length : length + count] = news[begins[row] : begins[row] + count]
+        found[row, positions] = store[table[row, slots // page], slots % page].to(found.dtype)
+        added = news[places]
+        found[row, length : length + len(added)] = added
     return found.movedim(1, dim)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from attngraph.ir.graph.call import argument
+from attngraph.ir.in_order import IN_ORDER
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.others import dropout, kept_elements
 from attngraph.ir.walk import computed
@@ -104,8 +105,8 @@ class Oracle:
         Python numbers alone has the default dtype; here the dtype is passed explicitly, or the integers are
         converted first."""
         target: Any = node.target
-        if target in _ORDERED:
-            return _ORDERED[target](*args, **kwargs)
+        if target in IN_ORDER:
+            return IN_ORDER[target](*args, **kwargs)
         value = node.meta.get("val")
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         if (
@@ -128,26 +129,6 @@ class Oracle:
             )
         real = pytree.tree_map(lambda x: x.to(self.dtype) if isinstance(x, Tensor) else x, args)
         return target(*real, **kwargs)
-
-
-def _topk(
-    value: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> tuple[Tensor, Tensor]:
-    """The largest few, of equal ones the first."""
-    if not value.ndim:
-        return value.topk(k, dim, largest, sorted)
-    found, places = value.sort(dim=dim, descending=largest, stable=True)
-    return found.narrow(dim, 0, k).contiguous(), places.narrow(dim, 0, k).contiguous()
-
-
-def _sort(value: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    return value.sort(dim=dim, descending=descending, stable=True)
-
-
-_ORDERED: dict[Any, Callable[..., Any]] = {
-    aten.topk.default: _topk, aten.sort.default: _sort,
-    aten.argsort.default: lambda *args, **kwargs: _sort(*args, **kwargs)[1],
-}  # fmt: skip
 
 
 class Exact(fx.Interpreter):

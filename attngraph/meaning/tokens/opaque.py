@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from attngraph.ir.graph.call import argument
 from attngraph.ir.language import DOT, SCORE, WEIGHT, E, Expr, Keep, Score, Sink
 from attngraph.ir.ops import nodes
-from attngraph.meaning.algebra import M, size_expression
+from attngraph.meaning.algebra import M, ranges, size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Indices, Unliftable, axis, is_part
 
@@ -31,18 +31,43 @@ def is_choice(node: Any, part: int) -> bool:
 def chosen(meaning: Meaning, node: fx.Node, at: Indices) -> Expr | None:
     """An element of what a scatter makes that writes a number at the places of the largest few; None for any
     other node."""
-    if str(node.target) != "aten.scatter.value" or not is_choice(node.args[2], 1):
+    if str(node.target) != "aten.scatter.value":
         return None
-    topk: Any = node.args[2].args[0]  # type: ignore[union-attr]
-    source, dim = topk.args[0], axis(int(argument(topk, "dim")), len(at))
-    same = all(a is b for a, b in zip(meaning.shape(source), meaning.shape(node), strict=True))
-    if axis(int(node.args[1]), len(at)) != dim or not same:  # type: ignore[arg-type]
+    index: Any = node.args[2]
+    choice, dim = meaning.fresh(meaning.shape(index)[-1]), len(at) - 1
+    if axis(int(node.args[1]), len(at)) != dim or len(meaning.shape(index)) != len(at):  # type: ignore[arg-type]
         return None
+    place = meaning.lift(meaning.read(index, (*at[:-1], choice)), lambda r: not is_choice(r.value, 1))
+    read = next((r for r in E.reads(place) if is_choice(r.value, 1) and choice in r.free), None)
+    if read is None or axis(int(argument(read.value.args[0], "dim")), len(read.args)) != len(read.args) - 1:
+        return None
+    topk: Any = read.value.args[0]
+    own, source = at[-1], topk.args[0]
+    there = M.substitute(place, {read: own})
+    others = _others(place, read)
+    if others is None or read.args[-1] is not choice or choice in there.free:
+        return None
+    last = (*read.args[:-1], own)
     value = meaning.scalar(node.args[3])
     value = M.ne(value, E.ZERO) if meaning.kind(node) == "bool" else value
-    count = _how_many(meaning, topk, dim, at, lambda other: M.lt(meaning.read(source, at), other))
-    wanted = _without_all(meaning.integer(topk.args[1]), meaning.shape(source)[dim])
-    return M.where(M.lt(count, wanted), value, meaning.read(node.args[0], at))
+    mine = meaning.read(source, last)
+    count = _how_many(meaning, topk, len(last) - 1, last, lambda other: M.lt(mine, other))
+    wanted = _without_all(meaning.integer(topk.args[1]), meaning.shape(source)[-1])
+    among = M.and_(M.lt(count, wanted), M.eq(there, own))
+    found = M.where(among, value, meaning.read(node.args[0], at))
+    unknown = E.make("raw", (mine,), "some")
+    return M.where(M.or_(*(M.eq(n, own) for n in others)), unknown, found) if others else found
+
+
+def _others(place: Expr, read: Expr) -> list[Expr] | None:
+    """The places that take the place of a chosen one, which is `read`, where it is not wanted, without those
+    before the first; None if they follow from it."""
+    if place is read or ranges.is_at_most(place, E.const(-1)):
+        return []
+    if place.op != "where":
+        return None if read in set(E.walk(place)) else [place]
+    found = [_others(branch, read) for branch in place.args[1:]]
+    return None if None in found else [n for part in found if part is not None for n in part]
 
 
 def _without_all(count: Expr, extent: Expr) -> Expr:

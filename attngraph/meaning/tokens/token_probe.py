@@ -269,8 +269,13 @@ class TokenProbe:
         if self.space.is_of_one_length:
             return self.tokens
         tokens = self.tokens + reach(order, self.values, self.of_sizes)
-        fits = tokens <= budgets.PROBE_TOKENS and self.graph.admits(self.counted(ROWS, int(tokens)))
-        return int(tokens) if fits else self.tokens
+        return self.tokens if tokens > budgets.PROBE_TOKENS else self._admitted(int(tokens)) or self.tokens
+
+    @functools.cache  # noqa: B019  as long as the graph is looked at
+    def _admitted(self, tokens: int) -> int:
+        """The next number of tokens from this on that the graph may have; 0 if there is none."""
+        counts = range(tokens, budgets.PROBE_TOKENS + 1)
+        return next((n for n in counts if self.graph.admits(self.counted(ROWS, n))), 0)
 
     @staticmethod
     def extents(node: fx.Node) -> list[Expr]:

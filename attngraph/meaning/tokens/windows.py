@@ -9,6 +9,7 @@ running sums in any spelling by `recurrence.py`, loops by `loops.py`.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -21,6 +22,7 @@ from attngraph.meaning.algebra import M
 from attngraph.meaning.check.region import region
 from attngraph.meaning.rule import ELEMENTWISE, Category, is_part, tried
 from attngraph.meaning.tokens.facts import Axes, Facts, Kind, Scan, outside_reads, read_by
+from attngraph.meaning.tokens.streams import Stream
 
 _MOST = budgets.FORMULA_WORDS
 CONVOLUTIONS = frozenset({"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"})
@@ -88,8 +90,12 @@ _OPS = {
 
 @dataclasses.dataclass(frozen=True)
 class History(Window):
-    """A value that is computed from all earlier tokens of others, by the model's own operations."""
+    """A value that is computed from all earlier tokens of others, by the model's own operations. `streams`:
+    of the operands that have an entry for each few tokens (`streams.py`). `latest_of`: of how many of the
+    latest tokens others are read, where that is not all of them."""
 
+    streams: Mapping[fx.Node, Stream] = dataclasses.field(default_factory=dict)
+    latest_of: Mapping[fx.Node, int] = dataclasses.field(default_factory=dict)
     reason = "computed anew from all earlier tokens"
 
 

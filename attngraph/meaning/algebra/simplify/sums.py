@@ -111,11 +111,11 @@ def totals(variables: Iterable[Expr], body: Expr) -> Expr:
     return body
 
 
-def pieces(variable: Expr, body: Expr, few: int = budgets.SUMMANDS) -> list[Expr]:
+def pieces(variable: Expr, body: Expr, few: int = budgets.SUMMANDS, some: bool = False) -> list[Expr]:
     """The sum of `body` over the variable as terms that add up to it: the range is cut wherever a
     comparison of the variable with a size or a number changes its answer. In a piece of at most `few`
-    elements, each element is a term of its own."""
-    cut = stretches(variable, body)
+    elements, each element is a term of its own. `some`: as in `stretches`."""
+    cut = stretches(variable, body, some)
     if cut is None:
         return [total(variable, body)]
     found = []
@@ -128,10 +128,14 @@ def pieces(variable: Expr, body: Expr, few: int = budgets.SUMMANDS) -> list[Expr
     return found
 
 
-def stretches(variable: Expr, body: Expr) -> list[tuple[Expr, Expr]] | None:
+def stretches(variable: Expr, body: Expr, some: bool = False) -> list[tuple[Expr, Expr]] | None:
     """The variable's range, cut wherever a comparison changes its answer: where each stretch starts, and a
-    variable of its own. None where the order of the cuts cannot be shown."""
-    bounds = _ordered([E.ZERO, *_thresholds(variable, body), variable.args[0]])
+    variable of its own. None where the order of the cuts cannot be shown; with `some`, only those
+    that are sizes alone, as between parts that a `cat` puts together."""
+    cuts = _thresholds(variable, body)
+    if some:
+        cuts = [place for place in cuts if () not in ranges.polynomial(place)]
+    bounds = _ordered([E.ZERO, *cuts, variable.args[0]])
     return None if bounds is None else [
         (start, E.var(f"{variable.value}:{number}", M.sub(stop, start)))
         for number, (start, stop) in enumerate(itertools.pairwise(bounds))

@@ -1,0 +1,103 @@
+"""Operations of the model that a step runs for one row at a time, on what the row has of all its tokens.
+
+A step computes new tokens of several rows, packed (`ir/ops/cached_attention.py`). `each_row` gives them what
+follows from all earlier tokens: `program` (`ir/language/step_program.py`) gets, for one row after the other,
+
+    t0, ...   of the values `new`, the row's new tokens
+    h0, ...   of the values `whole` (from `history`, a row of the batch each), all that the row has; `sizes`
+              says for how many tokens each has an entry
+    s0, ...   what all rows share
+    p0        the positions of the new tokens
+    tokens, new, first   how many tokens the row has, how many are new, and the first new one's position
+
+A row is taken to have at least `least` tokens: none sees a later one, so more, zeros, change nothing.
+
+`each_block` computes the entries of blocks of `size` tokens that the new tokens complete, each in the place
+of the token that completes it, zeros elsewhere. `longer` are values with the tokens before (`with_earlier`),
+as many as the open block and `before` more blocks have. The program gets of them whole blocks:
+
+    h0, ...   the tokens of the blocks, `tokens` in number
+    p0, p1    the positions of these tokens, and the numbers of the blocks
+    new       how many tokens there are from the row's beginning to the end of the last block
+
+`shape` is that of the result, with 0 for the new tokens, and `dims` says where tokens are in each operand.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.language.step_program import parse_row
+from attngraph.ir.ops.cached_attention import numbers_of
+from attngraph.ir.ops.declare import INSTEAD, declare
+
+
+def _result(tensors: Sequence[Tensor], shape: Sequence[int], count: Any) -> Tensor:
+    like = next(t for t in tensors if t.is_floating_point())
+    return like.new_zeros([count if n == 0 else n for n in shape])
+
+
+def _program(text: str, given: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
+    """The program, in float64 where the tensors are in float64."""
+    return parse_row(text, any(t.dtype == torch.float64 for t in given))
+
+
+@declare(fake=lambda a: _result([*a.new, *a.whole], a.shape, a.positions.shape[0]), derivatives=INSTEAD)
+def each_row(
+    new: list[Tensor], whole: list[Tensor], shared: list[Tensor], starts: Tensor, held: Tensor,
+    positions: Tensor, program: str, dims: list[int], sizes: list[int], least: int, shape: list[int],
+) -> Tensor:  # fmt: skip
+    run, of_whole = _program(program, [*new, *whole]), dims[len(new) :]
+    out = _result([*new, *whole], shape, positions.shape[0])
+    spans = itertools.pairwise(numbers_of(starts))
+    for row, ((begin, end), first) in enumerate(zip(spans, numbers_of(held), strict=True)):
+        count, place = end - begin, shape.index(0)
+        if not count:
+            continue
+        tokens = max(first + count, least)
+        own = [x.narrow(dim, begin, count) for x, dim in zip(new, dims, strict=False)]
+        every = [
+            _as_long(x[row : row + 1], dim, tokens // size)
+            for x, dim, size in zip(whole, of_whole, sizes, strict=True)
+        ]
+        (found,) = run(tokens, count, first, own, every, shared, [positions[begin:end]])
+        out.narrow(place, begin, count).copy_(found)
+    return out
+
+
+def _as_long(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """The first entries along a dimension, so many, zeros where there are no more."""
+    more = length - tensor.shape[dim]
+    if more <= 0:
+        return tensor.narrow(dim, 0, length)
+    return torch.cat(
+        [tensor, tensor.new_zeros([more if d == dim else n for d, n in enumerate(tensor.shape)])], dim
+    )
+
+
+@declare(fake=lambda a: _result(a.longer, a.shape, a.positions.shape[0]), derivatives=INSTEAD)
+def each_block(
+    longer: list[Tensor], shared: list[Tensor], starts: Tensor, held: Tensor, positions: Tensor, program: str,
+    dims: list[int], size: int, before: int, shape: list[int],
+) -> Tensor:  # fmt: skip
+    run, back = _program(program, longer), (before + 1) * size - 1
+    out, place = _result(longer, shape, positions.shape[0]), shape.index(0)
+    spans = itertools.pairwise(numbers_of(starts))
+    for row, ((begin, end), first) in enumerate(zip(spans, numbers_of(held), strict=True)):
+        full, last = first // size, (first + end - begin) // size
+        if full == last:
+            continue
+        block = max(full - before, 0)
+        at = begin + (row + 1) * back + block * size - first
+        blocks = [x.narrow(dim, at, (last - block) * size) for x, dim in zip(longer, dims, strict=True)]
+        numbers = [
+            torch.arange(block * size, last * size, device=starts.device),
+            torch.arange(block, last, device=starts.device),
+        ]
+        (found,) = run((last - block) * size, last * size, block * size, [], blocks, shared, numbers)
+        ends = torch.arange(full, last, device=starts.device) * size + (size - 1 - first + begin)
+        out.index_copy_(place, ends, found.narrow(place, full - block, last - full).to(out.dtype))
+    return out
