@@ -2,6 +2,7 @@
 
 from attngraph import hf as hf
 from attngraph import testing as testing
+from attngraph.api.attention import attention as attention
 from attngraph.api.bisect import bisect as bisect
 from attngraph.api.compile import compile as compile
 from attngraph.api.compile import explain as explain
@@ -33,7 +34,6 @@ from attngraph.exporter.report import ExportReport as ExportReport
 from attngraph.ir.language.parser import parse as parse
 from attngraph.ir.language.score import ProgramError as ProgramError
 from attngraph.ir.language.score import ScoreProgram as ScoreProgram
-from attngraph.ir.ops.attention import attention as attention
 from attngraph.ir.ops.in_order import logprobs as logprobs
 from attngraph.report.entries import AttentionEntry as AttentionEntry
 from attngraph.report.plan import Machine as Machine

@@ -70,7 +70,11 @@ class CaptureError(AttnGraphError):
 
 
 class NotFusedError(AttnGraphError):
-    """Under `strict=True`: something that looks like attention was not fused."""
+    """Under `strict=True`: something that looks like attention was not fused, for a `reason`."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class VerificationError(AttnGraphError):

@@ -242,7 +242,8 @@ def compile_graph(
         raise NotFusedError(
             f"{len(report.unfused)} softmax-like place(s) were not fused; the first is at "
             f"{first.source or 'an unknown line'}: {first.reason}.\n"
-            "What to do: rewrite that place, or compile without strict=True, which leaves it as it is."
+            "What to do: rewrite that place, or compile without strict=True, which leaves it as it is.",
+            first.reason,
         )
     found.report = report
     return found

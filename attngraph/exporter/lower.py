@@ -19,11 +19,11 @@ from torch import Tensor
 
 from attngraph.exporter.formats import PT2, Format
 from attngraph.exporter.report import ExportedAttention
-from attngraph.exporter.standard import LOWEST, NotStandard, Standard, standard_form
 from attngraph.exporter.tracing import varies
 from attngraph.ir.language import Environment, Expr, Keep, ScoreProgram, Statement, Tile, evaluate
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.kernels import accumulation_dtype
+from attngraph.meaning.masks.standard import LOWEST, NotStandard, Standard, sdpa_form, standard_form
 
 OPERATION, SDPA, PLAIN = "Attention operation", "scaled_dot_product_attention", "plain operations"
 
@@ -100,9 +100,7 @@ class Lowering:
         form = None
         if how != PLAIN:
             try:
-                form = standard_form(program, operands.q.dtype)
-                if form.softcap and how == SDPA:
-                    raise NotStandard("scores go through a tanh, which torch's operation does not have")
+                form = (sdpa_form if how == SDPA else standard_form)(program, operands.q.dtype)
                 if how == OPERATION and varies(operands.q.shape[1]):
                     raise NotStandard("the number of heads follows from the sizes of the call")
                 if places.are_counted and not _same(joined.q.shape[2], joined.k.shape[2]):

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import sdpa_mask
 
-from attngraph.ir.ops import attention as op
-
 NAME = "attngraph"
 
 
@@ -59,7 +57,7 @@ def attention(
         return _spelled_out(query, key, value, *changes).transpose(1, 2).contiguous(), None
     program, reads, sizes = _program(query, key, *changes)
     with torch.autocast(device, enabled=False):  # kernels choose the dtypes that they compute in
-        out = op.attention(query, key, value, program, *reads, sizes=sizes)
+        out = torch.ops.attngraph.attention(query, key, value, reads, sizes, program)[0]
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -94,6 +94,8 @@ itself, which is at least as fast at such sizes; the report says so."""
 GRAPHS_KEPT = 8
 """Graphs that a compiled model, or a decoder, keeps. The least recently used one is dropped, and traced again
 if it is needed."""
+FUNCTIONS_KEPT = 32
+"""Pairs of functions, given to `attngraph.attention`, that are kept compiled. The oldest is dropped."""
 SIZE_OPS = 16
 """Operations in a quotient or remainder of symbolic sizes that torch evaluates during a trace. With more, the
 sizes in it are taken as numbers, and calls with other sizes are traced again."""

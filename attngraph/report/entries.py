@@ -8,7 +8,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import torch
+
 from attngraph.ir.records import dtype_of
+from attngraph.report import as_torch
 from attngraph.report.cache_entry import CacheEntry
 from attngraph.report.ranks import ContextEntry, RanksEntry
 from attngraph.report.user_code import UserCode
@@ -152,6 +155,29 @@ class AttentionEntry:
         words += f" (values {self.value_dim})" if self.value_dim != self.head_dim else ""
         words += f", at each of {_places(both)} of another axis" if both else ""
         return words + (f", for queries at {_places(queries)} of another axis" if queries else "")
+
+    def flex(self) -> str:
+        """Python source of the same attention for FlexAttention: `mods(r0, ...)` gives `score_mod` and
+        `mask_mod`, `attention(query, key, value, r0, ...)` calls them. `reads` tells what r0, r1, ... are;
+        n0, n1, ... are sizes, by default those of the traced call.
+
+        Raises:
+            ValueError: FlexAttention cannot say it: says why.
+        """
+        return as_torch.flex(*self._in_torch())
+
+    def sdpa(self) -> str:
+        """The same for `scaled_dot_product_attention`: `attention(query, key, value, r0, ...)` calls it.
+
+        Raises:
+            ValueError: the operation cannot say it: says why.
+        """
+        dtype = torch.float32 if self.call is None else dtype_of(self.call.dtype)
+        return as_torch.sdpa(*self._in_torch(), dtype)
+
+    def _in_torch(self) -> tuple[str, tuple[int, ...], tuple[str, ...], bool]:
+        numbers = () if self.call is None else self.call.numbers
+        return self.program, numbers, self.reads, self.heads != self.kv_heads
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from attngraph.api.attention import attention
 from attngraph.codegen.cpu import compiled, native
 from attngraph.codegen.cpu.source import Plan
 from attngraph.ir.language.parser import parse
-from attngraph.ir.ops.attention import attention
 from attngraph.ir.ops.kernels import KERNELS, Operands
 
 from .conformance.compare import assert_results

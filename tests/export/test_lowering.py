@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import attngraph
 from attngraph.exporter.lower import PLAIN, SDPA, Lowering, Operands, Places
-from attngraph.exporter.standard import NotStandard, standard_form
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
+from attngraph.meaning.masks.standard import NotStandard, standard_form
 
 B, HQ, HKV, SQ, SK, D = 2, 4, 2, 5, 5, 8
 

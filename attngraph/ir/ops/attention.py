@@ -35,32 +35,6 @@ from attngraph.ir.ops.declare import (  # isort: skip
 _NOTHING = contextlib.nullcontext()
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, program: str | ScoreProgram = "", *reads: Tensor,
-    sizes: Sequence[int] = (), kernel: str = "",
-) -> Tensor:  # fmt: skip
-    """Attention whose scores follow `program` (docs/score-programs.md); differentiable.
-
-    Args:
-        q: `[B, Hq, Sq, D]`, floating. k: `[B, Hkv, Skv, D]`. v: `[B, Hkv, Skv, Dv]`. One dtype, one
-            device, `Hq % Hkv == 0`; any strides.
-        program: a score program, e.g. `"s = dot / 8; keep k <= q"`. Empty: softmax of the unscaled dot.
-        reads: the tensors that the program reads as r0, r1, ...; floating ones get gradients.
-        sizes: the integers that the program reads as n0, n1, ....
-        kernel: a kernel's name; empty: the first that supports the program.
-
-    Returns:
-        `[B, Hq, Sq, Dv]` in the operands' dtype. A row that keeps no key is NaN.
-
-    Raises:
-        ProgramError: the program does not parse. ValueError: shapes, dtypes, devices, reads or sizes
-            do not fit; says which and how.
-    """
-    text = program if isinstance(program, str) else str(program)
-    out: Tensor = torch.ops.attngraph.attention(q, k, v, list(reads), list(sizes), text, kernel)[0]
-    return out
-
-
 def _misfit(problem: str, *operands: Tensor) -> ValueError:
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip("qkv", operands, strict=False))
     return ValueError(f"attention: {problem}{shapes and ': '}{shapes}.")

@@ -85,8 +85,25 @@ def standard_form(program: ScoreProgram, dtype: torch.dtype) -> Standard:
     return Standard(
         1.0 if constant is None else constant, reader.softcap, None if constant is not None else factor,
         mask, program.sink, reader.results,
-        reader.blind_is_zero or program.sink is not None, all(_keeps_own(s) for s in mask),
+        reader.blind_is_zero or program.sink is not None, all(keeps_own(s) for s in mask),
     )  # fmt: skip
+
+
+def sdpa_form(program: ScoreProgram, dtype: torch.dtype) -> Standard:
+    """The same for torch's operation, which has no softcap."""
+    form = standard_form(program, dtype)
+    if form.softcap:
+        raise NotStandard("scores go through a tanh, which torch's operation does not have")
+    return form
+
+
+def after_softmax(program: ScoreProgram) -> tuple[Expr | None, bool]:
+    """What results are multiplied by, None for nothing; and whether a row that sees no key is zero."""
+    reader = _Reader({})
+    for statement in program.statements:
+        if isinstance(statement, Weight):
+            reader.read(statement)
+    return reader.results, reader.blind_is_zero
 
 
 class _Reader:
@@ -236,7 +253,7 @@ def _zeroes_nan(value: Expr) -> bool:
     return E.is_const(value.args[1], 0) and value.args[2] is S.WEIGHT
 
 
-def _keeps_own(statement: Statement) -> bool:
+def keeps_own(statement: Statement) -> bool:
     """Whether a statement leaves the pair of a query and the key of its own position alone."""
     if isinstance(statement, Score):
         return not any(n.op == "read" for n in E.walk(statement.value))
