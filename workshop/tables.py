@@ -16,7 +16,7 @@ from typing import Any
 from workshop.harness import Row, markdown
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = (DOCS / "gpu.md", DOCS / "benchmarks.md", DOCS / "same-bits.md")
+PAGES = (DOCS / "gpu.md", DOCS / "benchmarks.md", DOCS / "same-bits.md", DOCS / "gallery.md")
 Cells = Mapping[str, Mapping[str, Row]]
 COLUMNS = {
     "attngraph": "attngraph", "flex": "FlexAttention", "sdpa flash": "flash", "sdpa cudnn": "cuDNN",
@@ -102,7 +102,7 @@ def whole(file: str) -> str:
         beside = f"{ours['seconds'] / min(others):.2f}" if "seconds" in ours else "-"
         firsts = " / ".join(f"{rows[n]['first']:.0f}" for n in names[:4] if "first" in rows.get(n, {}))
         lines.append([cell, *times, beside, firsts])
-    return f"{_run(found).removesuffix('.')}; medians in ms.\n\n{markdown(lines)}"
+    return f"{run_of(found).removesuffix('.')}; medians in ms.\n\n{markdown(lines)}"
 
 
 def order(file: str) -> str:
@@ -115,7 +115,7 @@ def order(file: str) -> str:
     for cell, times in cells.items():
         default, ours = times["default"], times["consistent"]
         lines.append([cell, f"{1e3 * default:.1f}", f"{1e3 * ours:.1f}", f"{ours / default:.2f}"])
-    return f"{_run(found)}\n\n{markdown(lines)}"
+    return f"{run_of(found)}\n\n{markdown(lines)}"
 
 
 def bits(file: str) -> str:
@@ -135,9 +135,18 @@ def bits(file: str) -> str:
     )
 
 
-def _run(found: Row) -> str:
+def gallery() -> str:
+    """Attention by its names."""
+    from workshop.gallery import command  # which needs this file
+
+    return command.table()
+
+
+def run_of(found: Row) -> str:
+    """When, where and with what a run was made."""
+    threads = f"{found['threads']} thread{'s' * (found['threads'] != 1)}"
     return (
-        f"{found['date']}, commit {found['commit']}, {found['threads']} threads, "
+        f"{found['date']}, commit {found['commit']}, {threads}, "
         f"torch {found['torch'].partition('+')[0]}, {', '.join(found['features'])}."
     )
 
@@ -164,6 +173,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "whole models": lambda: whole("whole.json"),
     "cost of order": lambda: order("cost_of_order.json"),
     "same bits": lambda: bits("same_bits.json"),
+    "gallery": gallery,
 }  # fmt: skip
 _PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n\n)(.*?)(\n\n<!-- end -->)", re.DOTALL)
 
