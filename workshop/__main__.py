@@ -21,6 +21,7 @@ COMMANDS = {
     "models": ("bench.demo", "what `attngraph demo` shows, as one table and a file"),
     "recognition": ("bench.recognition", "which ways to write attention are seen, beside Inductor"),
     "packages": ("bench.packages.table", "models of other packages: docs/packages.md"),
+    "folding": ("bench.packages.folding", "pair bias of models that fold proteins, with its gradient"),
     "transformers": ("bench.stock.decoders", "causal classes as decoders: docs/transformers.md"),
     "exports": ("bench.stock.exported", "stock models as files that run without attngraph: docs/export.md"),
     "weak-scaling": ("bench.weak_scaling", "what a rank of 1 to 1,024 holds and receives, counted"),

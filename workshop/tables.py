@@ -16,7 +16,7 @@ from typing import Any
 from workshop.harness import Row, markdown
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = (DOCS / "gpu.md", DOCS / "benchmarks.md", DOCS / "same-bits.md", DOCS / "gallery.md")
+PAGES = tuple(DOCS / f"{name}.md" for name in ("gpu", "benchmarks", "same-bits", "gallery", "packages"))
 Cells = Mapping[str, Mapping[str, Row]]
 COLUMNS = {
     "attngraph": "attngraph", "flex": "FlexAttention", "sdpa flash": "flash", "sdpa cudnn": "cuDNN",
@@ -142,6 +142,18 @@ def gallery() -> str:
     return command.table()
 
 
+def folding(file: str) -> str:
+    """Training steps of modules of folding models beside eager."""
+    from workshop.bench.packages.folding import rows_of_page
+
+    found = json.loads((DOCS / "measured" / file).read_text(encoding="utf-8"))
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    rows = found["rows"]
+    beside = [ours["seconds"] / eager["seconds"] for eager, ours in zip(rows[::2], rows[1::2], strict=True)]
+    said = f"A step takes {min(beside):.1f} to {max(beside):.1f} times as long as eager's"
+    return f"{said} ({run_of(found).removesuffix('.')}; {versions}).\n\n{markdown(rows_of_page(rows))}"
+
+
 def run_of(found: Row) -> str:
     """When, where and with what a run was made."""
     threads = f"{found['threads']} thread{'s' * (found['threads'] != 1)}"
@@ -174,6 +186,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "cost of order": lambda: order("cost_of_order.json"),
     "same bits": lambda: bits("same_bits.json"),
     "gallery": gallery,
+    "folding": lambda: folding("folding.json"),
 }  # fmt: skip
 _PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n\n)(.*?)(\n\n<!-- end -->)", re.DOTALL)
 

@@ -313,6 +313,21 @@ linear-attention-transformer:
 hourglass-transformer-pytorch:
   HourglassTransformerLM | hourglass_transformer_pytorch:HourglassTransformerLM(shorten_factor=2,
       num_tokens=60, dim=32, depth=(1, 2, 1), max_seq_len=64, **_SMALL) | tokens()
+boltz:
+  TriangleAttention | boltz.model.layers.triangular_attention.attention:TriangleAttention(32, 16, 2) |
+      noise(1, 24, 24, 32), mask=noise(1, 24, 24).gt(-1).float()
+  TriangleAttention, ending | boltz.model.layers.triangular_attention.attention:TriangleAttention(32, 16,
+      2, starting=False) | noise(1, 24, 24, 32), mask=noise(1, 24, 24).gt(-1).float()
+  AttentionPairBias | boltz.model.layers.attention:AttentionPairBias(64, 32, 4) | noise(1, 24, 64),
+      noise(1, 24, 24, 32), noise(1, 24).gt(-1).float()
+  PairformerLayer | boltz.model.layers.pairformer:PairformerLayer(64, 32, 4, pairwise_head_width=16,
+      pairwise_num_heads=2, v2=True) | noise(1, 24, 64), noise(1, 24, 24, 32), noise(1,
+      24).gt(-1).float(), noise(1, 24, 24).gt(-1).float()
+openfold3:
+  TriangleAttention | openfold3.core.model.layers.triangular_attention:TriangleAttention(32, 16, 2) |
+      noise(1, 24, 24, 32), mask=noise(1, 24, 24).gt(-1).float()
+  AttentionPairBias | openfold3.core.model.layers.attention_pair_bias:AttentionPairBias(64, 64, 64, 64,
+      32, 16, 4) | noise(1, 24, 64), noise(1, 24, 24, 32), mask=noise(1, 24).gt(-1).float()
 """
 
 

@@ -20,6 +20,7 @@ from workshop.bench.packages.examine import CLOSE, COMPILERS, work
 from workshop.bench.packages.models import MODELS, Model
 from workshop.harness import Cell, Options, Row, Suite, in_one_cell, installed, machine
 from workshop.processes import Tasks, limits
+from workshop.tables import TABLES
 
 TASKS = Tasks(work, "workshop.bench.packages.preload")
 
@@ -50,6 +51,22 @@ _COLUMNS = (
 )
 
 
+_FOLDING = """
+## Pair bias and its gradient
+
+Attention in models that fold proteins adds a bias to each pair of tokens, which is computed from the pairs,
+so that it gets a gradient. These are modules of Boltz and OpenFold3 at their own widths, in training steps
+(forward and backward): how far results and all gradients are from eager's, relative to the largest; time and
+peak memory. `python -m workshop folding --json docs/measured/folding.json` measures them.
+
+<!-- table: folding -->
+
+{}
+
+<!-- end -->
+"""
+
+
 def page(models: Sequence[Model], rows: Mapping[str, Row]) -> str:
     """The page: a line per package, in the order of the list, then each reason with its models."""
     packages = list(dict.fromkeys(model.package for model in models))
@@ -67,7 +84,8 @@ def page(models: Sequence[Model], rows: Mapping[str, Row]) -> str:
         for package in packages
     ]
     told = [f"- {reason}: {', '.join(names)}\n" for reason, names in reasons.items()]
-    return "".join([head, _COLUMNS, *lines, "\n## Reasons\n\n", *told])
+    parts = [head, _COLUMNS, *lines, _FOLDING.format(TABLES["folding"]()), "\n## Reasons\n\n", *told]
+    return "".join(parts)
 
 
 def _machine() -> str:
