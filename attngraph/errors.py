@@ -5,6 +5,8 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from attngraph.reasons import Kind, kind_of
+
 
 def meant(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the closest known name, or the list of known names."""
@@ -40,6 +42,11 @@ def told_as(
 
 class AttnGraphError(RuntimeError):
     """Base class of attngraph's errors."""
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of reason that it gives: a stable `code`, and what to `change`."""
+        return kind_of(str(self))
 
 
 class CaptureError(AttnGraphError):

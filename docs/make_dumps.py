@@ -5,8 +5,9 @@
 
 A page asks for a dump by a comment before a block of text, `<!-- dump CASE PASS before -->` or `after`, and
 for a picture by `<!-- picture PROGRAM -->` before an image; the picture is written to `pictures/`. CASES
-are the runs: small models of `models/`, compiled with `dump=`. Nothing in the blocks is written by hand;
-tests hold them against a run.
+are the runs: small models of `models/`, compiled with `dump=`. Behind `<!-- codes -->` stands the table
+of the reasons' codes, and `llms.txt` lists the pages. Nothing of it is written by hand; tests hold it
+against a run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 import attngraph
 from attngraph.models.masked_attention import CausalAttention
 from attngraph.models.targets import seeded
+from attngraph.reasons import IN_PIECES, KINDS, OF_NUMBERS, OTHER
 from attngraph.report.picture import mask_map, to_svg
 from attngraph.report.programs import WELL_KNOWN
 
@@ -33,7 +35,15 @@ BLOCK = re.compile(
     r"(<!-- dump (\S+) (\S+) (before|after) -->\n```text\n).*?(^```$)", re.DOTALL | re.MULTILINE
 )
 PICTURE = re.compile(r"(<!-- picture (\S+) -->\n)(!\[[^\n]*\n)?")
+CODES = re.compile(r"(<!-- codes -->\n)(?:\|.*\n)*")
 PICTURES = DOCS / "pictures"
+LLMS = """# attngraph
+
+> A compiler for attention in PyTorch: textbook attention in, fused attention out, with decoders that have a
+> key/value cache, and checks that a port computes what the original does.
+
+Each page is NAME.html here and docs/NAME.md in a clone. Coding agents begin with "For coding agents".
+"""
 
 
 VERSION = re.compile(r"(?<=`python docs/make_dumps.py` with torch )\d+\.\d+")
@@ -117,7 +127,37 @@ def written(page: str) -> str:
     """A page with its generated parts as they are today."""
     page = VERSION.sub(".".join(torch.__version__.split(".")[:2]), page)
     page = BLOCK.sub(lambda m: f"{m[1]}{dump(m[2], m[3], m[4])}\n{m[5]}", page)
+    page = CODES.sub(lambda m: m[1] + codes(), page)
     return PICTURE.sub(lambda m: f"{m[1]}![{title(m[2])}](pictures/{m[2]}.svg)\n", page)
+
+
+def codes() -> str:
+    """The kinds of reasons as a table."""
+    rows = [f"| `{kind.code}` | {kind.change} |" for kind in (*KINDS, IN_PIECES, OF_NUMBERS, OTHER)]
+    return "\n".join(["| code | what to change |", "|---|---|", *rows, ""])
+
+
+def index() -> str:
+    """`llms.txt`: each page of the site, with the first sentence that it has."""
+    lines = []
+    for line in (DOCS.parent / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2].splitlines():
+        found = re.fullmatch(r" +- (.*?): ?(\S*)", line)
+        if found is None:
+            break
+        told, page = found.groups()
+        lines.append(
+            f"- [{told}]({page[:-3]}.html): {first_sentence(page)}".rstrip(": ") if page else f"\n## {told}\n"
+        )
+    return LLMS + "\n".join(lines) + "\n"
+
+
+def first_sentence(page: str) -> str:
+    """What a page begins with, below its title, in plain text."""
+    text = (DOCS / page).read_text("utf-8")
+    text = re.sub(r"\A---\n.*?^---\n|^```.*?^```\n", "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = [part for part in text.split("\n\n") if re.match(r"\s*[\w`]", part)]
+    sentence = re.split(r"(?<=\.)\s|:(?=\s|$)", " ".join("".join(prose[:1]).split()))[0]
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence)
 
 
 def without_what_varies(page: str) -> str:
@@ -132,16 +172,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the dumps and pictures of the docs.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is old")
     options = parser.parse_args(argv)
-    old = []
+    old, files = [], {DOCS / "llms.txt": index()}
     for path in sorted(DOCS.rglob("*.md")):
         page = path.read_text(encoding="utf-8")
-        for file, found in {path: written(page), **pictures(page)}.items():
-            known = file.read_text(encoding="utf-8") if file.exists() else ""
-            if without_what_varies(found) != without_what_varies(known):
-                old.append(str(file.relative_to(DOCS.parent)))
-                if not options.check:
-                    file.parent.mkdir(exist_ok=True)
-                    file.write_text(found, encoding="utf-8")
+        files |= {path: written(page), **pictures(page)}
+    for file, found in files.items():
+        known = file.read_text(encoding="utf-8") if file.exists() else ""
+        if without_what_varies(found) != without_what_varies(known):
+            old.append(str(file.relative_to(DOCS.parent)))
+            if not options.check:
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(found, encoding="utf-8")
     print("\n".join(old) if old else "nothing to write")
     return 1 if old and options.check else 0
 

@@ -21,7 +21,8 @@ from attngraph.runtime.measure import Measurement
 
 TINY = "attngraph.models.targets:tiny_decoder_lm"
 COMMANDS = (
-    "compile", "demo", "export", "inspect", "opt", "bisect", "show", "bench", "cache", "plan", "verify",
+    "compile", "explain", "advise", "demo", "export", "inspect", "opt", "bisect", "show", "bench", "cache",
+    "plan", "verify",
 )  # fmt: skip
 QUICK = ["--tokens", "24", "--rounds", "1", "--no-torch-compile"]
 

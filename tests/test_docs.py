@@ -146,7 +146,7 @@ def make_dumps() -> types.ModuleType:
 
 
 GENERATED = [
-    p for p in PAGES if re.search("<!-- (dump|picture) |make_dumps.py", p.read_text(encoding="utf-8"))
+    p for p in PAGES if re.search("<!-- (dump|picture|codes) |make_dumps.py", p.read_text(encoding="utf-8"))
 ]
 
 
@@ -167,6 +167,12 @@ def test_dumps_and_pictures_are_those_of_a_run_of_today(
     text = page.read_text(encoding="utf-8")
     for file, found in {page: make_dumps.written(text), **make_dumps.pictures(text)}.items():
         golden(file, found, make_dumps.without_what_varies)
+
+
+def test_the_index_for_language_models_lists_the_pages(
+    make_dumps: types.ModuleType, golden: Callable[..., None]
+) -> None:
+    golden(DOCS / "llms.txt", make_dumps.index())
 
 
 def test_every_picture_of_the_folder_is_shown_by_a_page() -> None:

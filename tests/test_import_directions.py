@@ -16,7 +16,7 @@ import networkx as nx
 
 ROOT = Path(__file__).resolve().parent.parent / "attngraph"
 FLOORS = (
-    {"errors", "models"},
+    {"errors", "models", "reasons"},
     {"ir"},
     {"meaning"},
     {"codegen", "report"},

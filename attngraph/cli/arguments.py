@@ -132,6 +132,20 @@ COMMANDS = (
         full=True,
     ),
     Command(
+        "explain", "what was fused, and each place that was not: its code, line, reason, what to change",
+        "example: attngraph explain lm.py:LM --json. Nothing is timed. The codes are explained in "
+        "docs/when-it-will-not-fuse.md.",
+        *_targets(),
+        _JSON,
+    ),
+    Command(
+        "advise", "what would make each place fuse, as a patch where an edit was found and tried",
+        "example: attngraph advise lm.py:LM > fix.patch; git apply fix.patch. An edit is told only if the "
+        "model gives the same results with it (float64, the target's inputs) and fewer places are left.",
+        *_targets(),
+        _JSON,
+    ),
+    Command(
         "demo", "GPT-2 with six layers on real text, and attention alone at 2048 tokens",
         "example: attngraph demo --full. It takes about a minute and a half on two cores, and says on "
         "standard error what it does.",

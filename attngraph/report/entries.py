@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from attngraph.ir.records import dtype_of
+from attngraph.reasons import IN_PIECES, OF_NUMBERS, OTHER, kind_of
 from attngraph.report import as_torch
 from attngraph.report.cache_entry import CacheEntry
 from attngraph.report.ranks import ContextEntry, RanksEntry
@@ -259,6 +260,20 @@ class Break:
 
 
 @dataclasses.dataclass(frozen=True)
+class Place:
+    """Something that was left as the model has it, as data: the `code` of the kind of its `reason`, what to
+    `change`, the user's line (`place`, as FILE:LINE), the line of a library that it calls (`inside`), and the
+    `modules` in which it stands."""
+
+    code: str
+    change: str
+    reason: str
+    place: str
+    inside: str = ""
+    modules: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenProgramEntry:
     """A token program: what it computes for each token, the modules that have it, and its kernel."""
 
@@ -342,6 +357,23 @@ class Entries:
     def unfused(self) -> tuple[Missed, ...]:
         """What was missed and may be attention."""
         return tuple(m for m in self.missed if not m.is_routing)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every place that was left as the model has it: softmaxes, attentions without one, latents, where
+        capture stopped, and sizes that are numbers. Equal ones of several modules are one."""
+        missed: list[Missed | OtherEntry] = [*self.missed, *(o for o in self.others if o.reason)]
+        left = [(OTHER, m.reason, m.source, m.caller, m.name) for m in missed]
+        latent = [(e, e.latent.reason) for e in self.attention if e.latent is not None and e.latent.reason]
+        left += [(OTHER, reason, e.source, e.caller, e.name) for e, reason in latent]
+        for otherwise, stops in ((IN_PIECES, self.breaks), (OF_NUMBERS, self.numbers)):
+            left += [(otherwise, stop.reason, stop.source, "", "") for stop in stops]
+        found = []
+        for (otherwise, reason, source, caller), equal in gathered(left, lambda each: each[:4]):
+            kind, names = kind_of(reason, otherwise), tuple(name for *_, name in equal if name)
+            place, inside = (caller, source) if caller else (source, "")
+            found.append(Place(kind.code, kind.change, reason, place, inside, names))
+        return tuple(found)
 
     def took(self) -> str:
         """What compiling took, in words."""
