@@ -39,8 +39,9 @@ def examples(page: Path) -> list[tuple[int, str, str]]:
 
 
 def reason_not_to_run(info: str) -> str:
-    """What `{ title="not run: ..." }` says; a reader sees it above the example."""
-    found = re.search(r'title="not run: ([^"]+)"', info)
+    """What `{ title="not run: ..." }` says, or the script of which the example is a part; a reader sees it
+    above the example."""
+    found = re.search(r'title="(?:not run: )?([^"]+)"', info)
     return found[1] if found else ""
 
 
@@ -129,6 +130,18 @@ def test_the_docs_count_the_spellings_of_the_tests(monkeypatch: pytest.MonkeyPat
 def test_an_example_says_nothing_behind_its_language_but_why_it_is_not_run(page: Path) -> None:
     for line, info, _ in examples(page):
         assert not info or reason_not_to_run(info), f"{page}:{line + 1}: {info}"
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
+def test_a_part_of_a_script_is_in_the_script_which_a_test_runs(page: Path) -> None:
+    run = (ROOT / "tests" / "test_examples.py").read_text(encoding="utf-8")
+    for line, info, code in examples(page):
+        script = re.search(r'title="examples/(\w+\.py)"', info)
+        if script:
+            assert code in (ROOT / "examples" / script[1]).read_text("utf-8"), f"{page}:{line + 1}"
+            assert f'"{script[1]}"' in run
+        else:
+            assert "title=" not in info or 'title="not run: ' in info
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name in RUN_ELSEWHERE], ids=name_of)

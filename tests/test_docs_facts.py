@@ -179,7 +179,8 @@ def test_a_call_of_ours_that_a_page_shows_has_the_keywords_that_are_given(page: 
 
 OF_OTHERS = {
     "AutoTokenizer", "lambada_openai", "simple_evaluate", "torch_compile_backend", "present_key_values",
-    "verb_object", "OLD_DIR", "logits_to_keep",
+    "verb_object", "OLD_DIR", "logits_to_keep", "PagedAttentionCache", "generate_batch", "continuous_api",
+    "continuous_batching", "init_continuous_batching", "switch_to_cb_friendly_attn", "_load_model",
 }  # fmt: skip
 """Words of other packages, and words that stand for others."""
 

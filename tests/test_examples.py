@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import json
 import math
+import re
 import runpy
 import types
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SVG = "{http://www.w3.org/2000/svg}"
+Script = Callable[..., dict[str, Any]]
 TINY = ["--steps", "4", "--tokens", "16", "--batch", "2", "--layers", "2", "--width", "32"]
 
 
@@ -90,3 +96,62 @@ def test_a_policy_trains_on_what_it_has_just_sampled(
     monkeypatch.setattr("sys.argv", ["same_bits.py", "--steps", "2", "--rows", "2"])
     runpy.run_path(str(EXAMPLES / "same_bits.py"), run_name="__main__")
     assert capsys.readouterr().out.count("ratio 1.0 to 1.0") == 2
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    """The names that a script defines when it is run; skipped where a package of others is not installed."""
+
+    def run(name: str, *packages: str, as_main: bool = True) -> dict[str, Any]:
+        for package in packages:
+            pytest.importorskip(package, reason=f"{name} needs {package}, which is not installed")
+        monkeypatch.syspath_prepend(EXAMPLES)  # as python has it for a script
+        monkeypatch.setattr("sys.argv", [name])
+        return runpy.run_path(str(EXAMPLES / name), run_name="__main__" if as_main else "imported")
+
+    return run
+
+
+def test_a_checkpoint_answers_by_pipeline_chat_streams_batch_and_engine(
+    script: Script, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = script("serve_and_chat.py", "transformers", "tokenizers")
+    out = capsys.readouterr().out
+    assert "generate runs the uncompiled model" not in caplog.text
+    model, tokenizer = found["model"], found["tokenizer"]
+    prompt = tokenizer("Once upon a time", return_tensors="pt")
+    expected = tokenizer.decode(model.generate(**prompt, max_new_tokens=10, do_sample=False)[0])
+    assert found["texts"][0] == found["served"][0] == expected
+    assert out.count(expected) >= 4  # pipeline, stream, batch, engine
+    assert "|".join(expected.removeprefix("Once upon a time")) in out  # piece by piece
+    read = re.findall(r"(\d+) tokens read, (\d+) in the state", out)
+    assert [int(n) for _, n in read] == [50, 50 + int(read[1][0]) + 20]
+    whole = tokenizer(found["said"], add_special_tokens=False, return_tensors="pt")["input_ids"]
+    assert found["state"].lengths == [whole.shape[1]]
+    with torch.no_grad():  # the state is that of all that was said
+        longer = torch.cat([whole, whole[:, :1]], 1)
+        going_on = found["decoder"].decode(whole[:, :1], found["state"])
+        torch.testing.assert_close(going_on, model(longer).logits[:, -1:], rtol=1e-4, atol=1e-5)
+
+
+def test_the_server_of_transformers_answers_with_a_compiled_model(
+    script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = script("serve_with_transformers.py", "transformers", "fastapi", "uvicorn", "openai", as_main=False)
+    client = importlib.import_module("fastapi.testclient").TestClient
+    folder = importlib.import_module("tiny_checkpoint").tiny_checkpoint(str(tmp_path))
+    asked = {"model": folder, "messages": [{"role": "user", "content": "Who?"}]}
+    asked |= {"max_tokens": 8, "temperature": 0}
+    with client(app["server"](folder)) as server:
+        (answer,) = server.post("/v1/chat/completions", json=asked).json()["choices"]
+        pieces = server.post("/v1/chat/completions", json={**asked, "stream": True}).text
+    transformers = importlib.import_module("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = tokenizer("user: Who?\nassistant: ", return_tensors="pt")["input_ids"]
+    found = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    assert answer["message"]["content"] == tokenizer.decode(found, skip_special_tokens=True)
+    parts = [json.loads(line[6:]) for line in pieces.splitlines() if line.startswith("data: {")]
+    said = [choice["delta"].get("content") or "" for part in parts for choice in part["choices"]]
+    assert "".join(said) == answer["message"]["content"]
+    assert "generate runs the uncompiled model" not in caplog.text
