@@ -181,6 +181,7 @@ OF_OTHERS = {
     "AutoTokenizer", "lambada_openai", "simple_evaluate", "torch_compile_backend", "present_key_values",
     "verb_object", "OLD_DIR", "logits_to_keep", "PagedAttentionCache", "generate_batch", "continuous_api",
     "continuous_batching", "init_continuous_batching", "switch_to_cb_friendly_attn", "_load_model",
+    "add_fused_lm_head", "PeftModel",
 }  # fmt: skip
 """Words of other packages, and words that stand for others."""
 

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+import attngraph
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SVG = "{http://www.w3.org/2000/svg}"
 Script = Callable[..., dict[str, Any]]
@@ -112,6 +114,14 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     return run
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    pytest.importorskip("transformers", reason="the examples' checkpoint is one of transformers")
+    made: str = importlib.import_module("tiny_checkpoint").tiny_checkpoint(str(tmp_path / "checkpoint"))
+    return made
+
+
 def test_a_checkpoint_answers_by_pipeline_chat_streams_batch_and_engine(
     script: Script, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,11 +145,10 @@ def test_a_checkpoint_answers_by_pipeline_chat_streams_batch_and_engine(
 
 
 def test_the_server_of_transformers_answers_with_a_compiled_model(
-    script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    script: Script, folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = script("serve_with_transformers.py", "transformers", "fastapi", "uvicorn", "openai", as_main=False)
     client = importlib.import_module("fastapi.testclient").TestClient
-    folder = importlib.import_module("tiny_checkpoint").tiny_checkpoint(str(tmp_path))
     asked = {"model": folder, "messages": [{"role": "user", "content": "Who?"}]}
     asked |= {"max_tokens": 8, "temperature": 0}
     with client(app["server"](folder)) as server:
@@ -155,3 +164,84 @@ def test_the_server_of_transformers_answers_with_a_compiled_model(
     said = [choice["delta"].get("content") or "" for part in parts for choice in part["choices"]]
     assert "".join(said) == answer["message"]["content"]
     assert "generate runs the uncompiled model" not in caplog.text
+
+
+def loaded(folder: str) -> Any:
+    return importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(folder)
+
+
+IDS = torch.arange(3, 27).reshape(2, 12)
+
+
+def test_adapters_are_trained_swapped_merged_and_decoded(
+    script: Script, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = script("lora.py", "peft", "accelerate", as_main=False)
+    torch.manual_seed(0)
+    found, merged = lora["swap"](loaded(folder), IDS)
+    losses, continued = capsys.readouterr().out.splitlines()
+    torch.manual_seed(0)  # the same without attngraph
+    plain = lora["get_peft_model"](loaded(folder), lora["LORA"], adapter_name="poems")
+    plain.add_adapter("letters", lora["LORA"])
+    expected = lora["train"](plain, IDS)
+    assert json.loads(losses.partition("poems ")[2]) == pytest.approx(expected, rel=1e-5)
+    assert len(set(expected)) == 3
+    plain.eval()
+    for name in ("poems", "letters"):
+        plain.set_adapter(name)
+        torch.testing.assert_close(found[name], plain(input_ids=IDS).logits[:, -1], rtol=1e-4, atol=1e-5)
+    assert (found["poems"] - found["letters"]).abs().max() > 1e-4
+    compiled = attngraph.compile(merged, min_scores=0)
+    torch.testing.assert_close(compiled(input_ids=IDS).logits[:, -1], found["poems"], rtol=1e-4, atol=1e-5)
+    assert len(compiled.report.attention) == 2
+    plain.set_adapter("poems")
+    own = plain.generate(input_ids=IDS, max_new_tokens=5, do_sample=False)[:, 12:]
+    assert json.loads(continued.partition("continue ")[2]) == own.tolist()
+
+
+@pytest.mark.slow
+def test_an_adapter_of_4_bit_weights_is_trained_in_pieces(script: Script, folder: str) -> None:
+    lora = script("lora.py", "peft", "accelerate", "bitsandbytes", as_main=False)
+    torch.manual_seed(0)
+    compiled = attngraph.compile(lora["four_bits"](folder), min_scores=0)
+    found = lora["train"](compiled, IDS)
+    assert len(compiled.report.attention) == 2 and compiled.report.breaks
+    torch.manual_seed(0)
+    expected = lora["train"](lora["four_bits"](folder), IDS)
+    assert found == pytest.approx(expected, rel=1e-5) and len(set(expected)) == 3
+
+
+@pytest.mark.parametrize("trainer", ["sft", "grpo"])
+def test_trainers_of_trl_train_a_compiled_backbone_as_they_train_the_model(
+    script: Script, folder: str, trainer: str
+) -> None:
+    trl = script("train_with_trl.py", "trl", "datasets", as_main=False)
+    tokenizer = importlib.import_module("transformers").AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    model = trl["with_fused_attention"](loaded(folder))
+    found = trl[trainer](model, tokenizer)
+    assert len(model.base_model.report.attention) == 2
+    torch.manual_seed(0)
+    expected = trl[trainer](loaded(folder), tokenizer)
+    assert len(expected) > 0
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-6)
+
+
+def test_embeddings_of_a_compiled_encoder_are_those_of_the_encoder(script: Script) -> None:
+    found = script("embeddings.py", "sentence_transformers")
+    model, texts = found["model"], found["texts"]
+    compiled = model[0].model
+    plain = found["SentenceTransformer"](found["folder"], device="cpu")
+    torch.testing.assert_close(*(torch.as_tensor(m) for m in (found["embeddings"], plain.encode(texts))))
+    model[0].model = attngraph.compile(compiled._orig_mod, min_scores=0)  # calls as small as these too
+    torch.testing.assert_close(*(torch.as_tensor(m.encode(texts)) for m in (model, plain)))
+    assert len(model[0].model.report.attention) == 2
+
+    losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")
+    gradients = []
+    for each in (model, plain):
+        pairs = [each.preprocess(texts[:2]), each.preprocess(texts[1:])]
+        losses.MultipleNegativesRankingLoss(each.eval())(pairs, None).backward()
+        gradients.append([p.grad for p in each.parameters() if p.grad is not None])
+    assert len(gradients[0]) > 20
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)

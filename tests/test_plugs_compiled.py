@@ -56,6 +56,12 @@ def test_generate_gives_the_models_tokens_on_a_derived_decoder(
     assert not [r for r in caplog.records if r.name.startswith("attngraph")]
 
 
+def test_a_report_after_a_generate_that_ran_the_model_says_that_nothing_was_traced() -> None:
+    compiled = attngraph.compile(gpt2().train())
+    compiled.generate(prompts()[0], max_new_tokens=2, do_sample=False)
+    assert "nothing traced yet" in str(compiled.report)
+
+
 @pytest.mark.slow
 def test_generate_follows_the_settings_that_the_model_has_now(both: tuple[Any, Any]) -> None:
     model, compiled = both

@@ -142,8 +142,9 @@ class CompiledModule(ModelWrapper):
         graph = self._graphs.latest()
         pieces = [p.report() for p in self._pieces.values()]
         latest = [] if graph is None else [graph.report]
-        if self._generate is not None and not latest and not pieces:
-            return self._generate.decoder.report  # nothing but generate has been called
+        derived = None if self._generate is None else self._generate.decoder._derived.latest
+        if derived is not None and not latest and not pieces:
+            return with_remarks(derived.report)  # type: ignore[return-value]  # nothing but generate was called
         found = with_remarks(reporting.merge([*latest, *pieces]))
         return dataclasses.replace(
             found, graphs=len(self._graphs) + sum(p.graphs for p in pieces),
