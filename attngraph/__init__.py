@@ -16,6 +16,11 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+if (
+    not Path(__file__).with_name("passes").is_dir()
+):  # a clone in which links are files, as git makes on Windows
+    __path__.append(str(Path(__file__).parents[1]))
+
 _ROOT = f"{__name__}.api"
 _NAMES = re.findall(r"(?m)^from (\S+) import (\w+) as", Path(__file__).with_suffix(".pyi").read_text())
 _MODULE_OF = {name: module for module, name in _NAMES if module != __name__}
