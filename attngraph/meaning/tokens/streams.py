@@ -7,6 +7,7 @@ strided ones and patches are streams, however they are spelled (`unfold`, a conv
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -119,7 +120,7 @@ def streams_of(
         chosen = minimum_cut(sizes, before, wanted) if wanted else []
     except nx.NetworkXUnbounded:
         return {}
-    return {node: _stream(facts, node, found[node], region, operands) for node in chosen}
+    return {node: _stream(node, found[node], region, operands) for node in chosen}
 
 
 _LATER = 1.0 / (1 << 20)
@@ -128,10 +129,7 @@ _LATER = 1.0 / (1 << 20)
 
 def _bytes(node: fx.Node) -> float:
     value = node.meta["val"]
-    count = 1
-    for extent in value.shape:
-        count *= extent if isinstance(extent, int) else 1
-    return float(count * value.dtype.itemsize)
+    return float(math.prod(n for n in value.shape if isinstance(n, int)) * value.dtype.itemsize)
 
 
 def _blocks(
@@ -174,23 +172,27 @@ def _blocks(
                 return None
             if not of_block and not space.follows_digits(digits, index):
                 return None
-    plain = M.substitute(element, {own: E.var("block")})
-    if any(map(space.is_count, outside_reads(plain))):
+    # With its own and the blocks before, an entry must be what it is with all: nothing asks for the block's
+    # number, but whether it is one of the first.
+    later = M.substitute(element, {own: M.add(E.const(_blocks_before(blocks)), E.var("block"))})
+    asked = (n for n in outside_reads(later) if n.op in ("le", "lt", "eq"))
+    if any(map(space.is_count, outside_reads(later))) or any(E.var("block") in n.free for n in asked):
         return None
     return blocks, dim
 
 
+def _blocks_before(blocks: Blocks) -> int:
+    """From how many blocks before its own an entry follows."""
+    return max(0, -(-blocks.back // blocks.size))
+
+
 def _stream(
-    facts: Facts,
-    node: fx.Node,
-    about: tuple[Blocks, int],
-    region: Sequence[fx.Node],
-    operands: Sequence[fx.Node],
+    node: fx.Node, about: tuple[Blocks, int], region: Sequence[fx.Node], operands: Sequence[fx.Node]
 ) -> Stream:
     blocks, dim = about
     inner = set(region)
     needed = set(reached([node], lambda n: n.all_input_nodes if n in inner else ())) & inner
     steps = tuple(n for n in region if n in needed)
     given = {n for step in steps for n in step.all_input_nodes}
-    before = max(0, -(-blocks.back // blocks.size))
+    before = _blocks_before(blocks)
     return Stream(node, steps, blocks.size, before, dim, tuple(n for n in operands if n in given))
