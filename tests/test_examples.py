@@ -245,3 +245,16 @@ def test_embeddings_of_a_compiled_encoder_are_those_of_the_encoder(script: Scrip
         gradients.append([p.grad for p in each.parameters() if p.grad is not None])
     assert len(gradients[0]) > 20
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+
+
+def test_functions_of_flex_attention_go_in_and_come_out(script: Script) -> None:
+    found = script("flex_attention.py")
+    q, k, v, documents, places = *(found[n] for n in ("q", "k", "v", "documents")), torch.arange(64)
+    bias = found["slopes"].detach()[:, None, None] * (places - places[:, None])
+    seen = (places <= places[:, None]) & (documents[:, :, None] == documents[:, None, :])
+    scores = (q @ k.mT / 32**0.5 + bias).masked_fill(~seen[:, None], -math.inf)
+    torch.testing.assert_close(found["out"], scores.softmax(-1) @ v)
+    for source in (found["attention"].flex(), found["attention"].sdpa()):
+        names: dict[str, Any] = {}
+        exec(source, names)
+        torch.testing.assert_close(names["attention"](q, k, v), found["window"](q, k, v))
