@@ -216,6 +216,9 @@ def _run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> fx
         each_row, new, whole, shared, rows("starts"), rows("first"), rows("positions"), program,
         [tokens.token_dim(n) for n in (*new, *scan.operands)], sizes, least, _shape(tokens, node),
     )  # fmt: skip
+    for inner in scan.region:
+        if "attention" in inner.meta:
+            made.meta["attention"] = inner.meta["attention"]
     # A step has one sequence, and what follows counts it as the model counts its rows.
     count = builder.call(aten.sym_size.int, inputs.ids, 0)
     return builder.call(aten.expand.default, made, [count, *[-1] * (made.meta["val"].ndim - 1)])

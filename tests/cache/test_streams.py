@@ -1,5 +1,7 @@
 """Decoders of models whose attention looks at blocks of tokens: what is kept are the blocks' entries."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -126,3 +128,24 @@ def test_deepseek_v4_keeps_compressed_entries() -> None:
     cache = decoder.report.cache
     assert cache is not None
     assert {(window, tokens) for _, _, window, tokens in cache.stores} == {(8, 1), (None, 4)}
+
+
+@torch.no_grad()
+def test_saved_decoders_and_states_beams_and_an_engine(tmp_path: Path) -> None:
+    model = Gated().eval()
+    ids = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))
+    decoder = attngraph.compile(model, cache=True)
+    wanted = decoder.generate(ids, max_new_tokens=12)
+    decoder.save(tmp_path / "decoder")
+    loaded = attngraph.load(tmp_path / "decoder", model)
+    assert loaded.generate(ids, max_new_tokens=12).equal(wanted)
+    _, state = decoder.prefill(ids)
+    state.save(tmp_path / "state")
+    again = type(state).load(tmp_path / "state")
+    assert decoder.decode(ids[:, :1], again).equal(decoder.decode(ids[:, :1], state))
+    beams = decoder.generate(ids, max_new_tokens=6, num_beams=2)
+    assert beams.shape == (2, 15)
+    engine = attngraph.Engine(decoder, max_batch=2, chunk=4)
+    requests = [engine.submit(row[:n].tolist(), 12) for row, n in zip(ids, (9, 5), strict=True)]
+    assert requests[0].result() == wanted[0, 9:].tolist()
+    assert requests[1].result() == _greedy(model, ids[1:, :5], 12)[0, 5:].tolist()
