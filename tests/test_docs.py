@@ -190,7 +190,8 @@ def test_the_index_for_language_models_lists_the_pages(
 
 def test_every_picture_of_the_folder_is_shown_by_a_page() -> None:
     shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert [p.name for p in (DOCS / "pictures").iterdir() if f"](pictures/{p.name})" not in shown] == []
+    pictures = [p.relative_to(DOCS).as_posix() for p in (DOCS / "pictures").rglob("*.*")]
+    assert [p for p in pictures if f"]({p})" not in shown and f'src="{p}"' not in shown] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -122,7 +122,7 @@ def _require_longer(captured: Captured, example: Example) -> None:
     wanted = longer_trace(captured.graph, name) if name and not example.as_is else 0
     if wanted > captured.graph.hints.get(name, wanted):
         problem = NoDecoderError(
-            f"the model divides its tokens into blocks, and a trace of {wanted} is needed."
+            f"the model was traced for few numbers of tokens, and for {wanted} it may do something else."
         )
         problem.longer = wanted
         raise problem

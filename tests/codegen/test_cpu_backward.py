@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import attngraph
 from attngraph.codegen.cpu import call, compiled, soft
 from attngraph.codegen.cpu.call import Run
 from attngraph.codegen.scalar import read_gradients
 from attngraph.ir.language.parser import parse
-from attngraph.ir.ops import attention as ops
 from attngraph.ir.ops.kernels import KERNELS, Operands
 
 from .conformance.compare import REFERENCE, assert_gradients, forward
@@ -194,7 +194,7 @@ def test_gradients_that_nobody_wants_are_not_computed(monkeypatch: pytest.Monkey
     for *wanted, bits in expected:
         tensors = [t.requires_grad_(want) for t, want in zip(operands(), wanted, strict=True)]
         bias = torch.randn(131)
-        ops.attention(
+        attngraph.attention(
             *tensors, "s = 0.3 * dot + r0[k]; keep k <= q", bias, kernel="cpu.compiled"
         ).sum().backward()
         assert asked == [0, bits], "the forward pass, then the backward pass"
@@ -202,7 +202,9 @@ def test_gradients_that_nobody_wants_are_not_computed(monkeypatch: pytest.Monkey
         assert [t.grad is not None for t in tensors] == wanted
     bias.requires_grad_()
     q, k, v = operands()
-    ops.attention(q, k, v, "s = 0.3 * dot + r0[k]; keep k <= q", bias, kernel="cpu.compiled").sum().backward()
+    attngraph.attention(
+        q, k, v, "s = 0.3 * dot + r0[k]; keep k <= q", bias, kernel="cpu.compiled"
+    ).sum().backward()
     assert asked == [0, 0]
     assert bias.grad is not None and bool(bias.grad.any())
 

@@ -142,7 +142,7 @@ def report_of(count: int, name: Callable[[int], str] = "blocks.{}".format, word:
         tuple(dataclasses.replace(entry, name=f"{name(n)}.attn") for n in range(count)),
         (Missed(f"its weights are used {word}", f"model.py:9 {word}", f"head {word}"),),
         passes, (Break(f"forward() prints {word}", f"model.py:3 {word}"),), 1.5,
-        cache=CacheEntry(1024, 2048, 4, ((f"kept {word}", 512, None),)), captured=before, code=code,
+        cache=CacheEntry(1024, 2048, 4, ((f"kept {word}", 512, None, 1),)), captured=before, code=code,
     )  # fmt: skip
 
 

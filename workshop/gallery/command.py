@@ -80,7 +80,7 @@ def _decodes(name: str, model: nn.Module, ids: Tensor, expected: Tensor) -> str:
     steps = [decoder.decode(ids[:, n : n + 1], state) for n in range(SIDE // 2, SIDE)]
     assert compare(torch.cat([logits, *steps], 1), expected, elementwise(TOLERANCE)).holds, name
     kept = decoder.report.cache
-    each = sum(size for _, size, window in kept.stores if window is None)
+    each = sum(size // tokens for _, size, window, tokens in kept.stores if window is None)
     return ", ".join([
         *([f"{each:,} bytes a token"] if each else []),
         *([f"a state of {kept.bytes_per_row:,} bytes"] if kept.bytes_per_row else []),
