@@ -273,8 +273,11 @@ class TokenProbe:
 
     @functools.cache  # noqa: B019  as long as the graph is looked at
     def _admitted(self, tokens: int) -> int:
-        """The next number of tokens from this on that the graph may have; 0 if there is none."""
-        counts = range(tokens, budgets.PROBE_TOKENS + 1)
+        """A number of tokens from this on that the graph may have; 0 if none is found."""
+        bases = itertools.takewhile(
+            lambda n: n <= budgets.PROBE_TOKENS, (tokens << k for k in itertools.count())
+        )
+        counts = (base + more for base in bases for more in range(3))
         return next((n for n in counts if self.graph.admits(self.counted(ROWS, n))), 0)
 
     @staticmethod
