@@ -1,4 +1,4 @@
-"""Values that a step computes from earlier tokens anew, over a cache of what they are computed from.
+"""Values that a step computes from earlier tokens, over a cache of what they are computed from.
 
 Of the last tokens (`meaning/tokens/windows.py`): a step gets the new tokens with the few before them
 (`attngraph::with_earlier`). A convolution then runs as the model has it, on this longer sequence; everything
@@ -181,8 +181,8 @@ def run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> tup
     if node in step.tokens.assumed:
         step.assumed.append(f"{where} ({step.tokens.assumed[node]})")
     return new, (
-        f"{where} is computed anew from all tokens at every step, because what it does with them is no "
-        "attention that is known here"
+        f"{where} is computed for the new tokens by the model's own operations, on what is kept of all tokens "
+        "before, one row after the other"
     )
 
 

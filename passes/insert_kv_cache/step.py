@@ -275,7 +275,7 @@ class Step:
     """One graph that is made a step.
 
     `carried`: what the rows carry, with the nodes that compute the next of it. `rounding`: of the tables from
-    which decays are read. `anew`, `assumed`: the lines of values that are computed anew from all tokens, and
+    which decays are read. `anew`, `assumed`: the lines of values that are computed from all tokens, and
     those of which it is taken from the user that they see no later ones. `least`: what is computed from all
     tokens is computed of at least so many. `programs`: of values that are computed from all tokens, with the
     values of new tokens and the shared ones that they read.

@@ -48,7 +48,7 @@ class Tokens:
         graph: fused.
         token, row: the symbolic sizes that count tokens and sequences (row None: no batch). The tokens' may
             be a number that is a size of nothing else.
-        histories: whether a value may be computed anew from all earlier tokens, where nothing else is found.
+        histories: whether a value may be computed from all earlier tokens, where nothing else is found.
         assume_causal: whether such a value is taken to be one where that cannot be shown.
     """
 

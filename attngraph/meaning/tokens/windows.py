@@ -96,7 +96,7 @@ class History(Window):
 
     streams: Mapping[fx.Node, Stream] = dataclasses.field(default_factory=dict)
     latest_of: Mapping[fx.Node, int] = dataclasses.field(default_factory=dict)
-    reason = "computed anew from all earlier tokens"
+    reason = "computed from all earlier tokens"
 
 
 @dataclasses.dataclass(frozen=True)
