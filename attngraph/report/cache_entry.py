@@ -41,8 +41,8 @@ class CacheEntry:
     `unset` are attributes that the model's forward sets and the decoder does not; `unchecked` are lines that
     raise for certain values in the model, but not in the decoder.
     `carried` lists (what, bytes) of values of which each sequence has one, whatever its length; `anew` the
-    lines of values that every step computes from all that is kept. Where several ranks keep it, all of this is
-    what one of them keeps, and `ranks` says how it is divided.
+    lines of values that every step computes from all that is kept. Where several ranks keep it, all of this
+    is what one of them keeps, and `ranks` says how it is divided.
     `rounded` is the dtype of 8 bits in which keys and values are kept with scales ("": none are), `drift`
     what that changes (None: not measured), `unrounded` what is kept as it is computed although it was asked
     to be rounded. `assumed` are operations that are taken not to look at later tokens because
@@ -125,7 +125,8 @@ class CacheEntry:
         if self.fixed:
             yield f"{self.fixed} value(s) computed once for a prompt"
         if self.anew:
-            yield f"{len(self.anew)} value(s) computed from all that is kept at every step: {_once(self.anew)}"
+            lines = _once(self.anew)
+            yield f"{len(self.anew)} value(s) computed from all that is kept at every step: {lines}"
 
     def _limits(self) -> Iterator[str]:
         if self.assumed:

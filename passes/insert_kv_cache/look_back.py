@@ -181,8 +181,8 @@ def run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> tup
     if node in step.tokens.assumed:
         step.assumed.append(f"{where} ({step.tokens.assumed[node]})")
     return new, (
-        f"{where} is computed for the new tokens by the model's own operations, on what is kept of all tokens "
-        "before, one row after the other"
+        f"{where} is computed for the new tokens by the model's own operations, on what is kept of all "
+        "tokens before, one row after the other"
     )
 
 
