@@ -74,10 +74,10 @@ def derive_decoder(
     proved = _proved(target, made, divided, step, example, options, config)
     if proved is not None and step.plan.least > 1 and options.devices.is_one:
         logits = build.place_of_logits(made.captured.structure)
-        if prove_other_lengths(target, step, proved.arguments, logits):
+        if others := prove_other_lengths(target, step, proved.arguments, logits):
             for each in (step.graph, graph):
                 assert each.state is not None
-                each.state = dataclasses.replace(each.state, others=True)
+                each.state = dataclasses.replace(each.state, others=others)
             step = _step(step.graph, owner, made.captured, sides, example, options)
     drift = None
     if rounding:
@@ -172,7 +172,7 @@ def _proved(
     if not config.proof or made.before is None:
         return None
     arguments = {n: v.tensor if isinstance(v, Laid) else v for n, v in example.arguments.items()}
-    arguments[step.name] = varied(made.before, arguments[step.name], example.place)
+    arguments[step.name] = varied(made.before, step, arguments[step.name], example.place)
     if options.progress is not None:
         options.progress("proof")
     few = example.is_compared or step.traced_few()

@@ -70,6 +70,9 @@ PROBE_NODES, PROBES = 80, 400
 covers is assumed to mix tokens."""
 HISTORY_NODES = 400
 """Ops that a step of a decoder runs again for a value that is computed from all earlier tokens."""
+TRIED_LENGTHS = 24
+"""Of the numbers of tokens at which it is seen that a value looks back alone, so many, the fewest and the
+most."""
 LEAST_TOKENS = 1 << 10
 """So many tokens a model may at most need for what it does with blocks of them."""
 PROBE_BYTES = 1 << 28

@@ -127,17 +127,27 @@ def _as_it_grew(
     return torch.stack(found)
 
 
-def varied(whole: ProgramGraph, tokens: Tensor, place: int) -> Tensor:
+def varied(whole: ProgramGraph, step: Step, tokens: Tensor, place: int) -> Tensor:
     """The tokens to prove with: those of the prompt. If these are hardly different ones (all values that an
     attention weighs are equal then, whatever its weights), others of the vocabulary, from its middle because
-    special tokens are at its ends. `place` is the number of the tokens among the tensors of the call."""
+    special tokens are at its ends; and where data may choose what is seen, as many as are compared, each of
+    them once, so that none is chosen by the rounding of equal scores. `place` is the number of the tokens
+    among the tensors of the call."""
     ids = next(n for n, i in whole.given().items() if i.kind == "argument" and int(i.name) == place)
     same = list(reached([ids], lambda node: (u for u in node.users if u.target in _SAME_IDS)))
     tables = (u for node in same for u in node.users if u.target is aten.embedding.default)
     limit = min((int(t.args[0].meta["val"].shape[0]) for t in tables if t.args[1] in same), default=0)  # type: ignore[union-attr]
-    if tokens.is_floating_point() or limit < DIFFERENT or len(set(tokens.flatten().tolist())) >= DIFFERENT:
+    if tokens.is_floating_point() or limit < DIFFERENT:
         return tokens
     generator = torch.Generator().manual_seed(0)
+    rows, given = tokens.shape[:2]
+    if step.plan.anew and len(step.arguments) == 1:
+        given = max(given, sum(count for count, _ in _steps(step, given, rows)))
+        if given <= limit:
+            drawn = [torch.randperm(limit, generator=generator)[:given] for _ in range(rows)]
+            return torch.stack(drawn).to(tokens.device, tokens.dtype)
+    if len(set(tokens.flatten().tolist())) >= DIFFERENT:
+        return tokens
     found = torch.randint(limit // 4, limit - limit // 4, tokens.shape, generator=generator)
     return found.to(tokens.device, tokens.dtype)
 
@@ -204,22 +214,23 @@ def prove_longer(model: Callable[..., Any], step: Step, arguments: Mapping[str, 
 
 def prove_other_lengths(
     model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], result: int
-) -> bool:
-    """Whether the decoder gives what the model itself gives for numbers of tokens that the graph's conditions
-    leave out, with which the model may do something else: fewer than its operations on blocks need, and some
-    between. Compared is one of each length among the first, and at the ends of what was asked for sizes. If
-    all are alike, the step takes such rows."""
+) -> int:
+    """From how many tokens on the decoder gives what the model itself gives for numbers of tokens that the
+    graph's conditions leave out, with which the model may do something else: fewer than its operations on
+    blocks need, and some between. Compared is one of each length among the first, and at the ends of what was
+    asked for sizes. If all are alike that the model takes, the step takes such rows; 0 if not."""
     given, sizes = arguments[step.name], step.sizes
     most = step.plan.least + 2 * max((s.size for s in step.plan.stores), default=1)
     if any(isinstance(v, Tensor) for n, v in arguments.items() if n not in step.arguments):
-        return False
+        return 0
     rows = 1 if sizes.single else 2
     left_out = [n for n in range(1, most + 1) if sizes.fault(Call(rows, frozenset([n])))]
     lengths = [n for n in left_out if n < BEGINNINGS or sizes.is_border(n)]
     places = torch.randint(0, given.shape[1], (most,), generator=torch.Generator().manual_seed(0))
     full = {n: arguments[n][:1, places].expand(rows, -1, *arguments[n].shape[2:]) for n in step.arguments}
     state = KVCache(step.plan, rows, CacheConfig(), given.device)
-    sizes.take_others(step.plan.least)
+    least = 1
+    sizes.take_others(step.plan.least, 1)
     try:
         with torch.no_grad(), InOrder():  # type: ignore[no-untyped-call]
             step.begin(state, {n: arguments[n] for n in step.prompt_arguments})
@@ -227,11 +238,18 @@ def prove_other_lengths(
             found = _by_row((c, step.advance(state, c, _next(step, state, full, c))[0]) for c in counts)[0]
             for length in lengths:
                 call = {**arguments, **{n: t[:1, :length] for n, t in full.items()}}
-                _require_as_model(model, step, call, found[:length], result)
+                try:
+                    _require_as_model(model, step, call, found[:length], result)
+                except NoDecoderError:
+                    raise
+                except FAILURES:  # the model itself takes no sequences that are so short
+                    if least < length:
+                        raise
+                    least = length + 1
     except (NoDecoderError, *FAILURES):
-        sizes.take_others(0)
-        return False
-    return True
+        least = 0
+    sizes.take_others(step.plan.least if least else 0, least)
+    return least
 
 
 def prove_alone(

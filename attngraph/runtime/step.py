@@ -64,8 +64,10 @@ class StepSizes:
         self._tables = tables
         limits = (tables, traced if self._whole_table is None else None)
         self.limit = min((n for n in limits if n is not None), default=None)
-        self.least = graph.state.least if graph.state.others else 0
-        """Rows of a length that the conditions leave out are right where one of up to so many more is."""
+        self.others = graph.state.others
+        self.least = graph.state.least if self.others else 0
+        """Rows of a length, from `others` on, that the conditions leave out are right where one of up to
+        `least` more is."""
 
     @property
     def depends(self) -> bool:
@@ -131,9 +133,9 @@ class StepSizes:
                 return None
         return {name: size for name, size in sizes.items() if name not in (self.rows, self.length)}
 
-    def take_others(self, least: int) -> None:
-        """Take rows of any length to be right where one of up to `least` more tokens is."""
-        self.least = least
+    def take_others(self, least: int, others: int) -> None:
+        """Take rows of any length from `others` on to be right where one of up to `least` more tokens is."""
+        self.least, self.others = least, others
         self._fault_of.cache_clear()
 
     def is_border(self, tokens: int) -> bool:
@@ -154,7 +156,8 @@ class StepSizes:
         return next(filter(None, faults), "")
 
     def _fault(self, rows: int, length: int, others: tuple[tuple[str, int], ...]) -> str:
-        more = (self._of_length(rows, length + n, others) for n in range(self.least + 1))
+        least = self.least if length >= self.others else 0
+        more = (self._of_length(rows, length + n, others) for n in range(least + 1))
         found = self._of_length(rows, length, others)
         return "" if not found or not all(more) else found
 

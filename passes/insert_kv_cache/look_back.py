@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from attngraph.capture.trace import quiet
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph import op_name, source_of
 from attngraph.ir.language import E, Expr
@@ -183,6 +183,8 @@ def run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> tup
     return new, (
         f"{where} is computed for the new tokens by the model's own operations, on what is kept of all "
         "tokens before, one row after the other"
+        + f"; that it looks back alone was seen at numbers of tokens up to {scan.seen}"
+        * bool(scan.seen)
     )
 
 
@@ -215,6 +217,7 @@ def _run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> fx
     made = builder.call(
         each_row, new, whole, shared, rows("starts"), rows("first"), rows("positions"), program,
         [tokens.token_dim(n) for n in (*new, *scan.operands)], sizes, least, _shape(tokens, node),
+        _dtype(node),
     )  # fmt: skip
     for inner in scan.region:
         if "attention" in inner.meta:
@@ -228,21 +231,21 @@ def _fails_on_fewer(
     step: Step, scan: History, program: str, new: Sequence[fx.Node], shared: Sequence[fx.Node]
 ) -> bool:
     """Whether a program cannot be run for a row of fewer tokens than the graph's operations are for: tried
-    without data, for one token and around the ends of blocks."""
+    on zeros, for one token and around the ends of blocks."""
     tokens, run = step.tokens, parse_row(program)
     sizes = {n: scan.streams[n].size if n in scan.streams else 1 for n in scan.operands}
     counts = {n for size in sizes.values() for n in (1, size - 1, size, size + 1, 2 * size) if n}
 
-    def empty(node: fx.Node, count: int) -> torch.Tensor:
+    def zeros(node: fx.Node, count: int) -> torch.Tensor:
         value, dim = node.meta["val"], tokens.token_dim(node)
         shape = list(value.shape) if dim is None else _shape(tokens, node)
-        return torch.empty([count if d == dim else n for d, n in enumerate(shape)], dtype=value.dtype)
+        return torch.zeros([count if d == dim else n for d, n in enumerate(shape)], dtype=value.dtype)
 
-    with FakeTensorMode():
-        place = torch.empty(1, dtype=torch.int64)
-        given = [empty(n, 1) for n in new], [empty(n, 1) for n in shared]
+    with quiet(), torch.no_grad():
+        place = torch.zeros(1, dtype=torch.int64)
+        given = [zeros(n, 1) for n in new], [zeros(n, 1) for n in shared]
         for count in sorted(counts):
-            whole = [empty(n, count // size) for n, size in sizes.items()]
+            whole = [zeros(n, count // size) for n, size in sizes.items()]
             try:
                 run(count, 1, count - 1, given[0], whole, given[1], [place])
             except (RuntimeError, IndexError, ValueError, TypeError):
@@ -259,6 +262,12 @@ def _shape(tokens: Tokens, node: fx.Node) -> list[int]:
     return found
 
 
+def _dtype(node: fx.Node) -> str:
+    """The name of a value's dtype, if it holds no floating numbers."""
+    dtype = node.meta["val"].dtype
+    return "" if dtype.is_floating_point else str(dtype).removeprefix("torch.")
+
+
 def add_blocks(step: Step, builder: Builder, node: fx.Node, scan: Stream) -> tuple[fx.Node, str]:
     """A `Rewrite` of streams: entries of the blocks that new tokens complete."""
     tokens, rows, back = step.tokens, step.inputs.rows, scan.latest - 1
@@ -273,7 +282,7 @@ def add_blocks(step: Step, builder: Builder, node: fx.Node, scan: Stream) -> tup
     longer, dims = [every[n] for n in writer.whole], [tokens.token_dim(n) for n in writer.whole]
     new = builder.call(
         each_block, longer, writer.shared, rows("starts"), rows("first"), rows("positions"), program, dims,
-        scan.size, scan.before, _shape(tokens, node),
+        scan.size, scan.before, _shape(tokens, node), _dtype(node),
     )  # fmt: skip
     return new, (
         f"{op_name(node)} at {source_of(node)} has an entry for each {scan.size} tokens, computed when the "

@@ -185,7 +185,7 @@ class KeptValues:
     def _moved_from(self, node: fx.Node) -> list[fx.Node]:
         """The token-wise values that this one only rearranges; empty if it computes something."""
         rule = RULES.get(str(node.target)) if node.op == "call_function" else None
-        if rule is None or rule.category is not Category.MOVEMENT:
+        if rule is None or rule.category is not Category.MOVEMENT or self.tokens[node].kind is Kind.SCAN:
             return []
         before = self._moved_operands(node)
         dtypes = {n.meta["val"].dtype for n in (*before, node)}

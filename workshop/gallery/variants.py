@@ -375,13 +375,14 @@ def _(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, ids: Tensor) -> Any:
          parts=lambda: {"gates": nn.Linear(WIDTH, 3)})  # fmt: skip
 def _(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, ids: Tensor) -> Any:
     i, j = places(x)
-    blocks = torch.arange(x.shape[1] // 8)
-    of_k, of_v = (torch.unflatten(t, 2, (-1, 8)).mean(3) for t in (k, v))
-    ended = blocks * 8 + 7 <= i
+    count = x.shape[1] // 8
+    of_k, of_v = (t[:, :, : count * 8].reshape(*t.shape[:2], count, 8, -1).mean(3) for t in (k, v))
+    ended = torch.arange(count) * 8 + 7 <= i
     of_blocks = dots(q, of_k).masked_fill(~ended, -1e9)
     coarse = torch.where(ended.any(-1, keepdim=True), of_blocks.softmax(-1) @ of_v, 0.0)
-    best = torch.zeros_like(of_blocks).scatter(-1, of_blocks.topk(2, -1).indices, 1.0)
-    chosen = (best.repeat_interleave(8, -1) > 0) | (j // 8 == i // 8)
+    best = torch.zeros_like(of_blocks).scatter(-1, of_blocks.topk(min(2, count), -1).indices, 1.0)
+    best = F.pad(best.repeat_interleave(8, -1), (0, x.shape[1] - count * 8))
+    chosen = (best > 0) | (j // 8 == i // 8)
     fine, near = (soft(dots(q, k), v, (j <= i) & seen) for seen in (chosen, i - j < 8))
     a, b, c = m.gates(x).sigmoid()[:, None].chunk(3, -1)
     return a * coarse + b * fine + c * near

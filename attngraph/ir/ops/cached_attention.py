@@ -191,7 +191,8 @@ class CachePlan:
     anew from all tokens; `assumed`: operations that are taken not to look at later tokens, and why that could
     not be shown; `unordered`: operations whose sums have no fixed order, None where none was asked for;
     `least`: what is computed from all tokens is computed of at least so many, 0 if nothing is; `others`:
-    whether it was compared with the model that it is right for lengths that the conditions leave out."""
+    from how many tokens on it was compared with the model that it is right for lengths that the conditions
+    leave out, 0 if it was not."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -206,7 +207,7 @@ class CachePlan:
     assumed: tuple[str, ...] = ()
     unordered: tuple[str, ...] | None = None
     least: int = 0
-    others: bool = False
+    others: int = 0
 
     @property
     def bytes_per_row(self) -> int:

@@ -21,6 +21,7 @@ as many as the open block and `before` more blocks have. The program gets of the
     new       how many tokens there are from the row's beginning to the end of the last block
 
 `shape` is that of the result, with 0 for the new tokens, and `dims` says where tokens are in each operand.
+`dtype` is the result's, if it is none of floating numbers; else it is that of the operands.
 """
 
 import itertools
@@ -35,9 +36,11 @@ from attngraph.ir.ops.cached_attention import numbers_of
 from attngraph.ir.ops.declare import INSTEAD, declare
 
 
-def _result(tensors: Sequence[Tensor], shape: Sequence[int], count: Any) -> Tensor:
+def _result(tensors: Sequence[Tensor], shape: Sequence[int], count: Any, dtype: str) -> Tensor:
     like = next(t for t in tensors if t.is_floating_point())
-    return like.new_zeros([count if n == 0 else n for n in shape])
+    return like.new_zeros(
+        [count if n == 0 else n for n in shape], dtype=getattr(torch, dtype) if dtype else like.dtype
+    )
 
 
 def _program(text: str, given: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
@@ -45,13 +48,16 @@ def _program(text: str, given: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
     return parse_row(text, any(t.dtype == torch.float64 for t in given))
 
 
-@declare(fake=lambda a: _result([*a.new, *a.whole], a.shape, a.positions.shape[0]), derivatives=INSTEAD)
+@declare(
+    fake=lambda a: _result([*a.new, *a.whole], a.shape, a.positions.shape[0], a.dtype), derivatives=INSTEAD
+)
 def each_row(
     new: list[Tensor], whole: list[Tensor], shared: list[Tensor], starts: Tensor, held: Tensor,
     positions: Tensor, program: str, dims: list[int], sizes: list[int], least: int, shape: list[int],
+    dtype: str,
 ) -> Tensor:  # fmt: skip
     run, of_whole = _program(program, [*new, *whole]), dims[len(new) :]
-    out = _result([*new, *whole], shape, positions.shape[0])
+    out = _result([*new, *whole], shape, positions.shape[0], dtype)
     spans = itertools.pairwise(numbers_of(starts))
     for row, ((begin, end), first) in enumerate(zip(spans, numbers_of(held), strict=True)):
         count, place = end - begin, shape.index(0)
@@ -78,13 +84,13 @@ def _as_long(tensor: Tensor, dim: int, length: int) -> Tensor:
     )
 
 
-@declare(fake=lambda a: _result(a.longer, a.shape, a.positions.shape[0]), derivatives=INSTEAD)
+@declare(fake=lambda a: _result(a.longer, a.shape, a.positions.shape[0], a.dtype), derivatives=INSTEAD)
 def each_block(
     longer: list[Tensor], shared: list[Tensor], starts: Tensor, held: Tensor, positions: Tensor, program: str,
-    dims: list[int], size: int, before: int, shape: list[int],
+    dims: list[int], size: int, before: int, shape: list[int], dtype: str,
 ) -> Tensor:  # fmt: skip
     run, back = _program(program, longer), (before + 1) * size - 1
-    out, place = _result(longer, shape, positions.shape[0]), shape.index(0)
+    out, place = _result(longer, shape, positions.shape[0], dtype), shape.index(0)
     spans = itertools.pairwise(numbers_of(starts))
     for row, ((begin, end), first) in enumerate(zip(spans, numbers_of(held), strict=True)):
         full, last = first // size, (first + end - begin) // size

@@ -34,6 +34,7 @@ from attngraph.meaning.algebra import M, ranges
 from attngraph.meaning.masks.fold import HIDES
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.facts import Axes, Fact, Facts, Indices, Kind, Space, own_variables, place_text
+from attngraph.meaning.tokens.many_lengths import ManyLengths, Region
 from attngraph.meaning.tokens.opaque import compared, is_choice
 from attngraph.meaning.tokens.streams import blocks_of, more_than_tokens, streams_of
 from attngraph.meaning.tokens.token_probe import TokenProbe
@@ -260,7 +261,7 @@ class LooksBack:
                 return M.add(M.mul(E.const(size), of), E.const(reach))
 
             own = M.floordiv(M.sub(last, E.const(reach)), E.const(size))
-            hidden = _hidden(body, variable, None if own.op == "floordiv" else own)
+            hidden = _hidden(body, variable, own if _is_at_most(E.ZERO, own) else None)
             late = M.sub(end(variable), M.add(E.ONE, _MORE, rest))
             if E.is_const(_at(hidden, {free: late}), _NEUTRAL[op]):
                 early = {free: M.sub(M.add(end(block), E.var(f"{variable.value} after")), rest)}
@@ -360,7 +361,7 @@ class HistoryFinder:
 
     def __init__(self, facts: Facts, probe: TokenProbe, looks_back: LooksBack, assume_causal: bool) -> None:
         self.facts, self.space, self.probe, self.looks_back = facts, facts.space, probe, looks_back
-        self.assume_causal = assume_causal
+        self.assume_causal, self.many_lengths = assume_causal, ManyLengths(facts, probe)
         self.assumed: dict[fx.Node, str] = {}
         self._of_all: set[fx.Node] = set()
         """Values for which a sum over all tokens is in the way, and what is computed from them."""
@@ -370,7 +371,7 @@ class HistoryFinder:
         space, facts, probe = self.space, self.facts, self.probe
         if not self._of_all.isdisjoint(node.all_input_nodes):
             self._of_all.add(node)
-        if (node in self._of_all and not self.assume_causal) or not _stands_alone(space, axes):
+        if not _stands_alone(space, axes):
             return None
         given = {n: f.axes for n, f in facts.items() if self._is_given(n, f)}
         order, leaves = probe.region(node, given)
@@ -382,19 +383,25 @@ class HistoryFinder:
             known = facts.get(leaf)
             if known is None or (leaf in operands) != any(known.axes) or not _stands_alone(space, known.axes):
                 return None
+        seen = 0
         try:
+            if node in self._of_all:
+                raise OfAll("every token is read")
             self.looks_back.require(node, axes)
         except NotShown as why_not:
-            if isinstance(why_not, OfAll):
-                self._of_all.add(node)
-            if not self.assume_causal:
-                return None
-            self.assumed[node] = str(why_not)
+            begins = {n: facts[n].axes for n in leaves if n in facts}
+            seen = self.many_lengths.longest(node, axes, Region(order, begins))
+            if not seen:
+                if isinstance(why_not, OfAll):
+                    self._of_all.add(node)
+                if not self.assume_causal:
+                    return None
+                self.assumed[node] = str(why_not)
         streams = streams_of(facts, inner, operands, self._formula)
         inner, operands = _from(node, inner, [*operands, *streams])
         streams = {n: streams[n] for n in operands if n in streams}
         latest = {} if node in self.assumed else self.looks_back.latest(node, axes, streams)
-        return History(inner, None, tuple(operands), streams=streams, latest_of=latest)
+        return History(inner, None, tuple(operands), streams=streams, latest_of=latest, seen=seen)
 
     def _formula(self, node: fx.Node, axes: Axes) -> Expr | None:
         try:

@@ -269,10 +269,10 @@ class TokenProbe:
         if self.space.is_of_one_length:
             return self.tokens
         tokens = self.tokens + reach(order, self.values, self.of_sizes)
-        return self.tokens if tokens > budgets.PROBE_TOKENS else self._admitted(int(tokens)) or self.tokens
+        return self.tokens if tokens > budgets.PROBE_TOKENS else self.admitted(int(tokens)) or self.tokens
 
     @functools.cache  # noqa: B019  as long as the graph is looked at
-    def _admitted(self, tokens: int) -> int:
+    def admitted(self, tokens: int) -> int:
         """A number of tokens from this on that the graph may have; 0 if none is found."""
         bases = itertools.takewhile(
             lambda n: n <= budgets.PROBE_TOKENS, (tokens << k for k in itertools.count())

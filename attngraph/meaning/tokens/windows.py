@@ -92,10 +92,12 @@ _OPS = {
 class History(Window):
     """A value that is computed from all earlier tokens of others, by the model's own operations. `streams`:
     of the operands that have an entry for each few tokens (`streams.py`). `latest_of`: of how many of the
-    latest tokens others are read, where that is not all of them."""
+    latest tokens others are read, where that is not all of them. `seen`: up to how many tokens it was run to
+    see that it looks back alone, 0 if that was shown for any number."""
 
     streams: Mapping[fx.Node, Stream] = dataclasses.field(default_factory=dict)
     latest_of: Mapping[fx.Node, int] = dataclasses.field(default_factory=dict)
+    seen: int = 0
     reason = "computed from all earlier tokens"
 
 
