@@ -105,8 +105,8 @@ def _captured(target: Callable[..., Any], example: Example, assumed: Assumed) ->
     Raises: NoDecoderError: it is for one number of tokens, and computes with multiples of it that may be
         something else: others than in a trace for another number."""
     if example.is_compared:
-        return build.compare_calls(target, example.calls, example.place, assumed)
-    found = build.capture_call(target, (), example.arguments, assumed, tables=True)
+        return build.compare_calls(target, example.given, example.place, assumed)
+    found = build.capture_call(target, (), example.given[0], assumed, tables=True)
     numbers = computed_with(found[0].graph, assumed.tokens)
     unclear = {n for n in numbers if n // assumed.tokens not in assumed.multiples}
     if unclear:
@@ -136,7 +136,7 @@ def _sides(target: Callable[..., Any], made: Rewritten, example: Example, option
     assert made.before is not None
     ones = [str(captured.shapes[example.place][0])] if example.single else ()
     return compare_sides(
-        captured, made.before, build.owner_of(target), (), example.arguments,
+        captured, made.before, build.owner_of(target), (), example.given[0],
         build.capturing_again(target, made.assumed, tables=True),
         [build.place_of_logits(captured.structure)], ones, options.devices.has_weights,
     )  # fmt: skip

@@ -53,6 +53,7 @@ class Assumed:
             calls. The call has one tensor.
         one_row: a dimension that is 1 in every call of the graph, though it is a symbol in it: questions
             about it are answered so. (Whether the model does that with one, whoever asks has to show.)
+        equal: dimensions that are as long as each other in every call of the graph.
     """
 
     fixed: frozenset[Dimension] = frozenset()
@@ -63,6 +64,7 @@ class Assumed:
     multiples: frozenset[int] = frozenset()
     rows_alone: bool = False
     one_row: Dimension | None = None
+    equal: frozenset[frozenset[Dimension]] = frozenset()
 
     def with_numbers(self, dimensions: frozenset[Dimension]) -> "Assumed":
         """The same with numbers for these dimensions too."""

@@ -111,6 +111,9 @@ class Flat(nn.Module):
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         trace = self.trace
         trace.shapes = tuple(t.shape for t in arguments)
+        for one, *others in map(sorted, trace.assumed.equal):
+            for n, dim in others:
+                torch._check(arguments[n].shape[dim] == arguments[one[0]].shape[one[1]])
         given = iter(arguments)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)

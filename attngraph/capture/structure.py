@@ -8,8 +8,9 @@ registering anything globally. Anything that holds no tensor is a leaf.
 import dataclasses
 import functools
 import operator
+import re
 import types
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -89,6 +90,42 @@ pytree.register_pytree_node(
     ),
     serialized_type_name="attngraph.capture.structure.Laid",
 )
+
+
+_PART = re.compile(r"([^.\[]+)(?:\.(\d+)|\[(\d+)\])")
+"""The name of a part: `name.0` of a tuple, `name[0]` of a list."""
+
+
+def taken_apart(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with tuples and lists of tensors as arguments of their own, called `name.0` or `name[0]`."""
+    found = dict[str, Any]()
+    for name, value in inputs.items():
+        if type(value) in (tuple, list) and value and all(isinstance(v, Tensor) for v in value):
+            text = "{}.{}" if isinstance(value, tuple) else "{}[{}]"
+            found |= {text.format(name, n): part for n, part in enumerate(value)}
+        else:
+            found[name] = value
+    return found
+
+
+def whole_name(name: str) -> str:
+    """The name of the argument that one belongs to which was taken apart."""
+    part = _PART.fullmatch(name)
+    return name if part is None else part[1]
+
+
+def put_together(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that were `taken_apart`."""
+    found = dict[str, Any]()
+    for name, value in inputs.items():
+        part = _PART.fullmatch(name)
+        if part is None:
+            found[name] = value
+        elif part[2] is not None:
+            found[part[1]] = (*found.get(part[1], ()), value)
+        else:
+            found[part[1]] = [*found.get(part[1], ()), value]
+    return found
 
 
 def flatten(tree: Any, whole: Container[int] = ()) -> tuple[list[Any], TreeSpec]:

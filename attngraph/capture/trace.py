@@ -96,6 +96,10 @@ def _capture(
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
         raise lost("forward() writes to an argument that shares its memory with another")
     found = _with_sizes(graph, program, flat.trace)
+    equal = frozenset(map(flat.trace.of, exported.equal_sizes(found.graph.conditions))) - assumed.equal
+    if equal:
+        told = dataclasses.replace(assumed, equal=assumed.equal | equal)
+        return _capture(target, args, kwargs, told, any_number)
     hold_layouts(found.graph, flat.trace.memory)
     return _watched(found, flat.trace, [target, *things(leaves)], frozenset(classes_in(spec)))
 

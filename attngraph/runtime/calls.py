@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attngraph.capture.structure import taken_apart
 from attngraph.ir.modes import serving
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.derived import MASK, DerivedSteps
@@ -54,7 +55,8 @@ class Calls:
     ) -> tuple[Tensor, KVCache]:  # fmt: skip
         """The logits of the prompts' tokens, or of those `picked`, and a state that holds the prompts.
         `unfinished`: rows of which more follow."""
-        state = self._empty(step, len(packed.counts), config or self.config, packed)
+        inputs, own = taken_apart(inputs), config or self.config
+        state = self._empty(step, len(packed.counts), own, packed)
         state.sizes = step.sizes.of_inputs(inputs, *packed.shape) or {}
         step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
         given = self.arguments(step, packed, inputs)
@@ -67,7 +69,7 @@ class Calls:
 
     def arguments(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The step's arguments that have an entry for every token, packed like the tokens."""
-        found: dict[str, Tensor] = {}
+        found, inputs = dict[str, Tensor](), taken_apart(inputs)
         for name in step.arguments:
             if name == step.name:
                 found[name] = packed.ids

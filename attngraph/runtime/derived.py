@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attngraph.capture.guards import call_key, run_past
 from attngraph.capture.instead import LOCK
 from attngraph.capture.state.scope import Scope
-from attngraph.capture.structure import flatten
+from attngraph.capture.structure import flatten, taken_apart, whole_name
 from attngraph.errors import AttnGraphError, CacheError, DisagreementError, NoDecoderError, SavedError
 from attngraph.ir import budgets
 from attngraph.runtime.examples import Derive, Examples, Size
@@ -168,13 +168,14 @@ class DerivedSteps:
         if around := run_past():
             raise NoDecoderError(f"{around} is around this call, and a decoder would run past it.")
         name = packed.name or self.argument(inputs)
-        unknown = set(inputs) - set(self.signature.parameters)
+        inputs = taken_apart(inputs)
+        unknown = set(map(whole_name, inputs)) - set(self.signature.parameters)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values())
         if unknown and not takes_any:
             raise TypeError(f"the model's forward takes no {', '.join(sorted(unknown))}.")
         if MASK not in inputs and self._requires(MASK):
             inputs = {**inputs, MASK: self._all_real(packed)}
-        self._require_arguments({name, *inputs})
+        self._require_arguments({name, *map(whole_name, inputs)})
         leaves, spec = flatten({name: packed.ids, **dict(sorted(inputs.items()))})
         width = tuple(packed.ids.shape[2:])
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from attngraph.capture.captured import Assumed
 from attngraph.capture.compared import SIZES
 from attngraph.capture.first_call import without_data
-from attngraph.capture.structure import Laid, Layout
+from attngraph.capture.structure import Laid, Layout, put_together
 from attngraph.capture.trace import quiet
 from attngraph.errors import AttnGraphError, DisagreementError, NoDecoderError
 from attngraph.runtime.kv_cache import Call
@@ -81,6 +81,11 @@ class Example:
     @property
     def arguments(self) -> dict[str, Any]:
         return self.calls[0]
+
+    @property
+    def given(self) -> tuple[dict[str, Any], ...]:
+        """The calls as the model takes them."""
+        return tuple(map(put_together, self.calls))
 
     @property
     def names(self) -> list[str]:
@@ -180,7 +185,7 @@ class Examples:
         """Whether the model runs with these arguments, found without data."""
         given = {n: v.layout.given(v.tensor) if isinstance(v, Laid) else v for n, v in call.items()}
         try:
-            with quiet(), without_data(self._model, (), given) as (run, _), torch.no_grad():
+            with quiet(), without_data(self._model, (), put_together(given)) as (run, _), torch.no_grad():
                 run()
         except Exception:  # it takes no so many, or needs data
             return False
@@ -244,7 +249,8 @@ class Examples:
         own = {n: v.layout.given(v.tensor[:1]) for n, v in laid.items() if v.layout.is_shared}
         own = {n: v if v.ndim == len(laid[n].layout.axes) else v[0] for n, v in own.items()}
         with torch.no_grad():
-            ways = (tensors_of(self._model(**{**call, **every, **given})) for given in (own, {}))
+            calls = (put_together({**call, **every, **given}) for given in (own, {}))
+            ways = (tensors_of(self._model(**given)) for given in calls)
             if not all(torch.allclose(a, b) for a, b in zip(*ways, strict=True)):
                 raise ValueError("what all rows have in common is not computed for each alike")
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attngraph.capture.structure import put_together
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.in_order import InOrder
@@ -259,7 +260,7 @@ def prove_alone(
     with torch.no_grad():
         for given in examples:
             calls = (given[name], *given[name].split(1))
-            whole, *rows = (tensors_of(model(**{**given, name: ids}))[result] for ids in calls)
+            whole, *rows = (tensors_of(model(**put_together({**given, name: ids})))[result] for ids in calls)
             difference = compare(torch.cat(rows), whole, Rule(ROUNDING.get(whole.dtype.itemsize, 0.1)))
             if not difference.holds:
                 raise NoDecoderError(
@@ -282,7 +283,7 @@ def _require_as_model(
     if not rows:
         return
     call = {**arguments, step.name: tokens.expand(rows, *tokens.shape[1:])}
-    wanted = tensors_of(model(**call))[result][0]
+    wanted = tensors_of(model(**put_together(call)))[result][0]
     if wanted.shape != found.shape:  # one result for a sequence
         found = found[-1].reshape(wanted.shape)
     difference = compare(found, wanted, Rule(ROUNDING.get(wanted.dtype.itemsize, 0.1)))

@@ -453,10 +453,24 @@ def test_what_rows_have_in_common_is_refused_where_each_row_would_be_another() -
         decoder.prefill(torch.ones(2, 5, dtype=torch.long), at=torch.arange(5.0))
 
 
-def test_places_in_a_tuple_are_told_how_to_be_given() -> None:
-    decoder = attngraph.compile(Placed(lambda at: at[0]).eval(), cache=True)
-    with pytest.raises(NoDecoderError, match="its argument at has the number of tokens, 5, in another place"):
-        decoder.prefill(torch.ones(2, 5, dtype=torch.long), at=(torch.ones(2, 5),))
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_belongs_to_tokens_may_be_parts_of_a_tuple(
+    kind: Callable[[Any], Any], rows: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, prompts = Placed(lambda at: at[0] - at[1]).eval(), ids(2, 9) % 20
+    decoder, at = attngraph.compile(model, cache=True), (EACH[:rows], EACH[:rows] * 3)
+    wanted = whole_logits(model, prompts, at=at)
+    for again in (False, True):
+        logits, state = decoder.prefill(prompts[:, :4], at=kind(part[:, :4] for part in at))
+        torch.testing.assert_close(logits, wanted[:, :4], **CLOSE)
+        logits = decoder.decode(prompts[:, 4:], state, at=kind(part[:, 4:] for part in at))
+        torch.testing.assert_close(logits, wanted[:, 4:], **CLOSE)
+        with pytest.raises(ValueError, match=r"the model needs at(\.\d|\[\d\]) for every token"):
+            decoder.decode(prompts[:, 4:], state)
+        if not again:
+            decoder = attngraph.load(decoder.save(tmp_path / "decoder"), model)
 
 
 @pytest.mark.parametrize("shape", ["int64 [B, T]", "bool [B, T]", "int64 [B, 1, 1, T]"])

@@ -290,6 +290,38 @@ def test_the_encoder_decoder() -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), wanted, rtol=1e-4, atol=1e-4)
 
 
+class TwoEncoders(nn.Module):
+    """A decoder that looks at what two encoders say, one after the other or both at once."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.embedding, self.head, self.together = nn.Embedding(50, 16), nn.Linear(16, 50), together
+        self.first, self.second = (nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in "ab")
+        self.own, self.one, self.other = (nn.MultiheadAttention(16, 2, batch_first=True) for _ in range(3))
+
+    def forward(self, ids: Tensor, text: Tensor, image: Tensor) -> Tensor:
+        x, said = self.embedding(ids), [self.first(self.embedding(text)), self.second(self.embedding(image))]
+        later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        x = x + self.own(x, x, x, attn_mask=later, need_weights=False)[0]
+        said = [torch.cat(said, 1)] if self.together else said
+        for attend, memory in zip((self.one, self.other), said, strict=False):
+            x = x + attend(x, memory, memory, need_weights=False)[0]
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_two_encoders_say_is_computed_once(together: bool) -> None:
+    model = stirred(TwoEncoders(together))
+    texts, images, ids = some_ids(2, 7), some_ids(2, 5), some_ids(2, 9)
+    compiled = attngraph.compile(model, cache=True)
+    logits, state = compiled.prefill(ids[:, :4], text=texts, image=images)
+    pieces = [logits, *(compiled.decode(ids[:, n : n + 1], state) for n in range(4, 9))]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(pieces, 1), model(ids, texts, images))
+    cache = compiled.report.cache
+    assert cache is not None and cache.bytes_per_token == 128 and cache.fixed == (2 if together else 4)
+
+
 @pytest.mark.parametrize("name", models.ATTENTION)
 def test_keys_and_values_are_kept(name: str, decodes: Any) -> None:
     cache = decodes(stirred(Small(models.ATTENTION[name]))).report.cache

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._sympy.functions import FloorDiv, Mod
 
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.call import argument
@@ -74,6 +75,18 @@ def conditions(program: ExportedProgram, env: ShapeEnv | None) -> Iterator[Any]:
                 yield sympy.Ge(symbol, max(int(limits.lower), 0))
             if limits.upper.is_Integer:
                 yield sympy.Le(symbol, int(limits.upper))
+
+
+def equal_sizes(conditions: Iterable[Any]) -> Iterator[frozenset[str]]:
+    """Symbols that are equal by a condition from which torch does not see it: a * n = b * n."""
+    for relation in conditions:
+        if isinstance(relation, sympy.Eq) and not relation.has(FloorDiv, Mod):
+            _, factors = sympy.factor_list(relation.lhs - relation.rhs)
+            differences = [f for f, _ in factors if not f.is_positive]
+            if len(differences) == 1 and differences[0].is_Add and len(differences[0].args) == 2:
+                first, second = (abs(term) for term in differences[0].args)
+                if first.is_Symbol and second.is_Symbol and differences[0].subs(first, second) == 0:
+                    yield frozenset(map(str, (first, second)))
 
 
 def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
