@@ -11,6 +11,7 @@ those before that they need; what follows from places is computed from the row's
 Used by `look_back`.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -19,11 +20,13 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph import argument, is_size
-from attngraph.ir.language import E, Expr, ScoreProgram
+from attngraph.ir.language import E, Expr, ScoreProgram, Weight
 from attngraph.ir.language.step_program import written
 from attngraph.ir.ops import nodes
+from attngraph.ir.ops.chosen_keys import hiding
 from attngraph.meaning.algebra import M, recombined, size_expression
 from attngraph.meaning.attention.program import rewritten
+from attngraph.meaning.masks.fold import keeps_zero
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.facts import Axes, Fact, Kind, outside_reads
 from attngraph.meaning.tokens.tokens import Tokens
@@ -134,7 +137,8 @@ class Writer:
 
 
 class OwnWriter(Writer):
-    """Writes a value for the row's new tokens: of `new` it has those alone."""
+    """Writes a value for the row's new tokens: of `new` it has those alone, `t0, t1, ...`, and of `read` what
+    stands at some places, `k0, k1, ...`."""
 
     def __init__(
         self, tokens: Tokens, region: Sequence[fx.Node], operands: Sequence[fx.Node],
@@ -143,6 +147,7 @@ class OwnWriter(Writer):
         super().__init__(tokens, region, operands)
         self.streams, self.builder, self.positions = streams, builder, positions
         self.new: list[fx.Node] = []
+        self.read: list[fx.Node] = []
 
     def own(self, node: fx.Node, axes: Axes) -> str:
         """A value whose dimension with these axes holds tokens, for the new ones."""
@@ -152,13 +157,13 @@ class OwnWriter(Writer):
             return _numbered("t", self.new, node)
         key = node, axes
         if key not in self._made:
-            before = [len(n) for n in (self.lines, self.whole, self.new, self.shared)]
+            before = [len(n) for n in (self.lines, self.whole, self.new, self.shared, self.read)]
             made = dict(self._made)
             try:
                 self._made[key] = self._of_own(node, axes)
             except _NotOwn:
                 self._made = made
-                every: list[list[Any]] = [self.lines, self.whole, self.new, self.shared]
+                every: list[list[Any]] = [self.lines, self.whole, self.new, self.shared, self.read]
                 for values, count in zip(every, before, strict=True):
                     del values[count:]
                 self._made[key] = self._picked(self.of_all(node), axes)
@@ -222,8 +227,79 @@ class OwnWriter(Writer):
         sizes = [self.size(n) if isinstance(n, fx.Node) else str(n) for n in view.sizes]
         sizes += ["first"] * (program != view.program)
         lists = ", ".join(f"[{', '.join(each)}]" for each in (map(operand, view.reads), sizes))
+        if place == 0 and any(hiding(program)) and all(map(_keeps_zero, statements)):
+            with contextlib.suppress(NotWritten):
+                return self._at_chosen(view, operand(view.q), lists, repr(str(program)))
         call = ", ".join([*map(operand, (view.q, view.k, view.v)), lists, repr(str(program)), "''"])
         return self.line(f"{self.line(f'{node.target}({call})')}[{place}]")
+
+    def _at_chosen(self, view: nodes.Attention, query: str, lists: str, program: str) -> str:
+        """Attention to the keys alone that its masks leave. Raises `NotWritten`: keys and values are no views
+        of operands."""
+        known, read, made = len(self.lines), len(self.read), dict(self._made)
+        keys = self.meaning.shape(view.k)[2]
+        count = self.number(keys, "tokens")
+        places = self.line(f"attngraph.visible_keys.default({query}, {count}, {lists}, {program})")
+        try:
+            k, v = (self._chosen(n, 2, places) for n in (view.k, view.v))
+        except (NotWritten, Unliftable) as problem:
+            del self.lines[known:], self.read[read:]
+            self._made = made
+            raise NotWritten(str(problem)) from problem
+        return self.line(f"attngraph.attention_at.default({query}, {k}, {v}, {places}, {lists}, {program})")
+
+    def _chosen(self, node: fx.Node, dim: int, places: str) -> str:
+        """What stands at these places of a dimension of a value, of operands that have tokens there."""
+        if (node, dim, places) not in self._made:
+            self._made[node, dim, places] = self._at_places(node, dim, places)
+        return self._made[node, dim, places]
+
+    def _at_places(self, node: fx.Node, dim: int, places: str) -> str:
+        if node in self.operands:
+            if self.tokens.token_dim(node) != dim:
+                raise NotWritten(f"%{node.name}")
+            return self.line(f"at({_numbered('k', self.read, node)}, {places})")
+        if node not in self.region:
+            raise NotWritten(f"%{node.name}")
+        own = self.meaning.places(node)[0]
+        if str(node.target) == "aten.cat.default" and int(argument(node, "dim")) % len(own) == dim:
+            begin, parts = "0", list[str]()
+            for part in node.all_input_nodes:
+                if is_size(part):
+                    continue
+                end = f"({begin} + {self.number(self.meaning.shape(part)[dim], 'tokens')})"
+                within = self.line(f"attngraph.within.default({places}, {begin}, {end})")
+                parts.append(self._chosen(part, dim, within))
+                begin = end
+            return self.line(f"aten.cat.default([{', '.join(parts)}], {dim})")
+        dims = self._entry_wise(node, own, own[dim])
+
+        def operand(given: fx.Node) -> str:
+            found = dims[given]
+            return self.of_all(given) if found is None else self._chosen(given, found, places)
+
+        def size(given: fx.Node, _: int | None) -> str:
+            if self.meaning.renamed(size_expression(given.meta["val"])) is not self.meaning.shape(node)[dim]:
+                return self.size(given)
+            return self.line(f"aten.sym_size.int({places}, 0)")
+
+        return self._computed(node, operand, size)
+
+    def _entry_wise(self, node: fx.Node, at: tuple[Expr, ...], entry: Expr) -> dict[fx.Node, int | None]:
+        """Of each operand the dimension whose entry an element is computed from, which is its own; None where
+        there is none. Raises `NotWritten`: it is computed from other entries."""
+        given = [n for n in node.all_input_nodes if not is_size(n)]
+        element, found = self.meaning.element(node, at), dict[fx.Node, int | None]()
+        for read in E.reads(element):
+            moving = [d for d, index in enumerate(read.args) if entry in index.free]
+            place = next((d for d in moving if len(moving) == 1 and read.args[d] is entry), None)
+            if read.value not in given or (moving and place is None):
+                raise NotWritten(f"%{node.name}")
+            if found.setdefault(read.value, place) != place:
+                raise NotWritten(f"%{node.name}")
+        if entry in set(outside_reads(element)) or found.keys() != set(given):
+            raise NotWritten(f"%{node.name}")
+        return found
 
     def _roles(self, node: fx.Node, axes: Axes) -> dict[fx.Node, Axes | None]:
         """Of each operand: the axes of the new tokens that it is read for, or None: it is read for all."""
@@ -300,6 +376,11 @@ class OwnWriter(Writer):
             raise _NotOwn from problem
         finally:
             builder.discard()
+
+
+def _keeps_zero(statement: Any) -> bool:
+    """Whether a key of weight zero has none after a statement."""
+    return not isinstance(statement, Weight) or keeps_zero(statement.value)
 
 
 def _changed(statement: Any, change: Callable[[Expr], Expr]) -> Any:

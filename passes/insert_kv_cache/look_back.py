@@ -31,7 +31,7 @@ from attngraph.meaning.tokens.windows import History, Window
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.insert_kv_cache.each_row import BlockWriter, OwnWriter
 from attngraph.passes.insert_kv_cache.free_tokens import repeated
-from attngraph.passes.insert_kv_cache.step import Step
+from attngraph.passes.insert_kv_cache.step import RowProgram, Step
 from attngraph.passes.insert_kv_cache.write_formula import ByIndex, NotWritten
 
 aten = torch.ops.aten
@@ -177,7 +177,8 @@ def run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> tup
             f"{where}: it is computed from all earlier tokens, and what computes it cannot be traced for "
             "sequences of any length."
         ) from problem
-    step.anew.append(source_of(node))
+    seen = " (of keys and values those that are seen)" * bool(step.programs[node].read)
+    step.anew.append(f"{source_of(node)}{seen}")
     if node in step.tokens.assumed:
         step.assumed.append(f"{where} ({step.tokens.assumed[node]})")
     return new, (
@@ -195,28 +196,31 @@ def with_program(step: Step, builder: Builder, node: fx.Node, scan: History) -> 
         step.tokens, scan.region, scan.operands, scan.streams, builder, step.inputs.rows("positions")
     )
     program = writer.program(writer.own(node, step.tokens[node].axes))
-    step.programs[node] = program, writer.new, writer.shared
-    return dataclasses.replace(scan, operands=tuple(writer.whole))
+    step.programs[node] = RowProgram(program, writer.new, writer.shared, writer.whole, writer.read)
+    return dataclasses.replace(scan, operands=tuple(dict.fromkeys((*writer.whole, *writer.read))))
 
 
 def _run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> fx.Node:
     """The node that computes the value for new tokens."""
     inputs, rows, tokens = step.inputs, step.inputs.rows, step.tokens
-    program, new, shared = step.programs[node]
-    whole, sizes, as_long = list[fx.Node](), list[int](), dict[int, fx.Node]()
-    for operand in scan.operands:
-        stream, dim = scan.streams.get(operand), tokens.token_dim(operand)
-        sizes.append(1 if stream is None else stream.size)
+    program, whole, as_long = step.programs[node], list[fx.Node](), dict[int, fx.Node]()
+    operands = (*program.whole, *program.read)
+    sizes = [scan.streams[n].size if n in scan.streams else 1 for n in operands]
+    for operand, size in zip(program.whole, sizes, strict=False):
         pages, store = step.kept.pages_of(builder, operand)
+        dim = tokens.token_dim(operand)
         whole.append(builder.call(
             history, pages, operand, inputs.table_of(store), rows("starts"), rows("first"), dim,
-            as_long.get(sizes[-1]), sizes[-1],
+            as_long.get(size), size,
         ))  # fmt: skip
-        as_long.setdefault(sizes[-1], builder.call(aten.movedim.int, whole[-1], dim, 0))
-    least = step.least if _fails_on_fewer(step, scan, program, new, shared) else 1
+        as_long.setdefault(size, builder.call(aten.movedim.int, whole[-1], dim, 0))
+    stored = [step.kept.pages_of(builder, operand) for operand in program.read]
+    tables = [inputs.table_of(store) for _, store in stored]
+    least = step.least if _fails_on_fewer(step, scan, program) else 1
     made = builder.call(
-        each_row, new, whole, shared, rows("starts"), rows("first"), rows("positions"), program,
-        [tokens.token_dim(n) for n in (*new, *scan.operands)], sizes, least, _shape(tokens, node),
+        each_row, program.new, whole, program.shared, program.read, [pages for pages, _ in stored], tables,
+        rows("starts"), rows("first"), rows("positions"), program.text,
+        [tokens.token_dim(n) for n in (*program.new, *operands)], sizes, least, _shape(tokens, node),
         _dtype(node),
     )  # fmt: skip
     for inner in scan.region:
@@ -227,12 +231,10 @@ def _run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> fx
     return builder.call(aten.expand.default, made, [count, *[-1] * (made.meta["val"].ndim - 1)])
 
 
-def _fails_on_fewer(
-    step: Step, scan: History, program: str, new: Sequence[fx.Node], shared: Sequence[fx.Node]
-) -> bool:
+def _fails_on_fewer(step: Step, scan: History, program: RowProgram) -> bool:
     """Whether a program cannot be run for a row of fewer tokens than the graph's operations are for: tried
     on zeros, for one token and around the ends of blocks."""
-    tokens, run = step.tokens, parse_row(program)
+    tokens, run = step.tokens, parse_row(program.text)
     sizes = {n: scan.streams[n].size if n in scan.streams else 1 for n in scan.operands}
     counts = {n for size in sizes.values() for n in (1, size - 1, size, size + 1, 2 * size) if n}
 
@@ -243,11 +245,12 @@ def _fails_on_fewer(
 
     with quiet(), torch.no_grad():
         place = torch.zeros(1, dtype=torch.int64)
-        given = [zeros(n, 1) for n in new], [zeros(n, 1) for n in shared]
+        new, shared = ([zeros(n, 1) for n in nodes] for nodes in (program.new, program.shared))
+        stored = [lambda places, n=n: zeros(n, len(places)) for n in program.read]  # type: ignore[misc]
         for count in sorted(counts):
-            whole = [zeros(n, count // size) for n, size in sizes.items()]
+            whole = [zeros(n, count // sizes[n]) for n in program.whole]
             try:
-                run(count, 1, count - 1, given[0], whole, given[1], [place])
+                run(count, 1, count - 1, new, whole, shared, [place], stored)
             except (RuntimeError, IndexError, ValueError, TypeError):
                 return True
     return False

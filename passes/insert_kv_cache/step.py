@@ -13,7 +13,7 @@ that is a view of a kept value is a view of its pages, by the same steps. Used b
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx as nx
 import torch
@@ -270,6 +270,17 @@ class RefutedError(Exception):
         self.node, self.reason = node, reason
 
 
+class RowProgram(NamedTuple):
+    """What computes a value for one row (`ir/ops/each_row.py`), and its operands: of new tokens, shared by
+    all rows, of all tokens, and of the tokens that are chosen."""
+
+    text: str
+    new: list[fx.Node]
+    shared: list[fx.Node]
+    whole: list[fx.Node]
+    read: list[fx.Node]
+
+
 @dataclasses.dataclass
 class Step:
     """One graph that is made a step.
@@ -277,8 +288,7 @@ class Step:
     `carried`: what the rows carry, with the nodes that compute the next of it. `rounding`: of the tables from
     which decays are read. `anew`, `assumed`: the lines of values that are computed from all tokens, and
     those of which it is taken from the user that they see no later ones. `least`: what is computed from all
-    tokens is computed of at least so many. `programs`: of values that are computed from all tokens, with the
-    values of new tokens and the shared ones that they read.
+    tokens is computed of at least so many. `programs`: of values that are computed from all tokens.
     """
 
     tokens: Tokens
@@ -287,9 +297,7 @@ class Step:
     carried: dict[fx.Node, Carried] = dataclasses.field(default_factory=dict)
     rounding: float = 0.0
     least: int = 0
-    programs: dict[fx.Node, tuple[str, list[fx.Node], list[fx.Node]]] = dataclasses.field(
-        default_factory=dict
-    )
+    programs: dict[fx.Node, RowProgram] = dataclasses.field(default_factory=dict)
     anew: list[str] = dataclasses.field(default_factory=list)
     assumed: list[str] = dataclasses.field(default_factory=list)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph import NoDecoderError
+from attngraph.ir.ops import each_row
 
 VOCAB, WIDTH, HEADS, M = 61, 16, 2, 4
 
@@ -135,6 +136,19 @@ class Gathered(_Layer):
         return self.heads((weights[..., None] * gathered(self.v(x))).sum(2))
 
 
+class Indexer(_Layer):
+    """The five keys of the largest scores of an indexer of its own (DeepSeek-AI 2025)."""
+
+    def mixed(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, t: Tensor, j: Tensor) -> Tensor:
+        scores = (
+            (self.q(x)[..., :4] @ self.k(x)[..., :4].mT).relu().masked_fill(j > t + self.wrong, -torch.inf)
+        )
+        best = scores.topk(min(5, x.shape[1]), -1).indices
+        mask = torch.full_like(scores, -torch.inf).scatter(-1, best, 0.0)
+        mask = mask.masked_fill(j > t + self.wrong, -torch.inf)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+
+
 class ByThreshold(_Layer):
     """The scores that are no smaller than the fifth."""
 
@@ -156,7 +170,8 @@ class Strided(_Layer):
 
 
 KINDS: list[Any] = [
-    ThreeBranches, Mixture, Patches, Hourglass, Overlapping, Hierarchy, Gathered, ByThreshold, Strided,
+    ThreeBranches, Mixture, Patches, Hourglass, Overlapping, Hierarchy, Gathered, Indexer, ByThreshold,
+    Strided,
 ]  # fmt: skip
 
 
@@ -184,3 +199,20 @@ def test_one_that_sees_a_later_token_is_refused(kind: type[_Layer]) -> None:
         assert any((model(ids)[:, :n] - model(ids[:, :n])).abs().max() > 1e-4 for n in range(9, 17))
     with pytest.raises(NoDecoderError):
         attngraph.compile(model, cache=True).prefill(ids)
+
+
+@torch.no_grad()
+def test_a_step_reads_the_chosen_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, read = Indexer().eval(), torch.randperm(VOCAB)[None, :40], list[int]()
+    decoder: Any = attngraph.compile(model, cache=True)
+    _, state = decoder.prefill(ids[:, :39])
+    at = each_row.Stored.at
+
+    def noting(self: each_row.Stored, *about: Any) -> Tensor:
+        read.append(len(about[-1]))
+        return at(self, *about)
+
+    monkeypatch.setattr(each_row.Stored, "at", noting)
+    torch.testing.assert_close(decoder.decode(ids[:, 39:], state)[:, -1], model(ids)[:, -1])
+    assert read == [5, 5]
+    assert "of keys and values those that are seen" in str(decoder.report)

@@ -24,7 +24,7 @@ import ast
 import functools
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,13 +59,13 @@ def parse(text: str, wide: bool = False) -> Step:
 
 @functools.lru_cache(maxsize=256)
 def parse_row(text: str, wide: bool = False) -> fx.GraphModule:
-    """A program of the part `row` as a graph of (tokens, new, first, t, h, s, p) that gives a list of one
+    """A program of the part `row` as a graph of (tokens, new, first, t, h, s, p, k) that gives a list of one
     tensor; `wide` and errors as in `parse`."""
     return _Part(_parts(text, ["row"])[0], wide, _OF_ROWS).function()
 
 
 _OF_STEPS = ("rows", "t", "s", "c")
-_OF_ROWS = ("tokens", "new", "first", "t", "h", "s", "p")
+_OF_ROWS = ("tokens", "new", "first", "t", "h", "s", "p", "k")
 """What parts are given: numbers by words, lists of tensors by letters."""
 
 
@@ -136,6 +136,8 @@ class _Part:
             case ast.Call(func=ast.Name(id="min" | "max" as name), args=args):
                 function = torch.sym_min if name == "min" else torch.sym_max
                 return self.graph.call_function(function, tuple(map(self._value, args)))
+            case ast.Call(func=ast.Name(id="at"), args=[ast.Name(id=name), places]) if name[:1] == "k":
+                return self.graph.call_function(_at, (self._named(name), self._value(places)))
             case ast.Call(func=function, args=args, keywords=named):
                 given = {str(k.arg): self._value(k.value) for k in named}
                 called = _operator(function)
@@ -152,6 +154,11 @@ class _Part:
                 raise ValueError(f"{name} is not defined above")
             self.names[name] = self.graph.call_function(operator.getitem, (self.given[kind], int(number)))
         return self.names[name]
+
+
+def _at(stored: Callable[[Any], Any], places: Any) -> Any:
+    """What stands at some places of a value that a row reads (`ir/ops/each_row.py`)."""
+    return stored(places)
 
 
 def _operator(function: ast.expr) -> Any:

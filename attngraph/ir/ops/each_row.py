@@ -6,6 +6,7 @@ follows from all earlier tokens: `program` (`ir/language/step_program.py`) gets,
     t0, ...   of the values `new`, the row's new tokens
     h0, ...   of the values `whole` (from `history`, a row of the batch each), all that the row has; `sizes`
               says for how many tokens each has an entry
+    k0, ...   of the values `read`, which lie in `pages`, what stands at some places: `at(k0, v0)`
     s0, ...   what all rows share
     p0        the positions of the new tokens
     tokens, new, first   how many tokens the row has, how many are new, and the first new one's position
@@ -26,7 +27,8 @@ as many as the open block and `before` more blocks have. The program gets of the
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,16 +50,44 @@ def _program(text: str, given: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
     return parse_row(text, any(t.dtype == torch.float64 for t in given))
 
 
+class Stored(NamedTuple):
+    """A value of which a row has new tokens, and pages of earlier ones: an entry for each `size` tokens."""
+
+    new: Tensor
+    pages: Tensor
+    table: Tensor
+    dim: int
+    size: int
+
+    def at(self, row: int, begin: int, end: int, first: int, places: Tensor) -> Tensor:
+        """What a row has at these places, from the first to the last, as one row; zeros behind its end."""
+        size, length = self.size, first // self.size
+        store, news = self.pages.movedim(self.dim, 1), self.new[0].movedim(self.dim - 1, 0)
+        news = news[begin + size - 1 - first % size : end : size]
+        count = int((places < length).sum())
+        found = [torch.cat([news, news.new_zeros(1, *news.shape[1:])])[
+            (places[count:] - length).clamp(max=len(news))
+        ]]  # fmt: skip
+        if count:
+            page = store.shape[1]
+            slots = places[:count] % (self.table.shape[1] * page)
+            found.insert(0, store[self.table[row, slots // page], slots % page].to(news.dtype))
+        return torch.cat(found)[None].movedim(1, self.dim)
+
+
 @declare(
-    fake=lambda a: _result([*a.new, *a.whole], a.shape, a.positions.shape[0], a.dtype), derivatives=INSTEAD
+    fake=lambda a: _result([*a.new, *a.whole, *a.read], a.shape, a.positions.shape[0], a.dtype),
+    derivatives=INSTEAD,
 )
 def each_row(
-    new: list[Tensor], whole: list[Tensor], shared: list[Tensor], starts: Tensor, held: Tensor,
-    positions: Tensor, program: str, dims: list[int], sizes: list[int], least: int, shape: list[int],
-    dtype: str,
+    new: list[Tensor], whole: list[Tensor], shared: list[Tensor], read: list[Tensor], pages: list[Tensor],
+    tables: list[Tensor], starts: Tensor, held: Tensor, positions: Tensor, program: str, dims: list[int],
+    sizes: list[int], least: int, shape: list[int], dtype: str,
 ) -> Tensor:  # fmt: skip
-    run, of_whole = _program(program, [*new, *whole]), dims[len(new) :]
-    out = _result([*new, *whole], shape, positions.shape[0], dtype)
+    run, of_whole = _program(program, [*new, *whole, *read]), dims[len(new) :]
+    of_read = zip(read, pages, tables, of_whole[len(whole) :], sizes[len(whole) :], strict=True)
+    stored = [Stored(*about) for about in of_read]
+    out = _result([*new, *whole, *read], shape, positions.shape[0], dtype)
     spans = itertools.pairwise(numbers_of(starts))
     for row, ((begin, end), first) in enumerate(zip(spans, numbers_of(held), strict=True)):
         count, place = end - begin, shape.index(0)
@@ -67,9 +97,10 @@ def each_row(
         own = [x.narrow(dim, begin, count) for x, dim in zip(new, dims, strict=False)]
         every = [
             _as_long(x[row : row + 1], dim, tokens // size)
-            for x, dim, size in zip(whole, of_whole, sizes, strict=True)
+            for x, dim, size in zip(whole, of_whole, sizes, strict=False)
         ]
-        (found,) = run(tokens, count, first, own, every, shared, [positions[begin:end]])
+        kept = [partial(each.at, row, begin, end, first) for each in stored]
+        (found,) = run(tokens, count, first, own, every, shared, [positions[begin:end]], kept)
         out.narrow(place, begin, count).copy_(found)
     return out
 
@@ -103,7 +134,7 @@ def each_block(
             torch.arange(block * size, last * size, device=starts.device),
             torch.arange(block, last, device=starts.device),
         ]
-        (found,) = run((last - block) * size, last * size, block * size, [], blocks, shared, numbers)
+        (found,) = run((last - block) * size, last * size, block * size, [], blocks, shared, numbers, [])
         ends = torch.arange(full, last, device=starts.device) * size + (size - 1 - first + begin)
         out.index_copy_(place, ends, found.narrow(place, full - block, last - full).to(out.dtype))
     return out
