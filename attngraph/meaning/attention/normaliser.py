@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 from attngraph.ir import budgets
 from attngraph.ir.language import E, Expr
-from attngraph.meaning.algebra import Digits, M, open_sums, recombined, split_digits
+from attngraph.meaning.algebra import Digits, M, open_sums, ranges, recombined, split_digits
 from attngraph.meaning.rule import Unliftable, UnliftableBecause
 
 _One = TypeVar("_One")
@@ -63,7 +63,27 @@ def match_normaliser(
     if found is not None or not any(t.op == "sum" for t in terms):
         return found
     # The softmax may run over the keys as one dimension or as several, or over more than these keys.
-    return _match_terms(look(score), pieces_of(terms, look, budgets.SUMMANDS), keys)
+    for parts in (pieces_of(terms, look, budgets.SUMMANDS), _behind(keys, terms, look)):
+        if (found := _match_terms(look(score), parts, keys)) is not None:
+            return found
+    return None
+
+
+def _behind(keys: tuple[Expr, ...], terms: Sequence[Expr], look: Look) -> list[Expr]:
+    """The terms of a normaliser, each sum cut where the keys end: behind them is something else."""
+    found: list[Expr] = []
+    for variables, inner in (open_sums(look(term)) for term in terms):
+        count = keys[0].args[0]
+        whole = len(keys) != 1 or len(variables) != 1 or variables[0].args[0] is count
+        if whole or not ranges.is_at_most(count, variables[0].args[0]):
+            found.append(functools.reduce(lambda body, v: M.total(v, body), reversed(variables), inner))
+            continue
+        more = M.sub(variables[0].args[0], count)
+        first, rest = E.var(variables[0].value, count), E.var(f"{variables[0].value} behind", more)
+        found.append(M.total(first, M.substitute(inner, {variables[0]: first})))
+        behind = M.total(rest, M.substitute(inner, {variables[0]: M.add(count, rest)}))
+        found += M.pieces(rest, behind.args[1]) if behind.op == "sum" else [behind]
+    return found
 
 
 def pieces_of(terms: Sequence[Expr], look: Look, few: int) -> list[Expr]:
