@@ -28,6 +28,7 @@ COMMANDS = {
     "gpu": ("bench.gpu", "attention on a GPU beside the card's limits and other kernels"),
     "card": ("bench.card:main", "a borrowed GPU in half an hour: check, measure, tune"),
     "scorecard": ("bench.scorecard.suite", "what Triton kernels cost by their machine code; needs no GPU"),
+    "simulate": ("simulator.command", "Gluon kernels in random orders, and with faults; needs no GPU"),
     "gallery": ("gallery.command:main", "attention by its names: docs/gallery.md"),
     "tables": ("tables:main", "the tables of docs/gpu.md from the files in docs/measured"),
     "fuzz": ("fuzz.run:main", "random attention-like functions against eager; a failure is made small"),

@@ -24,6 +24,8 @@ FLAGS = toolchain.FLAGS
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 collect_ignore = [] if IS_INTERPRETED else ["interpreted"]  # by `test_interpreted.py`
+if device.no_triton() is not None:
+    collect_ignore.append("test_simulator.py")  # whose kernels have Triton's layouts and dtypes
 if IS_INTERPRETED:
     from .interpreter import mend
 
