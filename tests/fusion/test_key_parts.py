@@ -51,9 +51,20 @@ def of_different_queries(q, k, v, first_k, first_v):
     return p[..., :n] @ first_v + p[..., n:] @ v
 
 
+def with_masks_of_their_own_and_a_sink(q, k, v, first_k, first_v):
+    """Keys and masks are put together, and behind them stands a score without a value."""
+    keys, values = torch.cat([first_k, k], 2), torch.cat([first_v, v], 2)
+    t, n, m = torch.arange(q.shape[2])[:, None], torch.arange(first_k.shape[2]), torch.arange(k.shape[2])
+    masks = torch.where(n <= t + 2, 0.0, -1e9), torch.where(m < t + 1, 0.0, -torch.inf)
+    scores = q @ keys.mT + torch.cat([mask.expand(q.shape[0], 1, -1, -1) for mask in masks], -1)
+    scores = torch.cat([scores, scores.new_ones(*q.shape[:3], 1)], -1)
+    return (scores - scores.amax(-1, True)).softmax(-1)[..., :-1] @ values
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        with_masks_of_their_own_and_a_sink,
         with_one_maximum_subtracted,
         with_factors_of_their_own,
         of_keys_in_two_dimensions,
