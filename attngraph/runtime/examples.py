@@ -194,7 +194,8 @@ class Examples:
     def derived(self, size: Size) -> Step:
         """A step from an example of this size, or of another process if it is right for the call. Inputs as
         long as the prompt are cut to its length. They may be that long by coincidence, so if deriving fails,
-        it is tried again with an example as long as the prompt."""
+        it is tried again with an example as long as the prompt, or where that has one token, with inputs as
+        they are."""
         tokens, rows, single, as_is = size
         rows += rows == tokens  # sizes that are equal would be one symbol
         derive = functools.partial(self._derive, fits=lambda step: not self.fault(step))
@@ -220,6 +221,10 @@ class Examples:
             if as_long and width not in (1, tokens):
                 with contextlib.suppress(AttnGraphError):
                     return derive(example(width))
+            if as_long and width == 1:
+                call = self._call({n: v for n, v in self._laid().items() if n not in tensors}, tokens, rows)
+                with contextlib.suppress(AttnGraphError):
+                    return derive(Example(self._name, ({**call, **tensors},), single=single, as_is=as_is))
             pairs = [n for n, v in tensors.items() if _is_of_pairs(v, width)]
             if pairs:
                 shape = list(tensors[pairs[0]].shape)

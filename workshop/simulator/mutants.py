@@ -57,7 +57,9 @@ def mutants(text: str) -> Iterator[Mutant]:
                     kept, line = [*body], body[place].lineno
                     for kind, changed in _changes(kept, place):
                         body[:] = changed or [ast.Pass()]
-                        yield Mutant(kind, line, _what(lines, line), ast.unparse(ast.fix_missing_locations(tree)))
+                        yield Mutant(
+                            kind, line, _what(lines, line), ast.unparse(ast.fix_missing_locations(tree))
+                        )
                         body[:] = kept
 
 
@@ -74,7 +76,9 @@ def _changes(body: list[ast.stmt], place: int) -> Iterator[tuple[str, list[ast.s
     spins = isinstance(statement, ast.While) and "atomic" in ast.unparse(statement.test)
     if spins or name in WAITS | TOLD | FENCES:
         yield "left out", [*before, *_without(statement), *after]
-    for step in {**dict.fromkeys(WAITS, (1,)), "arrive": (-1,), **dict.fromkeys(FENCES, (1, -1))}.get(name, ()):
+    for step in {**dict.fromkeys(WAITS, (1,)), "arrive": (-1,), **dict.fromkeys(FENCES, (1, -1))}.get(
+        name, ()
+    ):
         past = ACCESSES if name not in FENCES else ASYNCHRONOUS if step > 0 else {"store"}
         other = place + step
         while 0 <= other < len(body) and not past & {_name(n) for n in ast.walk(body[other])}:
