@@ -8,6 +8,7 @@
     launch.py        `triton.forward`, and gradients    decode.py     `triton.decode`, over a cache
     sums.py          sums carried from token to token   attempts.py   plans that are kept; fallbacks
     store.py         where sources are kept; launches   device.py     the GPU and its limits
+    versions.py      names of Gluon in each version
     captured.py      a decoder's steps as CUDA graphs
 
 For CUDA and AMD GPUs. On a CPU it runs only if requested by name, under TRITON_INTERPRET=1; the tests without
@@ -17,7 +18,7 @@ a GPU do so.
 from attngraph.codegen.cpu.record.replay import RECORDERS
 from attngraph.codegen.triton.captured import Captured
 from attngraph.codegen.triton.decode import Decode
-from attngraph.codegen.triton.launch import Forward
+from attngraph.codegen.triton.launch import Forward, Grouped
 from attngraph.codegen.triton.sums import run_sums
 from attngraph.codegen.triton.tuning import tune
 from attngraph.ir.ops import cached_attention as cache
@@ -28,5 +29,6 @@ __all__ = ["tune"]
 
 RECORDERS["cuda"] = Captured
 kernels.register(Forward(), devices=frozenset({"cuda"}))
+kernels.register(Grouped(), devices=frozenset({"cuda"}))  # by name alone: what it serves `Forward` serves
 cache.CACHED.append(Decode())
 RUNNERS["running_sum"].append(run_sums)

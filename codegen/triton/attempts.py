@@ -39,8 +39,8 @@ R = TypeVar("R")
 def smaller(blocks: Blocks) -> list[Blocks]:
     """Blocks to try after these, in order: a tile at a time, without pipelining, then tiles of half the size,
     and so on."""
-    plain = dataclasses.replace(blocks, ahead=False)
-    found = [*([plain] if blocks.ahead else []), dataclasses.replace(plain, stages=1)]
+    plain = dataclasses.replace(blocks, q=64 if blocks.groups else blocks.q, ahead=False, groups=False)
+    found = [*([plain] if plain != blocks else []), dataclasses.replace(plain, stages=1)]
     while found[-1].q > 16 or found[-1].k > 16:
         last = found[-1]
         found.append(Blocks(max(16, last.q // 2), max(16, last.k // 2), min(4, last.warps), 1))

@@ -7,8 +7,10 @@ registers, or few; what is left is said where it is chosen.
 import torch
 
 from attngraph.codegen.triton import plan as P
+from attngraph.codegen.triton import versions
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language import S, ScoreProgram
+from attngraph.ir.ops.kernels import Operands
 
 # (128, 64) at width 256 spills on sm_100, and 128 keys on sm_100 and with the masks of padded widths.
 _HALF = {
@@ -158,6 +160,39 @@ def _gains_ahead(program: ScoreProgram, width: int) -> bool:
         return P.is_linear(program) and not P.window_of(program)
     return width == 128 and not P.tiles_read(program)
 
+
+_GROUPS = 9
+"""The generation of GPUs whose warps multiply in groups of four."""
+
+
+def no_groups(operands: Operands, capability: tuple[int, int] | None) -> str | None:
+    """Why no kernel with groups of warps (`kernels/gluon_forward.py`) computes such a call, or None."""
+    (q, _, v), installed = operands, versions.installed()
+    if capability is None or capability[0] != _GROUPS:
+        found = "" if capability is None else f", this one has {capability[0]}.{capability[1]}"
+        return f"warps form groups on GPUs of compute capability {_GROUPS}.0{found}"
+    if installed < versions.OLDEST:
+        oldest, found = (".".join(map(str, each)) for each in (versions.OLDEST, installed))
+        return f"needs Triton {oldest}, {found} is installed"
+    if q.dtype.itemsize != 2:
+        return f"groups of warps multiply numbers of 16 bits, these are {q.dtype}"
+    if any(width % 16 or not 64 <= width <= 256 for width in (q.shape[3], v.shape[3])):
+        return f"needs widths of 64 to 256, multiples of 16; these are {q.shape[3]} and {v.shape[3]}"
+    return None
+
+
+def blocks_of_groups(program: ScoreProgram, D: int, Dv: int) -> Blocks:
+    """Block sizes of kernels with groups of warps: as many keys as registers hold scores and exponents of,
+    beside the sums; and as many stages as memory holds. Nothing was measured."""
+    keys, values = (sum(P.in_two(width)) for width in (D, Dv))
+    holds_more = program.changes_weights or any(S.index("k") in n.free for n in P.reads_of(program))
+    k = 64 if holds_more or values > 128 or keys + values > 320 else 128
+    stages = (_MEMORY // 2 - 128 * keys) // (k * (keys + values))
+    return Blocks(128, k, 4, min(stages, _MOST_STAGES), groups=True)
+
+
+_MEMORY, _MOST_STAGES = 224_000, 4
+"""Bytes of shared memory on sm_90 for tiles, and the most that are in flight."""
 
 WIDEST_BACKWARD = 256
 """For wider heads the two accumulators of a block of keys do not fit."""

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
-from attngraph.codegen.triton import fold
+from attngraph.codegen.triton import fold, versions
 from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton.fold import NOTHING
 from attngraph.codegen.triton.formulas import Formulas, GradientTile
@@ -32,6 +32,8 @@ WIDEST_SHARE = 512
 """The most columns of a result that one of its programs combines."""
 OF_QUERIES, OF_KEYS, OF_READ = "gradient_of_queries", "gradients_of_keys", "gradient_of_read"
 """The backward kernels; the last with the number of the read in `read_gradients`."""
+BLANK, BLANK_OF_GRADIENTS = (f"tl.zeros([{rows}], tl.float32)" for rows in ("BLOCK_Q, BLOCK_K", "OWN, OTHER"))
+"""Tiles of zeros."""
 WITHIN = "(q < Sq) & (k < Skv)"
 """Where a tile of pairs is cut off."""
 
@@ -47,10 +49,11 @@ class Kernel:
 def emit(plan: Plan) -> Kernel:
     """The forward kernel of a plan. Raises UnsupportedError: the score program has an operation that cannot
     be emitted; says which."""
-    formulas, ahead, name = Formulas(plan, "BLOCK_Q, BLOCK_K"), plan.blocks.ahead, name_of(plan)
+    blocks, name = plan.blocks, name_of(plan)
+    formulas, ahead = Formulas(plan, "blank" if blocks.groups else BLANK), blocks.ahead
     whole, edge = formulas.tile(plan.keeps_of_whole_tiles, False), formulas.tile(at_the_end(plan), True)
     values = {
-        **known(plan, formulas), **rows(plan, plan.blocks.split and not ahead),
+        **known(plan, formulas), **rows(plan, blocks.groups or (blocks.split and not ahead)),
         "KERNEL": name,
         "AHEAD": ahead,  # products are a tile ahead of weights
         "SINK": formulas.sink(),
@@ -58,19 +61,47 @@ def emit(plan: Plan) -> Kernel:
         "BEFORE": formulas.before,  # lines of formulas that no key changes
         **absent("behind", unless=ahead), **absent("tiles counts row_b row_h", unless=plan.listed),
     }  # fmt: skip
+    if blocks.groups:
+        values |= of_groups(plan)
     head = [
         f"{name}, forward, written by attngraph. For each batch b, head h, query q and key k:",
         *operands(plan),
         f"Hkv = {heads_of_keys(plan)}; out [B, Sq, Hq, {plan.Dv}] in memory, lse [B, Hq, Sq].",
         *about_lists(plan),
     ]
-    return assemble("forward.py", name, head, values, formulas.writer.calls)
+    file = "gluon_forward.py" if blocks.groups else "forward.py"
+    return assemble(file, name, head, values, formulas.writer.calls)
+
+
+def of_groups(plan: Plan) -> dict[str, Any]:
+    """What kernels with groups of warps know besides. Parts are those of rows: the names of what holds them,
+    their columns, where these begin, and for values what is True of those."""
+    keys = [("query", "queries", "key", "keys"), ("query_rest", "queries_rest", "key_rest", "keys_rest")]
+    values = [("value", "values", "acc", "SUMS"), ("value_rest", "values_rest", "acc_rest", "SUMS_REST")]
+    (D, Dv), inside = (P.in_two(n) for n in (plan.D, plan.Dv)), f"column < {plan.Dv}"
+    all_keys = [(*keys[n], width, n * D[0]) for n, width in enumerate(D) if width]
+    all_values = [
+        (*values[n], width, n * Dv[0], True if n * Dv[0] + width <= plan.Dv else inside)
+        for n, width in enumerate(Dv) if width
+    ]  # fmt: skip
+    return {
+        "TILES_IN_FLIGHT": plan.blocks.stages, "BYTES": plan.dtype.itemsize,
+        "KEY_PARTS": all_keys, "VALUE_PARTS": all_values, "WIDTH_OF_KEYS": sum(D), "WIDTH_IN_TILES": sum(Dv),
+        "TOTALS": ", ".join(total for _, _, total, *_ in all_values), "PRODUCTS_OF_VALUES": len(all_values),
+        "SHIFT": Formulas(plan, "").shift(),  # of sizes and numbers alone
+        "REGISTERS": 240, "REGISTERS_OF_PRODUCER": 24,
+        "GIVEN": ", ".join(filter(None, arguments_of_reads(plan))),  # arguments of reads
+        **absent("query_rest queries_rest key_rest keys_rest", unless=D[1] > 0),
+        **absent("value_rest values_rest", unless=Dv[1] > 0),
+        **absent("told all_told", unless=plan.fill is not None), **absent("line", unless=plan.listed),
+        **versions.names(versions.installed()),
+    }  # fmt: skip
 
 
 def emit_backward(plan: BackwardPlan) -> Kernel:
     """The backward kernels of a plan, which have the same arguments; `name` is that of the first. Raises
     UnsupportedError: the program has an operation whose derivative cannot be emitted; says which."""
-    formulas, reads = Formulas(plan, "OWN, OTHER"), read_gradients(plan.program, plan.wanted)
+    formulas, reads = Formulas(plan, BLANK_OF_GRADIENTS), read_gradients(plan.program, plan.wanted)
     at_end, whole = at_the_end(plan), plan.keeps_of_whole_tiles
     # A read's sum, where it is stored, and what is added.
     names = [(f"sum{n}", f"sums{n}", f"of_read{n}") for n in range(len(reads))]
@@ -142,7 +173,7 @@ def pair(read: ReadGradient, number: int, tile: GradientTile) -> SimpleNamespace
 def emit_decode(plan: DecodePlan) -> Kernel:
     """The two kernels of attention over a cache; `name` is that of the first, the other is JOIN. Raises
     UnsupportedError: the score program has an operation that cannot be emitted; says which."""
-    formulas, name = Formulas(plan, "BLOCK_Q, BLOCK_K"), f"decode_{name_of(plan)}"
+    formulas, name = Formulas(plan, BLANK), f"decode_{name_of(plan)}"
     held, new = formulas.tile((), True), formulas.tile((), True)
     keys, Dv = plan.Dv if plan.shared else plan.D, P.padded(plan.Dv)  # `keys`: elements in a key's first tile
     dv, kept, share = "d" if plan.Dv == keys else "dv", plan.kept, min(WIDEST_SHARE, Dv)
@@ -219,6 +250,7 @@ def known(plan: Plan, formulas: Formulas) -> dict[str, Any]:
         "LAST_KEYS": bool(at_the_end(plan)),  # the causal mask is a comparison with each query's last key
         "FILL": plan.fill is not None,  # tiles behind a finite fill are visited if no score is above LOW
         "LOW": (plan.fill or 0.0) + P.UNDERFLOW, "LOWEST": LOWEST,
+        "KEEPS": NOTHING if plan.blocks.groups else "True",  # numbers of rows are columns
         "KEEPS_NAN": formulas.change.keeps_nan,  # of rows without keys
         "EXACT": '"ieee"' if DTYPES[plan.dtype] == "float32" and plan.exact else NOTHING,
         **absent("multiple", unless=not formulas.change.is_plain),

@@ -236,7 +236,10 @@ class _Folder:
                     arguments += [f"{keyword.arg}={one}" for one in self.listed([keyword.value], values)]
                 return f"{self.text(node.func, values)}({', '.join(arguments)})"
             case ast.Tuple():
-                return ", ".join(self.listed(node.elts, values, deep=True))
+                elements = self.listed(node.elts, values, deep=True)
+                if _ends(node)[0] == _ends(node.elts[0])[0]:
+                    return ", ".join(elements)
+                return f"({', '.join(elements)}{',' * (len(elements) == 1)})"
         return self.spliced(node, values)
 
     def spliced(self, node: ast.AST, values: Values) -> str:

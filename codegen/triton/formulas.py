@@ -47,9 +47,9 @@ class Writer(Common):
 
     choice = "tl.where({}, {}, {})"
 
-    def __init__(self, plan: Plan, tile: str) -> None:
-        """`tile`: the names of a tile's extents, rows first."""
-        self.plan, self.tile = plan, tile
+    def __init__(self, plan: Plan, blank: str) -> None:
+        """`blank`: a tile of zeros."""
+        self.plan, self.blank = plan, blank
         self.reads = {read.number: read for read in plan.reads}
         index = "long" if plan.wide else "int"
         super().__init__(Lowering(lambda n: _READS[self.reads[n].kind], index, powers_by_exp2=True))
@@ -75,7 +75,7 @@ class Writer(Common):
     def score(self, formula: Expr) -> str:
         """A formula as a tile of scores."""
         code = self.real(formula)
-        return code if use_score(formula) else f"tl.zeros([{self.tile}], tl.float32) + {code}"
+        return code if use_score(formula) else f"{self.blank} + {code}"
 
     def leaf(self, value: Scalar) -> tuple[str, int]:
         node = value.source
@@ -201,11 +201,11 @@ class Formulas:
     """Writes the formulas of one module. Names of values are given in the order in which tiles are asked for.
 
     Args:
-        tile: the names of a tile's extents, rows first.
+        blank: the source of a tile of zeros.
     """
 
-    def __init__(self, plan: Plan, tile: str) -> None:
-        self.plan, self.writer = plan, Writer(plan, tile)
+    def __init__(self, plan: Plan, blank: str) -> None:
+        self.plan, self.writer = plan, Writer(plan, blank)
         self.change: Multiple = weight_multiple(plan.program)
 
     @property

@@ -22,7 +22,7 @@ from attngraph.codegen.scalar.read_ranges import reads_by_data, require_in_range
 from attngraph.codegen.triton import attempts, store, tuned, visits
 from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton.attempts import KeptPlans, key_of
-from attngraph.codegen.triton.blocks import WIDEST_BACKWARD, backward_blocks
+from attngraph.codegen.triton.blocks import WIDEST_BACKWARD, backward_blocks, blocks_of_groups, no_groups
 from attngraph.codegen.triton.blocks import blocks_for as choose_blocks
 from attngraph.codegen.triton.device import (
     capability,
@@ -41,6 +41,10 @@ from attngraph.ir.ops.kernels import Kernel, Operands, Reads, Results, Sizes, em
 UNCHECKED = (
     "computed by PyTorch's operations: r{} holds whole numbers or truth values and is read at an index that "
     "follows from data, and a kernel could not show that such an index is out of range"
+)
+UNDESCRIBED = (
+    "computed without groups of warps: the machine's own copies (TMA) read tensors whose rows are dense and "
+    "begin at multiples of 16 bytes, at positions below 2**31"
 )
 
 
@@ -116,6 +120,10 @@ class Forward(Kernel):
             otherwise,
         )  # fmt: skip
 
+    def _chosen(self, program: ScoreProgram, operands: Operands) -> Blocks | None:
+        """The forward kernel's blocks, if they do not follow from what was measured, or from rules."""
+        return self._blocks
+
     def _plan(self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> Plan | None:
         """The plan of a call; None for one that is left to `cpu.tiled`. Raises ValueError: no kernel serves
         the call, or a tensor that it reads is too short."""
@@ -128,7 +136,7 @@ class Forward(Kernel):
                     attempts.note(program, UNCHECKED.format(number))
             return None
         _check_reads(program, operands[0], operands[1], reads)
-        return plan_forward(program, operands, reads, sizes, self._blocks)
+        return plan_forward(program, operands, reads, sizes, self._chosen(program, operands))
 
     @staticmethod
     def _is_left(program: ScoreProgram, operands: Operands, reads: Reads) -> bool:
@@ -141,7 +149,7 @@ class Forward(Kernel):
         """The source of the forward kernel's module. Emitting it needs neither a GPU nor Triton."""
         if self._unserved(program, operands) is not None or self._is_left(program, operands, reads):
             return ""
-        return emit(plan_forward(program, operands, reads, (), self._blocks)).source
+        return emit(plan_forward(program, operands, reads, (), self._chosen(program, operands))).source
 
     def remarks(self, program: ScoreProgram) -> tuple[str, ...]:
         return attempts.remarks(program)
@@ -172,18 +180,37 @@ class Forward(Kernel):
         return found
 
 
+class Grouped(Forward):
+    """`gluon.forward`: the forward pass by groups of warps (`kernels/gluon_forward.py`), on GPUs that have
+    them. The rest is `triton.forward`'s, and so are tensors that the machine's own copies cannot read."""
+
+    name = "gluon.forward"
+
+    def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
+        return no_groups(operands, capability(operands[0].device)) or super().refuse(program, operands)
+
+    def _chosen(self, program: ScoreProgram, operands: Operands) -> Blocks | None:
+        return self._blocks or blocks_of_groups(program, operands[0].shape[3], operands[2].shape[3])
+
+
 def launch_forward(plan: Plan, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
     """The output and the log-sum-exp, by the plan's kernel."""
     q, k, v = operands
-    if plan.blocks.ahead and (plan.wide or not (is_describable(k) and is_describable(v))):
-        plan = by_addresses(plan)
+    copied = operands if plan.blocks.groups else (k, v) if plan.blocks.ahead else ()
+    if copied and (plan.wide or not all(map(is_describable, copied))):
+        if plan.blocks.groups:
+            attempts.note(plan.program, UNDESCRIBED)
+        plan = by_addresses(plan, blocks_by_rule(plan.program, operands))
     B, Hq, Sq, _ = q.shape
     out = empty_result(v, (B, Hq, Sq, v.shape[3]))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     arguments: list[Any] = [q, k, v, out, lse, Hq, Sq, k.shape[2]]
-    if plan.blocks.ahead:
-        arguments[1:3] = (described(t, plan.blocks.k) for t in (k, v))
-    arguments += [stride for tensor in operands for stride in tensor.stride()]
+    if plan.blocks.groups:
+        arguments[:3] = store.described_for_groups(plan, operands)
+    else:
+        if plan.blocks.ahead:
+            arguments[1:3] = (described(t, plan.blocks.k) for t in (k, v))
+        arguments += [stride for tensor in operands for stride in tensor.stride()]
     if plan.listed:
         lists = visits.find(plan.program, plan.blocks, operands, reads, sizes)
         arguments += [lists.tiles, lists.counts, lists.b, lists.h]
@@ -195,9 +222,11 @@ def launch_forward(plan: Plan, operands: Operands, reads: Reads, sizes: Sizes) -
 
 
 @functools.cache
-def by_addresses(plan: Plan) -> Plan:
-    """The plan with a kernel that reads keys and values by their addresses, wherever they lie."""
-    return dataclasses.replace(plan, blocks=dataclasses.replace(plan.blocks, ahead=False))
+def by_addresses(plan: Plan, blocks: Blocks) -> Plan:
+    """The plan with a kernel that reads keys and values by their addresses, wherever they lie. `blocks`: for
+    a plan with groups of warps."""
+    chosen = blocks if plan.blocks.groups else plan.blocks
+    return dataclasses.replace(plan, blocks=dataclasses.replace(chosen, ahead=False))
 
 
 def plan_forward(

@@ -36,8 +36,9 @@ WIDEST = 512
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """A tile's rows (queries) and columns (keys), and how the GPU computes it: the number of warps, the
-    pipeline stages (tiles of keys in flight), whether rows lie in two tiles (`kernels/parts.py`), and whether
-    products are a tile ahead of weights (`kernels/forward.py`; forward kernels alone)."""
+    pipeline stages (tiles of keys in flight), whether rows lie in two tiles (`kernels/parts.py`), whether
+    products are a tile ahead of weights (`kernels/forward.py`; forward kernels alone), and whether groups of
+    warps have parts of their own (`kernels/gluon_forward.py`; then `warps` are those of a group)."""
 
     q: int
     k: int
@@ -45,6 +46,7 @@ class Blocks:
     stages: int = 2
     split: bool = False
     ahead: bool = False
+    groups: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attngraph.codegen.triton.device import is_interpreted, on
 from attngraph.codegen.triton.emit import Kernel
-from attngraph.codegen.triton.plan import Plan, padded
+from attngraph.codegen.triton.plan import DTYPES, Plan, in_two, padded
 from attngraph.ir import cache_folder
 from attngraph.ir.ops.kernels import Reads
 from attngraph.ir.records import write_whole
@@ -95,7 +95,9 @@ def read_arguments(plan: Plan, reads: Reads) -> list[Any]:
 
 def launch_options(plan: Plan) -> dict[str, Any]:
     """Compilation options. Multiplications and additions may be fused (FMA), as in PyTorch's own kernels."""
-    return {"num_warps": plan.blocks.warps, "num_stages": plan.blocks.stages, "enable_fp_fusion": True}
+    options = {"num_warps": plan.blocks.warps, "num_stages": plan.blocks.stages, "enable_fp_fusion": True}
+    # Of 12 warps, which share out as many registers among them as groups ask for.
+    return {**options, "maxnreg": 168} if plan.blocks.groups else options
 
 
 def is_wide(tensor: Tensor) -> bool:
@@ -123,6 +125,22 @@ def described(tensor: Tensor, rows: int) -> Any:
     descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
     block = [1, 1, rows, padded(tensor.shape[-1])]
     return descriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+
+
+def described_for_groups(plan: Plan, operands: Sequence[Tensor]) -> list[Any]:
+    """Queries, keys and values as arguments of kernels with groups of warps, and then the rest of their rows
+    where rows lie in two tiles."""
+    described = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
+    gluon = importlib.import_module("triton.experimental.gluon.language")
+    dtype, found = getattr(gluon, DTYPES[plan.dtype]), []
+    for part in (0, 1):
+        for tensor, rows in zip(operands, (plan.blocks.q // 2, plan.blocks.k, plan.blocks.k), strict=True):
+            width = in_two(tensor.shape[-1])[part]
+            if width:
+                block = [1, 1, rows, width]
+                layout = gluon.NVMMASharedLayout.get_default_for(block, dtype)
+                found.append(described.from_tensor(tensor, block, layout))
+    return found
 
 
 MOST = 4096

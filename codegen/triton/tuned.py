@@ -38,7 +38,8 @@ _log = logging.getLogger("attngraph.codegen.triton")
 SPLIT = "rows in two tiles"
 """Follow the sizes of such blocks in a table."""
 AHEAD = "products a tile ahead"
-_WORDS = {SPLIT: "split", AHEAD: "ahead"}
+GROUPS = "groups of warps"
+_WORDS = {SPLIT: "split", AHEAD: "ahead", GROUPS: "groups"}
 _FEW = (128, 1024)
 """Calls of at most so many queries have entries of their own: they fill a GPU otherwise."""
 _UP_TO = ", up to "
@@ -74,7 +75,7 @@ def find(name: str, line: str, Sq: int) -> Blocks | None:
     many is taken."""
     known = table(name) if name else {}
     blocks = known.get(line) or known.get(line.partition(_UP_TO)[0])
-    if blocks is not None and Sq < blocks.q:
+    if blocks is not None and Sq < blocks.q and not blocks.groups:
         return dataclasses.replace(blocks, q=padded(Sq), warps=min(blocks.warps, 4))
     return blocks
 

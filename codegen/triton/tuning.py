@@ -21,7 +21,7 @@ from torch import Tensor
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.scalar.read_gradients import wanted_gradients
 from attngraph.codegen.triton import decode, device, launch, tuned
-from attngraph.codegen.triton.blocks import decode_blocks
+from attngraph.codegen.triton.blocks import blocks_of_groups, decode_blocks, no_groups
 from attngraph.codegen.triton.plan import Blocks, in_two, padded
 from attngraph.ir.language import ScoreProgram, parse
 from attngraph.ir.ops.cached_attention import Pair, Rows, counts, row_by_row
@@ -104,6 +104,7 @@ def _forward(program: ScoreProgram, operands: Operands, reads: Reads, sizes: Siz
     choose = [
         launch.blocks_by_rule(program, operands),
         *(dataclasses.replace(one, split=True) for one in options if lie_in_two),
+        *group_choices(program, operands, device.capability(operands[0].device)),
         *ahead_choices(options, device.capability(operands[0].device)), *options,
     ]  # fmt: skip
     wanted = functools.partial(Tiled().forward, program, operands, reads, sizes)
@@ -271,6 +272,17 @@ def ahead_choices(options: Sequence[Blocks], capability: tuple[int, int] | None)
     """Those of these blocks with products a tile ahead of weights, where warps multiply in groups (sm_90)."""
     if capability is not None and capability[0] == 9:
         yield from (dataclasses.replace(one, ahead=True) for one in options if one.q >= 64)
+
+
+def group_choices(
+    program: ScoreProgram, operands: Operands, capability: tuple[int, int] | None
+) -> Iterator[Blocks]:  # fmt: skip
+    """Block sizes of kernels with groups of warps, where there are such: those of the rule, and half as many
+    keys."""
+    if no_groups(operands, capability) is None:
+        first = blocks_of_groups(program, operands[0].shape[3], operands[2].shape[3])
+        yield first
+        yield dataclasses.replace(first, k=64, stages=min(4, first.stages * first.k // 64))
 
 
 def decode_choices(first: Blocks, width: int) -> Iterator[Blocks]:

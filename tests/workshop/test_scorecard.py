@@ -84,6 +84,7 @@ def test_loops_are_found_and_what_they_execute_is_counted() -> None:
         instructions=17, products=2, flops=2 * 64 * (64 + 128) * 16 // 4,
         operand_bytes=((64 + 64) * 16 * 2 + 128 * 16 * 2) // 4, by_groups=True, exponentials=1, special=2,
         fused=1, integer=1, shared_bytes=512 + 128, loaded_bytes=512, stops=2, pending=2, groups=1,
+        barriers=2,
     )  # fmt: skip
     assert (second.instructions, second.flops, second.pending) == (3, 2 * 16 * 8 * 16, None)
 

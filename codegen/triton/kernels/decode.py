@@ -88,7 +88,7 @@ def KERNEL(
     until = tl.where(is_idle, since, tl.minimum(since + length, kept))
     fresh = tl.where((news != 0) & (part == splits - 1) & (not is_idle), count, 0)
     BEFORE
-    begin_rows(True)
+    begin_rows(True, tl.zeros([BLOCK_Q, 1], tl.float32))
     acc = tl.zeros([BLOCK_Q, DV], tl.float32)
     for start in tl.range(since, until, BLOCK_K):  # in pages
         k = long(start + across)

@@ -94,7 +94,7 @@ def KERNEL(
     query_tile = tl.load(query_head, mask=(q < Sq) & IN_D, other=0.0)
     query_rest = tl.load(query_beside, mask=(q < Sq) & IN_D_REST, other=0.0)
     BEFORE
-    begin_rows(False)
+    begin_rows(False, tl.zeros([BLOCK_Q, 1], tl.float32))
     acc = tl.zeros([BLOCK_Q, DV], tl.float32)
     acc_rest = tl.zeros([BLOCK_Q, DV_REST], tl.float32)
     find_bounds(BLOCK_Q, BLOCK_K)

@@ -4,23 +4,24 @@ from attngraph.codegen.triton.fold import part
 
 
 @part
-def begin_rows(IN_PARTS):
-    """The rows' maximum and sum before the first key. IN_PARTS: a sink counts in the first part alone."""
+def begin_rows(IN_PARTS, zeros):
+    """The rows' maximum and sum before the first key. IN_PARTS: a sink counts in the first part alone.
+    zeros: one for each row."""
     if SINK:
-        sink = tl.zeros([BLOCK_Q, 1], tl.float32) + SINK
+        sink = zeros + SINK
         if IN_PARTS:
             sink = tl.where(part == 0, sink, float("-inf"))
         m = tl.where(sink == float("-inf"), LOWEST, sink * RATE if LINEAR else sink)
         l = tl.where(sink == float("-inf"), 0.0, tl.exp2(tl.fma(sink, RATE, -m)) if LINEAR else 1.0)
     else:
-        m = tl.zeros([BLOCK_Q, 1], tl.float32) + LOWEST  # no key yet
-        l = tl.zeros([BLOCK_Q, 1], tl.float32)
+        m = zeros + LOWEST  # no key yet
+        l = zeros
 
 
 @part
 def sum_weights(like):
     """Join weights to the rows' sum, and round them to the dtype of the tile `like`."""
-    l = l * shrink + tl.sum(w, 1, keep_dims=True)
+    l = l * shrink + tl.sum(w, 1, keep_dims=KEEPS)
     w = w * multiple
     w = w.to(like.dtype)
 
@@ -74,7 +75,7 @@ head_of_keys = part(lambda: h // GROUP if GROUP > 1 else h)
 dots = part(lambda: tl.dot(query_tile, tl.trans(key_tile), input_precision=EXACT))
 # The rows' maximum with a tile's scores.
 largest = part(
-    lambda: tl.maximum(m, tl.max(s, 1, keep_dims=True) * RATE if LINEAR else tl.max(s, 1, keep_dims=True))
+    lambda: tl.maximum(m, tl.max(s, 1, keep_dims=KEEPS) * RATE if LINEAR else tl.max(s, 1, keep_dims=KEEPS))
 )
 # Of 2, for a tile's weights. Rounded once where that can be, so that the rounding error of top affects all
 # weights of the row alike.

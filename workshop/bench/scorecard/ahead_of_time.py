@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from attngraph.codegen.triton import decode, launch, sums
-from attngraph.codegen.triton.plan import BackwardPlan, DecodePlan, Plan, SumsPlan, padded
+from attngraph.codegen.triton.plan import DTYPES as TRITON
+from attngraph.codegen.triton.plan import BackwardPlan, DecodePlan, Plan, SumsPlan, in_two, padded
 from attngraph.codegen.triton.store import launch_options
 from attngraph.ir.dtypes import DTYPES
 
@@ -139,6 +140,8 @@ def _type(plan: Plan, name: str) -> str:
     if plan.blocks.ahead and name in ("key", "value"):
         width = padded(plan.D if name == "key" else plan.Dv)
         return f"tensordesc<{DTYPES[plan.dtype].triton}[1, 1, {plan.blocks.k}, {width}]>"
+    if plan.blocks.groups and name.removesuffix("_rest") in ("query", "key", "value"):
+        return _described_for_groups(plan, name)
     if name in _OPERANDS:
         return _pointer(plan.dtype)
     if name in _NUMBERS or re.fullmatch(r"sums\d+", name):
@@ -150,6 +153,16 @@ def _type(plan: Plan, name: str) -> str:
     if name in kinds:
         return _pointer(_OF_READS[kinds[name]])
     return "constexpr" if name.endswith("_d") else "i32"
+
+
+def _described_for_groups(plan: Plan, name: str) -> str:
+    """As `store.described_for_groups`."""
+    width = in_two(plan.Dv if name.startswith("value") else plan.D)[name.endswith("_rest")]
+    block = [1, 1, plan.blocks.q // 2 if name.startswith("query") else plan.blocks.k, width]
+    gluon = importlib.import_module("triton.experimental.gluon.language")
+    dtype = DTYPES[plan.dtype].triton
+    layout = gluon.NVMMASharedLayout.get_default_for(block, getattr(gluon, TRITON[plan.dtype]))
+    return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>"
 
 
 def _pointer(dtype: torch.dtype) -> str:
@@ -197,7 +210,8 @@ def build(kernel: Any, request: Request) -> Any:
     Raises:
         Errors of the compiler are passed on.
     """
-    compiler = importlib.import_module("triton.compiler")
+    groups = kernel.is_gluon() if hasattr(kernel, "is_gluon") else False
+    source = importlib.import_module("triton.experimental.gluon._runtime" if groups else "triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget
     signature = dict(request.signature)
     ones = {(place,): 1 for place, kind in enumerate(signature.values()) if kind == "constexpr"}
@@ -205,7 +219,7 @@ def build(kernel: Any, request: Request) -> Any:
     for place in request.small:
         attributes.setdefault((place,), []).append(["tt.pointer_range", 32])
     return importlib.import_module("triton").compile(
-        compiler.ASTSource(kernel, signature, ones, attributes),
+        getattr(source, "GluonASTSource" if groups else "ASTSource")(kernel, signature, ones, attributes),
         target=target(request.backend, request.architecture, request.warp), options=dict(request.options),
     )  # fmt: skip
 

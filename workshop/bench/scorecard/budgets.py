@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workshop.bench.scorecard.run import OURS, Row
+from workshop.bench.scorecard.run import GROUPS, OURS, Row
 
 PATH = Path(__file__).with_name("budgets.json")
 _MORE_IS_BETTER = ("pending", "beside", "predicted", "programs")
@@ -25,7 +25,7 @@ _NAMES = {
     "serialised": "remarks of ptxas that products wait for each other", "spilled": "bytes spilled",
     "shared": "bytes of shared memory", "registers": "registers", "programs": "programs on a multiprocessor",
     "cycles": "cycles for 64 x 64 scores", "edge_cycles": "cycles under a mask",
-    "predicted": "predicted speed",
+    "predicted": "predicted speed", "barriers": "barriers in a tile",
 }  # fmt: skip
 Budget = Mapping[str, float | None]
 
@@ -57,10 +57,10 @@ def regressions(rows: Sequence[Row], budgets: Mapping[str, Mapping[str, Budget]]
     for row in rows:
         own = budgets.get(row.target, {})
         where = f"{row.cell}{', ' if row.part else ''}{row.part} on {row.target}"
-        if row.who != OURS:
+        if row.who not in (OURS, GROUPS):
             continue
         if row.figures is None:
-            if any(key.startswith(f"{row.cell}, {OURS}") for key in own):
+            if any(key.startswith(f"{row.cell}, {row.who}") for key in own):
                 found.append(f"{where}: {row.problem}")
         elif row.key in own:
             found += [f"{where}: {text}" for text in _worse(budget(row), own[row.key])]
@@ -82,7 +82,7 @@ def rewrite(rows: Sequence[Row], path: Path = PATH) -> None:
     """Make the figures of these rows their budgets; those of other rows stay, if they are of this Triton."""
     targets = {target: dict(own) for target, own in known(path).items()}
     for row in rows:
-        if row.who == OURS and row.figures is not None:
+        if row.who in (OURS, GROUPS) and row.figures is not None:
             targets.setdefault(row.target, {})[row.key] = budget(row)
     lines = [
         f'  "{target}": {{\n'

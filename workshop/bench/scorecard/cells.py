@@ -9,7 +9,13 @@ from collections.abc import Callable
 import torch
 
 from attngraph.codegen.triton import visits
-from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
+from attngraph.codegen.triton.blocks import (
+    backward_blocks,
+    blocks_for,
+    blocks_of_groups,
+    decode_blocks,
+    no_groups,
+)
 from attngraph.codegen.triton.plan import (
     BackwardPlan,
     Blocks,
@@ -174,6 +180,19 @@ def plan(cell: Cell, target: Target) -> Plan:
     )
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(Plan)}
     return BackwardPlan(**{**fields, "blocks": blocks}, wanted=floats)
+
+
+def with_groups(cell: Cell, target: Target) -> Plan | None:
+    """The plan of a long call by groups of warps (`gluon.forward`), or None: there is none."""
+    operands = tuple(
+        torch.empty(1, 1, 1, n, dtype=DTYPE, device="meta") for n in (cell.width, cell.width, cell.values)
+    )
+    q, k, v = operands
+    if cell.step != "forward" or no_groups((q, k, v), target.capability) is not None:
+        return None
+    return dataclasses.replace(
+        plan(cell, target), blocks=blocks_of_groups(cell.program, cell.width, cell.values)
+    )
 
 
 def visited(cell: Cell, mask: str, blocks: Blocks) -> tuple[float, float]:

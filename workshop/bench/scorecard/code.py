@@ -67,6 +67,7 @@ class Work:
         pending: those of them that may be under way while the warp goes on after the strictest wait for them;
             None: it waits for none, or in another way (copies of blocks, which a barrier counts).
         beside: exponentials that are computed after products were asked for and before these are waited for.
+        barriers: where warps meet, arrive or wait at barriers of any kind.
         steps: the turn in order, where products are by groups, which go on while the warp executes other
             instructions.
     """
@@ -86,6 +87,7 @@ class Work:
     pending: int | None
     groups: int
     beside: int = 0
+    barriers: int = 0
     steps: tuple[Step, ...] = ()
 
     @property
@@ -95,7 +97,9 @@ class Work:
 
 
 COUNTS = tuple(
-    f.name for f in dataclasses.fields(Work) if f.type == "int" and f.name not in ("instructions", "beside")
+    f.name
+    for f in dataclasses.fields(Work)
+    if f.type == "int" and f.name not in ("instructions", "beside", "barriers")
 )
 """What a reader counts, instruction by instruction."""
 

@@ -26,7 +26,8 @@ class Part:
     Attributes:
         least: operations of products for a tile. tile_bytes: loaded for a tile. whole, edge: tiles of one
             head in which nothing is masked, and others. readers: programs that read the same tiles; 0: so
-            many that the memory's speed does not matter.
+            many that the memory's speed does not matter. groups: of warps that share a program's tiles of
+            keys, with a tile of queries each, which is what `blocks` are.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Part:
     whole: float
     edge: float
     readers: int = 0
+    groups: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,9 @@ class Figures:
             (None: no such wait, or they are copied by blocks). beside: the part of the exponentials that is
             computed after products were asked for and before these are waited for. serialised: remarks of
             ptxas that products wait for each other. spilled:
-            bytes (AMD: registers) per lane. programs: that share a multiprocessor. cycles: of a
+            bytes (AMD: registers) per lane. registers: when the kernel begins; `fewest` and `most`: while it
+            runs, where warps share them out anew (else 0). barriers: where warps meet, arrive or wait, per
+            tile. programs: that share a multiprocessor. cycles: of a
             multiprocessor, for 64 x 64 scores.
     """
 
@@ -68,6 +72,9 @@ class Figures:
     programs: int
     cycles: float
     edge_cycles: float
+    barriers: int = 0
+    fewest: int = 0
+    most: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Compiled:
     spilled: int
     shared: int
     registers: int
+    given: tuple[int, int] = (0, 0)
 
 
 def compile_and_read(kernel: Any, request: Request) -> Compiled:
@@ -90,7 +98,7 @@ def compile_and_read(kernel: Any, request: Request) -> Compiled:
     if request.backend == "hip":  # as Triton does when it launches a kernel with such tensors
         pointers = (place for place, (_, kind) in enumerate(request.signature) if kind.startswith("*"))
         request = dataclasses.replace(request, small=tuple(pointers))
-    binary = build(kernel, request)
+    binary, given = build(kernel, request), (0, 0)
     used = ahead_of_time.usage(binary, request)
     if request.backend == "cuda":
         said = nvidia.remarks(
@@ -98,14 +106,14 @@ def compile_and_read(kernel: Any, request: Request) -> Compiled:
         )
         code = nvidia.read(nvidia.disassemble(binary.asm["cubin"]))
         loops = [nvidia.count(loop) for loop in tile_loops(code, nvidia.multiplies)]
-        serialised = nvidia.serialised(said)
+        serialised, given = nvidia.serialised(said), nvidia.registers(code)
     else:
         text = binary.asm["amdgcn"]
         loops = [amd.count(loop) for loop in tile_loops(amd.read(text), amd.multiplies)]
         serialised = 0
     if not loops:
         raise CodeError("no loop in the machine code multiplies tiles")
-    return Compiled(tuple(loops), serialised, used.spilled, used.shared, used.registers)
+    return Compiled(tuple(loops), serialised, used.spilled, used.shared, used.registers, given)
 
 
 def figures(found: Compiled, parts: Sequence[Part], target: str) -> list[Figures]:
@@ -130,7 +138,8 @@ def _share_out(found: Compiled, parts: Sequence[Part]) -> list[list[Work]]:
 
 def _figures(found: Compiled, loops: Sequence[Work], part: Part, target: str) -> Figures:
     card, blocks = CARDS[target], part.blocks
-    programs = card.programs(found.registers, found.shared, blocks.warps)
+    warps = blocks.warps * (3 if part.groups > 1 else 1)  # the producer's share of registers is a group's
+    programs = part.groups * card.programs(found.registers, found.shared, warps)
     whole, edge = (f(loops, key=lambda loop: loop.instructions) for f in (min, max))
     scores, lanes = blocks.q * blocks.k, blocks.warps * card.lanes
     pending = [loop.pending for loop in loops if loop.pending is not None]
@@ -139,11 +148,13 @@ def _figures(found: Compiled, loops: Sequence[Work], part: Part, target: str) ->
         return (loop.instructions - loop.products - loop.exponentials) * lanes / scores
 
     return Figures(
-        (blocks.q, blocks.k, blocks.warps, blocks.stages), blocks.warps * whole.flops / part.least,
+        (blocks.q * part.groups, blocks.k, blocks.warps * part.groups, blocks.stages),
+        blocks.warps * whole.flops / part.least,
         whole.exponentials * lanes / scores, others(whole), others(edge), whole.stops,
         min(pending, default=None), whole.beside / max(1, whole.exponentials),
         found.serialised, found.spilled, found.shared, found.registers, programs,
-        *(_cycles(card, loop, part, programs) * _TILE / scores for loop in (whole, edge)),
+        _cycles(card, whole, part, programs) * _TILE / scores,
+        _cycles(card, edge, part, programs) * _TILE / scores, whole.barriers, *found.given,
     )  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def count(loop: Sequence[Instruction]) -> Work:
     by_groups = any(_by_group(i) for i in loop)
     return Work(
         len(loop), pending=min(pending, default=None), by_groups=by_groups, beside=_beside(loop),
-        steps=_steps(loop) if by_groups else (), **_sums(loop),
+        barriers=_barriers(loop), steps=_steps(loop) if by_groups else (), **_sums(loop),
     )  # fmt: skip
 
 
@@ -129,6 +129,24 @@ def _beside(loop: Sequence[Instruction]) -> int:
         asked = (asked or _by_group(one)) and one.name != "WARPGROUP.DEPBAR.LE"
         found += asked and one.name.startswith("MUFU.EX2")
     return found
+
+
+def _barriers(loop: Sequence[Instruction]) -> int:
+    """Barriers of all warps, arrivals at those in shared memory, and waits for these (each of which the code
+    has twice: a first look, and a loop)."""
+    arrivals = sum(one.name.startswith(("BAR.", "SYNCS.ARRIVE")) for one in loop)
+    return arrivals + len({one.operands for one in loop if one.name.startswith("SYNCS.PHASECHK")})
+
+
+def registers(code: Code) -> tuple[int, int]:
+    """The fewest and most registers that warps are given while the kernel runs, where they are shared out
+    anew; else zeros."""
+    numbers = [
+        int(one.operands.split("0x")[1], 16)
+        for one in code.instructions
+        if one.name.startswith("USETMAXREG.DEALLOC")
+    ]
+    return (min(numbers), max(numbers)) if numbers else (0, 0)
 
 
 def _by_group(instruction: Instruction) -> bool:

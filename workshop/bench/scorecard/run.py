@@ -21,11 +21,13 @@ from workshop.bench.scorecard.cells import (
     skips,
     useful,
     visited,
+    with_groups,
 )
 from workshop.bench.scorecard.figures import Figures, Part, compile_and_read, figures, seconds
 from workshop.bench.scorecard.nvidia import ToolError
 
-OURS, FLEX, PLAIN = "attngraph", "flex", "plain"
+OURS, GROUPS, FLEX, PLAIN = "attngraph", "groups of warps", "flex", "plain"
+"""Whose kernels: ours with the blocks of rules, ours in Gluon, FlexAttention's template, and a plain one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +49,14 @@ class Row:
 
 
 def run(
-    names: Sequence[str], targets: Sequence[str], who: Sequence[str] = (OURS, FLEX, PLAIN)
+    names: Sequence[str], targets: Sequence[str], who: Sequence[str] = (OURS, GROUPS, FLEX, PLAIN)
 ) -> Iterator[Row]:  # fmt: skip
     """The rows of these cells on these targets. A kernel that does not compile has a row that says why.
 
     Raises:
         ToolError: the disassembler is missing.
     """
-    makers = {OURS: _ours, FLEX: _flex, PLAIN: _plain}
+    makers = {OURS: _ours, GROUPS: _groups, FLEX: _flex, PLAIN: _plain}
     for target in targets:
         for name in names:
             for one in who:
@@ -106,6 +108,19 @@ def _ours(cell: Cell, target: Target, name: str) -> Made:
         part = "read" if request.name.startswith("gradient_of_read") else part
         found.append((kernel, request, [_part(cell, part, made.blocks, mask)]))
     return found
+
+
+def _groups(cell: Cell, target: Target, name: str) -> Made:
+    made = with_groups(cell, target)
+    if made is None:
+        return []
+    part = _part(cell, "", made.blocks, cell.mask if skips(made) else "")
+    own = dataclasses.replace(made.blocks, q=made.blocks.q // 2)
+    part = dataclasses.replace(
+        part, blocks=own, least=least(cell, "", own), tile_bytes=part.tile_bytes // 2, whole=2 * part.whole,
+        edge=2 * part.edge, groups=2,
+    )  # fmt: skip
+    return [(kernel, request, [part]) for kernel, request in requests(made, target)]
 
 
 def _part(cell: Cell, name: str, blocks: Blocks, mask: str, grain: int = 0) -> Part:

@@ -32,6 +32,7 @@ blocks: queries x keys, warps, stages; programs: on one multiprocessor; tensor: 
 over the fewest; exponentials: for each score; others: other instructions for each score and lane, edge:
 under a mask; stops: waits for products and barriers in a tile; pending: tiles' loads under way during a tile
 (not seen of copies by blocks); beside: the part of the exponentials that is computed while products are;
+barriers: where warps meet, arrive or wait in a tile; fewest, most: registers of warps that share them anew;
 serialised: remarks of ptxas that products wait for each other; cycles: of a multiprocessor for 64 x 64
 scores; predicted: TFLOP/s, for a cache GB/s. Predicted, not measured."""
 
