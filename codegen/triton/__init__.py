@@ -29,6 +29,7 @@ __all__ = ["tune"]
 
 RECORDERS["cuda"] = Captured
 kernels.register(Forward(), devices=frozenset({"cuda"}))
-kernels.register(Grouped(), devices=frozenset({"cuda"}))  # by name alone: what it serves `Forward` serves
+for ordered in (True, False):  # by name alone: what these serve `Forward` serves
+    kernels.register(Grouped(ordered=ordered), devices=frozenset({"cuda"}))
 cache.CACHED.append(Decode())
 RUNNERS["running_sum"].append(run_sums)

@@ -6,6 +6,7 @@ registers, or few; what is left is said where it is chosen.
 
 import torch
 
+from attngraph.codegen.scalar.read_gradients import read_gradients
 from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton import versions
 from attngraph.codegen.triton.plan import Blocks
@@ -189,6 +190,30 @@ def blocks_of_groups(program: ScoreProgram, D: int, Dv: int) -> Blocks:
     k = 64 if holds_more or values > 128 or keys + values > 320 else 128
     stages = (_MEMORY // 2 - 128 * keys) // (k * (keys + values))
     return Blocks(128, k, 4, min(stages, _MOST_STAGES), groups=True)
+
+
+BACKWARD_OF_GROUPS = Blocks(128, 64, 4, 2, groups=True)
+"""Keys that a program owns, and queries at a time: with more, registers spill."""
+_ADDS = (3, 8)
+"""The first version of Triton with the machine's own additions (TMA) in Gluon."""
+
+
+def no_backward_groups(plan: P.BackwardPlan) -> str | None:
+    """Why the kernel with groups of warps (`kernels/gluon_backward.py`) does not compute the gradients of a
+    call whose forward pass such kernels serve, or None."""
+    if versions.installed() < _ADDS:
+        return "needs Triton 3.8, which can let the machine add"
+    if {plan.D, plan.Dv} - {64, 128}:
+        return f"keys and values are 64 or 128 wide there, these are {plan.D} and {plan.Dv}"
+    if plan.wide:
+        return "positions reach 2**31"
+    if plan.listed or plan.fill is not None:
+        return "its masks leave out tiles by lists, or by how large scores are"
+    if not all(plan.operands) or read_gradients(plan.program, plan.wanted):
+        return "all gradients of queries, keys and values are computed there, and none of what scores read"
+    if plan.D == 128 and not plan.is_linear:
+        return "formulas of scores leave no registers at a width of 128"
+    return None
 
 
 _MEMORY, _MOST_STAGES = 224_000, 4

@@ -156,6 +156,35 @@ def emit_backward(plan: BackwardPlan) -> Kernel:
     return assemble("backward.py", OF_QUERIES, head, values, formulas.writer.calls)
 
 
+def emit_backward_by_groups(plan: BackwardPlan) -> Kernel:
+    """The backward kernel of a plan whose `blocks` have groups of warps. Raises as `emit_backward`."""
+    formulas = Formulas(plan, "blank")
+    is_trusted = P.stays_trusted(plan.program)
+    values = {
+        **known(plan, formulas), "KERNEL": "gradients",
+        "D": plan.D, "DV": plan.Dv, "WIDTH": plan.D, "WIDTH_OF_VALUES": plan.Dv, "SCALE": plan.program.scale,
+        "TILES_IN_FLIGHT": plan.blocks.stages, "BYTES": plan.dtype.itemsize,
+        "DTYPE": f"tl.{DTYPES[plan.dtype]}",
+        "TILE": formulas.gradients((), at_the_end(plan), (), turned=True),
+        "TRUSTED": is_trusted, "TO_BITS": "RATE" if plan.is_linear else "LOG2E", "ORDERED": plan.ordered,
+        "SHIFT": Formulas(plan, "").shift(),
+        "REGISTERS": 240, "REGISTERS_OF_PRODUCER": 24,
+        "GIVEN": ", ".join(filter(None, arguments_of_reads(plan))),
+        "NUMBERS": 1 if is_trusted else 2,  # of rows, by which weights are computed
+        **absent("tops totals all_tops all_totals row_top row_total", unless=not is_trusted),
+        **absent("lse all_lse row_lse", unless=is_trusted),
+        **absent("turns", unless=plan.ordered), **absent("unseen", unless=formulas.change.keeps_nan),
+        **versions.names(versions.installed()),
+    }  # fmt: skip
+    head = [
+        f"{name_of(plan)}, backward, written by attngraph. For each batch b, head h, query q and key k:",
+        *operands(plan),
+        f"Hkv = {heads_of_keys(plan)}; grad like out, numbers of rows [B, Hq, Sq]; results dense.",
+        "A tile has OWN keys and OTHER queries.",
+    ]
+    return assemble("gluon_backward.py", "gradients", head, values, formulas.writer.calls)
+
+
 def pair(read: ReadGradient, number: int, tile: GradientTile) -> SimpleNamespace:
     """A read's own kernel: each program sums one tile over the batches and heads by which the read is not
     indexed. The grid has those by which it is, blocks of keys and blocks of queries."""

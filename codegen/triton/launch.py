@@ -19,10 +19,18 @@ from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, Totals, read_gradients, wanted_gradients
 from attngraph.codegen.scalar.read_ranges import reads_by_data, require_in_range
+from attngraph.codegen.scalar.weights import weight_multiple
 from attngraph.codegen.triton import attempts, store, tuned, visits
 from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton.attempts import KeptPlans, key_of
-from attngraph.codegen.triton.blocks import WIDEST_BACKWARD, backward_blocks, blocks_of_groups, no_groups
+from attngraph.codegen.triton.blocks import (
+    BACKWARD_OF_GROUPS,
+    WIDEST_BACKWARD,
+    backward_blocks,
+    blocks_of_groups,
+    no_backward_groups,
+    no_groups,
+)
 from attngraph.codegen.triton.blocks import blocks_for as choose_blocks
 from attngraph.codegen.triton.device import (
     capability,
@@ -32,7 +40,14 @@ from attngraph.codegen.triton.device import (
     no_device,
     shared_memory,
 )
-from attngraph.codegen.triton.emit import OF_KEYS, OF_QUERIES, OF_READ, emit, emit_backward
+from attngraph.codegen.triton.emit import (
+    OF_KEYS,
+    OF_QUERIES,
+    OF_READ,
+    emit,
+    emit_backward,
+    emit_backward_by_groups,
+)
 from attngraph.codegen.triton.plan import DTYPES, WIDEST, BackwardPlan, Blocks, Plan, Read
 from attngraph.codegen.triton.store import described, is_describable, is_wide, launch_kernel, loading
 from attngraph.ir.language import ScoreProgram
@@ -164,7 +179,8 @@ class Forward(Kernel):
             return None
         has_reads = any(reads[number].is_floating_point() for number in program.reads)
         line = tuned.key_of_call("backward", program, operands)
-        blocks = self._blocks or tuned.find(name_of(q.device), line, q.shape[2]) or backward_blocks(
+        blocks = self._blocks if self._blocks and not self._blocks.groups else None
+        blocks = blocks or tuned.find(name_of(q.device), line, q.shape[2]) or backward_blocks(
             max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads, P.is_linear(program),
             capability(q.device),
         )  # fmt: skip
@@ -177,20 +193,40 @@ class Forward(Kernel):
             emit_backward(found)
         except UnsupportedError:
             return None
-        return found
+        return self._in_the_end(found, operands)
+
+    def _in_the_end(self, plan: BackwardPlan, operands: Operands) -> BackwardPlan:
+        """The plan, or another that computes the same."""
+        return plan
 
 
 class Grouped(Forward):
-    """`gluon.forward`: the forward pass by groups of warps (`kernels/gluon_forward.py`), on GPUs that have
-    them. The rest is `triton.forward`'s, and so are tensors that the machine's own copies cannot read."""
+    """`gluon.forward`: forward and backward pass by groups of warps (`kernels/gluon_forward.py`,
+    `gluon_backward.py`), on GPUs that have them. What these do not serve `triton.forward` computes, and the
+    report says why.
 
-    name = "gluon.forward"
+    Args:
+        ordered: whether the same call gives the same gradients. Without order (`gluon_unordered.forward`)
+            the kernel waits for no other.
+    """
+
+    def __init__(self, blocks: Blocks | None = None, ordered: bool = True) -> None:
+        super().__init__(blocks)
+        self._ordered = ordered
+        self.name = "gluon.forward" if ordered else "gluon_unordered.forward"
 
     def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
         return no_groups(operands, capability(operands[0].device)) or super().refuse(program, operands)
 
     def _chosen(self, program: ScoreProgram, operands: Operands) -> Blocks | None:
         return self._blocks or blocks_of_groups(program, operands[0].shape[3], operands[2].shape[3])
+
+    def _in_the_end(self, plan: BackwardPlan, operands: Operands) -> BackwardPlan:
+        reason = no_backward_groups(plan)
+        if reason is not None:
+            attempts.note(plan.program, f"its gradients are computed without groups of warps: {reason}")
+            return plan
+        return dataclasses.replace(plan, blocks=BACKWARD_OF_GROUPS, ordered=self._ordered)
 
 
 def launch_forward(plan: Plan, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
@@ -261,6 +297,7 @@ def plan_call(
 
 load = loading(emit, getattr)
 """A plan's kernel, a Triton function."""
+load_backward_by_groups = loading(emit_backward_by_groups, getattr)
 load_backward = loading(emit_backward, lambda module, _: module)
 """The module of a plan's backward kernels."""
 
@@ -312,7 +349,7 @@ def differentiate(
     delta = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
     rows = [lse.contiguous(), grad_lse.contiguous(), delta]
     if not P.stays_trusted(plan.program):
-        rows += torch.empty((2, B, Hq, Sq), dtype=torch.float32, device=q.device)
+        rows += [torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device) for _ in range(2)]
     first: list[Any] = [q, k, v, grad, out, *rows, unseen, *found, Hq, Sq, Skv]
     first += [stride for tensor in (q, k, v, grad, out) for stride in tensor.stride()]
     lists: list[Any] = []
@@ -322,7 +359,8 @@ def differentiate(
         found_lists = visits.find(plan.program, tile, operands, reads, sizes, turned)
         lists += [found_lists.tiles, found_lists.counts, found_lists.b, found_lists.h]
     last = [*store.read_arguments(plan, reads), *sizes[: plan.program.sizes]]
-    kernels, blocks, options = load_backward(plan), plan.blocks, store.launch_options(plan)
+    rest = prepares(plan, operands) if plan.blocks.groups else plan
+    kernels, blocks, options = load_backward(rest), rest.blocks, store.launch_options(rest)
     has_pairs = any(s.kind == PAIRS for s in summed)
 
     def run(name: str, grid: tuple[int, ...], sums: Sequence[Tensor], *pairs: int) -> None:
@@ -337,13 +375,52 @@ def differentiate(
         run(f"{OF_READ}{number}", grid, places, B, batch, row, here.stride(1), here.stride(2))
 
     run(OF_QUERIES, (-(-Sq // blocks.q) * B * Hq,), sums)
-    if any(plan.operands[1:]) or any(s.kind == COLUMNS for s in summed):
+    if plan.blocks.groups:
+        found[0] = _by_groups(plan, operands, grad, rows, unseen, found, last)
+    elif any(plan.operands[1:]) or any(s.kind == COLUMNS for s in summed):
         run(OF_KEYS, (-(-Skv // blocks.q) * B * k.shape[1],), sums)  # rows of tiles are keys
     for number, one in enumerate(summed):
         totals.add(one, sums[number], blocks.q, functools.partial(of_pairs, number))
     if plan.program.sink is not None:
         totals.add_sink(plan.program, _exactly(plan, *rows[3:]) if rows[3:] else lse, delta)
     return [*found, *totals.results()]
+
+
+def prepares(plan: BackwardPlan, operands: Operands) -> BackwardPlan:
+    """The plan whose first kernel makes what that of groups of warps needs of rows, and no gradients."""
+    q, _, v = operands
+    width, about = max(q.shape[3], v.shape[3]), (shared_memory(q.device), False, P.is_linear(plan.program))
+    blocks = backward_blocks(width, q.dtype, *about, capability(q.device))
+    return dataclasses.replace(plan, blocks=blocks, operands=(False, False, False))
+
+
+def _by_groups(
+    plan: BackwardPlan, operands: Operands, grad: Tensor, rows: Sequence[Tensor], unseen: Tensor,
+    found: Sequence[Tensor], last: Sequence[Any],
+) -> Tensor:  # fmt: skip
+    """Gradients of keys and values, into `found`, by groups of warps; and those of queries, which are added
+    up in float32."""
+    (q, k, v), blocks, (lse, _, delta) = operands, plan.blocks, rows[:3]
+    B, Hq, Sq, D = q.shape
+    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    turns = torch.zeros((B, Hq, -(-Sq // blocks.k)), dtype=torch.int32, device=q.device)
+    of_rows = [delta, lse] if P.stays_trusted(plan.program) else [delta, *rows[3:]]
+    tiles = [(q, blocks.k), (k, blocks.q // 2), (v, blocks.q // 2), (grad, blocks.k)]
+    given = [
+        *(store.described_to_gluon(_copyable(t), [1, 1, n, t.shape[3]]) for t, n in tiles),
+        *(store.described_to_gluon(_copyable(t.view(-1)), [blocks.k]) for t in of_rows),
+        store.described_to_gluon(sums, [1, 1, blocks.k, D]), *([turns] if plan.ordered else []),
+        *([unseen] if weight_multiple(plan.program).keeps_nan else []), *found[1:], Hq, Sq, k.shape[2], *last,
+    ]  # fmt: skip
+    programs = -(-k.shape[2] // blocks.q) * k.shape[0] * k.shape[1]
+    launch_kernel(load_backward_by_groups(plan), (programs,), given, store.launch_options(plan), q.device)
+    scale = plan.program.scale if plan.is_linear else None
+    return (sums if scale is None else sums.mul_(scale)).to(q.dtype)
+
+
+def _copyable(tensor: Tensor) -> Tensor:
+    """The tensor, where the machine's own copies can read it; else a copy."""
+    return tensor if is_describable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _exactly(plan: BackwardPlan, tops: Tensor, totals: Tensor) -> Tensor:

@@ -148,10 +148,11 @@ class Plan:
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan(Plan):
     """`wanted`: numbers of the reads whose gradients are asked for; `operands`: whether those of q, k and v
-    are."""
+    are; `ordered`: whether groups of warps add up those of q in a fixed order."""
 
     wanted: tuple[int, ...] = ()
     operands: tuple[bool, ...] = (True, True, True)
+    ordered: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

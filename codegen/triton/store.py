@@ -130,17 +130,20 @@ def described(tensor: Tensor, rows: int) -> Any:
 def described_for_groups(plan: Plan, operands: Sequence[Tensor]) -> list[Any]:
     """Queries, keys and values as arguments of kernels with groups of warps, and then the rest of their rows
     where rows lie in two tiles."""
+    tiles = list(zip(operands, (plan.blocks.q // 2, plan.blocks.k, plan.blocks.k), strict=True))
+    widths = [in_two(tensor.shape[3]) for tensor in operands]
+    return [
+        described_to_gluon(tensor, [1, 1, rows, width[part]])
+        for part in (0, 1) for (tensor, rows), width in zip(tiles, widths, strict=True) if width[part]
+    ]  # fmt: skip
+
+
+def described_to_gluon(tensor: Tensor, block: list[int]) -> Any:
+    """A tensor as an argument of kernels in Gluon that copy such a block at a time."""
     described = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
     gluon = importlib.import_module("triton.experimental.gluon.language")
-    dtype, found = getattr(gluon, DTYPES[plan.dtype]), []
-    for part in (0, 1):
-        for tensor, rows in zip(operands, (plan.blocks.q // 2, plan.blocks.k, plan.blocks.k), strict=True):
-            width = in_two(tensor.shape[-1])[part]
-            if width:
-                block = [1, 1, rows, width]
-                layout = gluon.NVMMASharedLayout.get_default_for(block, dtype)
-                found.append(described.from_tensor(tensor, block, layout))
-    return found
+    layout = gluon.NVMMASharedLayout.get_default_for(block, getattr(gluon, DTYPES[tensor.dtype]))
+    return described.from_tensor(tensor, block, layout)
 
 
 MOST = 4096

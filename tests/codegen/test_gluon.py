@@ -2,6 +2,7 @@
 compiled ahead of time."""
 
 import ast
+import dataclasses
 import re
 from collections.abc import Callable
 
@@ -10,8 +11,8 @@ import torch
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.triton import attempts, blocks, launch, store, tuned, tuning, versions
-from attngraph.codegen.triton.emit import emit
-from attngraph.codegen.triton.plan import Blocks, Plan, Read
+from attngraph.codegen.triton.emit import emit, emit_backward_by_groups
+from attngraph.codegen.triton.plan import BackwardPlan, Blocks, Plan, Read
 from attngraph.errors import BackendError
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops import kernels
@@ -22,7 +23,7 @@ from workshop.bench.scorecard.cells import CELLS, with_groups
 HOPPER, BEFORE = (9, 0), (8, 0)
 SM_90 = TARGETS["sm_90"]
 SERVED = {name: made for name, cell in CELLS.items() if (made := with_groups(cell, SM_90)) is not None}
-OFTEN = {"causal 128", "full 64", "documents 128"}
+OFTEN = {"causal 128", "full 64", "documents 128", "backward, causal 128"}
 needs_compiler = pytest.mark.usefixtures("triton_compiler", "cache")
 
 
@@ -31,19 +32,26 @@ def operands(D: int = 128, Dv: int = 128, dtype: torch.dtype = torch.bfloat16) -
     return q, k, torch.empty(1, 4, 2048, Dv, dtype=dtype, device="meta")
 
 
+def source_of(plan: Plan) -> str:
+    return (emit_backward_by_groups(plan) if isinstance(plan, BackwardPlan) else emit(plan)).source
+
+
 # --- the source -------------------------------------------------------------------------------------
 
 
-def test_the_causal_kernel_reads_as_its_golden_file_says(
-    golden: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("cell", "file"), [("causal 128", "groups"), ("backward, causal 128", "groups_backward")]
+)
+def test_causal_kernels_read_as_golden_files_say(
+    cell: str, file: str, golden: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "installed", lambda: (3, 8))
-    golden("groups.py.txt", emit(SERVED["causal 128"]).source)
+    golden(f"{file}.py.txt", source_of(SERVED[cell]))
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_every_name_in_a_kernel_is_one_that_it_has(name: str) -> None:
-    tree = ast.parse(emit(SERVED[name]).source)
+    tree = ast.parse(source_of(SERVED[name]))
     there = {alias.asname or alias.name for n in tree.body if isinstance(n, ast.Import) for alias in n.names}
     there |= {n.name for n in tree.body if isinstance(n, ast.FunctionDef)} | {"range", "float"}
     there |= {n.targets[0].id for n in tree.body if isinstance(n, ast.Assign)}  # type: ignore[attr-defined]
@@ -100,8 +108,45 @@ def test_why_they_do_not_serve_is_said(
     assert (found is None) if reason is None else (reason in (found or ""))
 
 
+def backward_plan(text: str = "", D: int = 128, **changes: object) -> BackwardPlan:
+    reads = tuple(Read(number, rank, "float") for number, rank in parse(text).reads.items())
+    made = BackwardPlan(parse(text), torch.bfloat16, D, D, 1, reads, Blocks(128, 64))
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("plan", "version", "reason"),
+    [
+        (backward_plan("s = 0.1 * dot; keep k <= q"), (3, 8), None),
+        (backward_plan("s = 5 * tanh(dot / 5)", 64), (3, 9), None),
+        (backward_plan("s = dot + r0[h, q, k]", 64), (3, 8), None),
+        (backward_plan(), (3, 7), "needs Triton 3.8"),
+        (backward_plan(D=192), (3, 8), "64 or 128 wide there, these are 192 and 192"),
+        (backward_plan(wide=True), (3, 8), "positions reach"),
+        (backward_plan(listed=True), (3, 8), "leave out tiles by lists"),
+        (backward_plan("keep k <= q else -1e9"), (3, 8), "how large scores are"),
+        (backward_plan(operands=(True, False, True)), (3, 8), "all gradients of queries, keys and values"),
+        (backward_plan("s = dot + r0[h, q, k]", 64, wanted=(0,)), (3, 8), "none of what scores read"),
+        (backward_plan("s = 5 * tanh(dot / 5)"), (3, 8), "no registers at a width of 128"),
+    ],
+)  # fmt: skip
+def test_why_they_do_not_compute_gradients_is_said(
+    plan: BackwardPlan, version: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In reports, too."""
+    monkeypatch.setattr(versions, "installed", lambda: version)
+    found = blocks.no_backward_groups(plan)
+    assert (found is None) if reason is None else (reason in (found or ""))
+    kernel, given = launch.Grouped(ordered=False), operands()
+    used = kernel._in_the_end(plan, given)
+    assert used.blocks == (plan.blocks if reason else blocks.BACKWARD_OF_GROUPS)
+    said = [one for one in kernel.remarks(plan.program) if "gradients are computed without groups" in one]
+    assert any(reason in one for one in said) if reason else not used.ordered
+
+
 def test_they_are_used_where_they_are_asked_for_by_name() -> None:
     assert [kernel.name for kernel in kernels.candidates("cuda", "gluon")] == ["gluon.forward"]
+    assert [k.name for k in kernels.candidates("cuda", "gluon_unordered")] == ["gluon_unordered.forward"]
     names = [kernel.name for kernel in kernels.candidates("cuda")]
     assert names.index("triton.forward") < names.index("gluon.forward")
     reason = r"gluon\.forward: warps form groups on GPUs of compute capability 9\.0"

@@ -140,7 +140,7 @@ def gradients_of_keys(*gradient_of_queries):
         tl.store(result, scaled(sum_key, grad_key), mask=(own < Skv - first) & IN_D)
     if VALUES:
         result = grad_value + (tl.cast(place // blocks, tl.int64) * Skv + first + own) * WIDTH_OF_VALUES + dv
-        tl.store(result, of_values(), mask=(own < Skv - first) & IN_DV)
+        tl.store(result, of_values(place // blocks), mask=(own < Skv - first) & IN_DV)
 
 
 for PAIR_NAME, PAIR in PAIRS:
@@ -193,29 +193,13 @@ def weigh(TILE):
 @part
 def differentiate(TILE):
     """p (weights), ds (the gradient of the dot, without the scale of a linear program) and of_read<i>."""
-    if TILE.within:
-        p = tl.where(TILE.within, tl.exp2(exponents_of_weights()), 0.0)  # the weights again
-    else:
-        p = tl.exp2(exponents_of_weights())  # the weights again
-    if not KEEPS_NAN:
-        p = tl.where(p == p, p, 0.0)
+    weights_again(TILE)
     if TILE.turned:
         weighed = product(value_tile, grad_tile, NARROW)
         row_delta = tl.load(delta + row, mask=q < Sq if TILE.is_edge else True, other=0.0)
     else:
         weighed = product(grad_tile, value_tile, NARROW)
-    if TILE.multiple:
-        ds = p * (weighed * (TILE.multiple) - row_delta)  # of the scores, and back to the dots
-    else:
-        ds = p * (weighed - row_delta)  # of the scores, and back to the dots
-    TILE.gradients
-    if TILE.reaches_dot:
-        ds = ds + of_dot
-    # Outside of the tile, a row's delta or a formula may be NaN or infinite, and zero times that is NaN.
-    for NAME in TILE.cut_off:
-        NAME = tl.where(TILE.within, NAME, 0.0)
-    if TILE.multiple:
-        p = p * (TILE.multiple)
+    gradients_of_dots(TILE)
 
 
 # --- parts: rows ---
@@ -247,16 +231,6 @@ def load_keys():
     key_tile = rows_at(key_head, at, key_s, d, key_d, (at < Skv) & IN_D)
     value_head = head_at(value, value_b, value_h, kv)
     value_tile = rows_at(value_head, at, value_s, dv, value_d, (at < Skv) & IN_DV)
-
-
-@part
-def load_numbers_of_rows(TILE):
-    """The numbers for computing weights that the first kernel stored."""
-    if TRUSTED:
-        row_lse = tl.load(lse + row, mask=q < Sq if TILE.is_edge else True, other=0.0)
-    else:
-        row_top = tl.load(tops + row, mask=q < Sq if TILE.is_edge else True, other=0.0)
-        row_total = tl.load(totals + row, mask=q < Sq if TILE.is_edge else True, other=0.0)
 
 
 # --- parts: over keys ---
@@ -397,7 +371,6 @@ def turn_of_queries(TILE):
         SUM += tl.sum(OF_READ, 1, keep_dims=True)
 
 
-exponents_of_weights = part(lambda: (s - row_lse) * LOG2E if TRUSTED else (s - row_top) * TO_BITS - row_total)
 # A product with a transposed tile. TURN: in single precision, which Triton multiplies without tensor cores,
 # it is written the other way round, which decides how many registers a kernel takes.
 product = part(
@@ -408,21 +381,7 @@ product = part(
     )
 )
 added = part(lambda total, a, b: tl.dot(a.to(b.dtype), b, total, input_precision=EXACT))
-# A sum of gradients of dots, with the scale that tiles of linear programs leave out.
-scaled = part(
-    lambda total, like: (
-        (total * SCALE).to(like.dtype.element_ty) if LINEAR else total.to(like.dtype.element_ty)
-    )
-)
 pair_of_heads = part(lambda: place // blocks // GROUP if GROUP > 1 else place // blocks)
-of_values = part(
-    lambda: (
-        (sum_value + tl.load(unseen + place // blocks)).to(grad_value.dtype.element_ty)
-        if KEEPS_NAN
-        else sum_value.to(grad_value.dtype.element_ty)
-    )
-)
-last_seen = part(lambda: first + OWN - 1 - long(SHIFT) if SHIFT else first + OWN - 1)
 key_there = part(lambda TILE: down < Skv - start if TILE.is_edge else True)
 query_there = part(lambda TILE: down < Sq - start if TILE.is_edge else True)
 # The batches and heads that a tile of pairs is summed over; none, where a causal mask hides all of it.

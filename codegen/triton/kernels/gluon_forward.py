@@ -41,7 +41,7 @@ for VALUE, VALUES, TOTAL, LAYOUT, PART_OF_D, BEGIN, INSIDE in VALUE_PARTS:
 
 @gluon.jit
 def consume(
-    OWN: gl.constexpr,
+    WHICH: gl.constexpr,
     key, value, key_rest, value_rest,
     queries, keys, values, queries_rest, keys_rest, values_rest,
     query_there, key_there, key_free, value_there, value_free, turns, told, all_told,
@@ -51,7 +51,7 @@ def consume(
     READS,
 ):  # fmt: skip
     """Output and log-sum-exp of the queries of one group of warps."""
-    at = first + OWN * GROUP_ROWS
+    at = first + WHICH * GROUP_ROWS
     q = long(at + rows_in(SCORES))  # [GROUP_ROWS, 1]
     across = columns_in(SCORES, BLOCK_K)
     blank = gl.zeros([GROUP_ROWS, BLOCK_K], tl.float32, SCORES)
@@ -175,10 +175,10 @@ def KERNEL(
 def turn(TILE):
     """One turn of a consumer's loops, as `turn` of `forward.py` with AHEAD."""
     mbarrier.wait(key_there.index(i % STAGES), i // STAGES & 1)
-    mbarrier.wait(turns.index(OWN), (i - 1) & 1)
+    mbarrier.wait(turns.index(WHICH), (i - 1) & 1)
     multiply()
     absorb_behind()
-    mbarrier.arrive(turns.index(1 - OWN))
+    mbarrier.arrive(turns.index(1 - WHICH))
     s = hopper.warpgroup_mma_wait(PRODUCTS_OF_VALUES, deps=(s,))
     mbarrier.arrive(key_free.index(i % STAGES))
     score(TILE)
@@ -192,7 +192,7 @@ def multiply():
     s = blank
     for QUERY, QUERIES, KEY, KEYS, PART_OF_D, BEGIN in KEY_PARTS:
         key_tile = KEYS.index(i % STAGES).reshape([BLOCK_K, PART_OF_D]).permute((1, 0))
-        query_tile = QUERIES.index(OWN).reshape([GROUP_ROWS, PART_OF_D])
+        query_tile = QUERIES.index(WHICH).reshape([GROUP_ROWS, PART_OF_D])
         s = hopper.warpgroup_mma(query_tile, key_tile, s, use_acc=BEGIN > 0, is_async=True)
 
 
@@ -262,7 +262,7 @@ def tell_lowest():
     """A row that has a larger score than the fill gives no weight to keys behind it. Whether there is another
     row both groups and the producer must know."""
     lowest = tl.min(tl.where(q < Sq, tl.expand_dims(m, 1), float("inf")))
-    told.index(OWN).store(gl.full([32], lowest, tl.float32, gl.BlockedLayout([1], [32], [4], [0])))
+    told.index(WHICH).store(gl.full([32], lowest, tl.float32, gl.BlockedLayout([1], [32], [4], [0])))
     BARRIER
     mbarrier.arrive(all_told)
 

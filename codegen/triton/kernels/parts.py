@@ -58,6 +58,45 @@ def find_line(lists, lengths, of_b, of_h, extent, OWN_AT_ONCE, OTHERS_AT_ONCE):
     stop = tl.load(lengths + 3 * block + 1)
 
 
+@part
+def load_numbers_of_rows(TILE):
+    """The numbers for computing weights that the first kernel stored."""
+    if TRUSTED:
+        row_lse = tl.load(lse + row, mask=q < Sq if TILE.is_edge else True, other=0.0)
+    else:
+        row_top = tl.load(tops + row, mask=q < Sq if TILE.is_edge else True, other=0.0)
+        row_total = tl.load(totals + row, mask=q < Sq if TILE.is_edge else True, other=0.0)
+
+
+@part
+def weights_again(TILE):
+    """p: the weights of a tile of scores."""
+    if TILE.within:
+        p = tl.where(TILE.within, tl.exp2(exponents_of_weights()), 0.0)  # the weights again
+    else:
+        p = tl.exp2(exponents_of_weights())  # the weights again
+    if not KEEPS_NAN:
+        p = tl.where(p == p, p, 0.0)
+
+
+@part
+def gradients_of_dots(TILE):
+    """ds and of_read<i>, of `weighed`, the products of gradients and values; and p, by which values are
+    weighed."""
+    if TILE.multiple:
+        ds = p * (weighed * (TILE.multiple) - row_delta)  # of the scores, and back to the dots
+    else:
+        ds = p * (weighed - row_delta)  # of the scores, and back to the dots
+    TILE.gradients
+    if TILE.reaches_dot:
+        ds = ds + of_dot
+    # Outside of the tile, a row's delta or a formula may be NaN or infinite, and zero times that is NaN.
+    for NAME in TILE.cut_off:
+        NAME = tl.where(TILE.within, NAME, 0.0)
+    if TILE.multiple:
+        p = p * (TILE.multiple)
+
+
 # Where a head of a tensor begins; rows of it at some positions, or from `start` on.
 head_at = part(
     lambda tensor, of_b, of_h, head: tensor + tl.cast(b, tl.int64) * of_b + tl.cast(head, tl.int64) * of_h
@@ -88,3 +127,18 @@ divided = part(
 )
 log_sum = part(lambda top: (top + tl.log2(l)) * 0.6931471805599453 if LINEAR else top + tl.log(l))
 weighted_sum = part(lambda values, total: tl.dot(w, values, total * shrink, input_precision=EXACT))
+exponents_of_weights = part(lambda: (s - row_lse) * LOG2E if TRUSTED else (s - row_top) * TO_BITS - row_total)
+# A sum of gradients of dots, with the scale that tiles of linear programs leave out.
+scaled = part(
+    lambda total, like: (
+        (total * SCALE).to(like.dtype.element_ty) if LINEAR else total.to(like.dtype.element_ty)
+    )
+)
+of_values = part(
+    lambda head: (
+        (sum_value + tl.load(unseen + head)).to(grad_value.dtype.element_ty)
+        if KEEPS_NAN
+        else sum_value.to(grad_value.dtype.element_ty)
+    )
+)
+last_seen = part(lambda: first + OWN - 1 - long(SHIFT) if SHIFT else first + OWN - 1)

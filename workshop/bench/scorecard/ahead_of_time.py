@@ -34,7 +34,7 @@ _NUMBERS = {"lse", "grad_lse", "delta", "tops", "totals", "unseen", "part_acc", 
     "key_scale", "value_scale"
 }  # fmt: skip
 _PLACES = {"table", "starts", "first", "held"}
-_LISTS = {"tiles", "counts", "column_tiles", "column_counts"}
+_LISTS = {"tiles", "counts", "column_tiles", "column_counts", "turns"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +103,8 @@ def requests(plan: Plan, target: Target) -> tuple[tuple[Any, Request], ...]:
     the one over a cache that splits keys, or all backward kernels. Raises RuntimeError as `compile_ahead`."""
     if isinstance(plan, DecodePlan):
         return ((kernel := decode.load(plan)[0], _request(kernel, plan, target)),)
+    if isinstance(plan, BackwardPlan) and plan.blocks.groups:
+        return ((kernel := launch.load_backward_by_groups(plan), _request(kernel, plan, target)),)
     if isinstance(plan, BackwardPlan):
         module = launch.load_backward(plan)
         kernels = [value for name, value in vars(module).items() if name.startswith("gradient")]
@@ -140,8 +142,8 @@ def _type(plan: Plan, name: str) -> str:
     if plan.blocks.ahead and name in ("key", "value"):
         width = padded(plan.D if name == "key" else plan.Dv)
         return f"tensordesc<{DTYPES[plan.dtype].triton}[1, 1, {plan.blocks.k}, {width}]>"
-    if plan.blocks.groups and name.removesuffix("_rest") in ("query", "key", "value"):
-        return _described_for_groups(plan, name)
+    if plan.blocks.groups and (block := _block(plan, name)):
+        return _described(block, torch.float32 if name == "grad_query" or len(block) == 1 else plan.dtype)
     if name in _OPERANDS:
         return _pointer(plan.dtype)
     if name in _NUMBERS or re.fullmatch(r"sums\d+", name):
@@ -155,14 +157,24 @@ def _type(plan: Plan, name: str) -> str:
     return "constexpr" if name.endswith("_d") else "i32"
 
 
-def _described_for_groups(plan: Plan, name: str) -> str:
-    """As `store.described_for_groups`."""
-    width = in_two(plan.Dv if name.startswith("value") else plan.D)[name.endswith("_rest")]
-    block = [1, 1, plan.blocks.q // 2 if name.startswith("query") else plan.blocks.k, width]
+def _block(plan: Plan, name: str) -> list[int]:
+    """The block of a tensor that kernels with groups of warps copy at a time; none: they get an address."""
+    own, other, (D, Dv) = plan.blocks.q // 2, plan.blocks.k, (in_two(plan.D), in_two(plan.Dv))
+    if isinstance(plan, BackwardPlan):
+        rows = {"query": other, "grad_query": other, "grad": other, "key": own, "value": own}
+        widths = {"grad": plan.Dv, "value": plan.Dv}
+        if name in ("delta", "tops", "totals", "lse"):
+            return [other]
+        return [1, 1, rows[name], widths.get(name, plan.D)] if name in rows else []
+    rows, whole = {"query": own, "key": other, "value": other}, name.removesuffix("_rest")
+    width = (Dv if whole == "value" else D)[name.endswith("_rest")]
+    return [1, 1, rows[whole], width] if whole in rows else []
+
+
+def _described(block: list[int], dtype: torch.dtype) -> str:
     gluon = importlib.import_module("triton.experimental.gluon.language")
-    dtype = DTYPES[plan.dtype].triton
-    layout = gluon.NVMMASharedLayout.get_default_for(block, getattr(gluon, TRITON[plan.dtype]))
-    return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>"
+    layout = gluon.NVMMASharedLayout.get_default_for(block, getattr(gluon, TRITON[dtype]))
+    return f"tensordesc<{DTYPES[dtype].triton}[{','.join(map(str, block))}],{layout!r}>"
 
 
 def _pointer(dtype: torch.dtype) -> str:

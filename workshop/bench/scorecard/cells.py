@@ -10,10 +10,12 @@ import torch
 
 from attngraph.codegen.triton import visits
 from attngraph.codegen.triton.blocks import (
+    BACKWARD_OF_GROUPS,
     backward_blocks,
     blocks_for,
     blocks_of_groups,
     decode_blocks,
+    no_backward_groups,
     no_groups,
 )
 from attngraph.codegen.triton.plan import (
@@ -184,15 +186,16 @@ def plan(cell: Cell, target: Target) -> Plan:
 
 def with_groups(cell: Cell, target: Target) -> Plan | None:
     """The plan of a long call by groups of warps (`gluon.forward`), or None: there is none."""
-    operands = tuple(
+    q, k, v = (
         torch.empty(1, 1, 1, n, dtype=DTYPE, device="meta") for n in (cell.width, cell.width, cell.values)
     )
-    q, k, v = operands
-    if cell.step != "forward" or no_groups((q, k, v), target.capability) is not None:
+    if cell.step == "decode" or no_groups((q, k, v), target.capability) is not None:
         return None
-    return dataclasses.replace(
-        plan(cell, target), blocks=blocks_of_groups(cell.program, cell.width, cell.values)
-    )
+    made = plan(cell, target)
+    if isinstance(made, BackwardPlan):
+        served = no_backward_groups(made) is None
+        return dataclasses.replace(made, blocks=BACKWARD_OF_GROUPS) if served else None
+    return dataclasses.replace(made, blocks=blocks_of_groups(cell.program, cell.width, cell.values))
 
 
 def visited(cell: Cell, mask: str, blocks: Blocks) -> tuple[float, float]:
@@ -220,7 +223,7 @@ Least = Callable[[int, int], int]
 def least(cell: Cell, part: str, blocks: Blocks) -> int:
     """The fewest operations of products for one tile of a part of a kernel's work."""
     d, dv = cell.width, cell.values
-    widths = {"queries": 2 * d + dv, "keys": 2 * d + 2 * dv, "read": d + dv}
+    widths = {"queries": 2 * d + dv, "keys": 2 * d + 2 * dv, "read": d + dv, "all": 3 * d + 2 * dv}
     return 2 * blocks.q * blocks.k * widths.get(part, d + dv)
 
 

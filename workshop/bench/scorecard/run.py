@@ -114,10 +114,11 @@ def _groups(cell: Cell, target: Target, name: str) -> Made:
     made = with_groups(cell, target)
     if made is None:
         return []
-    part = _part(cell, "", made.blocks, cell.mask if skips(made) else "")
+    name = "all" if cell.step == "backward" else ""  # besides what is prepared of rows
+    part = _part(cell, name, made.blocks, cell.mask if skips(made) else "")
     own = dataclasses.replace(made.blocks, q=made.blocks.q // 2)
     part = dataclasses.replace(
-        part, blocks=own, least=least(cell, "", own), tile_bytes=part.tile_bytes // 2, whole=2 * part.whole,
+        part, blocks=own, least=least(cell, name, own), tile_bytes=part.tile_bytes // 2, whole=2 * part.whole,
         edge=2 * part.edge, groups=2,
     )  # fmt: skip
     return [(kernel, request, [part]) for kernel, request in requests(made, target)]
