@@ -207,8 +207,8 @@ def no_backward_groups(plan: P.BackwardPlan) -> str | None:
         return f"keys and values are 64 or 128 wide there, these are {plan.D} and {plan.Dv}"
     if plan.wide:
         return "positions reach 2**31"
-    if plan.listed or plan.fill is not None:
-        return "its masks leave out tiles by lists, or by how large scores are"
+    if plan.fill is not None:
+        return "which tiles a finite fill hides follows from how large scores are"
     if not all(plan.operands) or read_gradients(plan.program, plan.wanted):
         return "all gradients of queries, keys and values are computed there, and none of what scores read"
     if plan.D == 128 and not plan.is_linear:

@@ -159,13 +159,16 @@ def emit_backward(plan: BackwardPlan) -> Kernel:
 def emit_backward_by_groups(plan: BackwardPlan) -> Kernel:
     """The backward kernel of a plan whose `blocks` have groups of warps. Raises as `emit_backward`."""
     formulas = Formulas(plan, "blank")
+    masks = P.lasting_masks(P.conjuncts(plan.program)) if plan.listed else ()
+    kept = formulas.kept(masks)
     is_trusted = P.stays_trusted(plan.program)
     values = {
         **known(plan, formulas), "KERNEL": "gradients",
         "D": plan.D, "DV": plan.Dv, "WIDTH": plan.D, "WIDTH_OF_VALUES": plan.Dv, "SCALE": plan.program.scale,
         "TILES_IN_FLIGHT": plan.blocks.stages, "BYTES": plan.dtype.itemsize,
         "DTYPE": f"tl.{DTYPES[plan.dtype]}",
-        "TILE": formulas.gradients((), at_the_end(plan), (), turned=True),
+        "MASK": kept[0], "KEPT": kept[1] or True,  # which pairs lists of tiles leave
+        "TILE": formulas.gradients((), masks or at_the_end(plan), (), turned=True),
         "TRUSTED": is_trusted, "TO_BITS": "RATE" if plan.is_linear else "LOG2E", "ORDERED": plan.ordered,
         "SHIFT": Formulas(plan, "").shift(),
         "REGISTERS": 240, "REGISTERS_OF_PRODUCER": 24,
@@ -173,7 +176,9 @@ def emit_backward_by_groups(plan: BackwardPlan) -> Kernel:
         "NUMBERS": 1 if is_trusted else 2,  # of rows, by which weights are computed
         **absent("tops totals all_tops all_totals row_top row_total", unless=not is_trusted),
         **absent("lse all_lse row_lse", unless=is_trusted),
-        **absent("turns", unless=plan.ordered), **absent("unseen", unless=formulas.change.keeps_nan),
+        **absent("turns", unless=plan.ordered), **absent("ranks", unless=plan.ordered and plan.listed),
+        **absent("column_tiles column_counts column_b column_h", unless=plan.listed),
+        **absent("unseen", unless=formulas.change.keeps_nan),
         **versions.names(versions.installed()),
     }  # fmt: skip
     head = [

@@ -219,6 +219,15 @@ class Formulas:
             self.writer.assign("s", statement)
         return list(self.writer.inside)
 
+    def kept(self, masks: Sequence[Keep]) -> tuple[list[str], str]:
+        """Which pairs hard masks keep ("": all): lines of their own, and what they lead to."""
+        writer = self.writer
+        writer.forget()
+        found = " & ".join(f"({writer.truth(mask.predicate)})" for mask in masks)
+        lines = [*writer.before, *writer.inside]
+        writer.forget()
+        return lines, found
+
     def multiple(self) -> str:
         return NOTHING if self.change.is_plain else self.writer.real(self.change.factor)
 

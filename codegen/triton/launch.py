@@ -352,14 +352,9 @@ def differentiate(
         rows += [torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device) for _ in range(2)]
     first: list[Any] = [q, k, v, grad, out, *rows, unseen, *found, Hq, Sq, Skv]
     first += [stride for tensor in (q, k, v, grad, out) for stride in tensor.stride()]
-    lists: list[Any] = []
-    for turned in (False, True) if plan.listed else ():
-        own, other = plan.blocks.q, plan.blocks.k
-        tile = dataclasses.replace(plan.blocks, q=other, k=own) if turned else plan.blocks
-        found_lists = visits.find(plan.program, tile, operands, reads, sizes, turned)
-        lists += [found_lists.tiles, found_lists.counts, found_lists.b, found_lists.h]
     last = [*store.read_arguments(plan, reads), *sizes[: plan.program.sizes]]
     rest = prepares(plan, operands) if plan.blocks.groups else plan
+    lists = [one for turned in (False, True) for one in _lists(rest, operands, reads, sizes, turned)]
     kernels, blocks, options = load_backward(rest), rest.blocks, store.launch_options(rest)
     has_pairs = any(s.kind == PAIRS for s in summed)
 
@@ -376,7 +371,8 @@ def differentiate(
 
     run(OF_QUERIES, (-(-Sq // blocks.q) * B * Hq,), sums)
     if plan.blocks.groups:
-        found[0] = _by_groups(plan, operands, grad, rows, unseen, found, last)
+        turned = _lists(plan, operands, reads, sizes, turned=True)
+        found[0] = _by_groups(plan, operands, grad, rows, unseen, found, turned, last)
     elif any(plan.operands[1:]) or any(s.kind == COLUMNS for s in summed):
         run(OF_KEYS, (-(-Skv // blocks.q) * B * k.shape[1],), sums)  # rows of tiles are keys
     for number, one in enumerate(summed):
@@ -384,6 +380,26 @@ def differentiate(
     if plan.program.sink is not None:
         totals.add_sink(plan.program, _exactly(plan, *rows[3:]) if rows[3:] else lse, delta)
     return [*found, *totals.results()]
+
+
+def _lists(
+    plan: BackwardPlan, operands: Operands, reads: Reads, sizes: Sizes, turned: bool
+) -> list[Any]:  # fmt: skip
+    """Lists of the tiles that blocks of queries visit, as arguments; `turned`: that blocks of keys do."""
+    if not plan.listed:
+        return []
+    own, other = plan.blocks.q, plan.blocks.k
+    tile = dataclasses.replace(plan.blocks, q=other, k=own) if turned else plan.blocks
+    found = visits.find(plan.program, tile, operands, reads, sizes, turned)
+    return [found.tiles, found.counts, found.b, found.h]
+
+
+def _ranks(tiles: Tensor, counts: Tensor, keys: int, blocks: Blocks) -> Tensor:
+    """For each block of keys and tile of queries that it visits, how many blocks of keys before it do."""
+    there = torch.arange(tiles.shape[1], device=tiles.device) < counts[:, 2:]
+    visited = torch.zeros_like(tiles).scatter_(1, tiles.long(), there.to(tiles.dtype))
+    visited = visited.view(-1, -(-keys // blocks.q), tiles.shape[1])
+    return visited.cumsum(1, dtype=torch.int32) - visited
 
 
 def prepares(plan: BackwardPlan, operands: Operands) -> BackwardPlan:
@@ -396,7 +412,7 @@ def prepares(plan: BackwardPlan, operands: Operands) -> BackwardPlan:
 
 def _by_groups(
     plan: BackwardPlan, operands: Operands, grad: Tensor, rows: Sequence[Tensor], unseen: Tensor,
-    found: Sequence[Tensor], last: Sequence[Any],
+    found: Sequence[Tensor], lists: Sequence[Any], last: Sequence[Any],
 ) -> Tensor:  # fmt: skip
     """Gradients of keys and values, into `found`, by groups of warps; and those of queries, which are added
     up in float32."""
@@ -410,7 +426,9 @@ def _by_groups(
         *(store.described_to_gluon(_copyable(t), [1, 1, n, t.shape[3]]) for t, n in tiles),
         *(store.described_to_gluon(_copyable(t.view(-1)), [blocks.k]) for t in of_rows),
         store.described_to_gluon(sums, [1, 1, blocks.k, D]), *([turns] if plan.ordered else []),
-        *([unseen] if weight_multiple(plan.program).keeps_nan else []), *found[1:], Hq, Sq, k.shape[2], *last,
+        *([_ranks(lists[0], lists[1], k.shape[2], blocks)] if plan.ordered and lists else []),
+        *([unseen] if weight_multiple(plan.program).keeps_nan else []), *found[1:],
+        Hq, Sq, k.shape[2], *lists, *last,
     ]  # fmt: skip
     programs = -(-k.shape[2] // blocks.q) * k.shape[0] * k.shape[1]
     launch_kernel(load_backward_by_groups(plan), (programs,), given, store.launch_options(plan), q.device)

@@ -10,7 +10,8 @@ of keys contribute. One more warp, the adder, lets the machine add it in memory 
 
 ORDERED says that dq is summed in the order of the keys, so that the same call gives the same gradients: each
 tile of queries has a number, `turns`, of blocks of keys that have been added, and the adder of block n waits
-until it is n. Programs begin in the order of their numbers, so the one that is waited for runs or has ended.
+until it is n (of lists: as many as `ranks` says). Programs begin in the order of their numbers, so the one
+that is waited for runs or has ended.
 
 Barriers are explained in `gluon_forward.py`, parts of a tile in `parts.py`, names in capitals in `emit.py`.
 """
@@ -46,8 +47,9 @@ def consume(
     query, grad, delta, tops, totals, lse, grad_query,
     keys, values, queries, grads, deltas, all_tops, all_totals, all_lse, slopes, sums,
     keys_there, query_there, query_free, grad_there, grad_free, sums_there, sums_free,
-    turns, unseen, grad_key, grad_value,
+    turns, ranks, unseen, grad_key, grad_value,
     b, kv, first, place, Hq, Sq, Skv,
+    column_tiles, column_counts, column_b, column_h,
     READS,
 ):  # fmt: skip
     """dk and dv of the keys of one group of warps, and their part of dq."""
@@ -91,8 +93,9 @@ def add(*consume):
 @gluon.jit(do_not_specialize=COUNTS) if COUNTS else gluon.jit
 def KERNEL(
     query, key, value, grad, delta, tops, totals, lse, grad_query,
-    turns, unseen, grad_key, grad_value,
+    turns, ranks, unseen, grad_key, grad_value,
     Hq, Sq, Skv,
+    column_tiles, column_counts, column_b, column_h,
     READS,
 ):  # fmt: skip
     """dk and dv of a block of keys, and its part of dq."""
@@ -136,7 +139,8 @@ def KERNEL(
         query, grad, delta, tops, totals, lse, grad_query,
         keys, values, queries, grads, deltas, all_tops, all_totals, all_lse, slopes, sums,
         keys_there.index(0), query_there, query_free, grad_there, grad_free, sums_there, sums_free,
-        turns, unseen, grad_key, grad_value, b, kv, first, place, Hq, Sq, Skv,
+        turns, ranks, unseen, grad_key, grad_value, b, kv, first, place, Hq, Sq, Skv,
+        column_tiles, column_counts, column_b, column_h,
         GIVEN,
     )  # fmt: skip
     gl.warp_specialize(
@@ -152,17 +156,18 @@ def KERNEL(
 @part
 def over_queries(ROLE):
     """The tiles of queries that see the keys, of all heads that share them."""
+    begin = 0
     stop = tl.cdiv(Sq, OTHER)
-    if CAUSAL:
+    if CAUSAL and not LISTED:
         begin = tl.maximum(first - long(SHIFT), 0) // OTHER if SHIFT else first // OTHER
         begin = tl.minimum(begin, stop)
-    else:
-        begin = 0
     n = 0
     for member in range(GROUP):
         h = kv * GROUP + member
+        if LISTED:
+            find_line(column_tiles, column_counts, column_b, column_h, Sq, OWN, OTHER)
         for i in range(begin, stop):
-            start = i * OTHER
+            start = tl.load(line + i) * OTHER if LISTED else i * OTHER
             if ROLE == "consume":
                 turn()
             elif ROLE == "produce":
@@ -196,10 +201,15 @@ def turn():
     gradients_of_dots(TILE)
     p = p.to(queries.dtype)
     ds = ds.to(queries.dtype)
-    at_end = (start + OTHER > Sq) | (first + OWN > Skv)
-    if at_end | (start < last_seen()) if LAST_KEYS else at_end:
+    is_edge = (start + OTHER > Sq) | (first + OWN > Skv)
+    if LISTED:
+        is_edge = is_edge | (i >= whole)
+    elif LAST_KEYS:
+        is_edge = is_edge | (start < last_seen())
+    if is_edge:
         # Outside of the tile, numbers of rows and formulas may be NaN or infinite.
-        inside = (q >= first_query) & (q < Sq)
+        MASK
+        inside = (q >= first_query) & (q < Sq) & KEPT
         p = tl.where(inside, p, 0.0)
         ds = tl.where(inside, ds, 0.0)
     own = slopes.index(WHICH)
@@ -246,8 +256,12 @@ def fetch():
 def add_sums():
     """Add both groups' parts of a tile when they have come; if sums are ordered, when it is their turn."""
     if ORDERED:
-        turn = turns + (b * Hq + h) * stop + start // OTHER
-        while tl.atomic_add(turn, 0, sem="acquire") < first // OWN:
+        turn = turns + (b * Hq + h) * tl.cdiv(Sq, OTHER) + start // OTHER
+        if LISTED:
+            rank = tl.load(ranks + block * tl.cdiv(Sq, OTHER) + start // OTHER)
+        else:
+            rank = first // OWN
+        while tl.atomic_add(turn, 0, sem="acquire") < rank:
             pass
     for half in gl.static_range(2):
         mbarrier.wait(sums_there.index(half), n & 1)
