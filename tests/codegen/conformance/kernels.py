@@ -26,6 +26,7 @@ from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS, Kernel
 
+from . import simulated
 from .paging import Paged
 from .programs import Call, Shape
 
@@ -77,6 +78,19 @@ def let_no_attempt_fail(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(attempts._log, "warning", fail)
     monkeypatch.setattr(visits, "WORTH", 1)
     return []
+
+
+def is_left_by_groups(call: Call) -> str | None:
+    return simulated.why_left(simulated.Simulated(), call)
+
+
+def simulate_groups(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """As `let_no_attempt_fail`; with a version of Triton that has all that kernels in Gluon need."""
+    let_no_attempt_fail(monkeypatch)
+    left: list[object] = []
+    otherwise = simulated.Simulated._leave
+    monkeypatch.setattr(simulated.Simulated, "_leave", lambda self: (left.append(self), otherwise(self))[1])
+    return left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +163,13 @@ INTERPRETED = (
         has_lse_of_nothing=False, unpromised=UNPROMISED, rounding=2e-4,
     ),
 )  # fmt: skip
+IN_THE_SIMULATOR = (
+    Subject(
+        "gluon.forward", simulated.Simulated, Shape(2, 2, 1, 150, 64, 64), HALVES, is_left_by_groups,
+        frozenset({"forward", "backward"}), prepare=simulate_groups, has_lse_of_nothing=False,
+        unpromised=UNPROMISED, rounding=2e-4,
+    ),
+)  # fmt: skip
 ON_A_GPU = (
     Subject(
         "triton.forward on a GPU", Forward, Shape(2, 8, 2, 1023, 64, 64), HALVES, is_left_by_triton,
@@ -156,7 +177,7 @@ ON_A_GPU = (
         has_lse_of_nothing=False, unpromised=UNPROMISED, rounding=2e-4,
     ),
 )  # fmt: skip
-SUBJECTS = {s.name: s for s in (INTERPRETED if IS_INTERPRETED else (*HERE, *ON_A_GPU))}
+SUBJECTS = {s.name: s for s in (INTERPRETED if IS_INTERPRETED else (*HERE, *IN_THE_SIMULATOR, *ON_A_GPU))}
 
 
 # --- over a cache ---
