@@ -154,6 +154,26 @@ def folding(file: str) -> str:
     return f"{said} ({run_of(found).removesuffix('.')}; {versions}).\n\n{markdown(rows_of_page(rows))}"
 
 
+def groups(file: str) -> str:
+    """What the scorecard says of kernels with groups of warps, beside those without and FlexAttention's."""
+    found = json.loads((DOCS / "measured" / file).read_text(encoding="utf-8"))
+    kernels: dict[str, dict[str, list[Row]]] = {}
+    for row in found["rows"]:
+        if not row["problem"]:
+            kernels.setdefault(row["cell"].rpartition(" on ")[0], {}).setdefault(row["who"], []).append(row)
+    head = ["", "TFLOP/s", "before", "FlexAttention", "EX2 beside HGMMA", "other instructions", "before"]
+    lines = [[*head, "barriers", "spilled", "before", "shared, KB"]]
+    for cell, rows in kernels.items():
+        for ours in rows.get("groups of warps", ()):
+            before, flex = rows["attngraph"], rows.get("flex", [])
+            speeds = [f"{row['predicted']:.0f}" for row in (ours, before[0], *flex[:1])]
+            others = [f"{n:.1f}" for n in (ours["others"], sum(row["others"] for row in before))]
+            spilled = [str(n) for n in (ours["spilled"], max(row["spilled"] for row in before))]
+            used = [str(ours["barriers"]), *spilled, f"{ours['shared'] / 1e3:.0f}"]
+            lines.append([cell, *speeds, *[""] * (3 - len(speeds)), f"{ours['beside']:.2f}", *others, *used])
+    return f"{found['date']}, Triton {found['triton']} ([{file}](measured/{file})).\n\n{markdown(lines)}"
+
+
 def run_of(found: Row) -> str:
     """When, where and with what a run was made."""
     threads = f"{found['threads']} thread{'s' * (found['threads'] != 1)}"
@@ -182,6 +202,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "forward h100": lambda: attention("h100.json", False),
     "backward h100": lambda: attention("h100.json", True),
     "decoding h100": lambda: decoding("h100.json"),
+    "groups of warps": lambda: groups("scorecard.json"),
     "whole models": lambda: whole("whole.json"),
     "cost of order": lambda: order("cost_of_order.json"),
     "same bits": lambda: bits("same_bits.json"),

@@ -3,7 +3,7 @@
 from importlib.metadata import entry_points
 from typing import Any
 
-BACKENDS = ("auto", "cpu", "triton", "reference")
+BACKENDS = ("auto", "cpu", "triton", "gluon", "gluon_unordered", "reference")
 """Those of attngraph; `backends` has also those of others."""
 ABSORB = ("auto", "always", "never", "fold")
 PASSES = (

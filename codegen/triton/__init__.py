@@ -31,5 +31,5 @@ RECORDERS["cuda"] = Captured
 kernels.register(Forward(), devices=frozenset({"cuda"}))
 for ordered in (True, False):  # by name alone: what these serve `Forward` serves
     kernels.register(Grouped(ordered=ordered), devices=frozenset({"cuda"}))
-cache.CACHED.append(Decode())
+cache.CACHED += [Decode(family=family) for family in ("triton", "gluon", "gluon_unordered")]
 RUNNERS["running_sum"].append(run_sums)

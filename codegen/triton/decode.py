@@ -45,13 +45,14 @@ class Decode:
     Args:
         blocks, splits, programs: tile sizes, parts of the keys, and (if `splits` is None) programs per
             multiprocessor that a launch aims at; None: as measured, else chosen for the call and the GPU.
+        family: of kernels with which it is asked for by name.
     """
 
-    name = "triton.decode"
-
     def __init__(
-        self, blocks: Blocks | None = None, splits: int | None = None, programs: int | None = None
-    ) -> None:
+        self, blocks: Blocks | None = None, splits: int | None = None, programs: int | None = None,
+        family: str = "triton",
+    ) -> None:  # fmt: skip
+        self.name = f"{family}.decode"
         self._blocks, self._splits, self._programs = blocks, splits, programs
         self._plans: KeptPlans[Prepared | None] = KeptPlans()
 

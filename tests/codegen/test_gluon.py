@@ -46,7 +46,9 @@ def test_causal_kernels_read_as_golden_files_say(
     cell: str, file: str, golden: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "installed", lambda: (3, 8))
-    golden(f"{file}.py.txt", source_of(SERVED[cell]))
+    made = with_groups(CELLS[cell], SM_90)
+    assert made is not None
+    golden(f"{file}.py.txt", source_of(made))
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -60,7 +60,7 @@ def test_compile_is_a_decorator_with_and_without_options(x: Tensor) -> None:
         (attend, {"passes": ["nope"]}, ValueError, "there is no pass 'nope'"),
         (attend, {"passes": "nope"}, ValueError, "passes takes a sequence, as in passes=('nope',)."),
         (attend, {"passes": [3]}, TypeError, "passes takes names and passes; 3 has no 'name'"),
-        (attend, {"backend": "nonsense"}, ValueError, "auto, cpu, triton, reference"),
+        (attend, {"backend": "nonsense"}, ValueError, "auto, cpu, triton, gluon, gluon_unordered, reference"),
         (attend, {"min_scores": -1}, ValueError, "is a whole number from 0 on; found -1"),
         (3, {}, TypeError, "found int"),
     ],
