@@ -110,7 +110,9 @@ def kernels() -> Any:
 @pytest.mark.usefixtures("kernels")
 def test_a_backend_that_was_registered_is_asked_for_by_its_name() -> None:
     x = torch.randn(2, 5, 4)
-    with pytest.raises(ValueError, match="backend must be one of auto, cpu, triton, gluon, gluon_unordered, reference"):
+    with pytest.raises(
+        ValueError, match="backend must be one of auto, cpu, triton, gluon, gluon_unordered, reference"
+    ):
         attngraph.compile(torch.relu, backend="mine")
     register(Mine(), devices=frozenset({"nowhere"}))
     compiled = attngraph.compile(lambda x: torch.softmax(x @ x.mT, -1) @ x, backend="mine")

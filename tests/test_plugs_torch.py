@@ -67,7 +67,10 @@ def test_torch_compile_takes_options(tmp_path: Path) -> None:
             r"no option 'banana'; there are backend, .*Accepted are .*dump: a directory; .*absorb: ",
         ),
         ({"inductor": "yes"}, "option 'inductor' must be True or False, found 'yes'"),
-        ({"backend": "cuda"}, "backend must be one of auto, cpu, triton, gluon, gluon_unordered, reference, found 'cuda'"),
+        (
+            {"backend": "cuda"},
+            "backend must be one of auto, cpu, triton, gluon, gluon_unordered, reference, found 'cuda'",
+        ),
         ({"backend": 3}, "option 'backend' must be one of auto, cpu"),
         ({"absorb": "maybe"}, "absorb must be one of .*'maybe'"),
         ({"strict": True}, "no option 'strict'.*fullgraph=True"),

@@ -207,15 +207,35 @@ def test_tensors_that_cannot_be_copied_by_the_machine_are_read_by_addresses(
     "name", [pytest.param(n, marks=[] if n in OFTEN else [pytest.mark.slow]) for n in SERVED]
 )
 def test_nothing_spills_and_no_product_waits_for_another(name: str) -> None:
-    """With every version, but for bytes that are named."""
+    """But for 8 bytes of some programs, with other versions of Triton than 3.8."""
     ((kernel, request),) = ahead_of_time.requests(SERVED[name], SM_90)
     binary = ahead_of_time.build(kernel, request)
     assert nvidia.serialised(nvidia.remarks(binary.asm["ptx"], "sm_90a")) == 0
     used = ahead_of_time.usage(binary, request)
-    assert used.spilled <= (8 if versions.installed() != (3, 8) and "fill" in name else 0)
+    assert used.spilled <= (0 if versions.installed() == (3, 8) else 8)
     assert used.shared <= SM_90.shared
     code = nvidia.read(nvidia.disassemble(binary.asm["cubin"]))
     assert nvidia.registers(code) == (24, 240)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "spilled"),
+    [
+        ("s = 0.1 * dot", 16),
+        ("s = 0.1 * dot; keep k <= q and q - k < 1024", 8),
+        ("s = 0.1 * dot; keep k <= q and r0[b, q] == r0[b, k]", 24),
+        ("s = 0.1 * dot; keep k <= q; p = where(0.1 <= random(r0[], b, h, q, k), p / 0.9, 0)", 72),
+    ],
+)
+def test_what_spills_in_the_backward_kernel_of_wide_rows_is_named(text: str, spilled: int) -> None:
+    if versions.installed() != (3, 8):
+        pytest.skip("the bytes are those of Triton 3.8")
+    reads = tuple(Read(number, rank, "int") for number, rank in parse(text).reads.items())
+    made = backward_plan(text, blocks=blocks.BACKWARD_OF_GROUPS, listed=" and " in text, reads=reads)
+    ((kernel, request),) = ahead_of_time.requests(made, SM_90)
+    assert ahead_of_time.usage(ahead_of_time.build(kernel, request), request).spilled == spilled
 
 
 RICH = (
@@ -234,3 +254,42 @@ def test_a_program_with_everything_compiles_at_all_widths(widths: tuple[int, int
     made = Plan(program, torch.float16, *widths, 2, reads, chosen, listed=True)
     used = ahead_of_time.compile_ahead(made, SM_90)
     assert used.shared <= SM_90.shared
+
+
+# --- on a card ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s = 0.1 * dot",
+        "s = 0.1 * dot; keep k <= q",
+        "s = 0.1 * dot; keep k <= q and q - k < 200",
+        "s = 0.1 * dot; keep k <= q else -3e38",
+        "s = 0.1 * dot; s = 5 * tanh(s / 5); keep k <= q; sink 0.5",
+        "s = 0.1 * dot; keep k <= q; p = where(0.1 <= random(5, b, h, q, k), p / 0.9, 0)",
+    ],
+)
+def test_a_card_agrees_with_pytorch(text: str, widths: tuple[int, int], ordered: bool) -> None:
+    """And gives the same gradients again, if they are ordered."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU that PyTorch can use")
+    D, Dv = widths
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, heads, 1031, D, device="cuda", dtype=torch.bfloat16) for heads in (8, 2))
+    given, program = (q, k, torch.randn_like(k[..., :Dv])), parse(text)
+    kernel, exact = launch.Grouped(ordered=ordered), kernels.KERNELS["cpu.tiled"]
+    if (reason := kernel.refuse(program, given)) is not None:
+        pytest.skip(reason)
+    found, wanted = (one.forward(program, given, (), ()) for one in (kernel, exact))
+    assert not any(tuning.difference(a, b, 2**-8) for a, b in zip(found, wanted, strict=True))
+    grads = torch.randn_like(found[0]), torch.zeros_like(found[1])
+    mine, again, theirs = (
+        one.backward(program, given, (), (), found, grads) for one in (kernel, kernel, exact)
+    )
+    assert not any(tuning.difference(a, b, 2**-8) for a, b in zip(mine, theirs, strict=True))
+    assert not ordered or all(torch.equal(a, b) for a, b in zip(mine, again, strict=True) if a is not None)
+    assert not any("does not run" in one for one in kernel.remarks(program))

@@ -24,11 +24,12 @@ from attngraph.codegen import triton
 from attngraph.codegen.triton import attempts
 from attngraph.codegen.triton import device as devices
 from attngraph.codegen.triton.decode import Decode
-from attngraph.codegen.triton.launch import Forward
+from attngraph.codegen.triton.launch import Forward, Grouped
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.codegen.triton.tuning import difference
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.cached_attention import Rows, row_by_row
+from attngraph.ir.ops.kernels import Operands
 from workshop.bench import gpu
 from workshop.bench.clock import Clock
 from workshop.bench.scorecard.budgets import triton_version
@@ -43,7 +44,16 @@ _SHARE = 0.8
 """Of a task's seconds, for a cell's choices of blocks."""
 _SLOW = ("flex tuned",)
 """Candidates that are left out where there is little time."""
-_OTHERS = ("unfused", "torch.compile", "flex tuned", "sdpa flash", "sdpa efficient", "flex", "sdpa")
+_OTHERS = (
+    *gpu.GROUPS,
+    "unfused",
+    "torch.compile",
+    "flex tuned",
+    "sdpa flash",
+    "sdpa efficient",
+    "flex",
+    "sdpa",
+)
 
 
 def work(name: str, answer: Connection, device: str, small: bool, seconds: float) -> None:
@@ -93,7 +103,16 @@ def _check_whole(cell: Cell, device: str, tokens: int) -> str:
     reads = [
         _read(rank, kind, heads, tokens, device) for rank, kind in ((r.rank, r.kind) for r in cell.reads)
     ]
-    kernel, exact, program = Forward(), kernels.KERNELS["cpu.tiled"], cell.program
+    grouped = Grouped()
+    checked = [Forward(), *([grouped] if grouped.refuse(cell.program, operands) is None else [])]
+    wrong = ((kernel.name, _check_kernel(kernel, cell, operands, reads, device)) for kernel in checked)
+    return "; ".join(f"{name}: {text}" for name, text in wrong if text)
+
+
+def _check_kernel(
+    kernel: Forward, cell: Cell, operands: Operands, reads: Sequence[Tensor], device: str
+) -> str:  # fmt: skip
+    exact, program = kernels.KERNELS["cpu.tiled"], cell.program
     found, wanted = (one.forward(program, operands, reads, ()) for one in (kernel, exact))
     if cell.step == "forward":
         return _differences(("out", "lse"), found, wanted)

@@ -32,6 +32,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import attngraph
 from attngraph.cli.terminal import TargetError
 from attngraph.codegen import triton
+from attngraph.codegen.triton.blocks import no_groups
+from attngraph.codegen.triton.device import capability
 from attngraph.meaning.check.comparison import Rule, compare
 from workshop.bench.clock import Clock
 from workshop.harness import Cell, Options, Row, Suite
@@ -45,7 +47,9 @@ BACKENDS = {
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-NAMES = ("attngraph", "unfused", "torch.compile", *BACKENDS, "flex", "flex tuned", "sdpa")
+GROUPS = ("gluon", "gluon_unordered")
+"""Backends of ours that compute by groups of warps, where the card has them."""
+NAMES = ("attngraph", *GROUPS, "unfused", "torch.compile", *BACKENDS, "flex", "flex tuned", "sdpa")
 """All candidates."""
 Call = Callable[[], Tensor]
 
@@ -248,6 +252,9 @@ def _candidates(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
     scale = 1 / math.sqrt(q.shape[-1])
     text, tokens = case.program(q.shape[-1]), q.shape[2]
     found: dict[str, Call] = {"attngraph": lambda: attngraph.attention(q, k, v, text)}
+    if no_groups((q, k, v), capability(q.device)) is None:
+        by = functools.partial(attngraph.attention, q, k, v, text)
+        found |= {name: functools.partial(by, kernel=f"{name}.forward") for name in GROUPS}
     if q.shape[1] * tokens**2 * 4 * 3 <= UNFUSED_LIMIT:
         found["unfused"] = lambda: _unfused(case, q, k, v, scale)
         compiled = torch.compile(_unfused)

@@ -34,7 +34,7 @@ _NUMBERS = {"lse", "grad_lse", "delta", "tops", "totals", "unseen", "part_acc", 
     "key_scale", "value_scale"
 }  # fmt: skip
 _PLACES = {"table", "starts", "first", "held"}
-_LISTS = {"tiles", "counts", "column_tiles", "column_counts", "turns"}
+_LISTS = {"tiles", "counts", "column_tiles", "column_counts", "turns", "ranks"}
 
 
 @dataclasses.dataclass(frozen=True)
