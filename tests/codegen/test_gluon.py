@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
-from attngraph.codegen.triton import attempts, blocks, launch, store, tuned, tuning, versions
+from attngraph.codegen.triton import attempts, blocks, device, launch, store, tuned, tuning, versions
 from attngraph.codegen.triton.emit import emit, emit_backward_by_groups
 from attngraph.codegen.triton.plan import BackwardPlan, Blocks, Plan, Read
 from attngraph.errors import BackendError
@@ -24,6 +24,7 @@ HOPPER, BEFORE = (9, 0), (8, 0)
 SM_90 = TARGETS["sm_90"]
 SERVED = {name: made for name, cell in CELLS.items() if (made := with_groups(cell, SM_90)) is not None}
 OFTEN = {"causal 128", "full 64", "documents 128", "backward, causal 128"}
+pytestmark = pytest.mark.skipif(device.no_triton() is not None, reason="needs triton")
 needs_compiler = pytest.mark.usefixtures("triton_compiler", "cache")
 
 

@@ -19,6 +19,8 @@ from attngraph.codegen.triton import attempts, visits
 from attngraph.codegen.triton.emit import Kernel
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.parser import parse
+
+pytest.importorskip("triton", reason="kernels in Gluon are parts of triton")
 from workshop.simulator import load
 from workshop.simulator.cases import Case
 from workshop.simulator.mutants import mutants, noticed
