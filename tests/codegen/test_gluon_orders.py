@@ -190,11 +190,11 @@ def case_of(name: str, is_forward: bool) -> Case:
     return Case(name, emitted[0].source, with_module, IN_FORWARD if is_forward else IN_BACKWARD)
 
 
+MUTATED = [("causal", True), ("fill of -1e9", True), ("causal", False), ("window", False)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "is_forward"),
-    [("causal", True), ("fill of -1e9", True), ("causal", False), ("window", False)],
-)
+@pytest.mark.parametrize(("name", "is_forward"), MUTATED)
 def test_faults_of_synchronisation_are_noticed(name: str, is_forward: bool) -> None:
     """At least 95 % of those that are not said to be harmless."""
     case = case_of(name, is_forward)

@@ -38,12 +38,14 @@ SM_90 = (9, 0)
 _seeds = itertools.count()
 
 
-def simulate(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: dict[str, Any]) -> None:
+def simulate(
+    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: dict[str, Any], ordered: bool
+) -> None:
     from workshop.simulator import launch as run
 
     names = inspect.signature(kernel).parameters
     given = dict(zip(names, arguments, strict=True))
-    run(kernel, grid, given, seed=next(_seeds), maxnreg=options["maxnreg"])
+    run(kernel, grid, given, seed=next(_seeds), maxnreg=options["maxnreg"], ordered=ordered)
 
 
 @functools.cache
@@ -89,7 +91,7 @@ class Simulated(launch.Grouped):
             if isinstance(kernel, Plan):
                 prepare(kernel, call, arguments)
             else:
-                simulate(kernel, grid, arguments, options)
+                simulate(kernel, grid, arguments, options, self._ordered)
 
         def first_of(plan: Plan) -> SimpleNamespace:
             return SimpleNamespace(**{OF_QUERIES: plan})
