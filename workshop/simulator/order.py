@@ -67,7 +67,8 @@ class Agent:
 
 
 class Access:
-    """One access to a box of `face`, which knows what its boxes are; `writes`: empty, `w`, `+` to add, `a` of an atomic."""
+    """One access to a box of `face`, which knows what its boxes are; `writes`: empty, `w`, `+` to add, `a` of an
+    atomic."""
 
     __slots__ = ("box", "event", "face", "line", "proxy", "who", "writes")
 
@@ -76,7 +77,8 @@ class Access:
         self.proxy, self.writes, self.line = proxy, writes, here()
 
     def follows(self, old: Access, agent: Agent, alike: str = "") -> None:
-        """Complain if this isn't ordered after an earlier one, unless both write in one of the ways of `alike`."""
+        """Complain if this isn't ordered after an earlier one, unless both write in one of the ways of
+        `alike`."""
         both = old.writes == self.writes and self.writes != "" and self.writes in alike
         if not both and old.event != self.event and not agent.seen >> old.event & 1:
             raise Wrong(f"race: {self},\n  and nothing orders that after: {old}")
