@@ -67,8 +67,8 @@ class Agent:
 
 
 class Access:
-    """One access to a box of `face`, which knows what its boxes are; `writes`: empty, `w`, `+` to add, `a` of an
-    atomic."""
+    """One access to a box of `face`, which knows what its boxes are; `writes`: empty, `w`, `+` to add, `a` of
+    an atomic."""
 
     __slots__ = ("box", "event", "face", "line", "proxy", "who", "writes")
 
