@@ -329,6 +329,12 @@ def _(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, ids: Tensor) -> Any:
     return (F.logsigmoid(scores) + after).exp().masked_fill(j >= i, 0.0) @ v
 
 
+def in_blocks(t: Tensor, size: int) -> Tensor:
+    """The means of full blocks of tokens."""
+    count = t.shape[2] // size
+    return t[:, :, : count * size].reshape(*t.shape[:2], count, size, t.shape[3]).mean(3)
+
+
 # --- operands ---
 
 
@@ -376,7 +382,7 @@ def _(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, ids: Tensor) -> Any:
 def _(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, ids: Tensor) -> Any:
     i, j = places(x)
     count = x.shape[1] // 8
-    of_k, of_v = (t[:, :, : count * 8].reshape(*t.shape[:2], count, 8, -1).mean(3) for t in (k, v))
+    of_k, of_v = in_blocks(k, 8), in_blocks(v, 8)
     ended = torch.arange(count) * 8 + 7 <= i
     of_blocks = dots(q, of_k).masked_fill(~ended, -1e9)
     coarse = torch.where(ended.any(-1, keepdim=True), of_blocks.softmax(-1) @ of_v, 0.0)
@@ -386,6 +392,65 @@ def _(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, ids: Tensor) -> Any:
     fine, near = (soft(dots(q, k), v, (j <= i) & seen) for seen in (chosen, i - j < 8))
     a, b, c = m.gates(x).sigmoid()[:, None].chunk(3, -1)
     return a * coarse + b * fine + c * near
+
+
+@variant("indexer", "DeepSeek-AI 2025 (DSA): the keys that a narrow attention of its own scores highest",
+         parts=lambda: {"narrow": nn.Linear(WIDTH, 16, bias=False)})  # fmt: skip
+def _(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, ids: Tensor) -> Any:
+    i, j = places(x)
+    a, b = m.narrow(x).chunk(2, -1)
+    scores = (a @ b.mT).masked_fill(j > i, -torch.inf)
+    best = scores.topk(min(8, x.shape[1]), -1).indices
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, value=True)
+    return soft(dots(q, k), v, chosen[:, None] & (j <= i))
+
+
+@variant("mixture of blocks", "Lu et al. 2025 (MoBA): the own block, and the two with the best mean key")
+def _(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, ids: Tensor) -> Any:
+    i, j = places(x)
+    count = -(-x.shape[1] // 8)
+    padded = F.pad(k, (0, 0, 0, count * 8 - x.shape[1]))
+    gates = dots(q, in_blocks(padded, 8)).masked_fill(torch.arange(count) >= i // 8, -torch.inf)
+    best = torch.zeros_like(gates).scatter(-1, gates.topk(min(2, count), -1).indices, 1.0)
+    chosen = best.repeat_interleave(8, -1)[..., : x.shape[1]] > 0
+    return soft(dots(q, k), v, (j // 8 == i // 8) & (j <= i) | chosen & (j // 8 < i // 8))
+
+
+@variant("compressed", "DeepSeek-AI 2026 (V4): a window, and the means of full blocks, in one softmax")
+def _(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, ids: Tensor) -> Any:
+    i, j = places(x)
+    every = (torch.cat([t, in_blocks(t, 8)], 2) for t in (k, v))
+    ended = torch.arange(x.shape[1] // 8) * 8 + 7 <= i
+    keys, values = every
+    return soft(dots(q, keys), values, torch.cat([(j <= i) & (i - j < 16), ended], -1))
+
+
+@variant("patches", "Yu et al. 2023 (MegaByte): patches of tokens see earlier patches")
+def _(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, ids: Tensor) -> Any:
+    more = -x.shape[1] % 8
+    q, k, v = (F.pad(in_blocks(F.pad(t, (0, 0, 0, more)), 8), (0, 0, 1, -1)) for t in (q, k, v))
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(q.shape[2])
+    return soft(dots(q, k), v, j <= i).repeat_interleave(8, 2)[:, :, : x.shape[1]]
+
+
+@variant("hierarchy", "Zhu & Soricut 2021 (H-Transformer): means of ever larger blocks, further away")
+def _(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, ids: Tensor) -> Any:
+    i, j = places(x)
+    keys, values, seen = [k], [v], [(j <= i) & (j // 4 == i // 4)]
+    for size in (4, 16):
+        keys.append(in_blocks(keys[-1], 4))
+        values.append(in_blocks(values[-1], 4))
+        w = torch.arange(keys[-1].shape[2])
+        seen.append((w < i // size) & ((w // 4 == i // size // 4) | (size > 4)))
+    return soft(dots(q, torch.cat(keys, 2)), torch.cat(values, 2), torch.cat(seen, -1))
+
+
+@variant("routing", "Roy et al. 2021: tokens of one cluster see each other",
+         parts=lambda: {"clusters": nn.Linear(WIDTH, 4, bias=False)})  # fmt: skip
+def _(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, ids: Tensor) -> Any:
+    i, j = places(x)
+    cluster = m.clusters(x).argmax(-1)
+    return soft(dots(q, k), v, (cluster[:, None, :, None] == cluster[:, None, None]) & (j <= i))
 
 
 # --- without a softmax ---

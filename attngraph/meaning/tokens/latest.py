@@ -10,7 +10,7 @@ It is for one number of tokens, and needs no formulas: blocks that are padded, o
 hierarchies of them, sorts and choices are all the same to it (`many_lengths.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +88,12 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if bool((latest > CONSTANT).any()):
             self._latest[id(value)] = value, latest
         return value
+
+    def forget_but(self, values: Iterable[Any]) -> None:
+        """Drop what is known of all other tensors."""
+        kept = {id(tensor) for value in values for tensor in pytree.tree_leaves(value)}
+        self._latest = {key: about for key, about in self._latest.items() if key in kept}
+        self._ranges = {key: about for key, about in self._ranges.items() if key in kept}
 
     def tell_range(self, index: Tensor, least: Tensor, most: Tensor) -> None:
         """Say of indices that data choose between which values they are."""

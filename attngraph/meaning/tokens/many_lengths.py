@@ -61,11 +61,14 @@ class ManyLengths:
         if self.space.is_of_one_length or not wanted <= budgets.PROBE_TOKENS:
             return 0
         most = max(self._tokens, self.probe.admitted(int(wanted)))
-        if not most or bytes_in_float64(order, counted(ROWS, most)) > budgets.PROBE_BYTES:
+        bytes_of_one = bytes_in_float64(order, counted(ROWS, most)) if most else 0
+        if not most or bytes_of_one > budgets.PROBE_BYTES:
             return 0
         if most > self._tokens:
             self._tokens, self._runs, self._drawn = most, {}, {}
-        lengths, half = [n for n in range(1, most) if admits(counted(ROWS, n))], budgets.TRIED_LENGTHS // 2
+        lengths = [n for n in range(1, most) if admits(counted(ROWS, n))]
+        few = 2 * budgets.PROBE_BYTES // max(bytes_of_one, 1)
+        half = min(max(few, 4), budgets.TRIED_LENGTHS) // 2
         lengths = [*lengths[:half], *lengths[max(half, len(lengths) - half) :]]
         place = axes.index((self.space.token,))
         try:
@@ -102,6 +105,7 @@ class ManyLengths:
                 for node in (n for n in region.order if n not in values):
                     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                     values[node] = run.sample.oracle.compute(node, args, kwargs)
+        run.mode.forget_but(values.values())
         run.values = values
         return run
 
