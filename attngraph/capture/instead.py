@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from attngraph.ir.kept import holding
 
@@ -152,7 +153,30 @@ def _asking_us() -> bool:
     return told_of_files(_is_exporting_flag)  # type: ignore[name-defined]  # noqa: F821
 
 
+def scanned(combine: Callable[[Any, Any], Any], values: Any, dim: int, reverse: bool) -> Any:
+    """What `associative_scan` gives, as a loop over the places of the dimension."""
+    leaves, spec = pytree.tree_flatten(values)
+    steps = list(zip(*(leaf.unbind(dim) for leaf in leaves), strict=True))
+    found = [pytree.tree_unflatten(steps[-1 if reverse else 0], spec)]
+    for step in reversed(steps[:-1]) if reverse else steps[1:]:
+        found.append(combine(found[-1], pytree.tree_unflatten(step, spec)))
+    each = zip(*map(pytree.tree_leaves, reversed(found) if reverse else found), strict=True)
+    return pytree.tree_unflatten([torch.stack(leaf, dim) for leaf in each], spec)
+
+
+def _scanned(combine_fn: Any, xs: Any, dim: int, reverse: bool, combine_mode: str) -> Any:
+    """The body of `associative_scan` in a trace, under whatever name code has bound it."""
+    from attngraph.capture.instead import scanned
+
+    return scanned(combine_fn, xs, dim, reverse)
+
+
 _FOLLOWED: tuple[Row, ...] = (
+    # torch.export records the operator only where Dynamo traces.
+    (
+        importlib.import_module("torch._higher_order_ops.associative_scan").associative_scan,
+        "__code__", lambda _: _scanned.__code__,
+    ),
     (torch.compiler.is_exporting, "__code__", lambda _: _asking_us.__code__),
     (torch.nn.functional, "scaled_dot_product_attention", _with_plain_flags),
     (torch._C._nn, "scaled_dot_product_attention", _with_plain_flags),

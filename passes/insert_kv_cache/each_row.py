@@ -323,6 +323,10 @@ class OwnWriter(Writer):
         for other in given:
             if other not in found:  # asked for its shape, or for its dtype
                 found[other] = axes if self.meaning.shape(other) == shape else None
+        if not any(found.values()) and any(
+            self.space.counts_tokens(n) for other in given for n in self.meaning.shape(other)
+        ):
+            raise _NotOwn  # of all tokens it makes something for all
         return found
 
     def _axes_of(self, read: Expr) -> Axes | None:

@@ -796,6 +796,16 @@ def _transformer_xl(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 ANEW: dict[str, Mix] = {
     "two products": of_heads(_near_and_far),
 }
+
+
+def sparsemax(scores: Tensor, keep: Tensor) -> Tensor:
+    """Martins and Astudillo, 2016."""
+    ordered = scores.masked_fill(~keep, -1e9).sort(-1, descending=True).values
+    above, places = ordered.cumsum(-1) - 1, torch.arange(1, scores.shape[-1] + 1)
+    count = (ordered * places > above).sum(-1, keepdim=True)
+    return (scores.masked_fill(~keep, -1e9) - above.gather(-1, count - 1) / count).clamp(min=0)
+
+
 ANEW_BY_SCORE: dict[str, Mix] = {
     "scores turned round": weighing(_turned_round),
     "mixed heads": weighing(_mixed_heads),
@@ -820,12 +830,9 @@ ANEW_BY_PLACE: dict[str, Mix] = {
 }
 
 
-def sparsemax(scores: Tensor, keep: Tensor) -> Tensor:
-    """Martins and Astudillo, 2016."""
-    ordered = scores.masked_fill(~keep, -1e9).sort(-1, descending=True).values
-    above, places = ordered.cumsum(-1) - 1, torch.arange(1, scores.shape[-1] + 1)
-    count = (ordered * places > above).sum(-1, keepdim=True)
-    return (scores.masked_fill(~keep, -1e9) - above.gather(-1, count - 1) / count).clamp(min=0)
+def exponential(scores: Tensor, keep: Tensor) -> Tensor:
+    """The exponential of a triangular matrix, which is triangular."""
+    return torch.linalg.matrix_exp(scores.masked_fill(~keep, 0.0) / 9)
 
 
 def _chosen_among_all(count: int) -> Weights:

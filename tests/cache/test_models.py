@@ -40,10 +40,6 @@ from tests.cache.small import by_steps, refuses, some_ids, stirred
 
 NOT_TODAY = {
     "a difference": "prompts of two tokens are refused",
-    "relative positions, shifted": "steps of one token are refused",
-    "a matrix of places": "every token is said to be read",
-    "one weight for each distance": "every token is said to be read",
-    "chosen blocks": "it is refused as a model that does something else with short sequences",
 }
 """Models that should decode, and why they do not."""
 
@@ -185,7 +181,9 @@ def test_a_sum_is_compared_on_more_tokens_than_its_numbers_reach(name: str) -> N
         return refuses(model, "three tokens look like one, but more do not")
     with torch.no_grad():
         logits, state = (decoder := attngraph.compile(model, cache=True)).prefill(ids[:, :9])
-        torch.testing.assert_close(torch.cat([logits, decoder.decode(ids[:, 9:], state)], 1), model(ids))
+        # The model's own weights are of float32, as powers of whole numbers are.
+        found = torch.cat([logits, decoder.decode(ids[:, 9:], state)], 1)
+        torch.testing.assert_close(found, model(ids), rtol=1e-5, atol=1e-6)
 
 
 # --- windows ---
@@ -358,6 +356,11 @@ def test_what_cannot_be_kept_is_computed_anew(name: str, decodes: Any) -> None:
     assert "computed from all that is kept at every step" in str(report) and "would be 0" not in str(report)
 
 
+def test_the_nearest_point_of_the_simplex_decodes(decodes: Any) -> None:
+    report = decodes(Small(models.weighing(models.sparsemax))).report
+    assert len(report.cache.anew) == 3 and not report.cache.carried
+
+
 @pytest.mark.parametrize("name", models.LOOKING_AHEAD)
 def test_what_lets_a_token_see_a_later_one_is_refused(name: str) -> None:
     mix, reason = models.LOOKING_AHEAD[name]
@@ -481,10 +484,6 @@ def test_weights_that_are_no_numbers_in_a_trial_show_nothing() -> None:
     """Random masks may hide a whole row, and a sum over queries then is NaN for every token of the chunk."""
     model = Small(models.later_queries)
     refuses(model, "Token 0 sees token 1", rows=2)
-    with pytest.raises(
-        NoDecoderError, match=r"with assume_causal it is taken.*but the decoder does not give"
-    ):
-        attngraph.compile(model, cache=CacheConfig(assume_causal=True)).prefill(some_ids(2, 9))
 
 
 def test_attention_in_chunks_is_computed_anew_though_nobody_knows_how_many_there_will_be() -> None:
@@ -495,15 +494,14 @@ def test_attention_in_chunks_is_computed_anew_though_nobody_knows_how_many_there
 
 
 def test_where_it_cannot_be_shown_that_no_later_token_is_seen_the_user_may_say_so() -> None:
-    model, ids = Small(models.weighing(models.sparsemax)), some_ids(2, 14)
-    refuses(model, "sort")
+    model, ids = Small(models.weighing(models.exponential)), some_ids(2, 14)
+    refuses(model, "matrix_exp")
     decoder = attngraph.compile(model, cache=CacheConfig(assume_causal=True))
     with torch.no_grad():
         logits, state = decoder.prefill(ids[:, :9])
         found = torch.cat([logits, decoder.decode(ids[:, 9:], state)], 1)
         torch.testing.assert_close(found, model(ids))
-    line = models.sparsemax.__code__.co_firstlineno + 5
-    told = rf"taken to \(assume_causal\): .*models.py:{line} \(every token is read\)"
+    told = r"taken to \(assume_causal\): .*models.py:\d+ \(every token is read\)"
     assert re.search(told, str(decoder.report))
 
 
@@ -605,7 +603,7 @@ def test_far_tokens_are_as_in_the_model_though_a_loop_is_traced_for_few(kind: st
 def test_a_result_that_depends_on_the_number_of_tokens_is_refused() -> None:
     scan = models.LINEAR_LOOPS["a linear loop"]
     refuses(
-        Small(lambda m, x: models.attend(*[scan(m, x / x.shape[1])] * 3)), "for 45 it gives something else"
+        Small(lambda m, x: models.attend(*[scan(m, x / x.shape[1])] * 3)), r"for \d+ it gives something else"
     )
 
 

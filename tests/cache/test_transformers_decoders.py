@@ -156,7 +156,10 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     right, flipped = ids.clone(), mask.clone()
     right[0], flipped[0] = ids[0].roll(-3), mask[0].roll(-3)
     assert torch.equal(decoder.generate(right, NEW, attention_mask=flipped)[:, 7:], padded[:, 7:])
-    assert decoder.report.cache is not None and (decoder.report.cache.error or 1.0) < 1e-10
+    # Decays that stand in tables of the model's own dtype are proved to the rounding of their entries.
+    notes = [note for record in decoder.report.passes for note in record.notes]
+    bound = 1e-6 if any("tables are exact (they are rounded)" in note for note in notes) else 1e-10
+    assert decoder.report.cache is not None and (decoder.report.cache.error or 1.0) < bound
 
 
 LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from attngraph.ir.exactly import in_float64
 from attngraph.ir.in_order import IN_ORDER
 from attngraph.ir.operations import is_pure, packet_of
 
@@ -141,7 +142,7 @@ class _Part:
             case ast.Call(func=function, args=args, keywords=named):
                 given = {str(k.arg): self._value(k.value) for k in named}
                 called = _operator(function)
-                called = IN_ORDER.get(called, called) if self.wide else called
+                called = IN_ORDER.get(called) or in_float64(called) if self.wide else called
                 return self.graph.call_function(called, tuple(map(self._value, args)), given)
         raise ValueError(f"{ast.unparse(node)!r} cannot stand in a step program")
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from attngraph.ir.exactly import from_integers, is_of_integers
 from attngraph.ir.graph.call import argument
 from attngraph.ir.in_order import IN_ORDER
 from attngraph.ir.ops import nodes
@@ -101,34 +102,18 @@ class Oracle:
         return one if same else torch.full_like(one, math.inf)
 
     def _call(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """The operation itself, with a stable order of equal numbers. What torch computes from integers and
-        Python numbers alone has the default dtype; here the dtype is passed explicitly, or the integers are
-        converted first."""
+        """The operation itself, with a stable order of equal numbers."""
         target: Any = node.target
         if target in IN_ORDER:
             return IN_ORDER[target](*args, **kwargs)
         value = node.meta.get("val")
-        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         if (
             not isinstance(target, torch._ops.OpOverload)
             or not (isinstance(value, Tensor) and value.is_floating_point())
-            or any(t.is_floating_point() or t.is_complex() for t in tensors)
+            or not is_of_integers((args, kwargs))
         ):
             return target(*args, **kwargs)
-        names = [a.name for a in target._schema.arguments]
-        if "dtype" in names:
-            if names.index("dtype") < len(args):
-                args[names.index("dtype")] = self.dtype
-            else:
-                kwargs["dtype"] = self.dtype
-            return target(*args, **kwargs)
-        if target.overloadpacket is torch.ops.aten.where:
-            condition, *sides = args
-            return torch.where(
-                condition, *(torch.as_tensor(x, dtype=self.dtype, device=condition.device) for x in sides)
-            )
-        real = pytree.tree_map(lambda x: x.to(self.dtype) if isinstance(x, Tensor) else x, args)
-        return target(*real, **kwargs)
+        return from_integers(target, args, kwargs, self.dtype)
 
 
 class Exact(fx.Interpreter):
