@@ -75,6 +75,9 @@ LOOKING_AHEAD: dict[str, Callable[[Tensor], Tensor]] = {
     "a row of which all is hidden by a finite number": lambda x: (
         (_scores(x) + torch.where(CAUSAL & (PLACES > 2)[:, None], 0.0, -1e9)).softmax(-1) @ x
     ),
+    "a row that data hide by a finite number": lambda x: (
+        _scores(x).masked_fill((x[:, :1] > 0) | ~CAUSAL, -1e9).softmax(-1) @ x
+    ),
     "a moderate number": lambda x: (_scores(x) + torch.where(CAUSAL, 0.0, -20.0)).softmax(-1) @ x,
     "what a large number hid, shown again": lambda x: (
         (_scores(x) + torch.where(CAUSAL, 0.0, -1e9)) + torch.where(CAUSAL, 0.0, 1e9)

@@ -37,6 +37,6 @@ def test_the_search_notices_that_sums_are_tried_on_few_tokens(
     assert "is off by" in causal.check(seed)[0]
 
 
-@pytest.mark.parametrize("seed", [541, 694, 431, 2363])
+@pytest.mark.parametrize("seed", [541, 694, 431, 2363, 5109, 5184, 5384])
 def test_with_the_proof_these_are_right(seed: int) -> None:
     assert causal.check(seed)[0] == ""

@@ -161,7 +161,7 @@ def _along(mode: Latest, call: Call) -> Any:
     latest = mode.plain(value)
     if call.name in ("amax", "max", "argmax", "logsumexp") and value.ndim:
         hidden = mode.is_hidden(value)
-        some = functools.reduce(lambda t, d: t.any(d, keepdim=True), dims, ~hidden)
+        some = functools.reduce(lambda t, d: t.any(d, keepdim=True), dims, _shown(value, hidden))
         latest = torch.where(hidden, torch.where(some, CONSTANT, mode.plain(value)), latest)
     if call.name == "cumsum":
         return mode.tell(found, latest.cummax(dims[0]).values if value.ndim else latest)
@@ -172,10 +172,15 @@ def _along(mode: Latest, call: Call) -> Any:
     return found
 
 
+def _shown(value: Tensor, hidden: Tensor) -> Tensor:
+    """Which scores hide those that are `hidden`: data may hide any other by a number that is as low."""
+    return ~hidden & (value > -HIDES)
+
+
 def _softmax(mode: Latest, call: Call) -> Tensor:
     found, value, (dim,) = call(), call.args[0], _dims(call)
     hidden = mode.is_hidden(value)
-    hidden = hidden & (~hidden).any(dim, keepdim=True)
+    hidden = hidden & _shown(value, hidden).any(dim, keepdim=True)
     latest = mode.plain(value).masked_fill(hidden, CONSTANT).amax(dim, keepdim=True).expand(found.shape)
     return mode.tell(found, latest.masked_fill(hidden & (found == 0), CONSTANT))
 

@@ -46,6 +46,8 @@ _MORE = E.var("d")
 """Any number of tokens, none included."""
 _ANY = E.var("any")
 """Any number."""
+_FILL = E.var("fill")
+"""A number that hides."""
 
 
 class NotShown(Exception):
@@ -330,7 +332,8 @@ def _hidden(body: Expr, variable: Expr, own: Expr | None) -> Expr:
             return found
         parts = E.parts(found.args[0], "add")
         exponent = M.add(*(_lowered(part, E.NEG_INF) for part in parts))
-        shown = own is not None and _at(exponent, {variable: own}) is not E.NEG_INF
+        marked = M.add(*(_lowered(part, _FILL) for part in parts))
+        shown = own is not None and _FILL not in set(E.walk(_at(marked, {variable: own})))
         return M.exp(exponent if shown else M.add(*(_lowered(part, _ANY) for part in parts)))
 
     return E.rebuild(body, change)

@@ -33,6 +33,7 @@ _DECIDED = frozenset({
     "fmod", "bitwise_right_shift", "bucketize", "searchsorted",
 })  # fmt: skip
 """Operations that do something else from some number on."""
+_COMPARISONS = frozenset({"le", "lt", "eq", "ne", "ge", "gt"})
 _SLOW = {"sqrt": 2.0, "rsqrt": 2.0, "pow": 2.0} | dict.fromkeys(
     ("log", "log1p", "log2", "log10", "tanh", "sigmoid", "atan", "erf"), math.inf
 )
@@ -107,8 +108,10 @@ def _numbers(node: fx.Node, values: Mapping[fx.Node, Tensor], places: bool) -> I
     elif node.op == "call_function":
         attention = nodes.view(node)
         if attention is not None:
-            formulas = attention.program.expressions
-            yield from (n.value for e in formulas for n in E.walk(e) if n.op == "const" and n.kind == "int")
+            every = [n for e in attention.program.expressions for n in E.walk(e)]
+            asked = {n for c in every if c.op in _COMPARISONS for n in E.walk(c)}
+            numbers = (n for n in every if n.op == "const" and (n.kind == "int" or n in asked))
+            yield from (float(n.value) for n in numbers if math.isfinite(n.value))
         whole = places or any(map(is_whole, (node, *node.all_input_nodes)))
         schema = getattr(node.target, "_schema", None) if whole or _may_move(node) else None
         names = () if schema is None or attention is not None else [a.name for a in schema.arguments]
