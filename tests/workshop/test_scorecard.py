@@ -8,6 +8,7 @@ checked. `--update-golden` makes what is found the budgets, as `--rewrite-budget
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from workshop.bench.scorecard.figures import (
     figures,
 )
 from workshop.bench.scorecard.joins import KEPT, joins
-from workshop.bench.scorecard.run import FLEX, OURS, PLAIN, Row, run
+from workshop.bench.scorecard.run import FLEX, GROUPS, OURS, PLAIN, Row, run
 from workshop.bench.scorecard.suite import flat, joins_table, row_of, side_by_side
 
 pytestmark = pytest.mark.skipif(
@@ -289,7 +290,7 @@ def test_every_budget_is_of_a_cell_that_there_is() -> None:
     found = json.loads(budgets.PATH.read_text())["targets"]
     assert set(found) <= set(suite.TARGETS) <= set(TARGETS)
     for rows in found.values():
-        assert {key.split(f", {OURS}")[0] for key in rows} <= set(CELLS)
+        assert {re.split(f", ({OURS}|{GROUPS})", key)[0] for key in rows} <= set(CELLS)
 
 
 # --- the model beside measurements ----------------------------------------------------------------------
