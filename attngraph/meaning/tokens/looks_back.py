@@ -14,7 +14,8 @@ Then a sequence begins with the results that it has alone. A variable of which a
 known to be no later than t in what it sums, so that attention of attention is followed, too; and t to be no
 earlier than the end of a block that a sum adds. A number that hides (`masks/fold.py`) is taken for minus
 infinity in an exponent whose own token is shown. An operation without an element rule hides what it reads, so
-it is followed only along the dimensions that it does not mix (`meaning/tokens/opaque.py`).
+it is followed only along the dimensions that it does not mix (`meaning/tokens/opaque.py`). Where that shows
+nothing, the operations are run with a shadow, at many lengths (`many_lengths.py`).
 
 Such a value, which may be no attention and no sum known here, is the last resort: what it is computed from is
 kept for every token, and the model's own operations run on all of it again (`HistoryFinder`).
