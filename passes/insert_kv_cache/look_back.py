@@ -35,6 +35,8 @@ from attngraph.passes.insert_kv_cache.step import RowProgram, Step
 from attngraph.passes.insert_kv_cache.write_formula import ByIndex, NotWritten
 
 aten = torch.ops.aten
+_OF_KINDS = frozenset({aten.isnan.default, aten.isinf.default, aten.isfinite.default})
+"""Questions about a number which rounding does not answer."""
 
 
 def look_back(step: Step, builder: Builder, node: fx.Node, scan: Window) -> tuple[fx.Node, str]:
@@ -178,7 +180,8 @@ def run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> tup
             "sequences of any length."
         ) from problem
     seen = " (of keys and values those that are seen)" * bool(step.programs[node].read)
-    step.anew.append(f"{source_of(node)}{seen}")
+    chosen = " (of equal scores it may choose others than a whole sequence does)" * _chooses(scan)
+    step.anew.append(f"{source_of(node)}{seen}{chosen}")
     if node in step.tokens.assumed:
         step.assumed.append(f"{where} ({step.tokens.assumed[node]})")
     return new, (
@@ -187,6 +190,27 @@ def run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> tup
         + f"; that it looks back alone was seen at numbers of tokens up to {scan.seen}"
         * bool(scan.seen)
     )
+
+
+def _chooses(scan: History) -> bool:
+    """Whether something is chosen by floating numbers that follow from the tokens, so that their rounding
+    decides between equal ones."""
+    moving, floating = set(scan.operands), set[fx.Node]()
+    for node in (*scan.operands, *(n for n in scan.region if n not in moving)):
+        if node in scan.operands or not moving.isdisjoint(node.all_input_nodes):
+            moving.add(node)
+            kinds = {
+                t.is_floating_point() for t in pytree.tree_leaves(node.meta["val"]) if hasattr(t, "dtype")
+            }
+            if kinds >= {True}:
+                floating.add(node)
+            if (
+                False in kinds
+                and not floating.isdisjoint(node.all_input_nodes)
+                and node.target not in _OF_KINDS
+            ):
+                return True
+    return False
 
 
 def with_program(step: Step, builder: Builder, node: fx.Node, scan: History) -> History:

@@ -251,7 +251,8 @@ class TokenProbe:
                     return None
                 given = {n: t * louder if t.is_floating_point() else t for n, t in given.items()}
                 (before,) = run.evaluate(order, given, node)
-                laters = (*((first[1],) if first else ()), *range(1, TOKENS), tokens - 1)
+                ends = (*range(1, TOKENS), tokens - 1)
+                laters = (*((first[1],) if first else ()), *(ends if tokens == self.tokens else ends[::-1]))
                 for later in (n for n in dict.fromkeys(laters) if n < tokens):
                     known = {n: resolved.get(n, ()) for n in given}
                     changed = {n: self._changed(t, known[n], later, tokens) for n, t in given.items()}
