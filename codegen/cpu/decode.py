@@ -19,8 +19,9 @@ from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.operands import attention_fits, most_tokens, rows_fit, table_range
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.remarks import UnsupportedError
+from attngraph.codegen.scalar.weights import is_multiple
 from attngraph.ir.dtypes import FLOATS, SCALED
-from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.language.score import ScoreProgram, Weight
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.cached_attention import UNSCALED, Pair, Rows, Scales, counts, only, row_by_row
 from attngraph.ir.ops.kernels import Reads, Sizes
@@ -108,7 +109,7 @@ def _serves(program: ScoreProgram, q: Tensor, pages: Pair) -> bool:
     k, v = pages
     if q.dtype not in FLOATS or k.dtype != v.dtype or k.dtype not in (*FLOATS, *SCALED):
         return False
-    return not program.changes_weights and max(q.shape[3], v.shape[3]) <= WIDEST
+    return max(q.shape[3], v.shape[3]) <= WIDEST
 
 
 def _plan(
@@ -130,7 +131,9 @@ class _Prepared:
     def __init__(self, made: Library, program: ScoreProgram) -> None:
         self.made, self.program = made, program
         self.scale = 1.0 if program.scale is None else program.scale
-        self.window = examine(program, True, frozenset()).window or 0
+        by_weight = (s.value for s in program.statements if isinstance(s, Weight))
+        exact = not all(map(is_multiple, by_weight))  # then keys without a weight may get one
+        self.window = 0 if exact else examine(program, True, frozenset()).window or 0
         self.function = made.code.attngraph_decode
 
     def attend(
@@ -206,7 +209,8 @@ class _Prepared:
         threads, call = torch.get_num_threads(), run.call
         call.step = _step(call.H // call.Hkv)
         items = self.items(run.q, run.k, rows, bool(at_once))
-        most = 1 if self.program.in_order else -(-threads // items)
+        whole = self.program.in_order or self.program.changes_weights
+        most = 1 if whole else -(-threads // items)
         call.parts = min(most, max(1, rows.longest // LEAST_KEYS))
         call.most = most if at_once and most > 1 else 0
         allocated = call.most or call.parts

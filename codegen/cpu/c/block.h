@@ -55,6 +55,12 @@ typedef struct {
 /* A block of queries, and where the packed keys and values of its head lie. */
 typedef struct { int64_t b, h, q0; int rows, padded; const float *k, *v; } Place;
 
+/* A row of scores becomes weights, of which the total over all keys is known. */
+INLINE void normalised(float *row, float top, float total) {
+#pragma omp simd
+    for (int j = 0; j < BLOCK_K; ++j) row[j] = exp_(row[j] - top) / total;
+}
+
 /* S becomes exp(S - top) for the new tops; earlier sums must be multiplied by `decay`. */
 static void exponentials(const Place *at, Block *t) {
 #pragma omp simd

@@ -4,7 +4,6 @@
    pages beyond a row's tokens is never read. Pages have elements of the type KEPT, with a scale for each token
    and head if SCALED: dots are multiplied by the keys' scales and weights by those of the values. */
 
-#ifndef HAS_WEIGHTS
 #if defined(FLOAT32)
 enum { OWN = FLOAT };
 #elif defined(FLOAT16)
@@ -157,12 +156,28 @@ INLINE void weigh_many(const Call *c, Block *t, int padded, Stretch v, int keys,
     multiply(t->O, c->wide, t->S, BLOCK_K, pack, c->wide, keys, padded, c->wide, t->decay);
 }
 
-/* Queries of one row: those of `group` heads from `head` on, which share key head `kv`. */
-typedef struct { int64_t row, kv, head, group, position; int queries; } Few;
+/* Queries of one row: those of `group` heads from `head` on, which share key head `kv`. `exact`: their weights are to be
+   normalised before the program's `p = ...` statements change them, by the top and the total of each query. */
+typedef struct { int64_t row, kv, head, group, position; int queries, exact; } Few;
 
 static void scale_columns(float *S, int rows, Stretch by, int keys) {
     for (int i = 0; i < rows; ++i)
         for (int j = 0; j < keys; ++j) S[i * BLOCK_K + j] *= by.scale[j * by.scale_step];
+}
+
+/* S becomes the weights of `keys` keys from position k0 on. */
+INLINE void weights_of_few(Call *c, const Few *at, Block *t, const Place *block, int64_t k0, int keys) {
+    for (int g = 0; g < at->group; ++g)
+        scores(c, (int)at->row, (int)at->head + g, (int)at->position, at->queries, (int)k0, keys,
+               t->S + g * at->queries * BLOCK_K, t->next + g * at->queries);
+    if (at->exact)
+        for (int i = 0; i < block->rows; ++i) normalised(t->S + i * BLOCK_K, t->top[i], t->total[i]);
+    else exponentials(block, t);
+#ifdef HAS_WEIGHTS
+    for (int g = 0; g < at->group; ++g)
+        weigh(c, (int)at->row, (int)at->head + g, (int)at->position, at->queries, (int)k0, keys,
+              t->S + g * at->queries * BLOCK_K);
+#endif
 }
 
 /* One run of keys that are consecutive in memory, the first of them at position k0. */
@@ -180,10 +195,7 @@ INLINE void attend_run(Call *c, const Few *at, Block *t, Stretch k, Stretch v, i
         if (rows >= MANY) dots_many(c, t, padded, k_here, keys, pack, type);
         else dots_few(c, t->Q, rows, k_here, keys, t->S, pack, values, type);
         if (scaled) scale_columns(t->S, rows, k_here, keys);
-        for (int g = 0; g < at->group; ++g)
-            scores(c, (int)at->row, (int)at->head + g, (int)at->position, at->queries, (int)(k0 + done),
-                   keys, t->S + g * at->queries * BLOCK_K, t->next + g * at->queries);
-        exponentials(&block, t);
+        weights_of_few(c, at, t, &block, k0 + done, keys);
         if (scaled) scale_columns(t->S, rows, v_here, keys);
         if (rows >= MANY) weigh_many(c, t, padded, v_here, keys, pack, type);
         else weigh_few(c, t, rows, v_here, keys, pack, later, type);
@@ -211,7 +223,17 @@ INLINE Stretch in_page(const void *data, const int64_t *stride, const float *sca
     return s;
 }
 
-/* The queries, and no key yet. */
+/* No key yet. */
+static void clear_few(const Call *c, const Few *at, Block *t) {
+    int rows = (int)(at->group * at->queries), padded = (rows + STEP_Q - 1) / STEP_Q * STEP_Q;
+    for (int i = 0; i < BLOCK_Q; ++i) t->decay[i] = 1;
+    memset(t->O, 0, sizeof(float) * padded * c->wide);
+    if (at->exact) return;
+    for (int i = 0; i < BLOCK_Q; ++i) t->top[i] = t->next[i] = -INFINITY;
+    memset(t->sums, 0, sizeof t->sums);
+}
+
+/* The queries. */
 static void begin_few(const Call *c, const Few *at, Block *t, int64_t first_query) {
     int rows = (int)(at->group * at->queries);
     for (int g = 0; g < at->group; ++g)
@@ -223,9 +245,6 @@ static void begin_few(const Call *c, const Few *at, Block *t, int64_t first_quer
         }
     int padded = (rows + STEP_Q - 1) / STEP_Q * STEP_Q;
     memset(t->Q + rows * c->D, 0, sizeof(float) * (padded - rows) * c->D);
-    for (int i = 0; i < BLOCK_Q; ++i) t->top[i] = t->next[i] = -INFINITY;
-    memset(t->sums, 0, sizeof t->sums);
-    memset(t->O, 0, sizeof(float) * padded * c->wide);
 }
 
 /* Keys and values that are consecutive in memory: `count` of them, from position `from` on. */
@@ -260,7 +279,7 @@ INLINE Seen seen_by(const Call *c, const Few *at, int64_t first_query) {
 #ifndef ORDERED
 /* The queries against part `part` of all the row's keys. */
 static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int64_t part) {
-    begin_few(c, at, t, first_query);
+    clear_few(c, at, t);
     Seen seen = seen_by(c, at, first_query);
     int64_t count = seen.end - seen.first, held = c->held[at->row];
     int64_t from = seen.first + part_of(count, part, c->parts), until = seen.first + part_of(count, part + 1, c->parts);
@@ -353,7 +372,7 @@ INLINE void multiply_rows(float *C, int64_t ldc, const float *A, int64_t lda, Pa
 
 static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int64_t part) {
     (void)part;
-    begin_few(c, at, t, first_query);
+    clear_few(c, at, t);
     int rows = (int)(at->group * at->queries);
     float *pack = t->O + BLOCK_Q * c->wide, scale[BLOCK_K];
     Place block = {0, 0, 0, rows, rows, 0, 0};
@@ -363,10 +382,7 @@ static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int6
         Packed found = pack_block(c, at, seen, k0, keys, 1, pack, scale);
         multiply_rows(t->S, BLOCK_K, t->Q, c->D, found, c->D, rows, BLOCK_K, 0);
         if (SCALED) scale_columns(t->S, rows, (Stretch){0, 0, scale, 1}, BLOCK_K);
-        for (int g = 0; g < at->group; ++g)
-            scores(c, (int)at->row, (int)at->head + g, (int)at->position, at->queries, (int)k0, keys,
-                   t->S + g * at->queries * BLOCK_K, t->next + g * at->queries);
-        exponentials(&block, t);
+        weights_of_few(c, at, t, &block, k0, keys);
         found = pack_block(c, at, seen, k0, keys, 0, pack, scale);
         if (SCALED) scale_columns(t->S, rows, (Stretch){0, 0, scale, 1}, BLOCK_K);
         multiply_rows(t->O, c->wide, t->S, BLOCK_K, found, keys, rows, c->wide, t->decay);
@@ -402,20 +418,35 @@ static int join_parts(Call *c, const Few *at, Block *t, int64_t group, int64_t p
     return 1;
 }
 
-static void write_few(Call *c, const Few *at, Block *t, int64_t first_query) {
-    int rows = (int)(at->group * at->queries);
+static int is_finite(const Block *t, int i) { return fabsf(t->total[i]) < INFINITY && fabsf(t->top[i]) < INFINITY; }
+
+/* The total of each query's exponentials, and in `decay` by what to multiply its output; whether all are finite. */
+static int settle_few(Call *c, const Few *at, Block *t) {
+    int rows = (int)(at->group * at->queries), finite = 1;
     for (int i = 0; i < rows; ++i) {
-        int64_t head = at->head + i / at->queries, token = first_query + i % at->queries;
         float total = sum_of(*(Vector *)(t->sums + i * LANES)), by = 1;
 #ifdef HAS_SINK
-        float other = sink(c, (int)at->row, (int)head, (int)at->position + i % at->queries), top = t->top[i];
+        int head = (int)at->head + i / at->queries;
+        float other = sink(c, (int)at->row, head, (int)at->position + i % at->queries), top = t->top[i];
         float joint = maximum(top, other);
         by = joint == joint && top == -INFINITY ? 0.0f : exp_(top - joint);
         total = total * by + exp_(other - joint);
         t->top[i] = joint;
 #endif
-        by = t->top[i] == -INFINITY ? NAN : by / total;
-        if (c->lse) c->lse[head * c->Sq + token] = t->top[i] == -INFINITY ? -INFINITY : t->top[i] + logf(total);
+        t->total[i] = t->top[i] == -INFINITY ? NAN : total;
+        t->decay[i] = by / t->total[i];
+        finite &= is_finite(t, i);
+    }
+    return finite;
+}
+
+static void write_few(Call *c, const Few *at, Block *t, int64_t first_query) {
+    int rows = (int)(at->group * at->queries);
+    for (int i = 0; i < rows; ++i) {
+        int64_t head = at->head + i / at->queries, token = first_query + i % at->queries;
+        float by = at->exact ? 1 : t->decay[i], top = t->top[i];
+        if (at->exact && !EXACT_WEIGHTS && is_finite(t, i)) continue;  /* it stays as it was without the others */
+        if (c->lse) c->lse[head * c->Sq + token] = top == -INFINITY ? -INFINITY : top + logf(t->total[i]);
         Element *out = (Element *)c->out + head * c->out_stride[1] + token * c->out_stride[2];
         for (int64_t d = 0; d < c->Dv; ++d) out[d] = narrow(t->O[i * c->wide + d] * by);
     }
@@ -449,11 +480,20 @@ void attngraph_decode(Call *c) {
         int64_t part = item % c->parts, place = (item - seen) / c->parts, share = place % shares;
         int64_t kv = place / shares % c->Hkv, step = place / shares / c->Hkv * c->step;
         int64_t first = c->starts[row] + step;
-        Few at = {row, kv, kv * group + share * together, 0, c->first[row] + step, 0};
+        Few at = {row, kv, kv * group + share * together, 0, c->first[row] + step, 0, 0};
         at.group = smaller(together, group - share * together);
         at.queries = (int)smaller(c->step, c->starts[row + 1] - first);
+        begin_few(c, &at, &t, first);
         see_part(c, &at, &t, first, part);
-        if (c->parts == 1 || join_parts(c, &at, &t, item / c->parts, part)) write_few(c, &at, &t, first);
+        if (c->parts > 1 && !join_parts(c, &at, &t, item / c->parts, part)) continue;
+        int finite = settle_few(c, &at, &t);
+        write_few(c, &at, &t, first);
+#ifdef HAS_WEIGHTS
+        if (!EXACT_WEIGHTS && finite) continue;
+        at.exact = 1;
+        see_part(c, &at, &t, first, part);  /* all of its keys again: it is the only part */
+        write_few(c, &at, &t, first);
+#endif
+        (void)finite;
     }
 }
-#endif

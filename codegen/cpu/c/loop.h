@@ -21,11 +21,7 @@ static void weigh_exactly(Call *c, const Place *at, Block *t, const uint8_t *map
         if (class == 0) continue;
         dots(c, at, t, k0);
         score(c, at, t, k0, class);
-        for (int i = 0; i < at->rows; ++i) {
-            float *row = t->S + i * BLOCK_K, top = t->top[i], total = t->total[i];
-#pragma omp simd
-            for (int j = 0; j < BLOCK_K; ++j) row[j] = exp_(row[j] - top) / total;
-        }
+        for (int i = 0; i < at->rows; ++i) normalised(t->S + i * BLOCK_K, t->top[i], t->total[i]);
         weigh(c, at->b, at->h, at->q0, at->rows, k0, (int)smaller(BLOCK_K, c->Sk - k0), t->S);
         weigh_values(c, at, t, k0, t->decay);
     }
