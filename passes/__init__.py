@@ -40,7 +40,7 @@ def order(
     `attngraph.compile`. `rounded`: the dtype of 8 bits in which a decoder keeps keys and values, if it does.
     `heads`, `tokens`: the ranks that run the graph together, dividing heads and hidden units, or tokens; of
     both, tokens of what each rank has of the heads. `cache`, `parameters`: as in `ShardConfig`.
-    `consistent`: a decoder's sums get one order.
+    `consistent`: sums get one order.
     """
     family = "" if backend == "auto" else backend
     shard: tuple[Pass, ...] = ()
@@ -48,11 +48,12 @@ def order(
         shard += (ShardHeads(heads.count, heads.group, runs=parameters != "even"),)
     if tokens is not None and tokens.count > 1:
         shard += (ShardTokens(tokens.count, tokens.group),)
-    rest: tuple[Pass, ...] = (ReassociateLinear(), *(shard or (TabulateScores(), FuseTokenWise())))
+    tabulated = () if consistent else (TabulateScores(),)  # tables are PyTorch's, in an order of its own
+    rest: tuple[Pass, ...] = (ReassociateLinear(), *(shard or (*tabulated, FuseTokenWise(consistent))))
     if decoder:
         divide = (DivideCache(cache),) if shard and cache != "heads" else ()
-        rest = (*shard, InsertKVCache(), *divide, Tidy(), QuantisedLinear(), FuseTokenWise())
-        rest += (OrderSums(),) if consistent else ()
+        rest = (*shard, InsertKVCache(), *divide, Tidy(), QuantisedLinear(), FuseTokenWise(consistent))
+    rest += (OrderSums(),) if consistent else ()
     return (
         Canonicalize(), FuseAttention(() if shard else RESULTS, features=not decoder), MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder), *rest, SelectKernels(family),

@@ -3,7 +3,8 @@
 Matches values that a decoder keeps of every token, that are floating and read by attention alone, as vectors
 of one token and head or as parts of these. They are rounded by `attngraph::quantised` when they are computed,
 kept with a scale for each token and head (latents have one head), and read by attention, which gets the
-scales (`ir/ops/cached_attention.py`). New tokens see each other's values unrounded. What else is kept (tokens
+scales (`ir/ops/cached_attention.py`). New tokens see each other's values unrounded, unless sums are to have
+one order: then they see what later tokens will (`see_rounded`). What else is kept (tokens
 of a convolution's window, values that masks read) stays as it is, and the notes say why. The result is
 approximate: by how much, `runtime/proof.py` says, of the values and of the logits.
 """
@@ -11,7 +12,7 @@ approximate: by how much, `runtime/proof.py` says, of the values and of the logi
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import fx
 from attngraph.ir.graph import Input, Level, Output, ProgramGraph, op_name, source_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Store
-from attngraph.ir.ops.quantised import NAMES, quantised
+from attngraph.ir.ops.quantised import NAMES, as_kept, quantised
 from attngraph.meaning import Meaning, Unliftable
 from attngraph.passes.build import Builder, Refused, infer_anew
 from attngraph.passes.divide_cache import uses_of
@@ -52,10 +53,37 @@ class QuantiseCache:
             except Refused as problem:
                 outcome.notes.append(f"{store.label}: kept as it is computed: {problem}")
         if found:
+            if graph.unordered is not None:
+                see_rounded(graph, found, self.dtype)
             _quantise(graph, found, self.dtype)
             told = f"{len(found)} value(s) are kept as {self.dtype} with scales: approximate"
             outcome.notes.insert(0, told)
         return outcome
+
+
+def see_rounded(graph: ProgramGraph, names: Iterable[str], dtype: str) -> None:
+    """Let what reads these pages see the new tokens' values as numbers of this dtype too (of 8 bits with
+    scales), so that it makes no difference when a token came."""
+    results, pages = graph.results(), graph.pages()
+    values = {o.name: r for o, r in zip(graph.outputs, results, strict=True) if o.kind == "pages"}
+    for name in names:
+        value, readers = values[name], {user for _, user in uses_of(pages[name])}
+        uses = [(used, user) for used, user in uses_of(value) if user in readers]
+        if not uses:
+            continue
+        made = {value: Builder(graph, value.next).call(as_kept, value, dtype)}
+        for used, user in uses:
+            user.replace_input_with(used, _moved_alike(graph, used, made))
+
+
+def _moved_alike(graph: ProgramGraph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
+    """A view of a value, made of what stands for it."""
+    if node not in made:
+        source = node.all_input_nodes[0]
+        moved = _moved_alike(graph, source, made)
+        with graph.graph.inserting_after(node if node > moved else moved):
+            made[node] = graph.graph.node_copy(node, lambda n: moved if n is source else n)
+    return made[node]
 
 
 Reader = tuple[fx.Node, str]

@@ -26,8 +26,8 @@ from attngraph.cli.arguments import POSITIVE
 from workshop.bench import models
 from workshop.harness import Cell, Options, Row, Suite, in_turns, short
 
-TOKENS, VOCABULARY = 120, 97
-"""Of the text whose tokens are compared."""
+TOKENS, SOURCE, VOCABULARY = 120, 37, 97
+"""Of the text whose tokens are compared, and of what an encoder is given."""
 
 
 def _stock(name: str, **given: Any) -> Callable[[], Any]:
@@ -42,6 +42,19 @@ def _stock(name: str, **given: Any) -> Callable[[], Any]:
         }  # fmt: skip
         config = getattr(transformers, f"{name}Config")(**(sizes | given))
         return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+    return make
+
+
+def _seq2seq(name: str, **sizes: Any) -> Callable[[], Any]:
+    """One with an encoder."""
+
+    def make() -> Any:
+        import transformers
+
+        about = {"vocab_size": VOCABULARY, "pad_token_id": 0, "decoder_start_token_id": 1}
+        config = getattr(transformers, f"{name}Config")(**(sizes | about))
+        return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
 
     return make
 
@@ -62,21 +75,35 @@ MODELS: dict[str, Callable[[], Any]] = {
     "lfm2, convolutions": _stock(
         "Lfm2", **_GROUPED, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]
     ),
+    "t5, encoder": _seq2seq("T5", d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4),
+    "bart, encoder": _seq2seq(
+        "Bart", d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=256,
+    ),
+    "llama, bfloat16": lambda: MODELS["llama, grouped heads"]().bfloat16(),
 }  # fmt: skip
+CACHES = ("llama, grouped heads", torch.bfloat16), ("llama, grouped heads", torch.int8), (
+    "deepseek-v3, latents and experts", torch.int8
+), ("lfm2, convolutions", torch.bfloat16), ("bart, encoder", torch.int8)  # fmt: skip
+"""Models whose cache rounds, and to what."""
 
 
 class Search:
     """One model and a text; `differing` counts tokens whose logits have other bits in a drawn way."""
 
-    def __init__(self, make: Callable[[], Any], consistent: bool, seed: int = 0) -> None:
+    def __init__(
+        self, make: Callable[[], Any], consistent: bool, seed: int = 0, kept: torch.dtype | None = None
+    ) -> None:
         torch.manual_seed(0)
         self.model, self.draw = make().eval(), random.Random(seed)
-        self.consistent = consistent
-        self.decoder = self._decoder(attngraph.CacheConfig())
+        self.consistent, self.kept = consistent, kept
+        self.decoder = self._decoder(attngraph.CacheConfig(dtype=kept))
         self.whole = attngraph.compile(self.model, consistent=consistent)
         self.text = self._tokens(TOKENS)
+        encodes = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        self.source = self._tokens(SOURCE) if encodes else None
         self.compared = self.differing = 0
-        logits, state = self.decoder.prefill(self.text[None, :1])
+        logits, state = self.decoder.prefill(self.text[None, :1], **self._given(1, 0))
         one_by_one = [logits[0, -1]]
         one_by_one += [
             self.decoder.decode(self.text[None, n : n + 1], state)[0, -1] for n in range(1, TOKENS)
@@ -91,6 +118,18 @@ class Search:
     def _tokens(self, count: int) -> Tensor:
         return torch.tensor([self.draw.randrange(1, VOCABULARY) for _ in range(count)], dtype=torch.int64)
 
+    def _given(self, rows: int, own: int) -> dict[str, Tensor]:
+        """What the rows' encoder is given, where there is one: texts with padding on the right."""
+        if self.source is None:
+            return {}
+        texts = [
+            self.source if r == own else self._tokens(self.draw.randint(1, 2 * SOURCE)) for r in range(rows)
+        ]
+        ids = torch.zeros(rows, max(map(len, texts)), dtype=torch.int64)
+        for row, text in enumerate(texts):
+            ids[row, : len(text)] = text
+        return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
     def _compare(self, found: Tensor, first: int) -> None:
         wanted = self.wanted[first : first + len(found)]
         self.compared += len(found)
@@ -99,19 +138,20 @@ class Search:
     def run(self) -> None:
         """One drawn way."""
         torch.set_num_threads(self.draw.randint(1, 2))
-        if self.draw.random() < 0.2:
+        if self.draw.random() < 0.2 and self.kept is None:
             return self._padded()
         decoder = self.decoder
         if self.draw.random() < 0.2:
             page = self.draw.choice((4, 48))
-            decoder = self._decoder(attngraph.CacheConfig(layout="paged", page=page, max_length=2 * TOKENS))
+            config = attngraph.CacheConfig(layout="paged", page=page, max_length=2 * TOKENS, dtype=self.kept)
+            decoder = self._decoder(config)
         rows, own = self.draw.randint(1, 4), 0
         own = self.draw.randrange(rows)
         at = self.draw.randint(1, TOKENS)
         prompts = [
             self.text[:at] if r == own else self._tokens(self.draw.randint(1, 90)) for r in range(rows)
         ]
-        logits, state = decoder.prefill(prompts)
+        logits, state = decoder.prefill(prompts, **self._given(rows, own))
         self._compare(logits[own, :at], 0)
         while at < TOKENS:
             count = min(self.draw.randint(1, 40), TOKENS - at)
@@ -129,21 +169,23 @@ class Search:
         for row in range(rows):
             given = self.text[:count] if row == own else self._tokens(self.draw.randint(1, TOKENS))
             ids[row, : len(given)], mask[row, : len(given)] = given, 1
+        given: dict[str, Tensor] = {"input_ids": ids, "attention_mask": mask}
+        if self.source is not None:
+            given = {f"decoder_{name}": value for name, value in given.items()} | self._given(rows, own)
         with torch.no_grad():
-            found = self.whole(ids, attention_mask=mask)
+            found = self.whole(**given)
         self._compare(getattr(found, "logits", found)[own, :count], 0)
 
 
-def _searched(make: Callable[[], Any], runs: int) -> dict[str, Row]:
+def _searched(make: Callable[[], Any], runs: int, kept: torch.dtype | None = None) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     threads = torch.get_num_threads()
     for name, consistent in (("consistent", True), ("default", False)):
         try:
-            search = Search(make, consistent)
+            search = Search(make, consistent, kept=kept)
             for _ in range(runs):
                 search.run()
-            cache = search.decoder.report.cache
-            named = ", ".join((cache and cache.unordered) or ()) or "none"
+            named = ", ".join(search.decoder.report.unordered or ()) or "none"
             rows[name] = {
                 "runs": runs, "tokens": search.compared, "differing": search.differing,
                 **({"in no order": named} if consistent else {}),
@@ -158,6 +200,9 @@ def _cells(options: Options) -> Iterator[Cell]:
     chosen = {"gpt2": models.small_gpt2} if options.small else MODELS
     for name, make in chosen.items():
         yield Cell(name, lambda make=make: _searched(make, options.runs))  # type: ignore[misc]
+    for name, kept in () if options.small else CACHES:
+        about = f"{name}, kept as {str(kept).removeprefix('torch.')}"
+        yield Cell(about, lambda name=name, kept=kept: _searched(MODELS[name], options.runs, kept))  # type: ignore[misc]
 
 
 def _runs(parser: argparse.ArgumentParser) -> None:

@@ -70,7 +70,7 @@ class Rewritten:
             tuple(entries_of(graph)), tuple(result.missed), (*result.records, *records),
             seconds=time.perf_counter() - start, captured=result.captured, code=result.code,
             numbers=self.numbers, capture=self.seconds, others=tuple(result.others),
-            **options.devices.reported(graph), **more,
+            unordered=graph.unordered, **options.devices.reported(graph), **more,
         )  # fmt: skip
 
 
@@ -245,8 +245,18 @@ def compile_graph(
             "What to do: rewrite that place, or compile without strict=True, which leaves it as it is.",
             first.reason,
         )
+    require_ordered(options, report)
     found.report = report
     return found
+
+
+def require_ordered(options: Options, report: CompileReport) -> None:
+    """Raise NotFusedError where something has no order of sums, and `strict` forbids that."""
+    if options.strict and report.unordered:
+        raise NotFusedError(
+            "under consistent=True and strict=True all sums must have one order, and there is none in "
+            f"{', '.join(report.unordered)}.\nWhat to do: leave strict=True out; the report names them."
+        )
 
 
 def runner_of(options: Options) -> Runner:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attngraph.api import saving
 from attngraph.api.arguments import is_transformed, require_fit
 from attngraph.api.build import compile_graph
-from attngraph.api.consistent import Alone, consistently
+from attngraph.api.consistent import Alone, consistently, decoded, ordered
 from attngraph.api.methods import (
     Generate,
     bound,
@@ -37,7 +37,7 @@ from attngraph.capture.guards import call_key
 from attngraph.capture.instead import LOCK
 from attngraph.capture.state.scope import EVERYTHING
 from attngraph.capture.structure import flatten
-from attngraph.errors import CaptureError, SavedError
+from attngraph.errors import CaptureError, NoDecoderError, SavedError
 from attngraph.ir import budgets
 from attngraph.ir.ops.weights import Places
 from attngraph.report import report as reporting
@@ -98,6 +98,7 @@ class CompiledModule(ModelWrapper):
     _generate: Generate | None
     _decoder: Decoder | None
     _alone: Alone
+    _ordered: set[Any]
 
     def __init__(
         self, target: Callable[..., Any], options: Options, pieces: bool = True,
@@ -120,7 +121,7 @@ class CompiledModule(ModelWrapper):
         self._forward = with_signature_of(self._model, self._run)
         self._generate = None
         object.__setattr__(self, "_decoder", None)
-        self._alone = {}
+        self._alone, self._ordered = {}, set()
 
     def _said_class(self) -> type:
         """The model's class, by which libraries tell what they can do with a model."""
@@ -158,8 +159,16 @@ class CompiledModule(ModelWrapper):
         compute = functools.partial(self._computed, *args, **kwargs)
         if not self._options.consistent:
             return compute()
-        key_of = functools.partial(_Call(args, kwargs, self._fingerprints).key_of, EVERYTHING)
-        return consistently(self._own_decoder, compute, args, kwargs, self._alone, key_of)
+        kind = _Call(args, kwargs, self._fingerprints).key_of(EVERYTHING)
+        if kind not in self._ordered:
+            try:
+                logits, mask = decoded(self._own_decoder, args, kwargs)
+            except NoDecoderError as problem:
+                log.info("consistent=True: results of such calls are the graph's, because %s", problem)
+                self._ordered.add(kind)
+            else:
+                return consistently(self._model, logits, mask, compute, self._alone, kind)
+        return ordered(self._model, compute)
 
     @property
     def _own_decoder(self) -> Decoder:
@@ -425,7 +434,7 @@ class CompiledModule(ModelWrapper):
         """Copies and pickles contain the model and the options; graphs are traced again."""
         derived = (
             "_saved", "_graphs", "_fingerprints", "_pieces", "_small", "_paces", "_forward", "_generate",
-            "_decoder", "_alone",
+            "_decoder", "_alone", "_ordered",
         )  # fmt: skip
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         return _unmade, (type(self),), state

@@ -4,7 +4,8 @@ order.
 A decoder computes a token's logits with the same bits in whatever batch, chunk, page and state
 (`passes/order_sums.py`). So whole sequences are prompts to it: they have its bits by construction, and not
 because two graphs happen to round alike. What else the model returns, and gradients, are the compiled
-graph's: gradients of the same function, at values that differ by rounding.
+graph's: gradients of the same function, at values that differ by rounding. A model without a decoder (an
+encoder) has the values of its graph, whose sums get one order in the same way.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import NoDecoderError
 from attngraph.ir.ops.declare import with_value
 from attngraph.runtime.decoder import Decoder
+from attngraph.runtime.derived import MASK
 
 log = logging.getLogger("attngraph")
 NEAR = 0.01
@@ -34,21 +36,20 @@ the logits."""
 
 
 def consistently(
-    decoder: Decoder, compute: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-    alone: Alone, key_of: Callable[[], Any],
-) -> Any:  # fmt: skip
+    model: Any, found: Tensor, mask: Tensor | None, compute: Callable[[], Any], alone: Alone, kind: Any
+) -> Any:
     """The result of a call of the model, with the decoder's logits.
 
     Args:
+        found, mask: what `decoded` gives.
         compute: gives the compiled graph's result of the same call.
-        key_of: what a trace of this call depends on: the model's state, modes, arguments that are no tensors.
+        kind: what a trace of this call depends on: the model's state, modes, arguments that are no tensors.
         alone: of earlier calls; a call of such a kind needs the decoder's logits and nothing else.
 
-    NoDecoderError where the model has no decoder, or is not called with tokens.
+    NoDecoderError where the call returns other logits.
     """
-    found, mask = decoded(decoder, args, kwargs)
-    kind = key_of() if _needs_logits_alone(decoder._model, mask) else None
-    if kind in alone:
+    needs_more = not _is_plain(model) or not (mask is None or bool(mask.bool().all()))
+    if kind in alone and not needs_more:
         others, spec, place = alone[kind]
         return unflatten([*others[:place], found, *others[place + 1 :]], spec)
     result = compute()
@@ -71,31 +72,57 @@ def consistently(
             "graph's, and not the same bits elsewhere.", int(far.sum()), len(far),
         )  # fmt: skip
         found = torch.where(far[:, None, None], theirs, found)
-    elif kind is not None and sum(isinstance(leaf, Tensor) for leaf in leaves) == 1:
+    elif not needs_more and sum(isinstance(leaf, Tensor) for leaf in leaves) == 1:
         alone[kind] = leaves, spec, place
     leaves[place] = with_value(logits, found) if logits.requires_grad else found
     return unflatten(leaves, spec)
 
 
-def _needs_logits_alone(model: Any, mask: Tensor | None) -> bool:
-    """Whether the graph may be left out: not for gradients, at padding, or in a mode that computes something
-    else."""
-    is_training = isinstance(model, nn.Module) and model.training
-    return not (torch.is_grad_enabled() or is_training or (mask is not None and not mask.bool().all()))
+def ordered(model: Any, compute: Callable[[], Any]) -> Any:
+    """The result of a call whose graph has one order of sums where nothing asks for gradients: then, and in
+    training, values are those of the call in eval mode without gradients."""
+    if _is_plain(model):
+        return compute()
+    with _in_eval_mode(model), torch.no_grad():
+        values = flatten(compute())[0]
+    leaves, spec = flatten(compute())
+    for place, (value, leaf) in enumerate(zip(values, leaves, strict=True)):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape == value.shape:
+            theirs = leaf.detach()
+            if (value - theirs).abs().amax() > NEAR * theirs.abs().amax():
+                log.warning(
+                    "consistent=True: this call computes something else than one in eval mode does (dropout "
+                    "in training). A result is the graph's, and not the same bits elsewhere."
+                )
+            else:
+                leaves[place] = with_value(leaf, value) if leaf.requires_grad else value
+    return unflatten(leaves, spec)
+
+
+def _is_plain(model: Any) -> bool:
+    """Whether nothing asks for gradients, or for what training computes."""
+    return not (torch.is_grad_enabled() or (isinstance(model, nn.Module) and model.training))
 
 
 def decoded(
     decoder: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The logits of a call's tokens, by a prompt to the decoder, and the mask of the real ones."""
+    """The logits of a call's tokens, by a prompt to the decoder, and the mask of the real ones. Raises
+    NoDecoderError: the model has no decoder, or is not called with tokens."""
     given = by_name(decoder._derived.signature, args, kwargs)
     named = {
         name: value for name, value in given.items() if isinstance(value, Tensor) and name not in _BESIDE
     }
-    argument = decoder._derived.argument({n: v for n, v in given.items() if n not in named})
-    ids, mask = named.pop(argument, None), named.pop("attention_mask", None)
+    others = {n: v for n, v in given.items() if n not in named}
+    try:
+        argument = decoder._derived.argument(others)
+    except ValueError as problem:
+        raise NoDecoderError(str(problem)) from problem
+    ids, mask = named.pop(argument, None), named.pop(MASK, None)
+    if ids is None or ids.ndim != 2 + ids.is_floating_point():
+        raise NoDecoderError("it is not called with tokens.")
     with _in_eval_mode(decoder._model), torch.no_grad():
-        return decoder.prefill(ids, mask, **named)[0], mask
+        return decoder.prefill(ids, mask, **named)[0], decoder._mask(mask, dict(named))
 
 
 _BESIDE = frozenset({"labels"})

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -20,14 +21,16 @@ from attngraph.capture.captured import Assumed, Captured
 from attngraph.capture.instead import LOCK
 from attngraph.capture.sides import Sides
 from attngraph.capture.structure import Laid
-from attngraph.errors import NoDecoderError, NotFusedError
+from attngraph.errors import NoDecoderError
+from attngraph.ir.dtypes import SCALED
 from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.ops.cached_attention import Store
 from attngraph.meaning.algebra.sizes import example_size
 from attngraph.passes.divide_cache import DivideCache
 from attngraph.passes.insert_kv_cache.analyse import longer_trace
 from attngraph.passes.insert_kv_cache.free_tokens import computed_with
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
-from attngraph.passes.quantise_cache import QuantiseCache
+from attngraph.passes.quantise_cache import QuantiseCache, see_rounded
 from attngraph.passes.shard_heads.shard import account_cache
 from attngraph.pipeline import Pass, Result, split_at
 from attngraph.pipeline import run as run_passes
@@ -86,14 +89,15 @@ def derive_decoder(
         step = _step(graph, owner, made.captured, sides, example, options)
         if proved is not None:
             drift = prove_storage(wide, step, proved)
+    if graph.unordered is not None and config.floating is not None:
+        names = [s.name for s in _rounded(step, config)]
+        see_rounded(graph, names, str(config.floating).removeprefix("torch."))
+        graph.clean()
+        step = _step(graph, owner, made.captured, sides, example, options)
     cache = _cache_entry(step, config, made.captured, None if proved is None else proved.error, drift, kept)
     records = (*inserted.records, *rest.records)
-    if options.strict and cache.unordered:
-        raise NotFusedError(
-            "under consistent=True and strict=True all sums must have one order, and there is none in "
-            f"{', '.join(cache.unordered)}.\nWhat to do: leave strict=True out; the report names them."
-        )
     step.report = made.report(options, start, records, cache=cache, programs=programs_of(graph))
+    build.require_ordered(options, step.report)
     if made.dump is not None:
         made.dump.finish(step.report)
     return step
@@ -151,6 +155,13 @@ def _step(
     plain = step_runner_of(options, records=graph.ranks is None)
     run, ranks = options.devices.steps(graph, owner, plain)
     return Step(graph, owner, run, sizes, captured.scope, ranks)
+
+
+def _rounded(step: Step, config: CacheConfig) -> list[Store]:
+    """The values that are kept as floating numbers of fewer digits than they are computed with."""
+    own = [s for s in step.plan.stores if s.dtype.is_floating_point and s.dtype not in SCALED]
+    narrow = config.floating
+    return [s for s in own if narrow is not None and torch.promote_types(s.dtype, narrow) != narrow]
 
 
 def dividing(steps: Sequence[Pass], config: CacheConfig) -> list[Pass]:
@@ -235,9 +246,6 @@ def _cache_entry(
         sizes = {label: size for label, size, *_ in stores}
         alike = tuple((label, sizes.get(label, size), per, why) for label, size, per, why in ranks.alike)
         ranks = dataclasses.replace(ranks, alike=alike)
-    unordered = plan.unordered
-    if unordered is not None and (scales or any(config.floating not in (None, s.dtype) for s in own)):
-        unordered += ("a cache that rounds (new tokens see each other's values as they were computed)",)
     return CacheEntry(
         sum(size // each for _, size, _, each in stores), plan.expanded, plan.attentions, stores,
         len(plan.fixed),
@@ -247,5 +255,5 @@ def _cache_entry(
         tuple((value.label, value.bytes_per_row) for value in plan.carried), plan.anew,
         config.rounded if scales else "", drift if scales else None,
         tuple(s.label for s in own if config.rounded and s.name not in scales),
-        assumed=plan.assumed, ranks=ranks, unordered=unordered,
+        assumed=plan.assumed, ranks=ranks,
     )  # fmt: skip

@@ -77,7 +77,8 @@ class Options:
         """The passes for a model without a cache."""
         steps = self.passes
         if not isinstance(steps, tuple):
-            steps = self._changed(order(self.backend, self.absorb, **self.devices.passes()))
+            divided = self.devices.passes()
+            steps = self._changed(order(self.backend, self.absorb, consistent=self.consistent, **divided))
         own = (FuseTokenWise.name,) if self.inductor and self.passes is None else ()
         return without(waiting_at_most(steps, self.later), (*self.disable, *own))
 

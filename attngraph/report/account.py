@@ -39,6 +39,9 @@ def records(report: Entries) -> Iterator[Part]:
         yield Part(f"attention without a softmax{_times(equal)}   ", head, [*_caller(entry), done])
     if report.cache is not None:
         yield report.cache.account()
+    if report.unordered is not None:
+        found = f"not in every batch and chunk, because of {', '.join(report.unordered)}"
+        yield Part("the same bits   ", found if report.unordered else "in every batch, chunk and page")
     said = dict.fromkeys(remark for entry in report.programs for remark in entry.kernel.remarks)
     if said:
         yield Part("each token by itself", "", list(said))

@@ -46,8 +46,7 @@ class CacheEntry:
     `rounded` is the dtype of 8 bits in which keys and values are kept with scales ("": none are), `drift`
     what that changes (None: not measured), `unrounded` what is kept as it is computed although it was asked
     to be rounded. `assumed` are operations that are taken not to look at later tokens because
-    `CacheConfig.assume_causal` says so, and why that could not be shown. `unordered` are operations whose
-    results may differ in their last bits from batch to batch (None: consistent=True was not asked for).
+    `CacheConfig.assume_causal` says so, and why that could not be shown.
     """
 
     bytes_per_token: int
@@ -68,7 +67,6 @@ class CacheEntry:
     unrounded: tuple[str, ...] = ()
     ranks: CacheRanksEntry | None = None
     assumed: tuple[str, ...] = ()
-    unordered: tuple[str, ...] | None = None
 
     @property
     def bytes_per_row(self) -> int:
@@ -132,10 +130,6 @@ class CacheEntry:
         if self.assumed:
             taken = "not shown to look at earlier tokens alone, but taken to (assume_causal)"
             yield f"{taken}: {_once(self.assumed)}"
-        if self.unordered:
-            yield f"not the same bits in every batch and chunk, because of {', '.join(self.unordered)}"
-        elif self.unordered is not None:
-            yield "a token's logits are the same bits in every batch, chunk and page"
         if self.most_tokens is not None:
             yield f"at most {self.most_tokens:,} tokens in a sequence"
         yield from () if self.ranks is None else self.ranks.facts()

@@ -322,7 +322,8 @@ class Entries:
     again. `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that
     tracing took. `small_calls`: how many calls ran the model itself because fusing gains nothing at their
     sizes. `slower`: for sizes of calls at which the model itself was measured to be faster, milliseconds of
-    the graph and of the model.
+    the graph and of the model. `unordered` are operations whose results may differ in their last bits from
+    batch to batch (None: consistent=True was not asked for).
     `captured` is the graph as it was traced, as text, `code` the user's lines that it comes from, `programs`
     its token programs, equal ones once. `later` are results that are computed when somebody looks at them,
     not in the call. Where there are several graphs, `parts` has the entries of each,
@@ -352,6 +353,7 @@ class Entries:
     later: tuple[LaterEntry, ...] = ()
     others: tuple[OtherEntry, ...] = ()
     waited: float = 0.0
+    unordered: tuple[str, ...] | None = None
 
     @property
     def unfused(self) -> tuple[Missed, ...]:

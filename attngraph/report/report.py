@@ -148,7 +148,7 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
     joined: dict[str, Any] = {name: every(name) for name in ("attention", "missed", "programs", "others")}
     joined |= {name: tuple(dict.fromkeys(every(name))) for name in ("breaks", "numbers", "later")}
     joined |= {name: sum(of(name)) for name in ("seconds", "graphs", "capture", "small_calls")}
-    joined |= {name: next(filter(None, of(name)), None) for name in ("ranks", "context")}
+    joined |= {name: next(filter(None, of(name)), None) for name in ("ranks", "context", "unordered")}
     parts = tuple(part for r in reports for part in r.parts or (r,))
     return CompileReport(**joined, passes=_merged_passes(every("passes")), parts=parts)
 

@@ -4,7 +4,7 @@ linear in the number of tokens, forward and backward."""
 
 from attngraph.codegen.cpu.carried import run_last_tokens, run_sums
 from attngraph.codegen.cpu.compiled import Compiled
-from attngraph.codegen.cpu.decode import Decode
+from attngraph.codegen.cpu.decode import DECODE, InOrder
 from attngraph.codegen.cpu.flash import Flash
 from attngraph.codegen.cpu.loops import run_steps
 from attngraph.codegen.cpu.tiled import Tiled
@@ -16,7 +16,8 @@ from attngraph.ir.ops.declare import RUNNERS
 kernels.register(Compiled())
 kernels.register(Flash())
 kernels.register(Tiled())
-cache.CACHED.append(Decode())
+kernels.register(InOrder())
+cache.CACHED.append(DECODE)
 token_program.RUNNERS.append(TOKENS)
 RUNNERS["last_tokens"].append(run_last_tokens)
 RUNNERS["running_sum"].append(run_sums)

@@ -38,10 +38,10 @@ def table_range(table: Tensor, rows: int) -> tuple[int, int] | None:
 
 def attention_fits(
     program: ScoreProgram, q: Tensor, new: Sequence[Tensor], pages: Sequence[Tensor],
-    reads: Reads, sizes: Sizes, scales: Scales, rows: int, most: int,
+    reads: Reads, sizes: Sizes, scales: Scales, rows: int, queries: int, keys: int,
 ) -> bool:  # fmt: skip
     """Whether queries, new keys and pages go together, and what the program reads at a position or a row is
-    there. `most`: the largest number of tokens of a row."""
+    there. `queries`, `keys`: how many positions there are at most, in any of the rows."""
     (k, v), (k_new, v_new) = pages, new
     if any(t.ndim != 4 for t in (q, k, v, k_new, v_new)) or q.shape[0] != 1 or not k.shape[1]:
         return False
@@ -57,7 +57,7 @@ def attention_fits(
         return False
     if any(by is not None and (by.shape != k.shape[:3] or by.dtype is not torch.float32) for by in scales):
         return False
-    extents = {"b": rows, "h": heads, "q": most, "k": most}
+    extents = {"b": rows, "h": heads, "q": queries, "k": keys}
     return program.sizes <= len(sizes) and _reads_fit(program, reads, extents)
 
 

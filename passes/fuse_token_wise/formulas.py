@@ -40,16 +40,18 @@ class Formula(NamedTuple):
 
 class Formulas:
     """The formulas of a decoder's graph, which computes all tokens as one sequence, or of a graph of whole
-    sequences, of which each token is a row."""
+    sequences, of which each token is a row. `everything`: also of operations of torch's that round less than
+    what they are composed of, and where there is another number of rows than of tokens."""
 
-    def __init__(self, graph: ProgramGraph) -> None:
-        self.windows, self.gradients = Windows(graph), graph.gradients
+    def __init__(self, graph: ProgramGraph, everything: bool = False) -> None:
+        self.windows, self.gradients, self.everything = Windows(graph), graph.gradients, everything
         conditions = list(graph.conditions)
         if graph.state is not None:
             conditions += [sympy.Eq(s, 1) for s in _batch_sizes(graph, graph.state.step_tokens)]
         self.meaning = Meaning({}, conditions, along_tokens=bool(self.windows))
         self._shapes: dict[fx.Node, tuple[Expr, ...] | None] = {}
-        self.rows = Rows(graph, self.shape, lambda n: self.meaning.category(n) is Category.CONTRACTION)
+        multiplies = lambda n: self.meaning.category(n) is Category.CONTRACTION  # noqa: E731
+        self.rows = Rows(graph, self.shape, multiplies, of_any_number=everything)
 
     def shape(self, node: fx.Node) -> tuple[Expr, ...] | None:
         """The extents of a floating tensor of 32 or 16 bits on the CPU that has elements; None for another
@@ -84,10 +86,11 @@ class Formulas:
         )
         try:
             by_name = NAMED.get(str(node.target))
-            if by_name is None and str(node.target).removeprefix("aten.") in COMPOSED:
+            composed = not self.everything and str(node.target).removeprefix("aten.") in COMPOSED
+            if by_name is None and composed:
                 return None  # torch's own operation keeps more digits than its composition
             value = by_name(self.meaning, node, at) if by_name else self.meaning.element(node, at)
-            value = self.windows.rewritten(self.meaning, value, rows[0], lambda n: self.rows.of(n) is None)
+            value = self.windows.rewritten(self.meaning, value, rows[0], self.rows.is_longer)
             value = E.rebuild(value, lambda n, args: self._of_own_row(n, args, place, rows))
         except (Unliftable, KeyError):
             return None
@@ -125,7 +128,9 @@ class Formulas:
             spread = self.rows.spread(found.value, found.args, place, rows)
             return E.read(spread, (TOKEN, *(a for a in args if a not in own)), found.kind)
         rest = [a for d, a in enumerate(found.args) if d not in other.dims]
-        if tuple(found.args[d] for d in other.dims) != other.same_row(place, rows):
+        same = other.same_row(place, rows)
+        at = [(found.args[d], n) for d, n in zip(other.dims, other.extents, strict=True)]
+        if not same or any(a is not r and not E.is_const(n, 1) for (a, n), r in zip(at, same, strict=True)):
             raise Unliftable("of another row")
         if any(own & a.free for a in rest):
             raise Unliftable("at a place that depends on the row")

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from attngraph.ir.graph import Input, Level, Output, ProgramGraph, is_size, op_name, source_of
+from attngraph.ir.graph import Input, Level, Output, ProgramGraph, Rate, is_size, op_name, source_of
 from attngraph.ir.graph.program_graph import as_module, dependence, keep_sizes
 from attngraph.ir.language.derivative import UnsupportedError
 from attngraph.ir.language.expr import Expr
@@ -56,7 +56,10 @@ WORTH = 2 / 3
 
 @dataclasses.dataclass(frozen=True)
 class FuseTokenWise:
+    """`everything`: also what is too little to gain from it, so that its sums are ours to order."""
+
     serves: ClassVar[tuple[Level, ...]] = (Level.FUSED, Level.CACHED)
+    everything: bool = False
     name: str = "fuse-token-wise"
     requires: Level = Level.FUSED
     yields: Level = Level.FUSED
@@ -65,17 +68,19 @@ class FuseTokenWise:
         outcome = Outcome()
         if not op.RUNNERS:
             return outcome
-        counts = _made(graph)
-        if counts:
-            what = f"{sum(counts)} operation(s) that compute each token by itself"
-            outcome.notes.append(f"{what} are now {len(counts)}")
+        once = graph.stages.get(Rate.PROMPT)
+        for part, where in ((once, " of what is computed once for a prompt"), (graph, "")):
+            counts = [] if part is None else _made(part, 1 if self.everything else FEWEST, self.everything)
+            if counts:
+                what = f"{sum(counts)} operation(s){where} that compute each token by itself"
+                outcome.notes.append(f"{what} are now {len(counts)}")
         outcome.notes += _fuse_steps(graph)
         return outcome
 
 
-def _made(graph: ProgramGraph, fewest: int = FEWEST) -> list[int]:
+def _made(graph: ProgramGraph, fewest: int, everything: bool = False) -> list[int]:
     """Fuse all regions of a graph; returns how many operations each of them replaces."""
-    facts = Formulas(graph)
+    facts = Formulas(graph, everything)
     formulas = {n: found for n in graph.graph.nodes if (found := facts.of(n)) is not None}
     replaced: dict[fx.Node, fx.Node] = {}
     made = (_fuse(graph, facts, members, replaced, fewest) for members in _regions(graph, facts, formulas))

@@ -161,7 +161,8 @@ class Region:
 
 
 def _kept(formulas: Mapping[fx.Node, Formula], wanted: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes whose values are definitions. Users come after what they use in the order of `formulas`."""
+    """The nodes whose values are definitions. Users come after what they use in the order of `formulas`.
+    A sum of which only a part is used is computed whole: so it is a product with a whole weight."""
     uses: dict[fx.Node, int] = dict.fromkeys(formulas, 0)
     kept: set[fx.Node] = set()
     for node in reversed(list(formulas)):
@@ -171,5 +172,11 @@ def _kept(formulas: Mapping[fx.Node, Formula], wanted: Collection[fx.Node]) -> s
         bound = {n.args[0] for n in E.walk(value) if n.op in language.FOLDS}
         times = 1 if node in kept or node in wanted else max(1, uses[node])
         for read in (n for n in E.reads(value) if n.value in uses):
-            uses[read.value] += 2 if read.free & bound else times
+            uses[read.value] += 2 if read.free & bound or _is_part(read, formulas[read.value]) else times
     return kept
+
+
+def _is_part(read: Expr, of: Formula) -> bool:
+    """Whether a sum is read at some of its places alone."""
+    some = any(own.op == "var" and at.op != "var" for own, at in zip(of.at, read.args, strict=True))
+    return some and any(n.op in language.FOLDS for n in E.walk(of.value))

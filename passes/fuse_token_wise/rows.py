@@ -78,10 +78,15 @@ class Rows:
             unused are removed with the graph's other dead nodes.
         shape: the extents of a value that a program can have; None for another.
         multiplies: whether a node is a sum of products itself.
+        of_any_number: whether in a decoder's graph there may be another number of rows than of tokens, as
+            experts have.
     """
 
-    def __init__(self, graph: ProgramGraph, shape: Shape, multiplies: Callable[[fx.Node], bool]) -> None:
-        self.graph, self.shape = graph, shape
+    def __init__(
+        self, graph: ProgramGraph, shape: Shape, multiplies: Callable[[fx.Node], bool],
+        of_any_number: bool = False,
+    ) -> None:  # fmt: skip
+        self.graph, self.shape, self._of_any_number = graph, shape, of_any_number
         self._decodes = graph.state is not None
         self._weights = {n for n, given in graph.given().items() if given.kind != "argument"}
         self._kinds = [] if self._decodes else list(self._of_products(multiplies))
@@ -93,7 +98,7 @@ class Rows:
         shape = self.shape(node) or ()
         if self._decodes:
             open_dims = [(d, n) for d, n in enumerate(shape) if n.op != "const"]
-            one = len(open_dims) == 1 and open_dims[0][1].op == "size"
+            one = len(open_dims) == 1 and (self._of_any_number or open_dims[0][1].op == "size")
             return Place((open_dims[0][0],), (open_dims[0][1],)) if one else None
         if node in self._weights:
             return None
@@ -102,6 +107,11 @@ class Rows:
             if dims and all(n.op == "const" for d, n in enumerate(shape) if d not in dims):
                 return Place(dims, extents)
         return None
+
+    def is_longer(self, node: fx.Node) -> bool:
+        """Whether a value has other dimensions than those of a step's tokens."""
+        place = self.of(node)
+        return place is None or place.total.op != "size"
 
     def _of_products(self, multiplies: Callable[[fx.Node], bool]) -> list[tuple[Expr, ...]]:
         """The extents of what products with matrices of weights leave apart: those in several dimensions
@@ -114,7 +124,7 @@ class Rows:
             if given and known.issuperset(given):
                 known.add(node)
             elif shape and multiplies(node) and 2 in ranks:
-                found[tuple(n for n in shape[:-1] if not E.is_const(n, 1))] += 1
+                found[tuple(n for n in shape[:-1] if not E.is_const(n, 1)) or shape[:1]] += 1
         kinds = sorted(filter(None, found), key=lambda extents: (-len(extents), -found[extents]))
         return list(dict.fromkeys(itertools.chain(kinds, ((Place((), kind).total,) for kind in kinds))))
 

@@ -65,7 +65,7 @@ _HEAP_TYPE = 1 << 9
 """CPython's flag of types made by a class statement: all state of their objects is in attributes."""
 _OPEN = (types.SimpleNamespace, argparse.Namespace, partial, threading.local)
 _OPEN_FILES = frozenset(
-    {"collections", "configparser", "contextlib", "http", "os", "queue", "string", "weakref"}
+    {"collections", "configparser", "contextlib", "dataclasses", "http", "os", "queue", "string", "weakref"}
 )
 """Modules of Python's library whose objects hold what users put into them."""
 _MUTE_FILES = frozenset(

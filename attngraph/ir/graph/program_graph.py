@@ -110,6 +110,7 @@ class ProgramGraph:
         stages: the graphs that run less often and whose results this one takes.
         state: what a decoder's graph keeps from one call to the next.
         ranks: whom the graph is for, if several ranks run it together.
+        unordered: operations whose sums have no fixed order; None where none was asked for.
     """
 
     module: fx.GraphModule
@@ -125,6 +126,7 @@ class ProgramGraph:
     stages: "dict[Rate, ProgramGraph]" = dataclasses.field(default_factory=dict)
     state: CachePlan | None = None
     ranks: Ranks | None = None
+    unordered: tuple[str, ...] | None = None
 
     @property
     def graph(self) -> fx.Graph:

@@ -189,10 +189,9 @@ class CachePlan:
     sequence that the model's position tables cover; `rounding`: of tables that say how carried values decay,
     relative to their entries, 0 without such tables; `anew`: the lines of values that every step computes
     anew from all tokens; `assumed`: operations that are taken not to look at later tokens, and why that could
-    not be shown; `unordered`: operations whose sums have no fixed order, None where none was asked for;
-    `least`: what is computed from all tokens is computed of at least so many, 0 if nothing is; `others`:
-    from how many tokens on it was compared with the model that it is right for lengths that the conditions
-    leave out, 0 if it was not."""
+    not be shown; `least`: what is computed from all tokens is computed of at least so many, 0 if nothing is;
+    `others`: from how many tokens on it was compared with the model that it is right for lengths that the
+    conditions leave out, 0 if it was not."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -205,7 +204,6 @@ class CachePlan:
     rounding: float = 0.0
     anew: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
-    unordered: tuple[str, ...] | None = None
     least: int = 0
     others: int = 0
 

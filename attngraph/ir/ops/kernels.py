@@ -44,6 +44,8 @@ class Kernel(Protocol):
     """
 
     name: str
+    in_order: bool = False
+    """Whether it computes programs that are `in order`, and no others."""
 
     def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
         """Why this kernel does not support the program on such tensors (fake ones are fine), or None."""
@@ -99,8 +101,10 @@ def choose(program: ScoreProgram, operands: Operands, family: str = "") -> Kerne
     """The first kernel that supports the program; `family` ("cpu", "triton", ...) restricts the choice to
     kernels whose name starts with it. BackendError, with each one's reason, where none supports it."""
     reasons = []
+    is_exact = program.in_order and operands[0].dtype == torch.float64  # in proofs any order will do
     for kernel in candidates(operands[0].device.type, family):
-        reason = kernel.refuse(program, operands)
+        fits = kernel.in_order == program.in_order or is_exact
+        reason = kernel.refuse(program, operands) if fits else "it has another order of sums"
         if reason is None:
             return kernel
         reasons.append(f"{kernel.name}: {reason}")

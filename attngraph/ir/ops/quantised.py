@@ -75,6 +75,16 @@ def quantised(values: Sequence[Tensor], dtype: str) -> list[Tensor]:
     return [*found.unbind(), *scales.unbind()]
 
 
+@declare(fake=lambda a: torch.empty_like(a.value), derivatives=INSTEAD)
+def as_kept(value: Tensor, dtype: str) -> Tensor:
+    """A value as it will be read from a cache of this dtype."""
+    if value.dtype == torch.float64:
+        return value  # in proofs nothing is rounded
+    if dtype in NAMES:
+        return widened(*quantise(value, NAMES[dtype]), value.dtype)
+    return value.to(getattr(torch, dtype)).to(value.dtype)
+
+
 # --- weights of integers ---
 
 

@@ -318,33 +318,37 @@ INLINE void turn_keys(Stretch from, int64_t keys, int64_t width, float *to, Next
     }
 }
 
-/* Packs keys (or values: `is_key` 0) of the block that begins at position k0, and their scales. */
-INLINE void pack_some(const Call *c, Both some, int64_t k0, int is_key, float *pack, float *scale, const int type,
-                      const int scaled) {
+/* Packs keys (or values: `is_key` 0) of the block that begins at position k0. Those that are kept rounded become the
+   same numbers of the new tokens' type that they were when they were new. */
+INLINE void pack_some(const Call *c, Both some, int64_t k0, int is_key, float *pack, const int type, const int scaled) {
     Stretch from = is_key ? some.k : some.v;
-    int64_t at = some.from - k0;
+    int64_t at = some.from - k0, width = is_key ? c->D : c->Dv;
     if (is_key) turn_keys(from, some.count, c->D, pack + at, (Next){some.v, some.count, c->Dv}, type);
     else widen_all(from, (int)some.count, c->Dv, pack + at * c->wide, c->wide, type);
-    for (int64_t j = 0; j < some.count; ++j) scale[at + j] = scaled ? from.scale[j * from.scale_step] : 1.0f;
+    if (!scaled && (type == OWN || OWN == FLOAT)) return;
+    for (int64_t j = 0; j < some.count; ++j)
+        for (int64_t d = 0; d < width; ++d) {
+            float *x = is_key ? pack + d * BLOCK_K + at + j : pack + (at + j) * c->wide + d;
+            if (scaled) *x *= from.scale[j * from.scale_step];
+            if (OWN != FLOAT) *x = widen(narrow(*x));
+        }
 }
 
 /* Where the keys or the values of a block lie for a product: packed, or floats of one page where they are. */
 typedef struct { const float *data; int64_t step; } Packed;
 
-static Packed pack_block(const Call *c, const Few *at, Seen seen, int64_t k0, int64_t keys, int is_key, float *pack,
-                         float *scale) {
+static Packed pack_block(const Call *c, const Few *at, Seen seen, int64_t k0, int64_t keys, int is_key, float *pack) {
     int64_t held = c->held[at->row], until = k0 + keys, p = larger(k0, seen.first), step = is_key ? BLOCK_K : c->wide;
     if (!is_key && KEPT == FLOAT && !SCALED && c->wide == c->Dv && p == k0 && until <= held) {
         Both some = kept_from(c, at, p, until);
         if (some.count == keys) return (Packed){some.v.data, some.v.step};
     }
     if (p > k0 || keys < BLOCK_K) memset(pack, 0, sizeof(float) * BLOCK_K * (is_key ? c->D : c->wide));
-    for (int64_t j = 0; SCALED && j < BLOCK_K; ++j) scale[j] = 1.0f;
     for (Both some; p < smaller(held, until); p += some.count) {
         some = kept_from(c, at, p, smaller(held, until));
-        pack_some(c, some, k0, is_key, pack, scale, KEPT, SCALED);
+        pack_some(c, some, k0, is_key, pack, KEPT, SCALED);
     }
-    if (p < until) pack_some(c, new_from(c, at, p, until), k0, is_key, pack, scale, OWN, 0);
+    if (p < until) pack_some(c, new_from(c, at, p, until), k0, is_key, pack, OWN, 0);
     return (Packed){pack, step};
 }
 
@@ -374,17 +378,15 @@ static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int6
     (void)part;
     clear_few(c, at, t);
     int rows = (int)(at->group * at->queries);
-    float *pack = t->O + BLOCK_Q * c->wide, scale[BLOCK_K];
+    float *pack = t->O + BLOCK_Q * c->wide;
     Place block = {0, 0, 0, rows, rows, 0, 0};
     Seen seen = seen_by(c, at, first_query);
     for (int64_t k0 = seen.first / BLOCK_K * BLOCK_K; k0 < seen.end; k0 += BLOCK_K) {
         int keys = (int)smaller(BLOCK_K, seen.end - k0);
-        Packed found = pack_block(c, at, seen, k0, keys, 1, pack, scale);
+        Packed found = pack_block(c, at, seen, k0, keys, 1, pack);
         multiply_rows(t->S, BLOCK_K, t->Q, c->D, found, c->D, rows, BLOCK_K, 0);
-        if (SCALED) scale_columns(t->S, rows, (Stretch){0, 0, scale, 1}, BLOCK_K);
         weights_of_few(c, at, t, &block, k0, keys);
-        found = pack_block(c, at, seen, k0, keys, 0, pack, scale);
-        if (SCALED) scale_columns(t->S, rows, (Stretch){0, 0, scale, 1}, BLOCK_K);
+        found = pack_block(c, at, seen, k0, keys, 0, pack);
         multiply_rows(t->O, c->wide, t->S, BLOCK_K, found, keys, rows, c->wide, t->decay);
     }
 }
