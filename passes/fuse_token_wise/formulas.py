@@ -49,7 +49,8 @@ class Formulas:
             conditions += [sympy.Eq(s, 1) for s in _batch_sizes(graph, graph.state.step_tokens)]
         self.meaning = Meaning({}, conditions, along_tokens=bool(self.windows))
         self._shapes: dict[fx.Node, tuple[Expr, ...] | None] = {}
-        self.rows = Rows(graph, self.shape, lambda n: self.meaning.category(n) is Category.CONTRACTION)
+        named, multiplies = self.meaning.renamed, lambda n: self.meaning.category(n) is Category.CONTRACTION
+        self.rows = Rows(graph, self.shape, named, multiplies)
 
     def shape(self, node: fx.Node) -> tuple[Expr, ...] | None:
         """The extents of a floating tensor of 32 or 16 bits on the CPU that has elements; None for another
