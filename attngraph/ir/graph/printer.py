@@ -199,7 +199,10 @@ class _Printer:
 
     def _stride(self, value: Any) -> str:
         """A stride by the sizes, or as a number where it is that of something larger."""
-        if isinstance(value, int) or {str(s) for s in value.node.expr.free_symbols} <= self.graph.hints.keys():
+        if (
+            isinstance(value, int)
+            or {str(s) for s in value.node.expr.free_symbols} <= self.graph.hints.keys()
+        ):
             return self.size(value)
         return str(value.node.hint)
 
