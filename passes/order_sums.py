@@ -1,14 +1,14 @@
-"""OrderSums: sums get one order, so that a token's results are the same numbers, bit for bit,
-whatever other rows and tokens there are, and wherever its keys lie (batch invariance).
+"""OrderSums: sums get one order, so that a token's results are the same numbers, bit for bit, whatever other
+rows and tokens there are, and wherever its keys lie (batch invariance).
 
-Matches token programs, attentions (of encoders, and over a cache), products with the weights of experts and sums over earlier
-tokens, and has their kernels add up the same pieces in the same order, which follows from positions and the
-model's sizes alone: programs then end with the line `in order`. (Before it, `fuse-token-wise` makes such
-programs even of single operations.) Right without it is an operation whose element is
-read, chosen, or computed with one rounding at most, and what follows from the model's own tensors alone. All
-else is named in the notes: a product that is PyTorch's own, or an exponential, whose last bit differs between
-the body of a vector loop and its end. The order is right because kernels say so (`codegen/cpu/c`), and tests
-search for a bit that differs.
+Matches token programs, attentions (of encoders, and over a cache), products with the weights of experts and
+sums over earlier tokens, and has their kernels add up the same pieces in the same order, which follows from
+positions and the model's sizes alone: programs then end with the line `in order`. (Before it,
+`fuse-token-wise` makes such programs even of single operations.) Right without it is an operation whose
+element is read, chosen, or computed with one rounding at most, and what follows from the model's own tensors
+alone. All else is named in the notes: a product that is PyTorch's own, or an exponential, whose last bit
+differs between the body of a vector loop and its end. The order is right because kernels say so
+(`codegen/cpu/c`), and tests search for a bit that differs.
 """
 
 import collections

@@ -63,7 +63,8 @@ def tree() -> tuple[str, ...]:
     skipped = ("site", "build", "dist", "runs")
     return tuple(
         f"/{p.relative_to(ROOT)}" + "/" * p.is_dir()
-        for top in ROOT.iterdir() if top.name[0] != "." and top.name not in skipped
+        for top in ROOT.iterdir() if (top.name[0] != "." or top.name == ".github")
+        and top.name not in skipped
         for p in (top, *(top.rglob("*") if top.is_dir() else ())) if "__pycache__" not in p.parts
     )  # fmt: skip
 

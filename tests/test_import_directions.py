@@ -16,7 +16,8 @@ import networkx as nx
 
 ROOT = Path(__file__).resolve().parent.parent / "attngraph"
 FLOORS = (
-    {"errors", "models", "reasons"},
+    {"models", "reasons"},
+    {"errors"},
     {"ir"},
     {"meaning"},
     {"codegen", "report"},
@@ -33,7 +34,7 @@ FLOORS = (
 FLOORS_INSIDE = {
     "ir": (
         {"budgets", "choices", "versions", "cache_folder", "records", "operations", "dtypes",
-         "walk", "kept"},
+         "walk", "kept", "exactly", "in_order", "modes"},
         {"language"}, {"ops"}, {"graph"},
     ),
     "meaning": (

@@ -167,8 +167,8 @@ class Search:
         own = self.draw.randrange(rows)
         ids, mask = torch.zeros(rows, TOKENS, dtype=torch.int64), torch.zeros(rows, TOKENS, dtype=torch.int64)
         for row in range(rows):
-            given = self.text[:count] if row == own else self._tokens(self.draw.randint(1, TOKENS))
-            ids[row, : len(given)], mask[row, : len(given)] = given, 1
+            text = self.text[:count] if row == own else self._tokens(self.draw.randint(1, TOKENS))
+            ids[row, : len(text)], mask[row, : len(text)] = text, 1
         given: dict[str, Tensor] = {"input_ids": ids, "attention_mask": mask}
         if self.source is not None:
             given = {f"decoder_{name}": value for name, value in given.items()} | self._given(rows, own)

@@ -97,12 +97,12 @@ def default_device() -> torch.device | None:
 
 
 def settings() -> tuple[object, ...]:
-    """What code can ask torch about the process."""
+    """What operations ask torch about the process."""
     cuda: Any = torch.backends.cuda
     return (
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-        torch.get_num_threads(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(), torch.backends.mkldnn.enabled,
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+        torch.backends.mkldnn.enabled,
     )  # fmt: skip
 
 

@@ -50,8 +50,8 @@ class Formulas:
             conditions += [sympy.Eq(s, 1) for s in _batch_sizes(graph, graph.state.step_tokens)]
         self.meaning = Meaning({}, conditions, along_tokens=bool(self.windows))
         self._shapes: dict[fx.Node, tuple[Expr, ...] | None] = {}
-        multiplies = lambda n: self.meaning.category(n) is Category.CONTRACTION  # noqa: E731
-        self.rows = Rows(graph, self.shape, multiplies, of_any_number=everything)
+        named, multiplies = self.meaning.renamed, lambda n: self.meaning.category(n) is Category.CONTRACTION
+        self.rows = Rows(graph, self.shape, named, multiplies, everything)
 
     def shape(self, node: fx.Node) -> tuple[Expr, ...] | None:
         """The extents of a floating tensor of 32 or 16 bits on the CPU that has elements; None for another

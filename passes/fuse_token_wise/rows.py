@@ -37,15 +37,11 @@ Shape = Callable[[fx.Node], tuple[Expr, ...] | None]
 
 
 class Place(NamedTuple):
-    """The dimensions that count rows, and their extents."""
+    """The dimensions that count rows, their extents, and how many rows there are."""
 
     dims: tuple[int, ...]
     extents: tuple[Expr, ...]
-
-    @property
-    def total(self) -> Expr:
-        """How many rows there are."""
-        return functools.reduce(M.mul, self.extents)
+    total: Expr
 
     def flat(self, at: Sequence[Expr]) -> tuple[Expr, ...]:
         """The indices of an element as a program has them, with one for the row: where it is, or first."""
@@ -77,16 +73,17 @@ class Rows:
         graph: gets copies of values that several rows share, each as many rows as there are; those that stay
             unused are removed with the graph's other dead nodes.
         shape: the extents of a value that a program can have; None for another.
+        named: the name that a size has in shapes.
         multiplies: whether a node is a sum of products itself.
         of_any_number: whether in a decoder's graph there may be another number of rows than of tokens, as
             experts have.
     """
 
     def __init__(
-        self, graph: ProgramGraph, shape: Shape, multiplies: Callable[[fx.Node], bool],
-        of_any_number: bool = False,
+        self, graph: ProgramGraph, shape: Shape, named: Callable[[Expr], Expr],
+        multiplies: Callable[[fx.Node], bool], of_any_number: bool = False,
     ) -> None:  # fmt: skip
-        self.graph, self.shape, self._of_any_number = graph, shape, of_any_number
+        self.graph, self.shape, self.named, self._of_any_number = graph, shape, named, of_any_number
         self._decodes = graph.state is not None
         self._weights = {n for n, given in graph.given().items() if given.kind != "argument"}
         self._kinds = [] if self._decodes else list(self._of_products(multiplies))
@@ -99,19 +96,22 @@ class Rows:
         if self._decodes:
             open_dims = [(d, n) for d, n in enumerate(shape) if n.op != "const"]
             one = len(open_dims) == 1 and (self._of_any_number or open_dims[0][1].op == "size")
-            return Place((open_dims[0][0],), (open_dims[0][1],)) if one else None
+            return self._place((open_dims[0][0],), (open_dims[0][1],)) if one else None
         if node in self._weights:
             return None
         for extents in self._kinds:
             dims = _found(extents, shape)
             if dims and all(n.op == "const" for d, n in enumerate(shape) if d not in dims):
-                return Place(dims, extents)
+                return self._place(dims, extents)
         return None
 
     def is_longer(self, node: fx.Node) -> bool:
         """Whether a value has other dimensions than those of a step's tokens."""
         place = self.of(node)
         return place is None or place.total.op != "size"
+
+    def _place(self, dims: tuple[int, ...], extents: tuple[Expr, ...]) -> Place:
+        return Place(dims, extents, self.named(functools.reduce(M.mul, extents)))
 
     def _of_products(self, multiplies: Callable[[fx.Node], bool]) -> list[tuple[Expr, ...]]:
         """The extents of what products with matrices of weights leave apart: those in several dimensions
@@ -126,7 +126,7 @@ class Rows:
             elif shape and multiplies(node) and 2 in ranks:
                 found[tuple(n for n in shape[:-1] if not E.is_const(n, 1)) or shape[:1]] += 1
         kinds = sorted(filter(None, found), key=lambda extents: (-len(extents), -found[extents]))
-        return list(dict.fromkeys(itertools.chain(kinds, ((Place((), kind).total,) for kind in kinds))))
+        return list(dict.fromkeys(itertools.chain(kinds, ((self._place((), kind).total,) for kind in kinds))))
 
     def spread(self, node: fx.Node, at: tuple[Expr, ...], place: Place, rows: tuple[Expr, ...]) -> fx.Node:
         """A value that some rows share (the angles of a place, say), repeated for each, as `[rows, ...]`.

@@ -191,14 +191,14 @@ class OwnWriter(Writer):
             of_tokens = dim is not None and self.space.token in axes[dim]
             return self.size(given, "new" if of_tokens else "tokens")
 
+        if nodes.view(called) is not None:
+            return self._attention(called, None if called is node else node.args[1], roles, operand)
         if called is node:
             return self._computed(node, operand, size, len(axes))
-        if nodes.view(called) is None:
-            key = called, axes
-            if key not in self._made:
-                self._made[key] = self._computed(called, operand, size, len(axes))
-            return self.line(f"{self._made[key]}[{node.args[1]}]")
-        return self._attention(called, node.args[1], roles, operand)
+        key = called, axes
+        if key not in self._made:
+            self._made[key] = self._computed(called, operand, size, len(axes))
+        return self.line(f"{self._made[key]}[{node.args[1]}]")
 
     def _attention(
         self,
@@ -207,9 +207,10 @@ class OwnWriter(Writer):
         roles: Mapping[fx.Node, Axes | None],
         operand: Callable[[fx.Node], str],
     ) -> str:
-        """One of the results of an attention of new queries, which stand behind all earlier ones."""
+        """One of the results of an attention of new queries, which stand behind all earlier ones; its one
+        result, if it attends to latents."""
         view = nodes.view(node)
-        if not isinstance(view, nodes.Attention):
+        if not isinstance(view, (nodes.Attention, nodes.LatentAttention)):
             raise _NotOwn
         own = [place for place, read in enumerate(view.reads) if roles.get(read) is not None]
         first, query = E.size(f"n{len(view.sizes)}"), E.var("q")
@@ -227,6 +228,10 @@ class OwnWriter(Writer):
         sizes = [self.size(n) if isinstance(n, fx.Node) else str(n) for n in view.sizes]
         sizes += ["first"] * (program != view.program)
         lists = ", ".join(f"[{', '.join(each)}]" for each in (map(operand, view.reads), sizes))
+        if isinstance(view, nodes.LatentAttention):
+            ups = ("None" if up is None else operand(up) for up in (view.key_up, view.value_up))
+            given = [*map(operand, (view.q, view.latent)), *ups, str([*view.values]), lists]
+            return self.line(f"{node.target}({', '.join(given)}, {str(program)!r}, {view.absorb!r})")
         if place == 0 and any(hiding(program)) and all(map(_keeps_zero, statements)):
             with contextlib.suppress(NotWritten):
                 return self._at_chosen(view, operand(view.q), lists, repr(str(program)))

@@ -149,6 +149,21 @@ class Indexer(_Layer):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
 
 
+class OfLatents(Indexer):
+    """The same over keys and values that all heads have of one narrow latent."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__(wrong)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, 8 * WIDTH, bias=False)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+
+    def mixed(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, t: Tensor, j: Tensor) -> Tensor:
+        k, v = self.heads(self.up(self.down(x))).chunk(2, -1)
+        found = super().mixed(x, self.heads(self.wide(x)), k, v, t, j)
+        return self.heads(self.narrow(found.transpose(1, 2).flatten(2)))
+
+
 class ByThreshold(_Layer):
     """The scores that are no smaller than the fifth."""
 
@@ -170,8 +185,8 @@ class Strided(_Layer):
 
 
 KINDS: list[Any] = [
-    ThreeBranches, Mixture, Patches, Hourglass, Overlapping, Hierarchy, Gathered, Indexer, ByThreshold,
-    Strided,
+    ThreeBranches, Mixture, Patches, Hourglass, Overlapping, Hierarchy, Gathered, Indexer, OfLatents,
+    ByThreshold, Strided,
 ]  # fmt: skip
 
 

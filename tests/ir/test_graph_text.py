@@ -95,6 +95,7 @@ MODELS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 } | {
     "buffers_and_odd_names": (Counting().eval(), (X,)),
     "strides": (scalars_and_tensors, (torch.randn(8, 2, 6).permute(1, 2, 0),)),
+    "strides of something larger": (scalars_and_tensors, (torch.randn(2, 6, 9)[..., :8],)),
     "pixels": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval(), (torch.randn(2, 3, 8, 8),)),
 }  # fmt: skip
 

@@ -124,6 +124,27 @@ def test_numbers_count_rows_as_symbols_do(tokens: int) -> None:
             assert regions(compiled) >= 1
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_rows_may_be_named_by_the_sizes_of_something_else(gradients: bool) -> None:
+    """A loss has as many labels as there are tokens, whose sizes are symbols of their own."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer(BODIES["after attention"])
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            found = self.layer(x + self.layer.places)
+            return F.cross_entropy(found.view(-1, WIDTH), labels.reshape(-1))
+
+    model = Loss()
+    compiled: Any = attngraph.compile(model, min_scores=0)
+    with torch.set_grad_enabled(gradients):
+        x, labels = torch.randn(2, 64, WIDTH), torch.randint(WIDTH, (2, 65))[:, 1:]
+        torch.testing.assert_close(compiled(x, labels), model(x, labels))
+    assert regions(compiled) >= 1
+
+
 @pytest.mark.parametrize("name", [*BODIES, "activations"])
 def test_gradients_are_those_of_the_model(name: str) -> None:
     """Also of sums that a norm follows, and where products, maxima and other places are left to PyTorch."""

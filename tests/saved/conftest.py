@@ -96,15 +96,13 @@ def models(tmp_path: Path) -> Iterator[Models]:
 def saved_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     """A folder with the first of these models, compiled with gradients and without, and saved with its
     weights; and its answer."""
-    folder, threads = tmp_path_factory.mktemp("saved"), torch.get_num_threads()
-    torch.set_num_threads(1)  # as in every test
+    folder = tmp_path_factory.mktemp("saved")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTNGRAPH_CACHE", "0")
         compiled = attngraph.compile(_module(folder).Model().eval(), min_scores=0)
         compiled(IDS)
         with torch.no_grad():
             answer = compiled(IDS)
-    torch.set_num_threads(threads)
     sys.modules.pop("saved_models")
     return compiled.save(folder / "m", weights=True), answer
 

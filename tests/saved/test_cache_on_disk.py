@@ -165,6 +165,23 @@ def test_a_variable_of_the_environment_that_is_read_counts(
     assert len(traces) == 2
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_the_number_of_threads_counts_where_code_asks_for_it(
+    asks: bool, cache: Path, traces: list[str]
+) -> None:
+    """An entry serves machines of any number of cores, and a state goes on when the number is set."""
+
+    def attend(x: Tensor) -> Tensor:
+        return (x @ x.mT * (torch.get_num_threads() if asks else 1)).softmax(-1) @ x
+
+    x, compiled = torch.randn(2, 4, 8), attngraph.compile(attend, min_scores=0)
+    for threads in (1, 2, 1):
+        torch.set_num_threads(threads)
+        torch.testing.assert_close(compiled(x), attend(x))
+        torch.testing.assert_close(attngraph.compile(attend, min_scores=0)(x), attend(x))
+    assert len(traces) == 1 + asks
+
+
 def test_a_damaged_entry_is_removed_and_compiled_again(
     models: Models, cache: Path, traces: list[str]
 ) -> None:

@@ -9,7 +9,6 @@ another dtype, device or shape. Comparing identities tells that in a fraction of
 """
 
 import functools
-import os
 import types
 import weakref
 from collections import deque
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from attngraph.capture.state import kinds as K
-from attngraph.capture.state.scope import BUILT_IN, EVERYTHING, TENSORS, Scope, Space
+from attngraph.capture.state.scope import BUILT_IN, EVERYTHING, TENSORS, Scope, Space, surrounding
 from attngraph.capture.state.walk import Walk
 from attngraph.ir import budgets
 
@@ -344,7 +343,7 @@ class RecordingWalk(Fingerprint):
 
     def environment(self, names: Iterable[str]) -> None:
         if names:
-            self.reads.add(lambda: ((), [*map(os.environ.get, names)]))
+            self.reads.add(lambda: ((), [*map(surrounding, names)]))
         super().environment(names)
 
     def _skipped(self, owner: Any) -> frozenset[str]:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from attngraph.capture.instead import replaced
 from attngraph.capture.state.kinds import TOOLS, is_known
-from attngraph.capture.state.scope import Ran
+from attngraph.capture.state.scope import THREADS, Ran
 from attngraph.ir.kept import holding
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -87,8 +87,11 @@ class _Profile:
             if key not in self._known and _importing(frame) is self._around:
                 self._known[key] = code
                 self.first(frame)
-        elif event == "c_call" and _asks_the_time(argument) and is_users(frame.f_code.co_filename):
-            self.into.outside[f"the clock ({argument.__qualname__})"] = None
+        elif event == "c_call" and is_users(frame.f_code.co_filename):
+            if argument is torch.get_num_threads:
+                self.into.environment.add(THREADS)
+            elif _asks_the_time(argument):
+                self.into.outside[f"the clock ({argument.__qualname__})"] = None
 
     def first(self, frame: types.FrameType) -> None:
         code = frame.f_code

@@ -9,6 +9,7 @@ import builtins
 import dataclasses
 import dis
 import functools
+import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,6 +32,12 @@ LeftOut = frozenset[tuple[int, str]]
 Asked = frozenset[tuple[int, str]]
 """What a forward asks of its arguments besides values: the number of the tensor, and the question."""
 BUILT_IN = vars(builtins)
+THREADS = "torch.get_num_threads()"
+
+
+def surrounding(name: str) -> Any:
+    """A variable of the environment, None if it is not set; or the number of torch's threads."""
+    return torch.get_num_threads() if name == THREADS else os.environ.get(name)
 
 
 class Space:
@@ -216,7 +223,7 @@ class Scope:
             no function is opened but a target itself.
         spaces: where it reads variables, with their names.
         names: all names of attributes in it.
-        environment: variables of the environment that were read.
+        environment: what `surrounding` tells, and was read.
         asked: questions about the arguments' tensors that are part of a call's key. layouts: whether the
             layouts of all tensors in memory are.
     """
@@ -254,7 +261,7 @@ class Ran:
 
     Attributes:
         codes: the user's, by identity.
-        environment: names of variables of the environment that were read.
+        environment: names of what `surrounding` tells, and was read.
         outside: what it read that no later call can look at, such as files, clocks and the network.
     """
 

@@ -9,7 +9,6 @@ whether another walk would read the same (`fingerprint.py`), contents compare in
 
 import functools
 import gc
-import os
 import types
 import weakref
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,15 @@ from torch.fx.experimental.proxy_tensor import _AttrProxy
 
 from attngraph.capture.state import kinds as K
 from attngraph.capture.state.kinds import Place
-from attngraph.capture.state.scope import BUILT_IN, EVERYTHING, Scope, Space, functions_of, nested
+from attngraph.capture.state.scope import (
+    BUILT_IN,
+    EVERYTHING,
+    Scope,
+    Space,
+    functions_of,
+    nested,
+    surrounding,
+)
 from attngraph.ir import budgets
 
 _OPENED: tuple[tuple[Any, str], ...] = (
@@ -380,6 +387,6 @@ class Walk:
         """Global variables that follow."""
 
     def environment(self, names: Iterable[str]) -> None:
-        """Variables of the environment."""
+        """Variables of the environment, and the number of threads."""
         for name in names:
-            self.child(name, os.environ.get(name), 0)
+            self.child(name, surrounding(name), 0)

@@ -194,8 +194,17 @@ class _Printer:
             return "size"
         text = f"{format_dtype(value.dtype)}[{', '.join(self.size(s) for s in value.shape)}]"
         if is_input and not value.is_contiguous():
-            text += f" strides [{', '.join(self.size(s) for s in value.stride())}]"
+            text += f" strides [{', '.join(map(self._stride, value.stride()))}]"
         return text if value.device.type == "cpu" else f"{text} on {value.device}"
+
+    def _stride(self, value: Any) -> str:
+        """A stride by the sizes, or as a number where it is that of something larger."""
+        if (
+            isinstance(value, int)
+            or {str(s) for s in value.node.expr.free_symbols} <= self.graph.hints.keys()
+        ):
+            return self.size(value)
+        return str(value.node.hint)
 
     def _argument(self, value: Any) -> str:
         if isinstance(value, fx.Node):

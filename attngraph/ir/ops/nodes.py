@@ -170,6 +170,11 @@ class LatentAttention(AttentionOp):
         up_k, up_v = (None if w is None else w.meta["val"] for w in (self.key_up, self.value_up))
         return latent_attention.sizes_of(self.q.meta["val"], self.latent.meta["val"], up_k, up_v, self.values)
 
+    def expanded(self) -> tuple[Value, Value]:
+        """Keys and values of every head, of a call."""
+        about: Any = self.key_up, self.value_up, self.values
+        return latent_attention.LatentNode(self.q, self.latent, *about).expanded(self.latent)
+
     def references(self) -> tuple[Self, ...]:
         return tuple(self.replace(absorb=way, family="reference") for way in ("always", "never"))
 

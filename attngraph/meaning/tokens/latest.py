@@ -71,10 +71,12 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
             raise NotImplementedError(f"{call.name} writes to what it is given")
         attention = nodes.called(func, args, kwargs)
-        if isinstance(attention, nodes.Attention):
-            operands, reads = (attention.q, attention.k, attention.v), list(attention.reads)
+        if isinstance(attention, (nodes.Attention, nodes.LatentAttention)):
+            is_plain, about = isinstance(attention, nodes.Attention), [[*attention.reads], [*attention.sizes]]
             with self:  # type: ignore[attr-defined]
-                return KERNELS["reference"].forward(attention.program, operands, reads, list(attention.sizes))
+                k, v = (attention.k, attention.v) if is_plain else attention.expanded()  # type: ignore[union-attr]
+                found = KERNELS["reference"].forward(attention.program, (attention.q, k, v), *about)
+            return found if is_plain else found[0]
         if call.name not in self.rules and not func.is_view and torch.Tag.pointwise not in func.tags:
             with self:  # type: ignore[attr-defined]
                 made_of_others = func.decompose(*args, **kwargs)

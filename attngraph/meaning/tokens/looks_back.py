@@ -381,7 +381,8 @@ class HistoryFinder:
         order, leaves = probe.region(node, given)
         operands = [n for n in leaves if n in facts and space.place(facts[n].axes, space.token) is not None]
         inner = tuple(n for n in order if n not in leaves and not is_size(n))
-        if not operands or len(inner) > budgets.HISTORY_NODES or not any(map(self._is_of_pairs, inner)):
+        is_whole = len(inner) <= budgets.HISTORY_NODES and not probe.is_cut(order)
+        if not operands or not is_whole or not any(map(self._is_of_pairs, inner)):
             return None
         for leaf in leaves:
             known = facts.get(leaf)

@@ -131,7 +131,9 @@ def element(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
         return among_the_largest
     source: Any = node.args[0] if is_part(node) else node
     view = nodes.view(source)
-    if isinstance(view, nodes.Attention) and (not is_part(node) or node.args[1] == 0):
+    if isinstance(view, (nodes.Attention, nodes.LatentAttention)) and (
+        not is_part(node) or node.args[1] == 0
+    ):
         return _attention(meaning, view, at)
     operands = [n for n in source.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     if torch.Tag.pointwise in getattr(source.target, "tags", ()):
@@ -172,18 +174,32 @@ def _read(meaning: Meaning, operand: fx.Node, at: Indices, mixed: set[int], is_f
     return meaning.read(operand, tuple(kept.get(d, meaning.fresh(n)) for d, n in enumerate(shape)))
 
 
-def _attention(meaning: Meaning, view: nodes.Attention, at: Indices) -> Expr:
+def _attention(meaning: Meaning, view: nodes.Attention | nodes.LatentAttention, at: Indices) -> Expr:
     """What an attention node stands for (`ir/language/score.py`)."""
     batch, head, query, column = at
-    group = M.floordiv(meaning.shape(view.q)[1], meaning.shape(view.k)[1])
+    if isinstance(view, nodes.LatentAttention):
+        keys, values = view.latent, view.latent
+        ups = [w for w in (view.key_up, view.value_up) if w is not None]
+    else:
+        keys, values, ups = view.k, view.v, []
+    heads = meaning.shape(ups[0])[0] if ups else meaning.shape(keys)[1]
+    group = M.floordiv(meaning.shape(view.q)[1], heads)
     of_keys = M.floordiv(head, group)
     sizes = [meaning.renamed(size_expression(getattr(s, "meta", {}).get("val", s))) for s in view.sizes]
+
+    def made(value: fx.Node, *place: Expr) -> Expr:
+        """An element of a key or a value: of a latent, it follows from all that its token has there."""
+        if isinstance(view, nodes.Attention):
+            return meaning.read(value, place)
+        of_token = meaning.read(value, (batch, E.ZERO, place[2], meaning.fresh(meaning.shape(value)[3])))
+        weights = [meaning.read(w, (of_keys, *map(meaning.fresh, meaning.shape(w)[1:]))) for w in ups]
+        return E.make("raw", (of_token, *weights), "some")
 
     def at_key(key: Expr) -> tuple[Expr, dict[Expr, Expr]]:
         """The score of a key, and what the program's names mean there."""
         inner = meaning.fresh(meaning.shape(view.q)[3])
         q = meaning.read(view.q, (batch, head, query, inner))
-        dot = M.total(inner, M.mul(q, meaning.read(view.k, (batch, of_keys, key, inner))))
+        dot = M.total(inner, M.mul(q, made(keys, batch, of_keys, key, inner)))
         names = {E.var(n): place for n, place in zip("bhqk", (batch, head, query, key), strict=True)}
         names |= {E.size(f"n{n}"): size for n, size in enumerate(sizes)} | {DOT: dot, SCORE: dot}
         for statement in view.program.statements:
@@ -204,7 +220,7 @@ def _attention(meaning: Meaning, view: nodes.Attention, at: Indices) -> Expr:
 
         return E.rebuild(formula, change)
 
-    extent = meaning.shape(view.k)[2]
+    extent = meaning.shape(keys)[2]
     key, other = meaning.fresh(extent), meaning.fresh(extent)
     score, names = at_key(key)
     weight = M.total(other, M.exp(at_key(other)[0]))
@@ -213,4 +229,4 @@ def _attention(meaning: Meaning, view: nodes.Attention, at: Indices) -> Expr:
     for statement in view.program.statements:
         if not isinstance(statement, (Score, Keep, Sink)):
             weight = meant(statement.value, {**names, WEIGHT: weight})
-    return M.total(key, M.mul(weight, meaning.read(view.v, (batch, of_keys, key, column))))
+    return M.total(key, M.mul(weight, made(values, batch, of_keys, key, column)))

@@ -10,7 +10,7 @@ these numbers reach (`numbers.py`).
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -155,11 +155,12 @@ class TokenProbe:
         return len(order) - len(leaves) > 2 * budgets.PROBE_NODES
 
     def region(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The nodes that compute this one from values of known axes, in order, and those values."""
+        """The nodes that compute this one from values of known axes, in order, and those values; of many
+        nodes, the first (`is_cut`)."""
         order, leaves = dict[fx.Node, None](), dict[fx.Node, None]()
 
         def visit(current: fx.Node) -> None:
-            if current in order or len(order) > 4 * budgets.PROBE_NODES:
+            if current in order or self.is_cut(order):
                 return
             if current is not node and (current in resolved or current.op == "placeholder"):
                 leaves[current] = None
@@ -170,6 +171,11 @@ class TokenProbe:
 
         visit(node)
         return list(order), list(leaves)
+
+    @staticmethod
+    def is_cut(order: Sized) -> bool:
+        """Whether a region has so many nodes that some are left out."""
+        return len(order) > 4 * budgets.PROBE_NODES
 
     def _louder(self, leaf: fx.Node, drawn: Tensor, louder: float, seed: int) -> Tensor:
         if drawn.is_floating_point():
