@@ -204,30 +204,59 @@ static void add_short_panel(const float *x, int64_t ldx, const float *panel, int
     for (int64_t i = 0; i < rows; ++i) memcpy(y + i * ldy, whole + i * PANEL, sizeof(float) * outs);
 }
 
+/* One or two rows times two panels of the whole depth: two streams of the memory, and as many sums as hide how long an
+   addition takes. */
+INLINE void tile_of_two_panels(const float *x, int64_t ldx, const float *w, int64_t depth, float *y, int64_t ldy,
+                               int64_t outs, const int rows) {
+    Vector whole[2][2 * STEP_N], sum[2][2 * STEP_N];
+    for (int64_t from = 0; from < depth; from += PART) {
+        int64_t until = smaller(from + PART, depth);
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < 2 * STEP_N; ++v) sum[r][v] = (Vector){0};
+        for (int64_t d = from; d < until; ++d)
+#pragma GCC unroll 8
+            for (int v = 0; v < 2 * STEP_N; ++v) {
+                Vector right = *(const Vector *)(w + (v / STEP_N * depth + d) * PANEL + v % STEP_N * LANES);
+                IN_REGISTER(right);
+#pragma GCC unroll 2
+                for (int r = 0; r < rows; ++r) ADD_PRODUCT(sum[r][v], x[r * ldx + d], right);
+            }
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < 2 * STEP_N; ++v) {
+                if (from) whole[r][v] += sum[r][v];
+                else whole[r][v] = sum[r][v];
+            }
+    }
+    for (int r = 0; r < rows; ++r) memcpy(y + r * ldy, whole[r], sizeof(float) * smaller(outs, 2 * PANEL));
+}
+
 /* Any number of rows times columns `first` .. `first + outs - 1` of a weight that lies in panels of the whole depth,
-   [panel][depth][PANEL]; `first` begins a panel. What is read next is fetched meanwhile: panels lie one behind the
-   other. The sums of a row are the same whatever rows there are besides. */
+   [panel][depth][PANEL]; `first` begins a panel. They are read in order, so nothing is fetched by hand. The sums of a
+   row are the same whatever rows there are besides. */
 INLINE void product_of_panels(const float *x, int64_t ldx, const float *w, int64_t depth, int64_t first, float *y,
                               int64_t ldy, int64_t rows, int64_t outs) {
-    int64_t tiles = parts_of(rows, STEP_Q), blocks = parts_of(rows, larger(STEP_Q, NEAR / PART));
-    for (int64_t b = 0; b < blocks; ++b) {
-        int64_t t0 = tiles * b / blocks, t1 = tiles * (b + 1) / blocks;
-        for (int64_t o = 0; o < outs; o += PANEL)
+    int64_t tiles = parts_of(rows, STEP_Q), blocks = parts_of(rows, larger(STEP_Q, NEAR / PART)), o = 0;
+    w += first * depth;
+    for (; rows <= 2 && o + PANEL < outs; o += 2 * PANEL) {
+        if (rows == 1) tile_of_two_panels(x, ldx, w + o * depth, depth, y + o, ldy, outs - o, 1);
+        else tile_of_two_panels(x, ldx, w + o * depth, depth, y + o, ldy, outs - o, 2);
+    }
+    for (int64_t b = 0, begin = o; b < blocks; ++b)
+        for (o = begin; o < outs; o += PANEL)
             for (int64_t from = 0, until; from < depth; from = until) {
-                const float *panel = w + (first + o) * depth + from * PANEL;
                 until = smaller(from + PART, depth);
-                Soon soon = {(const char *)(panel + (until - from) * PANEL), PANEL * sizeof(float), PART,
-                             PANEL * sizeof(float)};
-                for (int64_t t = t0; t < t1; ++t) {
+                for (int64_t t = tiles * b / blocks; t < tiles * (b + 1) / blocks; ++t) {
                     int64_t r = row_of(t, tiles, rows), count = row_of(t + 1, tiles, rows) - r;
-                    const float *left = x + r * ldx + from;
+                    const float *left = x + r * ldx + from, *panel = w + o * depth + from * PANEL;
                     float *to = y + r * ldy + o;
-                    fetch_part(soon, t - t0, t1 - t0);
                     if (o + PANEL <= outs) add_panel(left, ldx, panel, until - from, to, ldy, count, !from, 1);
                     else add_short_panel(left, ldx, panel, until - from, to, ldy, count, outs - o, !from, 1);
                 }
             }
-    }
 }
 
 /* All rows times columns `first` .. `first + outs - 1` of the weight, by way of `panels`. There are at least 20 rows,
