@@ -85,7 +85,7 @@ class Machine:
 
     def own(self) -> list[Any]:
         """The model's tensors that the graph and its weights stage read, as the model has them now."""
-        stage = [] if self._weights is None else self._weights.machine.own()
+        stage = [] if self._weights is None else self._weights.own()
         return self._inputs.own() + stage
 
     def __call__(
@@ -170,6 +170,13 @@ class _ValuesOfWeights:
             self._stamps = stamps
             self._give_up(weights)
         return self._current
+
+    def own(self) -> list[Any]:
+        """The model's tensors that the stage reads, after it has given up those that it may."""
+        if self._frozen and not self._stamps:
+            with LOCK.call():
+                self.values(None)
+        return self.machine.own()
 
     def _give_up(self, weights: Sequence[Tensor]) -> None:
         """Let the model do without the weights that the stage alone reads, if the user has said so."""

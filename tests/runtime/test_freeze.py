@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -200,15 +202,20 @@ def test_what_was_given_up_cannot_be_read(tied: bool, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_decoder_is_derived_from_what_is_left() -> None:
+@pytest.mark.parametrize("called", [False, True])
+def test_a_decoder_is_derived_from_what_is_left(called: bool) -> None:
+    """And one that gives weights up itself keeps none alive: neither does a state."""
     model = LM()
-    kept = copy.deepcopy(model)
-    attngraph.compile(model, freeze="release")(ids(1, 9))
+    kept, up = copy.deepcopy(model), weakref.ref(model.up.weight)
+    if called:
+        attngraph.compile(model, freeze="release")(ids(1, 9))
     before = given_up(model)
     decoder = attngraph.compile(model, freeze="release", cache=True)
     logits, state = decoder.prefill(ids(2, 7)[:, :6])
     close(torch.cat([logits, decoder.decode(ids(2, 7)[:, 6:], state)], 1), kept, ids(2, 7))
-    assert before and given_up(model) == before
+    assert len(given_up(model)) == 5 and given_up(model)[: len(before)] == before
+    gc.collect()
+    assert up() is None
 
 
 @pytest.mark.parametrize("options", [
