@@ -133,6 +133,10 @@ class CheckError(AttnGraphError):
     """A condition on values that the model's forward checks does not hold: says at which line."""
 
 
+class FrozenError(AttnGraphError):
+    """A weight that was frozen (`freeze=`) has changed since, or its memory was given up: says which."""
+
+
 class CacheError(AttnGraphError):
     """A call of a decoder does not fit its state: too many tokens, or rows that do not match."""
 

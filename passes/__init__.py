@@ -12,6 +12,7 @@ from attngraph.ir.graph.literals import split
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.divide_cache import DivideCache
+from attngraph.passes.freeze_weights import FreezeWeights
 from attngraph.passes.fuse_attention import FuseAttention
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
@@ -32,7 +33,7 @@ from attngraph.pipeline import Pass
 def order(
     backend: str = "auto", absorb: str = "auto", decoder: bool = False, rounded: str = "",
     heads: Axis | None = None, tokens: Axis | None = None, cache: str = "auto", parameters: str = "sharded",
-    consistent: bool = False,
+    consistent: bool = False, freeze: str = "",
 ) -> tuple[Pass, ...]:  # fmt: skip
     """The passes in the order in which they run, for whole sequences or for a decoder.
 
@@ -40,7 +41,8 @@ def order(
     `attngraph.compile`. `rounded`: the dtype of 8 bits in which a decoder keeps keys and values, if it does.
     `heads`, `tokens`: the ranks that run the graph together, dividing heads and hidden units, or tokens; of
     both, tokens of what each rank has of the heads. `cache`, `parameters`: as in `ShardConfig`.
-    `consistent`: sums get one order.
+    `consistent`: sums get one order. `freeze`: weights will not change ("keep"), and may be given up
+    ("release").
     """
     family = "" if backend == "auto" else backend
     shard: tuple[Pass, ...] = ()
@@ -54,6 +56,7 @@ def order(
         divide = (DivideCache(cache),) if shard and cache != "heads" else ()
         rest = (*shard, InsertKVCache(), *divide, Tidy(), QuantisedLinear(), FuseTokenWise(consistent))
     rest += (OrderSums(),) if consistent else ()
+    rest += (FreezeWeights(freeze == "release"),) if freeze else ()
     return (
         Canonicalize(), FuseAttention(() if shard else RESULTS, features=not decoder), MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder), *rest, SelectKernels(family),
@@ -74,7 +77,7 @@ DEFAULT_PIPELINE = order()
 """The passes of a model that is run on whole sequences."""
 PASSES: tuple[Pass, ...] = (
     *DEFAULT_PIPELINE, ShardHeads(), ShardTokens(), InsertKVCache(), DivideCache(), Tidy(), QuantisedLinear(),
-    OrderSums(), QuantiseCache(),
+    OrderSums(), FreezeWeights(), QuantiseCache(),
 )  # fmt: skip
 """Every pass that can be run by itself on a graph."""
 

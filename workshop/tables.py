@@ -94,13 +94,15 @@ def whole(file: str) -> str:
     cells: dict[str, dict[str, Row]] = {}
     for row in found["rows"]:
         cells.setdefault(row["cell"], {})[row["name"]] = row
-    names = ("eager", "torch.compile", "torch.compile, frozen", "attngraph", "floor")
+    known = ("eager", "torch.compile", "torch.compile, frozen", "OpenVINO", "onnxruntime", "attngraph",
+             "attngraph, frozen", "floor")  # fmt: skip
+    names = [n for n in known if any(n in rows for rows in cells.values())]
     lines = [["model", *names, "attngraph / best of the first two", "first seven calls, s"]]
     for cell, rows in cells.items():
         times = [f"{1e3 * rows[n]['seconds']:.0f}" if "seconds" in rows.get(n, {}) else "-" for n in names]
         ours, others = rows["attngraph"], [rows[n]["seconds"] for n in names[:2] if "seconds" in rows[n]]
         beside = f"{ours['seconds'] / min(others):.2f}" if "seconds" in ours else "-"
-        firsts = " / ".join(f"{rows[n]['first']:.0f}" for n in names[:4] if "first" in rows.get(n, {}))
+        firsts = " / ".join(f"{rows[n]['first']:.0f}" for n in names if "first" in rows.get(n, {}))
         lines.append([cell, *times, beside, firsts])
     return f"{run_of(found).removesuffix('.')}; medians in ms.\n\n{markdown(lines)}"
 

@@ -67,6 +67,11 @@ def compile(
             or state it is computed in, by this module and by a decoder of it, with any number of threads. The
             report names what cannot be; with `strict` that is an error. On the CPU, for models of which a
             decoder can be derived.
+        freeze: True: the model's weights will not change, so linear layers keep a copy that is laid out for
+            the machine. A change that can be seen is a FrozenError (one through `.data` cannot). Calls in
+            which gradients may flow read the model's own weights, and the report says so. "release":
+            parameters that only such layers read are given up after the first call; a `GivenUp` stands for
+            each in the model, and whatever else reads it (the model itself, its state dict) is a FrozenError.
         cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and caches what
             later tokens need.
         mesh: a DeviceMesh with named axes (or a `SimulatedMesh`): along its axis `tensor`, heads, units and

@@ -107,7 +107,8 @@ class CompiledModule(ModelWrapper):
         """`pieces`: whether it may be captured in pieces; if not it is one, or serves other code that is
         compiled, and none of its results may wait until somebody looks at them."""
         super().__init__(target)
-        self._options = options if pieces else dataclasses.replace(options, later=())
+        kept = options.freeze and "keep"
+        self._options = options if pieces else dataclasses.replace(options, later=(), freeze=kept)
         self._allow_pieces = pieces and options.devices.is_one
         self._saved = saved
         self._reset()

@@ -23,6 +23,8 @@ from attngraph.runtime.parallel.several import devices_of
 __all__ = ["ABSORB", "BACKENDS", "CompileOptions", "Options", "make_options"]
 
 
+FREEZE = "keep", "release"
+"""The model's own weights, once there are others that are laid out for the machine."""
 Change = Callable[[tuple[Pass, ...]], Sequence[Pass | str]]
 """Makes an order of passes of the default one, for whole sequences or for a decoder."""
 
@@ -42,19 +44,20 @@ class Options:
     disable: tuple[str, ...] = ()
     min_scores: int | None = None
     consistent: bool = False
+    freeze: str = ""
     devices: OneDevice = ONE
     later: tuple[str, ...] = RESULTS
 
     @property
     def fused_from(self) -> int:
         """The fewest scores per attention with which a call runs the graph and not the model itself. Ranks
-        have only a part of the model."""
-        if not self.devices.is_one:
+        have only a part of the model, and one whose weights were given up cannot run."""
+        if not self.devices.is_one or self.freeze == "release":
             return 0
         if self.min_scores is not None:
             return self.min_scores
         chosen = self.backend != "auto" or self.inductor or self.consistent or self.passes is not None
-        return 0 if chosen else budgets.FUSED_SCORES
+        return 0 if chosen or self.freeze else budgets.FUSED_SCORES
 
     def __post_init__(self) -> None:
         AbsorbMLA(self.absorb)  # raises if the value is invalid
@@ -77,8 +80,8 @@ class Options:
         """The passes for a model without a cache."""
         steps = self.passes
         if not isinstance(steps, tuple):
-            divided = self.devices.passes()
-            steps = self._changed(order(self.backend, self.absorb, consistent=self.consistent, **divided))
+            made = {"consistent": self.consistent, "freeze": self.freeze, **self.devices.passes()}
+            steps = self._changed(order(self.backend, self.absorb, **made))
         own = (FuseTokenWise.name,) if self.inductor and self.passes is None else ()
         return without(waiting_at_most(steps, self.later), (*self.disable, *own))
 
@@ -95,7 +98,8 @@ class Options:
             raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
         divided = self.devices.passes(decoder=True, rounded=rounded)
         steps = self._changed(order(
-            self.backend, self.absorb, decoder=True, rounded=rounded, consistent=self.consistent, **divided
+            self.backend, self.absorb, decoder=True, rounded=rounded, consistent=self.consistent,
+            freeze=self.freeze, **divided
         ))  # fmt: skip
         return without(steps, self.disable)
 
@@ -127,6 +131,7 @@ class CompileOptions(TypedDict, total=False):
     disable: Sequence[str]
     min_scores: int | None
     consistent: bool
+    freeze: bool | str
     mesh: Any
     shard: ShardConfig | None
 
@@ -142,6 +147,10 @@ def make_options(
             known = [*CompileOptions.__annotations__, "cache"]
             raise TypeError(f"compile() got an unexpected keyword argument {name!r}; {meant(name, known)}")
     given: dict[str, Any] = {"progress": progress, **asked}
+    freeze = given.get("freeze", False)
+    if freeze not in (False, True, "", *FREEZE):
+        raise ValueError(f"freeze must be False, True or 'release', found {freeze!r}.")
+    given["freeze"] = "keep" if freeze is True else freeze or ""
     mesh, shard = given.pop("mesh", None), given.pop("shard", None)
     folder = given.get("dump") or os.environ.get("ATTNGRAPH_DUMP")
     passes, disable = given.get("passes"), given.get("disable", ())
@@ -159,6 +168,11 @@ def make_options(
     devices = ONE if mesh is None else devices_of(mesh, shard)
     if given.get("consistent") and (mesh is not None or given.get("backend", "auto") not in ("auto", "cpu")):
         raise ValueError("consistent=True is for one CPU: leave mesh out, and backend is auto or cpu.")
+    if given.get("freeze") and (mesh is not None or given.get("inductor") or isinstance(chosen, tuple)):
+        raise ValueError(
+            "freeze lays weights out for products on one device that attngraph compiles: leave out mesh and "
+            "inductor, and give passes as a function that changes their order."
+        )
     if not devices.is_one and isinstance(chosen, tuple):
         raise ValueError("passes and mesh do not go together: what ranks divide is decided by a pass.")
     dump = Path(folder) if folder else None

@@ -31,6 +31,7 @@ from attngraph.errors import SavedError, told_as
 from attngraph.ir import cache_folder
 from attngraph.ir.kept import kept
 from attngraph.ir.modes import without_collections
+from attngraph.ir.ops.panels import whole
 from attngraph.ir.records import made, plain
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.examples import Example
@@ -92,6 +93,7 @@ class SavedOptions:
     inductor: bool
     strict: bool
     consistent: bool
+    freeze: str
     absorb: str
     disable: tuple[str, ...]
     passes: tuple[str, ...]
@@ -260,12 +262,13 @@ def executable_for(
 ) -> Executable:  # fmt: skip
     """An executable for a call, from what was compiled before (if strict, that must fit) or compiled now."""
     call = Call({"kind": "module"}, target, (args, kwargs), options, not isinstance(target, Skeleton))
-    return _taken_or_made(
-        call, saved,
-        lambda files: executable_from(files, call.known(files), build.runner_of(options)),
-        lambda found: found.accepts(call.tensors),
-        lambda: build.compile_graph(target, args, kwargs, options),
-    )  # fmt: skip
+    with whole(call.owner):
+        return _taken_or_made(
+            call, saved,
+            lambda files: executable_from(files, call.known(files), build.runner_of(options)),
+            lambda found: found.accepts(call.tensors),
+            lambda: build.compile_graph(target, args, kwargs, options),
+        )  # fmt: skip
 
 
 def step_for(
@@ -278,12 +281,13 @@ def step_for(
     kind |= {"compared": True, "alone": example.alone} if example.is_compared else {}
     kind |= {"single": True} if example.single else {}
     call = Call(kind, target, example.arguments, options, not isinstance(target, Skeleton))
-    return _taken_or_made(
-        call, saved,
-        lambda files: step_from(files, call.known(files), build.step_runner_of(options)),
-        lambda found: found.is_valid() and fits(found),
-        lambda: derive.derive_decoder(target, options, config, example),
-    )  # fmt: skip
+    with whole(call.owner):
+        return _taken_or_made(
+            call, saved,
+            lambda files: step_from(files, call.known(files), build.step_runner_of(options)),
+            lambda found: found.is_valid() and fits(found),
+            lambda: derive.derive_decoder(target, options, config, example),
+        )  # fmt: skip
 
 
 def _taken_or_made(
@@ -363,6 +367,7 @@ def save(
         "model": f"{type(target).__module__}.{type(target).__qualname__}",
     }  # fmt: skip
     if weights:
-        files |= weights_of(target, about)
+        with whole(owner_of(target)):
+            files |= weights_of(target, about)
     write_folder(Path(path), about, files, replace=True)
     return Path(path)

@@ -116,6 +116,8 @@ _HOW_TO_COMPILE = (
     _OWN_PASSES,
     flag("--inductor", "compile the rest with Inductor too"),
     flag("--consistent", "the same bits in every batch, chunk and training step (docs/same-bits.md)"),
+    option("--freeze", "weights will not change, or may be given up too (docs/frozen.md)", nargs="?",
+           default=False, const="keep", choices=("keep", "release")),
     flag("--no-torch-compile", "do not measure torch.compile, nor inductor=True, beside it"),
     option("--rounds", "rounds of timing (default %(default)s)", type=POSITIVE, default=5),
 )  # fmt: skip

@@ -43,8 +43,8 @@ def compile_target(
     with told_as(TargetError, ValueError):
         made = make_options(
             tell, backend=options.backend, inductor=options.inductor, strict=options.strict,
-            consistent=options.consistent, dump=options.dump, absorb=options.absorb, disable=options.disable,
-            min_scores=options.min_scores, passes=changed_by(options.add),
+            consistent=options.consistent, freeze=options.freeze, dump=options.dump, absorb=options.absorb,
+            disable=options.disable, min_scores=options.min_scores, passes=changed_by(options.add),
         )  # fmt: skip
     tell(f"building {target}")
     model, inputs = load_target(target, batch=options.batch, tokens=tokens)

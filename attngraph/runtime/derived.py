@@ -87,7 +87,8 @@ class DerivedSteps:
 
     def origin(self, step: Step) -> Origin:
         """What a state of this step belongs to: this decoder, and its model as it is now."""
-        return Origin(self, step, self._key(step.scope), *step.weights())
+        weights, versions = step.weights()
+        return Origin(self, step, self._key(step.scope), weights, versions)
 
     def _key(self, scope: Scope) -> Any:
         """All that a graph depends on but what is given to a call."""

@@ -19,11 +19,11 @@ from torch.nn.utils import parametrize
 
 from attngraph.capture.guards import ValueGuard
 from attngraph.capture.instead import LOCK
-from attngraph.errors import CheckError
+from attngraph.errors import CheckError, FrozenError
 from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate
 from attngraph.ir.modes import without_autocast
 from attngraph.ir.ops.declare import one_run
-from attngraph.ir.versions import version_of
+from attngraph.ir.ops.panels import GivenUp, give_up, in_panels, stamp_of
 from attngraph.runtime.parallel.fully_sharded import collected, is_fully_sharded
 
 Run = Callable[..., Sequence[Any]]
@@ -85,7 +85,7 @@ class Machine:
 
     def own(self) -> list[Any]:
         """The model's tensors that the graph and its weights stage read, as the model has them now."""
-        stage = [] if self._weights is None else self._weights.machine.own()
+        stage = [] if self._weights is None else self._weights.own()
         return self._inputs.own() + stage
 
     def __call__(
@@ -140,11 +140,14 @@ class _ValuesOfWeights:
 
     Changes are detected by address and version, as for buffers (`capture/guards.py`): writes through `.data`
     are not noticed. `fully_shard` collects weights at one address without counting, so there it is always.
+    Weights that are kept in panels will not change, as the user has said: a change is an error.
     """
 
     def __init__(self, graph: ProgramGraph, owner: nn.Module) -> None:
-        self.machine, self._owner = Machine(graph, owner), owner
+        self.machine, self._owner, self._graph = Machine(graph, owner), owner, graph
         self._names = [output.name for output in graph.outputs]
+        self._frozen = bool(graph.graph.find_nodes(op="call_function", target=in_panels))
+        self._sources = [given.label for given in graph.inputs]
         self._stamps: list[Any] = []
         self._current: dict[str, Tensor] = {}
 
@@ -152,13 +155,36 @@ class _ValuesOfWeights:
         if interpret is not None:
             return self._named(self.machine((), None, interpret))
         weights = self.machine._inputs((), None, None)
-        stamps = [(w.data_ptr(), version_of(w), w.dtype, w.device, w.shape) for w in weights]
-        is_counted = all(version is not None for _, version, *_ in stamps)
+        stamps = list(map(stamp_of, weights))
+        is_counted = self._frozen or all(version is not None for _, version, *_ in stamps)
+        if self._frozen and self._stamps and stamps != self._stamps:
+            pairs = zip(self._sources, stamps, self._stamps, strict=True)
+            changed = next(name for name, now, before in pairs if now != before)
+            raise FrozenError(
+                f"{changed} has changed since it was frozen (freeze=).\n"
+                "What to do: compile the model again, or leave freeze out while its weights change."
+            )
         if stamps != self._stamps or not is_counted or is_fully_sharded(self._owner):
             with torch.no_grad():
                 self._current = self._named(self.machine(()))
             self._stamps = stamps
+            self._give_up(weights)
         return self._current
+
+    def own(self) -> list[Any]:
+        """The model's tensors that the stage reads, after it has given up those that it may."""
+        if self._frozen and not self._stamps:
+            with LOCK.call():
+                self.values(None)
+        return self.machine.own()
+
+    def _give_up(self, weights: Sequence[Tensor]) -> None:
+        """Let the model do without the weights that the stage alone reads, if the user has said so."""
+        graph = self._graph
+        of = dict(zip(graph.placeholders(), zip(self._sources, weights, strict=True), strict=True))
+        for node, name in zip(graph.results(), self._names, strict=True):
+            if node.target is in_panels and node.args[3]:
+                give_up(self._owner, *of[node.args[0]], self._current[name], node.args[1])
 
     def _named(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self._names, values, strict=True))
@@ -190,9 +216,11 @@ class Inputs:
     for each of them is a noticeable part of a token's time.
     """
 
-    __slots__ = ("_elsewhere", "_names", "_order", "_own", "_passed", "_stores")
+    __slots__ = ("_elsewhere", "_names", "_order", "_own", "_passed", "_reads", "_stores")
 
     def __init__(self, graph: ProgramGraph, owner: nn.Module, names: Sequence[str] | None) -> None:
+        self._reads = not graph.graph.find_nodes(op="call_function", target=in_panels)
+        """Whether its weights are read, and not only laid out: those that were given up are put together."""
         self._own: list[Fetch] = []
         """How the tensors in `_stores`, by `_names`, are looked up where they are no plain tensors."""
         self._stores: list[dict[str, Tensor | None]] = []
@@ -232,6 +260,8 @@ class Inputs:
         found: list[Any] = list(map(dict.get, self._stores, self._names))
         if not _PLAIN.issuperset(map(type, found)):
             found = [fetch(None) for fetch in self._own]
+            if self._reads:
+                found = [t.restored() if type(t) is GivenUp else t for t in found]
         found += [fetch(None) for fetch in self._elsewhere]
         found += [fetch(sources[source]) for source, fetch in self._passed]
         return [found[place] for place in self._order]

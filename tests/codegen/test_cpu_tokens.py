@@ -16,6 +16,7 @@ from attngraph.codegen.cpu.tokens.source import kinds_of_products, write
 from attngraph.ir.language.packed import Packed
 from attngraph.ir.language.token_program import GROUP, Given, TokenProgram, parse
 from attngraph.ir.ops.kernels import SHARED_END
+from attngraph.ir.ops.panels import in_panels
 from attngraph.ir.ops.token_program import reference
 
 ROWS = (*range(1, 10), 17, 31, 32, 33, 47, 600)
@@ -48,6 +49,10 @@ def check(text: str, tokens: int, given: list[Tensor] | None = None) -> None:
             if about.dtype == "float32" else integers(about, generator)
             for about in program.given
         ]  # weights that keep the size of values  # fmt: skip
+        given = [
+            in_panels(t, False, run.TOKENS.panel(), False) if about.in_panels else t
+            for t, about in zip(given, program.given, strict=True)
+        ]
     wanted = reference(program, [t.double() if t.is_floating_point() else t for t in given])
     for multiplier in multipliers(tokens):
         for one, other in zip(computed(text, given, multiplier), wanted, strict=True):
@@ -97,6 +102,44 @@ def product(depth: int, width: int, turned: bool) -> str:
 @pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (16, 3), (768, 129), (5, 1000)])
 def test_products(depth: int, width: int, turned: bool, tokens: int) -> None:
     check(product(depth, width, turned), tokens)
+
+
+@pytest.mark.parametrize("tokens", ROWS)
+@pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (16, 3), (768, 129), (5, 1000)])
+def test_products_with_panels(depth: int, width: int, tokens: int) -> None:
+    text = product(depth, width, False).replace(
+        f"r1[{width}, {depth}]\n", f"r1[{width}, {depth}] in panels\n"
+    )
+    check(text, tokens)
+
+
+def test_panels_beside_other_weights_are_computed_together() -> None:
+    """A group of products whose columns a thread computes together, of which one lies in panels."""
+    text = (
+        "r0[1, t, 40]\nr1[100, 40] in panels\nr2[40, 100]\nr3[i0 < 40] = r0[0, t, i0] * 2.0\n"
+        "r4[i0 < 100] = sum[j < 40] r3[j] * r1[i0, j]\nr5[i0 < 100] = sum[j < 40] r3[j] * r2[j, i0]\n"
+        "r6[i0 < 100] = tanh(r4[i0]) * r5[i0]\nreturn r6[1, t, 100]"
+    )
+    for tokens in (1, 5, 33, 600):
+        check(text, tokens)
+
+
+def test_panels_of_another_width_are_left_to_pytorch() -> None:
+    """A file may have panels of another machine; and nothing but a product reads them."""
+    text = product(24, 80, False).replace("r1[80, 24]\n", "r1[80, 24] in panels\n")
+    x, w, b = torch.randn(1, 3, 24), torch.randn(80, 24), torch.randn(80)
+    other = in_panels(w, False, run.TOKENS.panel() // 2, False)
+    assert run.Tokens().run(text, [x, other, b]) is None
+    (found, *_), (wanted, *_) = (
+        reference(parse(text), [x, p, b]) for p in (other, in_panels(w, False, 7, False))
+    )
+    assert torch.equal(found, wanted)
+    assert (
+        run.Tokens().source(
+            parse("r0[t, 4]\nr1[4, 4] in panels\nr2[i0 < 4] = r0[t, i0] * r1[0, i0]\nreturn r2[t, 4]")
+        )
+        == ""
+    )
 
 
 @pytest.mark.parametrize("tokens", [40, 48, 64, 77, 112, 128, 157, 190, 192, 193])

@@ -136,6 +136,9 @@ def test_a_lost_cell_is_told_in_words(ours: float, is_lost: bool) -> None:
         "LOST: GPT-2, token: attngraph takes 25.0 ms, OpenVINO 20.0 ms (1.25 times as long)." if is_lost
         else "attngraph lost no cell."
     )  # fmt: skip
+    times["attngraph, frozen"] = 0.026
+    more = lost(None, [{"cell": "GPT-2, token", "name": n, "seconds": s} for n, s in times.items()])  # type: ignore[arg-type]
+    assert "attngraph, frozen takes 26.0 ms, OpenVINO 20.0 ms (1.30 times as long)." in more
     assert "has no figure" in lost(None, [{"cell": "a", "name": "eager", "seconds": 1.0}])  # type: ignore[arg-type]
 
 

@@ -1,4 +1,5 @@
-"""Whole models on the CPU, called once or trained a step: default options beside eager and torch.compile.
+"""Whole models on the CPU, called once or trained a step: beside eager, torch.compile, and where they are
+installed OpenVINO and onnxruntime.
 
     python -m workshop whole --json docs/measured/whole.json --plot whole.png
 
@@ -22,12 +23,18 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from workshop.bench import models
+from workshop.bench.peers.engines import whole_onnxruntime, whole_openvino
 from workshop.bench.peers.suite import Failure, ask
-from workshop.harness import Cell, Options, Row, Suite, short
+from workshop.harness import Cell, Options, Row, Suite, installed, short
 from workshop.processes import Server
 
 EAGER, COMPILE, FROZEN, OURS = "eager", "torch.compile", "torch.compile, frozen", "attngraph"
-CANDIDATES = (EAGER, COMPILE, FROZEN, OURS)
+OURS_FROZEN, OPENVINO, ONNX = "attngraph, frozen", "OpenVINO", "onnxruntime"
+KEEPING: Mapping[str, tuple[str, ...]] = {
+    FROZEN: (), OPENVINO: ("openvino",), ONNX: ("onnxruntime", "onnx", "onnxscript"), OURS_FROZEN: (),
+}  # fmt: skip
+"""Candidates that keep weights as they were, which no training has, and the packages that they need."""
+CANDIDATES = (EAGER, COMPILE, OURS, *KEEPING)
 NOISE = 1.03
 """A cell is lost where the best of the others is faster by more than this."""
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -77,7 +84,8 @@ WORKS: Mapping[str, Work] = {
     "Whisper encoder 3000": Work(
         _of("Whisper", encoder_layers=4, decoder_layers=1), lambda: (torch.randn(1, 80, 3000),)
     ),
-    "GPT-2 1 x 1024": Work(_GPT2, _ids(1, 1024)), "Llama 2 x 512": Work(_LLAMA, _ids(2, 512)),
+    "GPT-2 1 x 128": Work(_GPT2, _ids(1, 128)), "GPT-2 1 x 1024": Work(_GPT2, _ids(1, 1024)),
+    "Llama 1 x 128": Work(_LLAMA, _ids(1, 128)), "Llama 2 x 512": Work(_LLAMA, _ids(2, 512)),
     "GPT-2 bfloat16 1 x 1024": Work(_GPT2, _ids(1, 1024), dtype=torch.bfloat16),
     "GPT-2 train 2 x 512": Work(_GPT2, _ids(2, 512), trains=True),
     "Llama train 2 x 1024": Work(_LLAMA, _ids(2, 1024), trains=True),
@@ -120,7 +128,7 @@ class _Made:
         torch.manual_seed(0)
         self.inputs = tuple(x.to(work.dtype) if x.is_floating_point() else x for x in work.inputs())
         start = time.perf_counter()
-        self.call = _candidate(name, self.model)
+        self.call = _candidate(name, self.model, self.inputs)
         self.first = self.run().detach()
         for _ in range(6):  # attngraph finds out which is faster in the first calls of a size
             self.run()
@@ -140,15 +148,26 @@ class _Made:
         return time.perf_counter() - start
 
 
-def _candidate(name: str, model: Any) -> Callable[..., Any]:
+def _serves(name: str, work: Work) -> bool:
+    """Whether a candidate has this cell. OpenVINO would compute bfloat16 in float32, and onnxruntime has few
+    of its operations."""
+    missing = [package for package in KEEPING.get(name, ()) if installed(package) is None]
+    of_16_bits = name in (OPENVINO, ONNX) and work.dtype != torch.float32
+    return not missing and not of_16_bits and not (work.trains and name in KEEPING)
+
+
+def _candidate(name: str, model: Any, inputs: tuple[Tensor, ...]) -> Callable[..., Any]:
     found: Callable[..., Any] = model
     if name == EAGER:
         return found
-    if name == OURS:
+    if name in (OURS, OURS_FROZEN):
         import attngraph
 
-        found = attngraph.compile(model)
+        found = attngraph.compile(model, freeze=name == OURS_FROZEN)
         return found
+    if name in (OPENVINO, ONNX):
+        with torch.no_grad():
+            return (whole_openvino if name == OPENVINO else whole_onnxruntime)(model, inputs)
     if name == FROZEN:
         from torch._inductor import config
 
@@ -162,7 +181,7 @@ def _candidate(name: str, model: Any) -> Callable[..., Any]:
 
 def measured(cell: str, work: Work, rounds: int) -> dict[str, Row]:
     """The medians of one cell, or reasons for none, and the floor."""
-    names = [n for n in CANDIDATES if not (work.trains and n == FROZEN)]
+    names = [n for n in CANDIDATES if _serves(n, work)]
     workers = {n: Server(serve, n, cell, torch.get_num_threads()) for n in names}
     found: dict[str, Row] = {}
     eager: Tensor | None = None
@@ -221,19 +240,19 @@ def cells(options: Options) -> Iterator[Cell]:
 
 
 def lost(_: Options, rows: Sequence[Row]) -> str:
-    """The cells in which another candidate that keeps weights as they are is faster."""
+    """The cells in which another candidate is faster: among those for which weights may change, and among
+    those that keep them as they were."""
     told = []
     for cell in dict.fromkeys(row["cell"] for row in rows):
         found = {r["name"]: 1e3 * r["seconds"] for r in rows if r["cell"] == cell and "seconds" in r}
-        ours = found.get(OURS)
-        best = min((n for n in (EAGER, COMPILE) if n in found), key=found.__getitem__, default="")
-        if ours is None:
-            told.append(f"LOST: {cell}: attngraph has no figure.")
-        elif best and ours > NOISE * found[best]:
-            ratio = ours / found[best]
-            told.append(
-                f"LOST: {cell}: {ours:.0f} ms, {best} {found[best]:.0f} ms ({ratio:.2f} times as long)."
-            )
+        for name, beside in ((OURS, (EAGER, COMPILE)), (OURS_FROZEN, (FROZEN, OPENVINO, ONNX))):
+            others = {n: found[n] for n in beside if n in found}
+            best, ours = min(others, key=others.__getitem__, default=""), found.get(name)
+            if ours is None and name == OURS:
+                told.append(f"LOST: {cell}: attngraph has no figure.")
+            elif ours is not None and best and ours > NOISE * others[best]:
+                beside_best = f"{best} {others[best]:.0f} ms ({ours / others[best]:.2f} times as long)"
+                told.append(f"LOST: {cell}: {name} {ours:.0f} ms, {beside_best}.")
     return "\n".join(told) or "attngraph lost no cell."
 
 

@@ -231,16 +231,36 @@ def as_module(graph: fx.Graph) -> fx.GraphModule:
 
 
 def move_to_stage(graph: ProgramGraph, rate: Rate, values: Mapping[str, fx.Node]) -> None:
-    """Move the computation of `values` to a new stage; in the graph an input of the given name replaces each.
+    """Move the computation of `values` to a stage; in the graph an input of the given name replaces each.
     Inputs that only the stage needs move with it."""
-    assert rate not in graph.stages, f"values move to the stage {rate.value} once"
-    graph.stages[rate] = part_of(graph, values)
-    for number, (name, value) in enumerate(values.items()):
+    part, before = part_of(graph, values), graph.stages.get(rate)
+    first = 0 if before is None else len(before.outputs)
+    graph.stages[rate] = part if before is None else _joined(before, part, rate)
+    for number, (name, value) in enumerate(values.items(), start=first):
         made = graph.add_input(Input(rate.value, name), value.meta["val"], f"{rate.value}_{number}")
         value.replace_all_uses_with(made)
-    moved = set(graph.stages[rate].inputs)
+    moved = set(part.inputs)
     graph.clean()
     graph.drop_inputs(lambda node, given: given in moved and not node.users)
+
+
+def _joined(stage: ProgramGraph, part: ProgramGraph, rate: Rate) -> ProgramGraph:
+    """The stage, which computes the results of another part as well, and may give that what it takes."""
+    results: list[Any] = stage.results()
+    made = {Input(rate.value, o.name): n for o, n in zip(stage.outputs, results, strict=True)}
+    made |= {given: node for node, given in stage.given().items()}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node, given in part.given().items():
+        copies[node] = made[given] if given in made else stage.add_input(given, node.meta["val"], node.name)
+    end = stage.graph.output_node()
+    with stage.graph.inserting_before(end):
+        for node in part.graph.nodes:
+            if node.op == "call_function":
+                copies[node] = stage.graph.node_copy(node, copies.__getitem__)
+    end.args = ((*results, *(copies[n] for n in part.results())),)
+    stage.outputs += part.outputs
+    stage.clean()
+    return stage
 
 
 def part_of(

@@ -4,6 +4,7 @@
     r1[768]                                     one that all tokens share, a weight
     r1[768, 768] int8                           of another dtype; without a word, elements are float32
     r1[768, 768] int4 low first by 1            of 4 bits, in the bytes of integers (`packed.py`)
+    r1[768, 768] in panels                      a weight `[out, in]` laid out for the machine's registers
     r2[] = sum[j < 768] r0[0, t, j]             a value of each token; this one is a single number
     r3[i0 < 768] = r0[0, t, i0] - r2[] / 768    one with an element for each i0
     return r3[1, t, 768]                        results, with their shapes, and with the dtype as above
@@ -36,6 +37,8 @@ FLOATS = tuple(dtypes.DTYPES[dtype].name for dtype in dtypes.FLOATS)
 """Of results, and of given tensors that count tokens."""
 DTYPES = (*FLOATS, "int8", "uint8", "int32")
 """Of given tensors."""
+PANELS = "in panels"
+"""Stands where a dtype may stand: float32 elements, as `ir/ops/panels.py` lays them out."""
 GROUP = 16
 """So many elements of a weight's row, or a multiple, have one scale: whole vectors of every length."""
 Extent = int | None
@@ -46,14 +49,18 @@ Extent = int | None
 class Given:
     """A tensor that a program is given: its extents, and the name of its dtype. If elements are `packed`, the
     extents are those of the matrix of elements, and the tensor has them in integers of any shape and dtype.
+    So are they `in_panels`, where only products read it.
     """
 
     shape: tuple[Extent, ...]
     dtype: str = "float32"
     packed: Packed | None = None
+    in_panels: bool = False
 
     @property
     def word(self) -> str:
+        if self.in_panels:
+            return f" {PANELS}"
         return _word(self.dtype) if self.packed is None else f" {WORD} {self.packed}"
 
     @functools.cached_property
@@ -296,6 +303,8 @@ def _given(shape: tuple[Extent, ...], words: str, line: str) -> Given:
             return Given(shape, WORD, Packed.of(words.removeprefix(f"{WORD} ")))
         except ValueError as problem:
             raise TokenProgramError(f"{problem}: {line}") from None
+    if words == PANELS and len(shape) == 2 and None not in shape:
+        return Given(shape, in_panels=True)
     if words not in (FLOATS if None in shape else DTYPES):
         allowed = f"weights may be {', '.join(DTYPES)}, other tensors {', '.join(FLOATS)}"
         raise TokenProgramError(f"{allowed}: {line}")

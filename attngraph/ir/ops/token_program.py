@@ -18,6 +18,7 @@ from attngraph.ir.language import E, Expr, operation_of
 from attngraph.ir.language.token_derivative import GIVEN, GRADIENT, RESULT, backward
 from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram, extent, parse
 from attngraph.ir.ops import memory
+from attngraph.ir.ops.panels import from_panels
 from attngraph.ir.ops.quantised import dequantised
 
 from attngraph.ir.ops.declare import (  # isort: skip
@@ -30,6 +31,9 @@ class Runner(Protocol):
     """Computes token programs; returns None for a call that it does not support."""
 
     name: str
+
+    def panel(self) -> int:
+        """How many outputs a panel of a weight has that is given `in panels`; 0 where none is taken so."""
 
     def prepare(self, text: str, given: Sequence[Tensor]) -> None:
         """Calls with such tensors (fake ones are fine) will follow: begin what takes long."""
@@ -212,6 +216,8 @@ def _some_rows(tensor: Tensor, about: Given, rows: slice) -> Tensor:
     """Rows of a given tensor that all tokens share, with their elements apart if they are packed."""
     if about.packed is not None:
         return about.packed.unpacked(tensor, int(about.shape[0] or 0), rows)
+    if about.in_panels:
+        tensor = from_panels(tensor, int(about.shape[0] or 0))
     return tensor[rows]
 
 
@@ -271,7 +277,7 @@ class _Evaluation:
         indices = list(node.args)
         if self.program.definition(node.value) is not None:
             indices.insert(0, TOKEN)
-        elif self.program.given[node.value].packed is not None:
+        elif self.program.given[node.value].packed is not None or self.program.given[node.value].in_panels:
             tensor = _some_rows(tensor, self.program.given[node.value], slice(None))
         elif self.program.given[node.value].token_dim is not None:
             indices.insert(0, indices.pop(self.program.given[node.value].token_dim))

@@ -179,14 +179,14 @@ INLINE void fetch_part(Soon soon, int64_t n, int64_t parts) {
         for (int64_t b = 0; b < soon.bytes; b += LINE) PREFETCH(soon.data + l * soon.stride + b);
 }
 
-/* Adds to the outputs of a tile of rows, STEP_Q or one less (any number IN_ORDER), the product with `depth` elements of a panel. Where
-   `is_first`, there is nothing yet to add to. */
+/* Adds to the outputs of a tile of rows, STEP_Q or one less (`any` number), the product with `depth` elements of a
+   panel. Where `is_first`, there is nothing yet to add to. */
 INLINE void add_panel(const float *x, int64_t ldx, const float *panel, int64_t depth, float *y, int64_t ldy,
-                      int64_t rows, int is_first) {
+                      int64_t rows, int is_first, const int any) {
 #define TILE(BY, ROWS) multiply_tile(y, ldy, x, ldx, 1, panel, PANEL, depth, BY, ROWS, STEP_N, 1)
 #define TILES(ROWS) is_first ? TILE(0, ROWS) : TILE(ONES, ROWS)
     if (rows == STEP_Q) TILES(STEP_Q);
-    else if (rows == STEP_Q - 1 || !IN_ORDER) TILES(STEP_Q - 1);
+    else if (rows == STEP_Q - 1 || !any) TILES(STEP_Q - 1);
     else if (rows == 4) TILES(4);
     else if (rows == 3) TILES(3);
     else if (rows == 2) TILES(2);
@@ -197,11 +197,66 @@ INLINE void add_panel(const float *x, int64_t ldx, const float *panel, int64_t d
 
 /* The same for `outs` outputs, fewer than a panel has. */
 static void add_short_panel(const float *x, int64_t ldx, const float *panel, int64_t depth, float *y, int64_t ldy,
-                            int64_t rows, int64_t outs, int is_first) {
+                            int64_t rows, int64_t outs, int is_first, const int any) {
     float whole[STEP_Q * PANEL] = {0};
     for (int64_t i = 0; i < rows && !is_first; ++i) memcpy(whole + i * PANEL, y + i * ldy, sizeof(float) * outs);
-    add_panel(x, ldx, panel, depth, whole, PANEL, rows, is_first);
+    add_panel(x, ldx, panel, depth, whole, PANEL, rows, is_first, any);
     for (int64_t i = 0; i < rows; ++i) memcpy(y + i * ldy, whole + i * PANEL, sizeof(float) * outs);
+}
+
+/* One or two rows times two panels of the whole depth: two streams of the memory, and as many sums as hide how long an
+   addition takes. */
+INLINE void tile_of_two_panels(const float *x, int64_t ldx, const float *w, int64_t depth, float *y, int64_t ldy,
+                               int64_t outs, const int rows) {
+    Vector whole[2][2 * STEP_N], sum[2][2 * STEP_N];
+    for (int64_t from = 0; from < depth; from += PART) {
+        int64_t until = smaller(from + PART, depth);
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < 2 * STEP_N; ++v) sum[r][v] = (Vector){0};
+        for (int64_t d = from; d < until; ++d)
+#pragma GCC unroll 8
+            for (int v = 0; v < 2 * STEP_N; ++v) {
+                Vector right = *(const Vector *)(w + (v / STEP_N * depth + d) * PANEL + v % STEP_N * LANES);
+                IN_REGISTER(right);
+#pragma GCC unroll 2
+                for (int r = 0; r < rows; ++r) ADD_PRODUCT(sum[r][v], x[r * ldx + d], right);
+            }
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < 2 * STEP_N; ++v) {
+                if (from) whole[r][v] += sum[r][v];
+                else whole[r][v] = sum[r][v];
+            }
+    }
+    for (int r = 0; r < rows; ++r) memcpy(y + r * ldy, whole[r], sizeof(float) * smaller(outs, 2 * PANEL));
+}
+
+/* Any number of rows times columns `first` .. `first + outs - 1` of a weight that lies in panels of the whole depth,
+   [panel][depth][PANEL]; `first` begins a panel. They are read in order, so nothing is fetched by hand. The sums of a
+   row are the same whatever rows there are besides. */
+INLINE void product_of_panels(const float *x, int64_t ldx, const float *w, int64_t depth, int64_t first, float *y,
+                              int64_t ldy, int64_t rows, int64_t outs) {
+    int64_t tiles = parts_of(rows, STEP_Q), blocks = parts_of(rows, larger(STEP_Q, NEAR / PART)), o = 0;
+    w += first * depth;
+    for (; rows <= 2 && o + PANEL < outs; o += 2 * PANEL) {
+        if (rows == 1) tile_of_two_panels(x, ldx, w + o * depth, depth, y + o, ldy, outs - o, 1);
+        else tile_of_two_panels(x, ldx, w + o * depth, depth, y + o, ldy, outs - o, 2);
+    }
+    for (int64_t b = 0, begin = o; b < blocks; ++b)
+        for (o = begin; o < outs; o += PANEL)
+            for (int64_t from = 0, until; from < depth; from = until) {
+                until = smaller(from + PART, depth);
+                for (int64_t t = tiles * b / blocks; t < tiles * (b + 1) / blocks; ++t) {
+                    int64_t r = row_of(t, tiles, rows), count = row_of(t + 1, tiles, rows) - r;
+                    const float *left = x + r * ldx + from, *panel = w + o * depth + from * PANEL;
+                    float *to = y + r * ldy + o;
+                    if (o + PANEL <= outs) add_panel(left, ldx, panel, until - from, to, ldy, count, !from, 1);
+                    else add_short_panel(left, ldx, panel, until - from, to, ldy, count, outs - o, !from, 1);
+                }
+            }
 }
 
 /* All rows times columns `first` .. `first + outs - 1` of the weight, by way of `panels`. There are at least 20 rows,
@@ -235,8 +290,8 @@ INLINE void product_of_many(const float *x, int64_t ldx, const void *w, int64_t 
                         const float *left = x + r * ldx + from, *panel = panels + o * (until - from);
                         float *to = y + r * ldy + g + o;
                         fetch_part(soon, step++, steps);
-                        if (o + PANEL <= wide) add_panel(left, ldx, panel, until - from, to, ldy, count, !from);
-                        else add_short_panel(left, ldx, panel, until - from, to, ldy, count, wide - o, !from);
+                        if (o + PANEL <= wide) add_panel(left, ldx, panel, until - from, to, ldy, count, !from, IN_ORDER);
+                        else add_short_panel(left, ldx, panel, until - from, to, ldy, count, wide - o, !from, IN_ORDER);
                     }
         }
     }

@@ -38,11 +38,14 @@ static int64_t room_of_sums(int64_t width, int64_t depth, int64_t tokens, int64_
     return smaller(members * tokens, depth / SMALL) * width;
 }
 
+/* How a weight lies, `turned`: [out][depth], [depth][out], or in panels (gemm.h). */
+enum { NOT_TURNED, TURNED, IN_PANELS };
+
 /* The items of a product, whose rows are the tokens. `across`: as for items_of_many. `deep`: whether the depth may be
    divided. */
 static Items items_of(int64_t width, int64_t depth, const int64_t *c, int turned, int across, int deep) {
     int64_t tokens = c[TOKENS], members = c[MEMBERS];
-    if (c[PANELS]) return items_of_many(width, depth, tokens, members, across);
+    if (c[PANELS] || turned == IN_PANELS) return items_of_many(width, depth, tokens, members, across);
     int64_t parts = deep ? parts_of_depth(width, depth, tokens, members) : 1;
     int64_t columns = share_of(width, depth, tokens, members / parts, turned), shares = parts_of(width, columns);
     return (Items){columns, tokens, shares, parts, shares * parts};
@@ -66,6 +69,10 @@ INLINE void product(const float *x, int64_t ldx, const void *w, int64_t ldw, int
                     float *panels, float *arranged, const int type, const int scaled, const int zeros,
                     const int turned) {
     const int across = type == FLOAT && !scaled && !zeros && !turned;
+    if (turned == IN_PANELS) {
+        product_of_panels(x, ldx, w, depth, first, y, ldy, rows, outs);
+        return;
+    }
     if (across && !panels && fill_vectors(rows)) {
         product_of_few_by_rows(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, arranged);
         return;

@@ -7,11 +7,12 @@ because few registers are left for what is not; how wide it is, is not.
 
 import dataclasses
 
-from attngraph.codegen.cpu.native import header
+from attngraph.codegen.cpu.native import header, numbers
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language.token_program import GROUP, Given, TokenProgram, extent
 
+IN_PANELS = numbers("tokens.h")["IN_PANELS"]
 HEADERS = ("functions", "elements", "tile", "product", "gemm", "rows", "tokens")
 
 
@@ -21,7 +22,7 @@ class Kind:
 
     Attributes:
         name: in the source of a program.
-        type, scaled, zeros, turned: arguments of `product` in c/tokens.h.
+        type, scaled, zeros, turned: arguments of `product` in c/tokens.h. in_panels: of the weight.
         row: from one row of the weight to the next one, in elements, or bytes if it is packed.
         depth: of the product.
         scales: the numbers in `Scales`.
@@ -39,6 +40,10 @@ class Kind:
     scales: tuple[int, ...]
     short: bool
     ordered: bool
+
+    @property
+    def in_panels(self) -> bool:
+        return self.turned == IN_PANELS
 
     @property
     def goes_across(self) -> bool:
@@ -69,6 +74,8 @@ def require_whole_groups(program: TokenProgram) -> None:
             continue
         weight, (_, depth) = program.given[about.weight], _extents(program, number)
         group = depth if by is None else by.group
+        if weight.in_panels and (about.turned or by is not None):
+            raise UnsupportedError("a weight in panels that is turned, or has scales")
         if weight.dtype == "int32":
             raise UnsupportedError("a product with a weight of int32")
         if group % GROUP and group != depth:
@@ -90,11 +97,12 @@ def kind(program: TokenProgram, number: int) -> Kind:
         lengths += [about.packed.run, int(about.packed.high_first)]
     zeros = "NONE" if zero is None else NAMED[program.given[zero].dtype].word
     row, scaled = depth // 2 if about.packed is not None else width if turned else depth, int(by is not None)
-    head = ("turned" if turned else "product") + "_ordered" * program.in_order
+    how = IN_PANELS if about.in_panels else int(turned)
+    head = ("product", "turned", "panels")[how] + "_ordered" * program.in_order
     parts = [head, word, zeros, scaled, row, depth, *lengths]
     short = about.dtype != "float32" or zeros not in ("NONE", "FLOAT")
     name = "_".join(map(str, parts))
-    return Kind(name, type_, scaled, zeros, int(turned), row, depth, tuple(lengths), short, program.in_order)
+    return Kind(name, type_, scaled, zeros, how, row, depth, tuple(lengths), short, program.in_order)
 
 
 def preamble(short: bool, ordered: bool) -> str:

@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +21,13 @@ from attngraph.codegen.cpu import chosen, native, toolchain
 from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.indices import RANKS
+from attngraph.codegen.cpu.tokens.products import preamble
 from attngraph.codegen.cpu.tokens.schedule import PLACES, arranged, facts
 from attngraph.codegen.remarks import Remarks, UnsupportedError
 from attngraph.ir.dtypes import NAMED
-from attngraph.ir.language.token_program import TokenProgram, parse
+from attngraph.ir.language.token_program import Given, TokenProgram, parse
 from attngraph.ir.ops import memory
+from attngraph.ir.ops.panels import panels_of
 from attngraph.ir.ops.token_program import floating, memory_of_results, tokens_in, weight_rows
 
 _log = logging.getLogger("attngraph.codegen.cpu")
@@ -50,6 +53,15 @@ class Tokens:
         self._known: dict[str, Prepared | None] = {}
         self._begun: set[str] = set()
         self._lock = threading.Lock()
+
+    def panel(self) -> int:
+        names = ("functions", "elements", "tile", "product")
+        text = "\n".join([preamble(False, False), *(native.header(f"{name}.h") for name in names)])
+        try:
+            code, _ = toolchain.build(f"{text}\nint64_t attngraph_panel(void) {{ return PANEL; }}\n")
+        except toolchain.CompilerError:
+            return 0
+        return _integer(code.attngraph_panel)
 
     def source(self, program: TokenProgram) -> str:
         try:
@@ -109,6 +121,13 @@ def _code(text: str) -> ctypes.CDLL:
     return code
 
 
+def _integer(function: Any) -> int:
+    """What a function of no arguments gives."""
+    function.restype = ctypes.c_int64
+    found: int = function()
+    return found
+
+
 class Prepared:
     """A program and its library."""
 
@@ -126,11 +145,10 @@ class Prepared:
         self.at_once = min(self.most, AT_ONCE) if self.products else self.most
         weights = [program.given[f.weight] for f in self.products.values()]
         self.multiplications = sum(math.prod(n or 1 for n in w.shape) for w in weights)
-        self.sums.argtypes = ctypes.c_int64, ctypes.c_int64
-        for function in (code.attngraph_room, code.attngraph_arranged, self.sums):
-            function.restype = ctypes.c_int64
-        self.room: int = code.attngraph_room()
-        self.arranged: int = code.attngraph_arranged()
+        self.sums.argtypes, self.sums.restype = (ctypes.c_int64, ctypes.c_int64), ctypes.c_int64
+        self.room, self.arranged = _integer(code.attngraph_room), _integer(code.attngraph_arranged)
+        self.panel = _integer(code.attngraph_panel)
+        self.in_panels = any(w.in_panels for w in weights)
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         if not self.has_types(given):
@@ -177,8 +195,14 @@ class Prepared:
         self.link(given, results, tokens).run()
 
     def _is_measured(self, tokens: int) -> bool:
-        """Whether the products of a call are large enough to be computed by whoever takes less time."""
-        return tokens > FEW and tokens * self.multiplications >= LARGE and not self.program.in_order
+        """Whether the products of a call are large enough to be computed by whoever takes less time. PyTorch
+        reads no panels."""
+        return (
+            not self.in_panels
+            and tokens > FEW
+            and tokens * self.multiplications >= LARGE
+            and not self.program.in_order
+        )
 
     def is_one_call(self, tokens: int) -> bool:
         """Whether so many tokens are computed by one call of C: they are one block, and where there is a
@@ -211,9 +235,15 @@ class Prepared:
         tokens = tokens_in(self.program, given)
         return all(
             2 * t.nbytes == math.prod(n or 0 for n in about.shape) if about.packed is not None
-            else t.shape == tuple(tokens if n is None else n for n in about.shape)
+            else t.shape == self._shape(about, tokens)
             for t, about in zip(given, self.program.given, strict=True)
         )  # fmt: skip
+
+    def _shape(self, about: Given, tokens: int) -> tuple[int, ...]:
+        if about.in_panels:
+            outs, depth = (n or 0 for n in about.shape)
+            return panels_of(outs, self.panel), depth, self.panel
+        return tuple(tokens if n is None else n for n in about.shape)
 
     def is_usable(self, number: int, tensor: Tensor) -> bool:
         """Whether the C can read a given tensor where it lies."""

@@ -93,15 +93,16 @@ class _Emitter:
         kinds = [products.kind(self.program, n) for n in group.products]
         width = self.facts.widths[group.products[0]]
         depth = max(self.depths[n] for n in group.products)
-        turned, across = any(k.turned for k in kinds), all(k.goes_across for k in kinds)
-        deep = all(k.turned for k in kinds) and not self.program.in_order
-        numbers = f"{len(kinds)}, {width}, {depth}, {turned:d}, {across:d}, {deep:d}"
+        turned, across = max(k.turned for k in kinds), all(k.goes_across for k in kinds)
+        deep = all(k.turned and not k.in_panels for k in kinds) and not self.program.in_order
+        numbers = f"{len(kinds)}, {width}, {depth}, {turned}, {across:d}, {deep:d}"
         return f"{{factors_{name}, {numbers}, {f'follow_{name}' if group.following else '0'}}}"
 
     def _exported(self) -> Iterator[Iterable[str]]:
         """The functions that are called: how much room a call needs, and what each thread runs."""
-        depths, given = self.depths, self.program.given
-        packed = [d for n, d in depths.items() if given[self.facts.products[n].weight].packed is not None]
+        given = {n: self.program.given[p.weight] for n, p in self.facts.products.items()}
+        depths = {n: d for n, d in self.depths.items() if not given[n].in_panels}
+        packed = [d for n, d in depths.items() if given[n].packed is not None]
         across = [2 * d for n, d in depths.items() if products.kind(self.program, n).goes_across]
         count, results = len(self.facts.phases), "results" if self.facts.short else "0"
         room = f"room_of({max(depths.values())})" if depths else "0"
@@ -111,6 +112,7 @@ class _Emitter:
         yield [
             f"int64_t attngraph_room(void) {{ return {room}; }}",
             f"int64_t attngraph_arranged(void) {{ return {arranged}; }}",
+            "int64_t attngraph_panel(void) { return PANEL; }",
             "int64_t attngraph_sums(int64_t tokens, int64_t members) {",
             f"return room_for_parts(phases, {count}, tokens, members);",
             "}",
@@ -211,8 +213,8 @@ class _Emitter:
         if number in self.facts.made:
             return self._element(number, _flattened(indices, self.facts.made[number].extents))
         about = self.program.given[number]
-        if about.packed is not None:
-            raise UnsupportedError("single elements of 4 bits")
+        if about.packed is not None or about.in_panels:
+            raise UnsupportedError(f"single elements of {about.word.strip()}")
         widened = "{}" if about.dtype not in ("bfloat16", "float16") else f"from_{about.dtype}({{}})"
         if about.token_dim is None:
             shape = [n for n in about.shape if n is not None]

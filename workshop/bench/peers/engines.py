@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,32 +140,71 @@ def _compiled(openvino: Any, found: Any) -> Any:
     return openvino.Core().compile_model(found, "CPU", options)
 
 
+def whole_openvino(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor]]:
+    """The first result of a model's call, by OpenVINO."""
+    openvino = importlib.import_module("openvino")
+    request = _compiled(
+        openvino, openvino.convert_model(First(model), example_input=inputs)
+    ).create_infer_request()
+
+    def call(*given: Tensor) -> tuple[Tensor]:
+        request.infer([t.numpy() for t in given], share_inputs=True, share_outputs=True)
+        return (torch.from_numpy(request.get_output_tensor(0).data),)
+
+    return call
+
+
+def whole_onnxruntime(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor]]:
+    """The same by onnxruntime."""
+    runtime = importlib.import_module("onnxruntime")
+    session = _session(runtime, lambda: torch.onnx.export(First(model), inputs, dynamo=True, verbose=False))
+    names = [i.name for i in session.get_inputs()]
+
+    def call(*given: Tensor) -> tuple[Tensor]:
+        found = session.run(None, dict(zip(names, (t.numpy() for t in given), strict=True)))
+        return (torch.from_numpy(found[0]),)
+
+    return call
+
+
+class First(nn.Module):
+    """A model that gives its first result alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.model(*args)[0]
+
+
+def _session(runtime: Any, export: Callable[[], Any]) -> Any:
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        export().save(str(path), external_data=True)
+        return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
 class OnnxRuntime:
     """onnxruntime with the past as inputs and outputs, bound where the last call left them."""
 
     def __init__(self, model: Any) -> None:
         self.runtime, self.model = importlib.import_module("onnxruntime"), model
-        options = self.runtime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.graph_optimization_level = self.runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.onnx"
-            self._export(path)
-            self.session = self.runtime.InferenceSession(
-                str(path), options, providers=["CPUExecutionProvider"]
-            )
+        self.session = _session(self.runtime, self._exported)
         self.inputs = [i.name for i in self.session.get_inputs()]
         self.outputs = [o.name for o in self.session.get_outputs()]
         self.past: list[Any] = []
 
-    def _export(self, path: Path) -> None:
+    def _exported(self) -> Any:
         past = past_of(self.model, 2, 4)
         rows, new, kept = (torch.export.Dim(n, min=0, max=1 << 16) for n in ("rows", "new", "kept"))
-        found: Any = torch.onnx.export(
+        return torch.onnx.export(
             WithPast(self.model), (torch.zeros(2, 3, dtype=torch.int64), *past), dynamo=True, verbose=False,
             dynamic_shapes=({0: rows, 1: new}, tuple({0: rows, 2: kept} for _ in past)),
         )  # fmt: skip
-        found.save(str(path), external_data=True)
 
     def begin(self, rows: int, room: int) -> None:
         value = self.runtime.OrtValue.ortvalue_from_numpy

@@ -94,8 +94,10 @@ class Zen(Compiled):
 class Ours:
     """attngraph's derived decoder."""
 
+    freeze = False
+
     def __init__(self, model: Any) -> None:
-        self.decoder = attngraph.compile(model, cache=True)
+        self.decoder = attngraph.compile(model, cache=True, freeze=self.freeze)
         self.state: attngraph.KVCache | None = None
 
     def begin(self, rows: int, room: int) -> None:
@@ -112,3 +114,9 @@ class Ours:
     def rewind(self, kept: int) -> None:
         assert self.state is not None
         self.state.crop(kept)
+
+
+class Frozen(Ours):
+    """The same with weights that are laid out once, as the other engines have them."""
+
+    freeze = True
