@@ -140,7 +140,7 @@ def _sees(model: nn.Module, token: int, later: int) -> bool:
     for size in (1.0, 4.0, 15.0):
         with torch.no_grad():
             changed = {n: p * size for n, p in model.named_parameters()}
-            for length in (later + 3, LENGTH, LENGTH) * 4:
+            for length in (later + 3, max(LENGTH, later + 3)) * 6:
                 ids = torch.randint(0, 13, (1, length), generator=generator)
                 other = ids.clone()
                 other[:, later] = (ids[:, later] + 5) % 13
