@@ -3,7 +3,6 @@
 Beside each tensor runs the latest token that an element can follow from: an abstract interpretation, whose
 domain is that number. What an operation gives follows from all that it reads (`latest_rules.py`), but where a
 known number decides: a product with zero, a choice by a known condition, a weight whose score is hidden.
-A score is hidden beside one that no data make as low; a choice of the largest leaves one such.
 Indices that data choose have the least and the largest value that they may have beside them, so that what is
 chosen among the first places is known to be among these.
 
@@ -26,12 +25,6 @@ from attngraph.meaning.masks.fold import HIDES
 CONSTANT, LOW, OF_WEIGHTS, ALL = -3.0, -2.0, -1.0, float("inf")
 """In the place of a token: a known number; a number far below all others, to which something is added; what
 follows from weights, not from tokens; what may follow from anything."""
-
-_NEVER_LOW = frozenset({
-    "exp", "exp2", "sigmoid", "tanh", "relu", "_softmax", "_safe_softmax", "native_layer_norm",
-    "_fused_rms_norm",
-})  # fmt: skip
-"""Operations that give no number far below all others, whatever they are given."""
 
 
 class Call(NamedTuple):
@@ -67,9 +60,6 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.rules, self.others = rules, others
         self._latest: dict[int, tuple[Tensor, Tensor]] = {}
         self._ranges: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self._sums: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self._some: dict[int, tuple[Tensor, Tensor, bool]] = {}
-        self._lowered: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names = (a.name for a in func._schema.arguments)
@@ -92,11 +82,7 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made_of_others = func.decompose(*args, **kwargs)
             if made_of_others is not NotImplemented:
                 return made_of_others
-        found = self.rules.get(call.name, self.others)(self, call)
-        if call.name not in _NEVER_LOW and any(map(self.is_lowered, call.tensors)):
-            for each in pytree.tree_leaves(found):
-                self.tell_lowered(each)
-        return found
+        return self.rules.get(call.name, self.others)(self, call)
 
     def tell(self, value: Tensor, latest: Tensor | float) -> Tensor:
         """Say of a tensor from which tokens its elements follow; gives the tensor."""
@@ -108,39 +94,14 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def forget_but(self, values: Iterable[Any]) -> None:
         """Drop what is known of all other tensors."""
         kept = {id(tensor) for value in values for tensor in pytree.tree_leaves(value)}
-        known: tuple[dict[int, Any], ...] = self._latest, self._ranges, self._sums, self._some, self._lowered
-        for about in known:
-            for key in about.keys() - kept:
-                del about[key]
+        self._latest = {key: about for key, about in self._latest.items() if key in kept}
+        self._ranges = {key: about for key, about in self._ranges.items() if key in kept}
 
     def tell_range(self, index: Tensor, least: Tensor, most: Tensor) -> None:
         """Say of indices that data choose between which values they are."""
         if not index.is_floating_point():
             least, most = (end.double().expand(index.shape) for end in (least, most))
             self._ranges[id(index)] = index, least, most
-
-    def tell_sum(self, value: Tensor, total: Tensor, latest: Tensor) -> None:
-        """Say of numbers, some of which stand for sums that they hide: the sums, and from which tokens these
-        follow."""
-        self._sums[id(value)] = value, total, latest
-
-    def tell_lowered(self, value: Any) -> None:
-        """Say of numbers that data may make some of them as low as those that hide."""
-        if isinstance(value, Tensor) and value.is_floating_point():
-            self._lowered[id(value)] = value
-
-    def is_lowered(self, value: Tensor) -> bool:
-        return id(value) in self._lowered
-
-    def tell_some(self, value: Tensor, among: Tensor, truth: bool) -> None:
-        """Say of truth values that, whatever the data are, one at least of those `among` in each line of the
-        last dimension is `truth`; of numbers, that it is not low."""
-        if bool(among.any(-1).all()):
-            self._some[id(value)] = value, among, truth
-
-    def some(self, value: Any) -> tuple[Tensor, bool] | None:
-        """What was told of some elements, if anything."""
-        return self._some[id(value)][1:] if id(value) in self._some else None
 
     def of(self, value: Any) -> Tensor:
         """From which tokens the elements of a tensor follow, or a number."""
@@ -152,11 +113,6 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The same for an operation that may show what is added to a number far below all others."""
         latest = self.of(value)
         return latest.masked_fill(latest == LOW, ALL)
-
-    def sum(self, value: Any) -> tuple[Any, Tensor]:
-        """Numbers with what was added to those that hide it, and from which tokens they follow."""
-        _, *about = self._sums.get(id(value), (value, value, self.plain(value)))
-        return about[0], about[1]
 
     def is_known(self, value: Any) -> Tensor:
         return self.of(value) == CONSTANT
