@@ -226,8 +226,6 @@ def _costs(make: Callable[[], Any], prompt: int) -> Iterator[Cell]:
             model = make().eval()
             built["default"] = attngraph.compile(model, cache=True)
             built["consistent"] = attngraph.compile(model, cache=True, consistent=True)
-            built["frozen"] = attngraph.compile(model, cache=True, freeze=True)
-            built["both"] = attngraph.compile(model, cache=True, consistent=True, freeze=True)
         return built
 
     def ids(rows: int) -> Tensor:
