@@ -87,7 +87,8 @@ def ordered(model: Any, compute: Callable[[], Any]) -> Any:
         values = flatten(compute())[0]
     leaves, spec = flatten(compute())
     for place, (value, leaf) in enumerate(zip(values, leaves, strict=True)):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel() and leaf.shape == value.shape:
+        is_floating = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()
+        if is_floating and leaf.shape == value.shape:
             theirs = leaf.detach()
             if (value - theirs).abs().amax() > NEAR * theirs.abs().amax():
                 log.warning(
