@@ -12,7 +12,7 @@ one as `quantised.largest_error` says. How far the logits are from those without
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +95,8 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], result:
             parts = [of_whole(given) for given in cut]
             found, wanted = found[:, 1:], torch.stack([p.reshape(rows, *found.shape[2:]) for p in parts], 1)
         difference = compare(found, wanted, Rule(max(TOLERANCE, ENTRIES * step.plan.rounding)))
+        if not difference.holds and not step.sizes.fault(Call(1, frozenset([full[step.name].shape[1]]))):
+            _require_rows_alone(of_whole, full, step.arguments)
     if not difference.holds:
         much = "" if difference.problem else f"; that is {difference.relative:.1e} of the largest logit"
         differs = f"what the whole sequence gives ({difference}{much}; places are [row, token, logit])"
@@ -259,13 +261,21 @@ def prove_alone(
     """Compare what the model gives for batches with what it gives for each of their sequences."""
     with torch.no_grad():
         for given in examples:
-            calls = (given[name], *given[name].split(1))
-            whole, *rows = (tensors_of(model(**put_together({**given, name: ids})))[result] for ids in calls)
-            difference = compare(torch.cat(rows), whole, Rule(ROUNDING.get(whole.dtype.itemsize, 0.1)))
-            if not difference.holds:
-                raise NoDecoderError(
-                    f"a batch of {len(rows)} sequences gives something else than each of them ({difference})."
-                )
+            _require_rows_alone(lambda call: tensors_of(model(**put_together(call)))[result], given, [name])
+
+
+def _require_rows_alone(
+    of_whole: Callable[[Mapping[str, Any]], Tensor], call: Mapping[str, Any], names: Collection[str]
+) -> None:
+    """That a batch gives what each of its sequences gives, whose arguments are `names`."""
+    whole = of_whole(call)
+    parts = zip(*(call[name].split(1) for name in names), strict=True)
+    rows = [of_whole({**call, **dict(zip(names, part, strict=True))}) for part in parts]
+    difference = compare(torch.cat(rows), whole, Rule(ROUNDING.get(whole.dtype.itemsize, 0.1)))
+    if not difference.holds:
+        raise NoDecoderError(
+            f"a batch of {len(rows)} sequences gives something else than each of them ({difference})."
+        )
 
 
 def of_few(problem: Exception) -> str:

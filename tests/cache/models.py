@@ -250,21 +250,27 @@ def _counting_scan(m: Any, x: Tensor) -> Tensor:
 
 
 UNEQUAL_STEPS: dict[str, tuple[Mix, str]] = {
-    "a step that mixes rows": (looped(lambda m, s, x: torch.tanh(s.mean(0, keepdim=True) + x)), ""),
+    "a step that mixes rows": (
+        looped(lambda m, s, x: torch.tanh(s.mean(0, keepdim=True) + x)),
+        "a batch of 2 sequences gives something else than each of them"),
     "a step that depends on the token's place": (
         looped(lambda m, s, x: torch.tanh(s + x[0] * x[1]), tokens=lambda x: enumerate(x.unbind(1))),
         r"models\.py.*tanh of several tokens.*no loop of equal steps: the step of token"),
-    "a linear step that depends on the place": (_counting_scan, ""),
+    "a linear step that depends on the place": (_counting_scan, "three tokens look like one"),
     "a step that looks ahead": (
         looped(lambda m, s, x: torch.tanh(s + x),
-               tokens=lambda x: [x[:, min(t + 1, x.shape[1] - 1)] for t in range(x.shape[1])]), ""),
-    "a loop from the end": (lambda m, x: _first_token_begins(m, x.flip(1)).flip(1), ""),
-    "a step that is frozen": (_frozen, ""),
-    "another last step": (_another_last_step, ""),
+               tokens=lambda x: [x[:, min(t + 1, x.shape[1] - 1)] for t in range(x.shape[1])]),
+        "Token 0 sees token 1.*does not read its token as the others do"),
+    "a loop from the end": (
+        lambda m, x: _first_token_begins(m, x.flip(1)).flip(1),
+        "token t reads token n - 1 - t. Token 0 sees token 1"),
+    "a step that is frozen": (_frozen, "does not read its token as the others do"),
+    "another last step": (_another_last_step, "has not as many places as there are tokens"),
     "two kinds of steps": (
         looped(lambda m, s, x: torch.tanh(s + x[1]) if x[0] % 2 else torch.sin(s + x[1]),
-               tokens=lambda x: enumerate(x.unbind(1))), ""),
-    "a step that needs all that came before": (_all_so_far, ""),
+               tokens=lambda x: enumerate(x.unbind(1))),
+        "does not compute what the others do"),
+    "a step that needs all that came before": (_all_so_far, "does not compute what the others do"),
 }  # fmt: skip
 
 
@@ -898,13 +904,13 @@ LOOKING_AHEAD: dict[str, tuple[Mix, str]] = {
     "a prefix": (hiding(lambda q, k: (k > q) & (k >= 3)), LATER),
     "a flip": (after(lambda m, x: x + x.flip(1)), "flip|add.*Token 0 sees token"),
     "a running sum over the batch": (after(lambda m, x: x.cumsum(0)), r"cumsum.*models\.py"),
-    "a fold of rows": (lambda m, x: x + x.cummax(0).values, ""),
-    "a fold of later tokens": (lambda m, x: x.flip(1).cummax(1).values.flip(1), ""),
+    "a fold of rows": (lambda m, x: x + x.cummax(0).values, "cummax at .* it has several results"),
+    "a fold of later tokens": (lambda m, x: x.flip(1).cummax(1).values.flip(1), "Token 0 sees token 1"),
     "a mean over tokens": (after(lambda m, x: x - x.mean(1, keepdim=True)), "mean.*Token 0 sees token 1"),
     "an encoder": (hiding(lambda q, k: (k < 0) & (q < 0)), "attention.*" + LATER),
     "the next token beside each": (
         after(lambda m, x: x + F.pad(x[:, 1:], (0, 0, 0, 1))), "Token 0 sees token 1"),
-    "weights of both sides": (lambda m, x: (x @ x.mT) @ x, ""),
+    "weights of both sides": (lambda m, x: (x @ x.mT) @ x, "Token 0 sees token 1"),
     "scores that know the length": (lambda m, x: x * x.shape[1], "how many tokens"),
     "one ahead": (hiding(lambda q, k: k > q + 1), LATER),
     "chunks": (hiding(lambda q, k: k // 4 > q // 4), LATER),
@@ -915,15 +921,15 @@ LOOKING_AHEAD: dict[str, tuple[Mix, str]] = {
         after(lambda m, x: F.instance_norm(x.mT).mT), "norm.*Token 0 sees token 1"),
     "a running sum of later tokens": (
         after(lambda m, x: x.flip(1).cumsum(1).flip(1)), r"flip.*models\.py.*Token 0 sees"),
-    "weights that look ahead": (lambda m, x: (x @ x.mT).tril(1) @ x, ""),
-    "a total over all tokens": (lambda m, x: x + x.sum(1, keepdim=True), ""),
+    "weights that look ahead": (lambda m, x: (x @ x.mT).tril(1) @ x, "Token 0 sees token 1"),
+    "a total over all tokens": (lambda m, x: x + x.sum(1, keepdim=True), "Token 0 sees token 1"),
 }  # fmt: skip
 FAR_AHEAD: dict[str, tuple[Mix, str]] = {
-    "scores that may be larger than a low fill": (weighing(_leaking(-300.0)), ""),
+    "scores that may be larger than a low fill": (weighing(_leaking(-300.0)), "Token 0 sees token 1"),
     "one far ahead, by a float": (far_ahead(lambda d: -d == 300.0), FAR),
     "three chosen among all": (weighing(_chosen_among_all(3)), "every token is read"),
     "more chosen among all than there are": (weighing(_chosen_among_all(200)), "every token is read"),
-    "scores that may be larger than a fill": (weighing(_leaking(-50.0)), ""),
+    "scores that may be larger than a fill": (weighing(_leaking(-50.0)), "Token 0 sees token 1"),
     "one far ahead, by a negative number": (far_ahead(lambda d: d == -300), FAR),
     "one far ahead, by a sum": (far_ahead(lambda d: d + 150 == -150), FAR),
     "one far ahead, by a product": (far_ahead(lambda d: d * 2 == -600), FAR),
