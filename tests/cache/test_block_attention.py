@@ -149,6 +149,19 @@ class Indexer(_Layer):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
 
 
+class ByNumbers(_Layer):
+    """An indexer that hides by the least number: where there are fewer than five, it chooses later keys."""
+
+    def mixed(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, t: Tensor, j: Tensor) -> Tensor:
+        low = torch.finfo(x.dtype).min
+        mask = torch.where(j > t, low, 0.0)
+        scores = (self.q(x)[..., :4] @ self.k(x)[..., :4].mT).relu() + mask
+        best = scores.topk(min(5, x.shape[1]), -1).indices
+        left = torch.ones_like(scores, dtype=torch.bool).scatter(-1, best, False)
+        mask = torch.zeros_like(mask) if self.wrong else mask
+        return (q @ k.mT + mask.masked_fill(left, low)[:, None]).softmax(-1) @ v
+
+
 class OfLatents(Indexer):
     """The same over keys and values that all heads have of one narrow latent."""
 
@@ -185,8 +198,8 @@ class Strided(_Layer):
 
 
 KINDS: list[Any] = [
-    ThreeBranches, Mixture, Patches, Hourglass, Overlapping, Hierarchy, Gathered, Indexer, OfLatents,
-    ByThreshold, Strided,
+    ThreeBranches, Mixture, Patches, Hourglass, Overlapping, Hierarchy, Gathered, Indexer, ByNumbers,
+    OfLatents, ByThreshold, Strided,
 ]  # fmt: skip
 
 

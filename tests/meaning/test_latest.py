@@ -41,6 +41,27 @@ def _gathered(x: Tensor) -> Tensor:
     return (scores.softmax(-1)[..., None] * keys).sum(1)
 
 
+def _places(x: Tensor) -> Tensor:
+    """Three keys; where there are fewer earlier ones, later ones, too."""
+    scores = _scores(x) + torch.where(CAUSAL, 0.0, -1e9)
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :3]
+
+
+def _left_out(x: Tensor) -> Tensor:
+    return torch.ones(TOKENS, TOKENS, dtype=torch.bool).scatter(-1, _places(x), False)
+
+
+def _written(x: Tensor, hidden: Tensor) -> Tensor:
+    """A finite mask in which the places of three keys are written."""
+    mask = torch.full((TOKENS, TOKENS), -1e9, dtype=torch.float64).scatter(-1, _places(x), 0.0)
+    return (_scores(x) + mask.masked_fill(hidden, -1e9)).softmax(-1) @ x
+
+
+def _kept(x: Tensor, kept: Tensor) -> Tensor:
+    scores = _scores(x)
+    return torch.where(kept, scores, scores - 1e9).softmax(-1) @ x
+
+
 def _by_hand(x: Tensor) -> Tensor:
     scores = _scores(x) + torch.where(CAUSAL, 0.0, -1e9)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
@@ -67,6 +88,11 @@ LOOKING_BACK: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "chosen keys": _chosen,
     "gathered keys": _gathered,
+    "chosen keys, written to a finite mask": lambda x: _written(x, ~CAUSAL),
+    "chosen keys, others lowered": lambda x: _kept(x, ~_left_out(x) & CAUSAL),
+    "chosen keys, others lowered by a mask": lambda x: (
+        (_scores(x) + torch.where(CAUSAL, 0.0, -1e9).masked_fill(_left_out(x), -1e9)).softmax(-1) @ x
+    ),
     "a padded block, upsampled": lambda x: (
         torch.nn.functional.pad(x, (0, 0, 3, 1))[:12].view(3, 4, WIDTH).mean(1).repeat_interleave(4, 0)[:11]
     ),
@@ -77,6 +103,42 @@ LOOKING_AHEAD: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "a row that data hide by a finite number": lambda x: (
         _scores(x).masked_fill((x[:, :1] > 0) | ~CAUSAL, -1e9).softmax(-1) @ x
+    ),
+    "a row that data seldom hide by a finite number": lambda x: (
+        _scores(x).masked_fill((x[:, :1] > 2.9) | ~CAUSAL, -1e9).softmax(-1) @ x
+    ),
+    "a row that data seldom hide by a product": lambda x: (
+        (_scores(x) + torch.where(CAUSAL, (x[:, :1] > 2.9) * -1e9, -1e9)).softmax(-1) @ x
+    ),
+    "a row that data seldom hide, beside a finite number": lambda x: (
+        (_scores(x).masked_fill(x[:, :1] > 2.9, -torch.inf) + torch.where(CAUSAL, 0.0, -1e9)).softmax(-1) @ x
+    ),
+    "a row that data seldom lower": lambda x: _kept(x, (x[:, :1] < 2.9) & CAUSAL),
+    "chosen keys, later ones not hidden": lambda x: _kept(x, ~_left_out(x)),
+    "chosen keys that may all be too far": lambda x: _kept(
+        x, ~_left_out(x) & CAUSAL & (PLACES[:, None] - TOKENS + 1 < PLACES)
+    ),
+    "chosen keys of which a later mask may hide all": lambda x: (
+        (
+            torch.where(~_left_out(x), _scores(x), _scores(x) - 1e9)
+            + torch.where(CAUSAL & (PLACES > 0), 0.0, -1e9)
+        ).softmax(-1)
+        @ x
+    ),
+    "keys by a table of finite masks": lambda x: (
+        (_scores(x) + torch.where(CAUSAL, torch.tensor([0.0, -1e9])[(x[:, :1] > 2.9).long()], -1e9)).softmax(
+            -1
+        )
+        @ x
+    ),
+    "chosen keys, written to a mask of which later ones are not hidden": lambda x: _written(
+        x, CAUSAL & ~CAUSAL
+    ),
+    "chosen queries": lambda x: _kept(x, ~_left_out(x).mT & CAUSAL),
+    "an order of hidden numbers": lambda x: (
+        (_scores(x) + torch.where(CAUSAL, 0.0, torch.where(x[:, 0] > 0, -torch.inf, -1e9)))
+        .sort(dim=-1, descending=True, stable=True)
+        .indices
     ),
     "a moderate number": lambda x: (_scores(x) + torch.where(CAUSAL, 0.0, -20.0)).softmax(-1) @ x,
     "what a large number hid, shown again": lambda x: (

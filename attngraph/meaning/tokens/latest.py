@@ -3,6 +3,7 @@
 Beside each tensor runs the latest token that an element can follow from: an abstract interpretation, whose
 domain is that number. What an operation gives follows from all that it reads (`latest_rules.py`), but where a
 known number decides: a product with zero, a choice by a known condition, a weight whose score is hidden.
+A score is hidden beside one that no data make as low; a choice of the largest leaves one such.
 Indices that data choose have the least and the largest value that they may have beside them, so that what is
 chosen among the first places is known to be among these.
 
@@ -25,6 +26,12 @@ from attngraph.meaning.masks.fold import HIDES
 CONSTANT, LOW, OF_WEIGHTS, ALL = -3.0, -2.0, -1.0, float("inf")
 """In the place of a token: a known number; a number far below all others, to which something is added; what
 follows from weights, not from tokens; what may follow from anything."""
+
+NEVER_LOW = frozenset({
+    "exp", "exp2", "sigmoid", "tanh", "relu", "_softmax", "_safe_softmax", "native_layer_norm",
+    "_fused_rms_norm",
+})  # fmt: skip
+"""Operations that give no number far below all others, whatever they are given."""
 
 
 class Call(NamedTuple):
@@ -60,6 +67,9 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.rules, self.others = rules, others
         self._latest: dict[int, tuple[Tensor, Tensor]] = {}
         self._ranges: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._sums: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._some: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        self._lowered: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names = (a.name for a in func._schema.arguments)
@@ -82,7 +92,12 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made_of_others = func.decompose(*args, **kwargs)
             if made_of_others is not NotImplemented:
                 return made_of_others
-        return self.rules.get(call.name, self.others)(self, call)
+        found = self.rules.get(call.name, self.others)(self, call)
+        if call.name not in NEVER_LOW and any(id(t) in self._lowered for t in call.tensors):
+            for each in pytree.tree_leaves(found):
+                if id(each) not in self._lowered:
+                    self.tell_lowered(each, True)
+        return found
 
     def tell(self, value: Tensor, latest: Tensor | float) -> Tensor:
         """Say of a tensor from which tokens its elements follow; gives the tensor."""
@@ -94,14 +109,43 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def forget_but(self, values: Iterable[Any]) -> None:
         """Drop what is known of all other tensors."""
         kept = {id(tensor) for value in values for tensor in pytree.tree_leaves(value)}
-        self._latest = {key: about for key, about in self._latest.items() if key in kept}
-        self._ranges = {key: about for key, about in self._ranges.items() if key in kept}
+        known: tuple[dict[int, Any], ...] = self._latest, self._ranges, self._sums, self._some, self._lowered
+        for about in known:
+            for key in about.keys() - kept:
+                del about[key]
 
     def tell_range(self, index: Tensor, least: Tensor, most: Tensor) -> None:
         """Say of indices that data choose between which values they are."""
         if not index.is_floating_point():
             least, most = (end.double().expand(index.shape) for end in (least, most))
             self._ranges[id(index)] = index, least, most
+
+    def tell_sum(self, value: Tensor, total: Tensor, latest: Tensor) -> None:
+        """Say of numbers, some of which stand for sums that they hide: the sums, and from which tokens these
+        follow."""
+        self._sums[id(value)] = value, total, latest
+
+    def tell_lowered(self, value: Any, lowered: Tensor | bool) -> None:
+        """Say which numbers data may make as low as those that hide."""
+        lowered = torch.as_tensor(lowered)
+        if isinstance(value, Tensor) and value.is_floating_point() and bool(lowered.any()):
+            self._lowered[id(value)] = value, lowered.expand(value.shape)
+
+    def is_lowered(self, value: Any) -> Tensor:
+        """Which numbers data may make as low as those that hide."""
+        if id(value) in self._lowered:
+            return self._lowered[id(value)][1]
+        return torch.tensor(False).expand(value.shape if isinstance(value, Tensor) else ())
+
+    def tell_some(self, value: Tensor, among: Tensor, truth: bool) -> None:
+        """Say of truth values that, whatever the data are, one at least of those `among` in each line of the
+        last dimension is `truth`; of numbers, that it is not low."""
+        if bool(among.any(-1).all()):
+            self._some[id(value)] = value, among, truth
+
+    def some(self, value: Any) -> tuple[Tensor, bool] | None:
+        """What was told of some elements, if anything."""
+        return self._some[id(value)][1:] if id(value) in self._some else None
 
     def of(self, value: Any) -> Tensor:
         """From which tokens the elements of a tensor follow, or a number."""
@@ -113,6 +157,11 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The same for an operation that may show what is added to a number far below all others."""
         latest = self.of(value)
         return latest.masked_fill(latest == LOW, ALL)
+
+    def sum(self, value: Any) -> tuple[Any, Tensor]:
+        """Numbers with what was added to those that hide it, and from which tokens they follow."""
+        _, *about = self._sums.get(id(value), (value, value, self.plain(value)))
+        return about[0], about[1]
 
     def is_known(self, value: Any) -> Tensor:
         return self.of(value) == CONSTANT

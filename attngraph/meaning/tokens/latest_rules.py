@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attngraph.meaning.masks.fold import HIDES
-from attngraph.meaning.tokens.latest import ALL, CONSTANT, LOW, OF_WEIGHTS, Call, Latest, Rule
+from attngraph.meaning.tokens.latest import ALL, CONSTANT, LOW, NEVER_LOW, OF_WEIGHTS, Call, Latest, Rule
 
 aten = torch.ops.aten
 
@@ -60,8 +60,14 @@ def _moved(mode: Latest, call: Call) -> Any:
         return pytree.tree_leaves(func(*args, **kwargs))
 
     results = pytree.tree_leaves(found)
-    for each, latest in zip(results, moved(mode.of), strict=True):
+    for each, latest, lowered in zip(results, moved(mode.of), moved(mode.is_lowered), strict=True):
         mode.tell(each, latest)
+        mode.tell_lowered(each, lowered)
+    if len(call.tensors) == 1 and (some := mode.some(call.tensors[0])):
+        along = torch.arange(some[0].shape[-1])
+        for each, at, among in zip(results, moved(along.expand_as), moved(lambda _: some[0]), strict=True):
+            if at.shape[-1:] == along.shape and (at == along).all():
+                mode.tell_some(each, among, some[1])
     if any(map(mode.is_chosen, call.tensors)) and all(map(mode.has_range, call.tensors)):
         least, most = (moved(lambda t, end=end: mode.range(t)[end]) for end in (0, 1))  # type: ignore[misc]
         for each, *ends in zip(results, least, most, strict=True):
@@ -72,6 +78,7 @@ def _moved(mode: Latest, call: Call) -> Any:
 def _copied(mode: Latest, call: Call) -> Tensor:
     found: Tensor = call()
     mode.tell(found, mode.of(call.args[0]))
+    mode.tell_lowered(found, mode.is_lowered(call.args[0]))
     if mode.is_chosen(call.args[0]):
         mode.tell_range(found, *mode.range(call.args[0]))
     return found
@@ -85,6 +92,7 @@ def _pointwise(mode: Latest, call: Call) -> Tensor:
         return torch.as_tensor(value).expand(found.shape)
 
     latest = _largest([spread(mode.plain(t)) for t in operands])
+    lowered = functools.reduce(torch.logical_or, (spread(mode.is_lowered(t)) for t in operands))
     decides: dict[str, Callable[[Tensor], Tensor]] = {
         **dict.fromkeys(("mul", "bitwise_and", "logical_and"), lambda t: t == 0),
         **dict.fromkeys(("bitwise_or", "logical_or"), lambda t: t if t.dtype == torch.bool else t == -1),
@@ -99,6 +107,8 @@ def _pointwise(mode: Latest, call: Call) -> Tensor:
         rest = (spread(mode.is_hidden(t) | mode.is_known(t)) for t in operands)
         low = low & functools.reduce(torch.logical_and, rest) & (found <= -HIDES)
         latest = latest.masked_fill(low & (latest == ALL), LOW)
+        for t in call.args:
+            lowered = lowered | spread(mode.is_known(t) & (torch.as_tensor(t * 1.0).abs() >= HIDES))
     elif name in ("exp", "exp2", "sigmoid", "relu", "clamp", "clamp_min"):
         latest = latest.masked_fill(spread(mode.is_hidden(operands[0])) & (found == 0), CONSTANT)
     corners = _corners(mode, call)
@@ -108,6 +118,18 @@ def _pointwise(mode: Latest, call: Call) -> Tensor:
     elif corners and name in _MONOTONE:
         ends = [c.double().expand(found.shape) for c in corners]
         mode.tell_range(found, functools.reduce(torch.minimum, ends), _largest(ends))
+    for operand in operands if found.dtype == torch.bool else ():
+        some = mode.some(operand) if operand.dtype == torch.bool else None
+        if some and operand.shape[-1] == found.shape[-1]:
+            given = (torch.full_like(t, some[1]) if t is operand else t for t in call.args)
+            among, truths = spread(some[0]), call.func(*given, **call.kwargs)
+            known = functools.reduce(
+                torch.logical_and, (spread(mode.is_known(t)) for t in operands if t is not operand), among
+            )
+            if (known | ~among).all() and len(truths[among].unique()) == 1:
+                mode.tell_some(found, among, bool(truths[among][0]))
+    if name not in NEVER_LOW:
+        mode.tell_lowered(found, lowered & (latest != CONSTANT))
     return mode.tell(found, latest)
 
 
@@ -115,12 +137,20 @@ def _added(mode: Latest, call: Call, found: Tensor, latest: Tensor) -> tuple[Ten
     """What is added to a number far below all others is not seen beside it."""
     if not found.is_floating_point() or call.given.get("alpha", 1) != 1:
         return found, latest
+    about = found, latest
     known = [mode.is_known(t).expand(found.shape) for t in call.args[:2]]
     for place, operand in enumerate(call.args[:2]):
         value = torch.as_tensor(operand, dtype=found.dtype) * (-1 if call.name == "sub" and place else 1)
         low = (mode.of(operand) <= LOW) & (value <= -HIDES) & (found <= -HIDES / 2) & ~(known[0] & known[1])
         latest = torch.where(low, torch.where(value == -torch.inf, CONSTANT, LOW), latest)
         found = torch.where(low, value, found)
+    for one, other in itertools.permutations(call.args[:2]):
+        some = mode.some(one) if call.name == "add" else None
+        low = mode.is_lowered(other) | mode.is_hidden(other)
+        if some and one.shape[-1] == found.shape[-1] and not (some[0] & low).any():
+            mode.tell_some(found, some[0].expand(found.shape), some[1])
+    if found is not about[0] and (latest == LOW).any():
+        mode.tell_sum(found, *about)
     return found, latest
 
 
@@ -137,7 +167,25 @@ def _chosen(mode: Latest, call: Call) -> Tensor:
     found: Tensor = call()
     condition, yes, no = call.args if call.name == "where" else (*call.args[1:], call.args[0])
     asked, first, second = (mode.of(t).expand(found.shape) for t in (condition, yes, no))
-    either = _largest([mode.plain(t).expand(found.shape) for t in (condition, yes, no)])
+    low = [mode.is_hidden(t) for t in (yes, no)]
+    hidden, by_data, some = low[0] & low[1], asked != CONSTANT, mode.some(condition)
+    is_some_shown = some is not None and not (some[0] & low[not some[1]]).any()
+    given = [mode.sum(t) if is_some_shown else (t, mode.plain(t)) for t in (yes, no)]
+    follow = (mode.plain(condition), *(latest for _, latest in given))
+    either = _largest([t.expand(found.shape) for t in follow]).masked_fill(hidden, LOW)
+    number = torch.where(hidden, _higher(yes, no), torch.where(condition, given[0][0], given[1][0]))
+    found = torch.where(by_data, number.to(found.dtype), found)
+    from_yes, from_no = (mode.is_lowered(t).expand(found.shape) for t in (yes, no))
+    by_condition = torch.where(condition, from_yes, from_no)
+    mode.tell_lowered(found, torch.where(by_data, from_yes | from_no | (low[0] ^ low[1]), by_condition))
+    if (by_data & (low[0] ^ low[1])).any():
+        if some is not None and is_some_shown:
+            mode.tell_some(found, some[0].expand(found.shape), True)
+    elif not by_data.any():
+        for operand, taken in ((yes, condition), (no, ~condition)):
+            some = mode.some(operand)
+            if some is not None and operand.shape == found.shape and not (some[0] & ~taken).any():
+                mode.tell_some(found, *some)
     mode.tell(found, torch.where(asked == CONSTANT, torch.where(condition, first, second), either))
     if any(map(mode.is_chosen, (yes, no))) and all(map(mode.has_range, (yes, no))):
         ends = [
@@ -146,6 +194,10 @@ def _chosen(mode: Latest, call: Call) -> Tensor:
         ]
         mode.tell_range(found, *ends)
     return found
+
+
+def _higher(a: Any, b: Any) -> Tensor:
+    return torch.where(torch.as_tensor(a >= b), a, b)
 
 
 def _dims(call: Call) -> list[int]:
@@ -161,8 +213,9 @@ def _along(mode: Latest, call: Call) -> Any:
     latest = mode.plain(value)
     if call.name in ("amax", "max", "argmax", "logsumexp") and value.ndim:
         hidden = mode.is_hidden(value)
-        some = functools.reduce(lambda t, d: t.any(d, keepdim=True), dims, _shown(value, hidden))
-        latest = torch.where(hidden, torch.where(some, CONSTANT, mode.plain(value)), latest)
+        latest = torch.where(
+            hidden, torch.where(_is_shown(mode, value, hidden, dims), CONSTANT, mode.plain(value)), latest
+        )
     if call.name == "cumsum":
         return mode.tell(found, latest.cummax(dims[0]).values if value.ndim else latest)
     if value.ndim:
@@ -172,15 +225,19 @@ def _along(mode: Latest, call: Call) -> Any:
     return found
 
 
-def _shown(value: Tensor, hidden: Tensor) -> Tensor:
-    """Which scores hide those that are `hidden`: data may hide any other by a number that is as low."""
-    return ~hidden & (value > -HIDES)
+def _is_shown(mode: Latest, value: Tensor, hidden: Tensor, dims: Sequence[int]) -> Tensor:
+    """Whether scores along these dimensions hide those that are `hidden`: one is not low, whatever the data
+    are."""
+    shown = ~hidden & (value > -HIDES) & ~mode.is_lowered(value)
+    some = mode.some(value) if [*dims] == [value.ndim - 1] else None
+    shown = shown if some is None else shown | some[0]
+    return functools.reduce(lambda t, d: t.any(d, keepdim=True), dims, shown)
 
 
 def _softmax(mode: Latest, call: Call) -> Tensor:
     found, value, (dim,) = call(), call.args[0], _dims(call)
     hidden = mode.is_hidden(value)
-    hidden = hidden & _shown(value, hidden).any(dim, keepdim=True)
+    hidden = hidden & (_is_shown(mode, value, hidden, [dim]) | (value == -torch.inf))
     latest = mode.plain(value).masked_fill(hidden, CONSTANT).amax(dim, keepdim=True).expand(found.shape)
     return mode.tell(found, latest.masked_fill(hidden & (found == 0), CONSTANT))
 
@@ -191,7 +248,8 @@ def _sort(mode: Latest, call: Call) -> tuple[Tensor, Tensor]:
     found, places = call()
     value, down = call.args[0], bool(call.given.get("descending", False))
     dim = int(call.given.get("dim", -1)) % value.ndim
-    hidden, extent = mode.is_hidden(value), value.shape[dim]
+    hidden = mode.is_hidden(value) & ~mode.is_lowered(value).any(dim, keepdim=True)
+    extent = value.shape[dim]
     place = torch.arange(float(extent)).reshape([-1 if d == dim else 1 for d in range(value.ndim)])
     count = (~hidden).sum(dim, keepdim=True)
     first = (place < count if down else place >= extent - count).expand(value.shape)
@@ -245,6 +303,10 @@ def _gathered(mode: Latest, call: Call) -> Tensor:
     least, most, own = (t.reshape(shape) for t in (*mode.range(index, value.shape[dim]), mode.plain(index)))
     place, latest = torch.arange(value.shape[dim]), latest.movedim(dim, -1).unsqueeze(-2)
     least, most = (end.movedim(dim, -1).unsqueeze(-1) for end in (least, most))
+    if mode.is_known(index).all():
+        mode.tell_lowered(found, call.func(mode.is_lowered(value), *call.args[1:], **call.kwargs))
+    else:
+        mode.tell_lowered(found, (mode.is_lowered(value) | mode.is_hidden(value)).any())
     read = torch.where((least <= place) & (place <= most), latest, CONSTANT).amax(-1).movedim(-1, dim)
     return mode.tell(found, torch.maximum(read, own.expand(found.shape)))
 
@@ -264,6 +326,18 @@ def _scattered(mode: Latest, call: Call) -> Any:
     latest = mode.plain(value).clone()
     part = tuple(slice(None if d == dim else n) for d, n in enumerate(index.shape))
     latest[part] = torch.maximum(latest[part], there)
+    low = mode.is_hidden(call.given["value"] if source is None else source)
+    lowered = mode.is_lowered(value)
+    if low.any() or mode.is_hidden(value).any():
+        lowered = lowered.clone()
+        lowered[part] |= there > CONSTANT
+    if not isinstance(source, Tensor) or not mode.is_lowered(source).any():
+        mode.tell_lowered(found, lowered)
+    is_whole = dim == value.ndim - 1 and index.shape[:-1] == value.shape[:-1] and index.numel()
+    if source is None and is_whole and not low.any():
+        least, most = (end[..., :1] for end in mode.range(index, value.shape[dim]))
+        among = (least <= place.flatten()) & (place.flatten() <= most)
+        mode.tell_some(found, among, bool(call.given["value"]))
     return mode.tell(found, latest)
 
 
@@ -277,6 +351,10 @@ def _indexed(mode: Latest, call: Call) -> Any:
     latest = mode.plain(value)
     for dim in (d for d, index in given.items() if not mode.is_known(index).all()):
         latest = latest.amax(dim, keepdim=True).expand(latest.shape)
+    if all(mode.is_known(index).all() for index in given.values()):
+        mode.tell_lowered(found, aten.index.Tensor(mode.is_lowered(value), indices))
+    else:
+        mode.tell_lowered(found, (mode.is_lowered(value) | mode.is_hidden(value)).any())
     own = functools.reduce(torch.maximum, map(mode.plain, given.values()))
     dims = list(given)
     begin = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
@@ -311,7 +389,9 @@ def _normed(mode: Latest, call: Call) -> Any:
 
 
 def _padded(mode: Latest, call: Call) -> Tensor:
-    return mode.tell(call(), F.pad(mode.of(call.args[0]), call.args[1], value=CONSTANT))
+    found = call()
+    mode.tell_lowered(found, F.pad(mode.is_lowered(call.args[0]).to(torch.uint8), call.args[1]).bool())
+    return mode.tell(found, F.pad(mode.of(call.args[0]), call.args[1], value=CONSTANT))
 
 
 def _triangle(mode: Latest, call: Call) -> Tensor:
@@ -327,7 +407,7 @@ _MONOTONE = frozenset({
 _BY_RULE: dict[Rule, str] = {
     _new: "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty",
     _moved: "_unsafe_view repeat flip roll cat stack slice_scatter select_scatter view_copy expand_copy",
-    _copied: "_to_copy clone lift_fresh_copy",
+    _copied: "to _to_copy clone lift_fresh_copy",
     _chosen: "where masked_fill",
     _along: "sum nansum mean amax amin max min argmax argmin prod any all logsumexp std var std_mean "
     "var_mean linalg_vector_norm cumsum median count_nonzero",
