@@ -130,7 +130,8 @@ class ExportError(AttnGraphError):
 
 
 class CheckError(AttnGraphError):
-    """A condition on values that the model's forward checks does not hold: says at which line."""
+    """A condition on values does not hold, which the model's forward checks or its decoder relies on: says at
+    which line."""
 
 
 class FrozenError(AttnGraphError):

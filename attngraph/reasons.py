@@ -107,7 +107,8 @@ KINDS = (
     Kind("sees-later-tokens", "mask later tokens; where a mask is there that could not be followed, "
          "CacheConfig(assume_causal=True)",
          ("sees later tokens", "in both directions", "hide all later tokens",
-          "that no token sees a later one", "the first token sees nothing")),
+          "that no token sees a later one", "the first token sees nothing", "data may hide every key",
+          "prompts it takes none")),
     Kind("mixes-tokens", "compute each token from itself and earlier ones: by causal attention, "
          "convolutions, running sums",
          ("every token is read", "from itself and earlier tokens alone", "no sum over earlier tokens",

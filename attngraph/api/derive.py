@@ -21,7 +21,7 @@ from attngraph.capture.captured import Assumed, Captured
 from attngraph.capture.instead import LOCK
 from attngraph.capture.sides import Sides
 from attngraph.capture.structure import Laid
-from attngraph.errors import NoDecoderError
+from attngraph.errors import CheckError, NoDecoderError
 from attngraph.ir.dtypes import SCALED
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops.cached_attention import Store
@@ -39,6 +39,7 @@ from attngraph.report.ranks import CacheRanksEntry
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.examples import FAILURES, Example
 from attngraph.runtime.proof import (
+    SAMPLES,
     Proved,
     of_few,
     prove,
@@ -183,12 +184,18 @@ def _proved(
     if not config.proof or made.before is None:
         return None
     arguments = {n: v.tensor if isinstance(v, Laid) else v for n, v in example.arguments.items()}
-    arguments[step.name] = varied(made.before, step, arguments[step.name], example.place)
     if options.progress is not None:
         options.progress("proof")
-    few = example.is_compared or step.traced_few()
+    few, tokens = example.is_compared or step.traced_few(), arguments[step.name]
     try:
-        found = prove(divided or made.before, step, arguments, 0 if divided else logits)
+        for attempt in range(SAMPLES):
+            arguments[step.name] = varied(made.before, step, tokens, example.place, attempt)
+            try:
+                found = prove(divided or made.before, step, arguments, 0 if divided else logits)
+                break
+            except CheckError as problem:  # a prompt that the decoder refuses
+                if attempt + 1 == SAMPLES:
+                    raise NoDecoderError(f"of {SAMPLES} prompts it takes none: {problem}") from problem
     except NoDecoderError:
         raise
     except FAILURES as problem:
@@ -255,5 +262,5 @@ def _cache_entry(
         tuple((value.label, value.bytes_per_row) for value in plan.carried), plan.anew,
         config.rounded if scales else "", drift if scales else None,
         tuple(s.label for s in own if config.rounded and s.name not in scales),
-        assumed=plan.assumed, ranks=ranks,
+        assumed=plan.assumed, ranks=ranks, asked=step.asked,
     )  # fmt: skip

@@ -195,6 +195,11 @@ def _refuse(step: Step) -> None:
         )
     if any(store.scales_of for store in plan.stores):
         raise ExportError("the decoder keeps numbers of 8 bits with scales, which are not exported yet.")
+    if step.asked:
+        raise ExportError(
+            "the decoder asks in each call that data do not hide a token from itself by a finite number, at "
+            f"{step.asked[0]}, and no file asks. Let the model hide by -inf."
+        )
     if plan.carried:
         raise ExportError("the decoder carries running sums from token to token, which are not exported yet.")
     others = [a for a in step.arguments if a != step.name]

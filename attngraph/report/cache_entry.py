@@ -46,7 +46,8 @@ class CacheEntry:
     `rounded` is the dtype of 8 bits in which keys and values are kept with scales ("": none are), `drift`
     what that changes (None: not measured), `unrounded` what is kept as it is computed although it was asked
     to be rounded. `assumed` are operations that are taken not to look at later tokens because
-    `CacheConfig.assume_causal` says so, and why that could not be shown.
+    `CacheConfig.assume_causal` says so, and why that could not be shown. `asked` are the lines of attentions
+    of which each call asks that data do not hide a token from itself.
     """
 
     bytes_per_token: int
@@ -67,6 +68,7 @@ class CacheEntry:
     unrounded: tuple[str, ...] = ()
     ranks: CacheRanksEntry | None = None
     assumed: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
 
     @property
     def bytes_per_row(self) -> int:
@@ -130,6 +132,9 @@ class CacheEntry:
         if self.assumed:
             taken = "not shown to look at earlier tokens alone, but taken to (assume_causal)"
             yield f"{taken}: {_once(self.assumed)}"
+        if self.asked:
+            what = "that data do not hide a token from itself by a finite number is asked in each call"
+            yield f"{what}: {_once(self.asked)}"
         if self.most_tokens is not None:
             yield f"at most {self.most_tokens:,} tokens in a sequence"
         yield from () if self.ranks is None else self.ranks.facts()

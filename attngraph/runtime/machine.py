@@ -74,7 +74,9 @@ class Machine:
         self._values = ValueGuard([fetch(None) for fetch in self._assumed])
         written = {(o.kind, o.name) for o in graph.outputs if o.kind in ("buffer", "argument")}
         self._overwritten = {n for n, i in enumerate(graph.inputs) if (i.kind, i.name) in written}
-        self._checks = [(n, o.name) for n, o in enumerate(graph.outputs) if o.kind == "check"]
+        self._checks = [
+            (n, _FAILED[o.kind].format(o.name)) for n, o in enumerate(graph.outputs) if o.kind in _FAILED
+        ]
         self._targets = [_target(output, owner) for output in graph.outputs]
 
     def is_valid(self) -> bool:
@@ -110,15 +112,15 @@ class Machine:
             around = without_autocast(t.device.type for t in inputs if isinstance(t, Tensor))
             if interpret is not None:
                 with around:
-                    return list(interpret(self._module).run(*inputs))
+                    found = list(interpret(self._module).run(*inputs))
+                self._require(found)
+                return found
             if self._overwritten and torch.is_grad_enabled():
                 # The backward pass needs their old contents.
                 inputs = [t.clone() if n in self._overwritten else t for n, t in enumerate(inputs)]
             with around, self._sharing():
                 results = self._run(*inputs)
-            for number, line in self._checks:
-                if not results[number]:
-                    raise CheckError(f"what the model checks at {line} does not hold.")
+            self._require(results)
             targets = [target and target(arguments) for target in self._targets]
             writes = [(t, r) for t, r in zip(targets, results, strict=True) if t is not None]
             if later is None:
@@ -126,6 +128,22 @@ class Machine:
             else:
                 later += writes
             return [r if target is None else None for target, r in zip(targets, results, strict=True)]
+
+    def _require(self, results: Sequence[Any]) -> None:
+        for number, problem in self._checks:
+            if not results[number]:
+                raise CheckError(problem)
+
+
+_FAILED = {
+    "check": "what the model checks at {} does not hold.",
+    "shown": (
+        "the attention at {} hides every key of a token by a finite number, so that the model weighs all "
+        "tokens alike for it, later ones too, which a decoder does not know. Nothing was written.\nWhat to "
+        "do: leave out padding by attention_mask=..., or let the model hide by -inf."
+    ),
+}  # fmt: skip
+"""What is said where the condition of an output of this kind is not true; {} is its name, a line."""
 
 
 def change(writes: Iterable[tuple[Tensor, Tensor]], attributes: Iterable[tuple[Any, Any, Any]] = ()) -> None:

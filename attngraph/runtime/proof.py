@@ -50,6 +50,8 @@ ROUNDING = {8: 1e-7, 4: 2e-3}
 STEPS: tuple[tuple[int, int], ...] = ((4, 2), (1, 1), (0, 3), (2, 1), (1, 1))
 """New tokens of two rows in each call: prompts, single tokens, none for one row, chunks. Both rows end at the
 same length. (More rows are like the second.)"""
+SAMPLES = 20
+"""Prompts that are tried where a decoder does not take all."""
 DIFFERENT = 4
 """So many different tokens tell one attention from another; where a prompt has fewer, others are taken."""
 _SAME_IDS = (
@@ -130,7 +132,7 @@ def _as_it_grew(
     return torch.stack(found)
 
 
-def varied(whole: ProgramGraph, step: Step, tokens: Tensor, place: int) -> Tensor:
+def varied(whole: ProgramGraph, step: Step, tokens: Tensor, place: int, attempt: int = 0) -> Tensor:
     """The tokens to prove with: those of the prompt. If these are hardly different ones (all values that an
     attention weighs are equal then, whatever its weights), others of the vocabulary, from its middle because
     special tokens are at its ends; and where data may choose what is seen, as many as are compared, each of
@@ -142,14 +144,14 @@ def varied(whole: ProgramGraph, step: Step, tokens: Tensor, place: int) -> Tenso
     limit = min((int(t.args[0].meta["val"].shape[0]) for t in tables if t.args[1] in same), default=0)  # type: ignore[union-attr]
     if tokens.is_floating_point() or limit < DIFFERENT:
         return tokens
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(attempt)
     rows, given = tokens.shape[:2]
     if step.plan.anew and len(step.arguments) == 1:
         given = max(given, sum(count for count, _ in _steps(step, given, rows)))
         if given <= limit:
             drawn = [torch.randperm(limit, generator=generator)[:given] for _ in range(rows)]
             return torch.stack(drawn).to(tokens.device, tokens.dtype)
-    if len(set(tokens.flatten().tolist())) >= DIFFERENT:
+    if not attempt and len(set(tokens.flatten().tolist())) >= DIFFERENT:
         return tokens
     found = torch.randint(limit // 4, limit - limit // 4, tokens.shape, generator=generator)
     return found.to(tokens.device, tokens.dtype)

@@ -236,6 +236,11 @@ class Step:
         for each in (graph, *graph.stages.values()):
             prepare_programs(each)
 
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The lines of attentions of which each call asks that data do not hide a token from itself."""
+        return tuple(output.name for output in self.graph.outputs if output.kind == "shown")
+
     def takes(self, ids: Tensor) -> bool:
         """Whether the graph takes tokens of this kind: numbers, or embeddings of that width."""
         same = (v.is_floating_point() == ids.is_floating_point() for v in self._tokens)
@@ -307,6 +312,7 @@ class Step:
         result, *news = self._step(arguments, {"picked": picked, **kept, **self.ranks.own()}, run)
         keeps: tuple[Any, ...] = (*self._keeps.stores, *self._keeps.carried)
         names = [about.name for about in keeps]
+        news = news[: len(names)]  # what follows are conditions, which hold
         state.write(self.ranks.kept(dict(zip(names, news, strict=True))), rows, counts)
         return self.ranks.one(result)  # type: ignore[no-any-return]
 

@@ -267,7 +267,8 @@ def _require_state(graph: ProgramGraph) -> None:
                 raise ValueError(f"a decoder's state has no {given.kind} {given.name!r:.80}")
     given_on = [(o.kind, o.name) for o in graph.outputs if o.kind in ("pages", "carried")]
     wanted = [("pages", store.name) for store in plan.stores] + [("carried", c.name) for c in plan.carried]
-    if given_on != wanted or len(graph.outputs) != 1 + len(wanted):
+    others = sum(o.kind != "shown" for o in graph.outputs)
+    if given_on != wanted or others != 1 + len(wanted):
         raise ValueError("a decoder's graph gives other values to its state than its plan says")
 
 

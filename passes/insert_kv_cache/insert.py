@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,8 +26,9 @@ from attngraph.ir.graph import RESULTS, Level, Output, ProgramGraph, op_name, so
 from attngraph.ir.language import E, ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.ir.ops.history import history
-from attngraph.ir.ops.nodes import AttentionOp
+from attngraph.ir.ops.nodes import Attention, AttentionOp
 from attngraph.ir.walk import operands_first
+from attngraph.meaning.masks.causal import Shown
 from attngraph.meaning.tokens.facts import Fact, Kind, Scan
 from attngraph.meaning.tokens.loops import TokenLoop
 from attngraph.meaning.tokens.recurrence import Sums
@@ -121,6 +123,8 @@ class _Insertion:
         self.step = Step(tokens, self.inputs, self.kept)
         self.made: dict[fx.Node, fx.Node] = {}
         """What replaces a value, once all of them are made."""
+        self.asked: dict[fx.Node, str] = {}
+        """Conditions on new tokens that must be true, with the lines of the attentions that rely on them."""
         self.expanded = 0
         streams = [f.scan.streams for f in tokens.facts.values() if isinstance(f.scan, History)]
         tokens.facts |= {node: s.fact(tokens.facts) for of in streams for node, s in of.items()}
@@ -153,15 +157,18 @@ class _Insertion:
             node.replace_all_uses_with(new)
         self.kept.move(self.made)
         for node in attentions:
+            self._ask(node)
             self._look_at_pages(node)
         kept = list(self.kept.stores)
         self.fixed.take()
         pick_results(self.graph, self.tokens, kept, self.inputs.rows("picked"))
-        self.graph.graph.output_node().args = ((*self.graph.results(), *kept, *self.step.carried),)
+        results = (*self.graph.results(), *kept, *self.step.carried, *self.asked)
+        self.graph.graph.output_node().args = (results,)
         stores = self.kept.stores
         pages = (Output("pages", store.name) for store in stores.values())
         carried = (Output("carried", about.name) for about in self.step.carried.values())
-        self.graph.outputs = (*self.graph.outputs, *pages, *carried)
+        asked = (Output("shown", line) for line in self.asked.values())
+        self.graph.outputs = (*self.graph.outputs, *pages, *carried, *asked)
         self.graph.clean()
         tokens = length = str(self.tokens.space.tokens.value)
         if self.tokens.space.is_of_one_length:
@@ -219,6 +226,52 @@ class _Insertion:
             ) from problem
 
     # --- attention ---
+
+    def _ask(self, node: fx.Node) -> None:
+        """A condition, where data may hide each token from itself: that its score of itself, or that of the
+        first token of a row, is not as low as what hides the others. The scores of single tokens, with
+        queries and keys of zeros."""
+        whole, causality, builder = (
+            AttentionOp.of(node),
+            self.tokens[node].causality,
+            Builder(self.graph, node),
+        )
+        assert causality is not None
+        if causality.shown is Shown.NONE:
+            return
+        program, reads = causality.program, list(whole.reads)
+        for number, read in enumerate(reads):
+            token, row = self.tokens.token_dim(read), self.tokens.row_dim(read)
+            if token is not None and row is not None:
+                reads[number] = builder.call(aten.transpose.int, read, row, token)
+            elif row is not None:
+                reads[number] = builder.call(aten.index_select.default, read, row, self.inputs.rows("row"))
+        heads, like = (
+            whole.q.meta["val"].shape[1],
+            {"dtype": torch.float32, "device": whole.q.meta["val"].device},
+        )
+        positions = self.inputs.rows("positions")
+
+        def zeros(positions: Any) -> Any:
+            return torch.zeros_like(positions, **like).reshape(-1, 1, 1, 1).expand(-1, heads, 1, 1)  # type: ignore[arg-type]
+
+        none = builder.trace(zeros, positions)
+        scores = builder.attention(
+            Attention(
+                q=none, program=program, reads=reads, sizes=whole.sizes[: program.sizes], k=none, v=none
+            )
+        )
+
+        shown = builder.call(aten.gt.Scalar, builder.results(scores)[1], causality.above)
+        if causality.shown is Shown.FIRST:
+            later = builder.unsqueezed(builder.call(aten.gt.Scalar, positions, 0), -1, -1)
+            shown = builder.call(aten.logical_or.default, shown, later)
+        condition = builder.call(aten.all.default, shown)
+        self.asked[condition] = source_of(node)
+        self.outcome.notes.append(
+            f"that data do not hide a token from itself at {source_of(node)} is asked in each call, of "
+            f"{causality.shown.value} of a row"
+        )
 
     def _look_at_pages(self, node: fx.Node) -> None:
         whole, causality = AttentionOp.of(node), self.tokens[node].causality

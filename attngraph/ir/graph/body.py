@@ -238,7 +238,7 @@ class Body:
         results = []
         for part in split(code.removeprefix("return ")[1:-1]):
             found = re.fullmatch(
-                r"(?:(?:(buffer|argument|attribute|check|pages|carried|look|tied) )?(\$.*?) = )?(.*?)"
+                r"(?:(?:(buffer|argument|attribute|check|shown|pages|carried|look|tied) )?(\$.*?) = )?(.*?)"
                 r"(?: order \[([\d, ]*)\])?(?: place (\d+))?",
                 part,
             )
@@ -254,7 +254,7 @@ class Body:
 def _whole_name(kind: str, text: str) -> str:
     """The full name for a printed one: in the model these lack the prefix of capture's wrapper module."""
     name = read_name(text, "$")
-    plain = ("value", "check", "tied", Rate.WEIGHTS.value, *_BETWEEN_PARTS)
+    plain = ("value", "check", "shown", "tied", Rate.WEIGHTS.value, *_BETWEEN_PARTS)
     return name if kind in plain else f"model.{name}"
 
 

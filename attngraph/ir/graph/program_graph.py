@@ -79,9 +79,10 @@ class Input:
 class Output:
     """What a result is: a "value" returned to the caller (of a stage: to the inputs of that name), the new
     contents of a "buffer" or "argument", a tensor of what an "attribute" of the model is set to, the
-    condition of a "check" that must be true, new entries for the "pages" of a store, the next of a "carried"
-    value, or what the stage "look" takes. Of that stage it may be what a fused value of the graph stands for
-    and is "tied" to (`ir/ops/others.py`); `name` is the number.
+    condition of a "check" that must be true, or of a decoder's that each token is "shown" a key, new entries
+    for the "pages" of a store, the next of a "carried" value, or what the stage "look" takes. Of that stage
+    it may be what a fused value of the graph stands for and is "tied" to (`ir/ops/others.py`); `name` is the
+    number.
 
     `order`: the dimensions of the model's own result from slowest to fastest in memory, because the caller
     may rely on its layout; empty if it is not dense. `place`: of a result that the stage "look" computes, its

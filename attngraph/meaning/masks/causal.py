@@ -2,17 +2,22 @@
 
 Proved, not assumed: `k = q + 1 + d` is put into the mask's predicate, and the algebra must find it false for
 every q and d. Where it does not, it looks for a pair of positions that the mask keeps.
+
+A finite number hides keys only beside one that it does not hide. Where data may hide every key of a token,
+it has to be seen in each call that they do not (`Shown`).
 """
 
 import dataclasses
+import enum
 import functools
 import itertools
+from collections.abc import Callable, Collection, Sequence
 
 from attngraph.ir import budgets
-from attngraph.ir.language import E, Expr, Keep, ScoreProgram, format_statement
+from attngraph.ir.language import E, Expr, Keep, Score, ScoreProgram, Statement, format_statement, formulas
 from attngraph.meaning.algebra import M
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.masks.fold import hiding_fills, seen
+from attngraph.meaning.masks.fold import UNDERFLOWS, hiding_fills, highest_fill, may_be_low, seen
 
 Q, K = E.var("q"), E.var("k")
 _LATER = M.add(Q, E.ONE, E.var("d"))
@@ -25,17 +30,29 @@ _LOOP = (
 )
 
 
+class Shown(enum.Enum):
+    """Of which tokens it has to be seen that data do not hide them from themselves, so that each token sees a
+    key beside which a finite number hides the others."""
+
+    NONE = "none"
+    FIRST = "the first one"  # which then all later tokens see, too
+    EACH = "each"
+
+
 @dataclasses.dataclass(frozen=True)
 class Causality:
     """`window`: how many tokens a query sees at most, itself included (None: all before it). `problem`: why
     it is not known that later tokens are hidden; `witness`: a query and a later key that it may see, and
-    `masks` those that do not hide it, as text. `program`: the one that was examined."""
+    `masks` those that do not hide it, as text. `program`: the one that was examined. `shown`: which tokens'
+    scores of themselves must be more than `above`."""
 
     program: ScoreProgram
     window: int | None = None
     problem: str = ""
     witness: tuple[int, int] | None = None
     masks: str = ""
+    shown: Shown = Shown.NONE
+    above: float = 0.0
 
     def describe(self) -> str:
         if self.window is None:
@@ -44,12 +61,16 @@ class Causality:
 
 
 @functools.lru_cache(maxsize=256)
-def examine(program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str]) -> Causality:
+def examine(
+    program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str],
+    data: frozenset[int] = frozenset(), low: frozenset[int] = frozenset(),
+) -> Causality:  # fmt: skip
     """What the program lets a token see.
 
     Args:
         keys_are_tokens: False where the keys are the same for all tokens (cross-attention).
         counted: the program's sizes whose value depends on how many tokens there are.
+        data, low: what it reads that follows from tokens, and what of it they may make as low as a fill.
     """
     nodes = [n for e in program.expressions for n in E.walk(e)]
     if named := sorted({str(n.value) for n in nodes if n.op == "size"} & counted):
@@ -62,15 +83,50 @@ def examine(program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str
     statements = [
         Keep(M.canonical(s.predicate), s.fill) if isinstance(s, Keep) else s for s in program.statements
     ]
-    low, hard = [seen(statements, hides) for hides in hiding_fills(statements)], seen(statements)
-    seeing = [soft for soft in low if not _is_false(soft, {Q: E.ZERO, K: E.ZERO})]  # itself, the first token
-    for predicate in (*seeing[:1], hard):
-        if _is_false(predicate, {K: _LATER}):
-            return Causality(program, _window(predicate))
-    if seeing or not _is_false(low[0], {K: _LATER}):
-        return _not_hidden(program, seeing[0] if seeing else low[0])
+    fills, hard = hiding_fills(statements), seen(statements)
+    soft = [seen(statements, hides) for hides in fills]
+    itself = {Q: E.ZERO, K: E.ZERO}  # the first token
+    seeing = [(p, hides) for p, hides in zip(soft, fills, strict=True) if not _is_false(p, itself)]
+    is_hard = _is_false(hard, {K: _LATER})
+    for predicate, hides in seeing[:1]:
+        window = _window(predicate)
+        if _is_false(predicate, {K: _LATER}) and not (is_hard and window == _window(hard)):
+            found = Causality(program, window)
+            return found if predicate is hard else _asking(found, statements, predicate, hides, data, low)
+    if is_hard:
+        return Causality(program, _window(hard))
+    if seeing or not _is_false(soft[0], {K: _LATER}):
+        return _not_hidden(program, seeing[0][0] if seeing else soft[0])
     why = "the first token sees nothing, and a finite fill then makes it see all tokens alike"
     return Causality(program, None, why, (0, 1))
+
+
+def _asking(
+    found: Causality, statements: Sequence[Statement], predicate: Expr, hides: Callable[[Expr], bool],
+    data: Collection[int], low: Collection[int],
+) -> Causality:  # fmt: skip
+    """What was found, where these finite fills hide all pairs but those of the predicate; with what has to be
+    seen in each call of the data."""
+
+    def reads(value: Expr, those: Collection[int]) -> list[Expr]:
+        return [n for n in E.reads(value) if n.value in those]
+
+    scores = (s.value for s in statements if isinstance(s, Score))
+    lowered = [n for value in scores for n in reads(value, data if may_be_low(value, data) else low)]
+    own, first = (M.substitute(predicate, {K: key}) for key in (Q, E.ZERO))
+    if not lowered and (own is E.TRUE or not reads(own, data)):
+        return found
+    is_first = Q not in first.free and not any(Q in n.free for n in lowered)
+    of_own = (M.substitute(f, {K: Q}) for s in statements for f in formulas(s))
+    if not is_first and any(Q in E.rebuild(f, _read_anywhere).free for f in of_own):
+        why = "data may hide every key of a token, and a finite number then makes it see all tokens alike"
+        return Causality(found.program, problem=why)
+    above = highest_fill(statements, hides) + UNDERFLOWS
+    return dataclasses.replace(found, shown=Shown.FIRST if is_first else Shown.EACH, above=above)
+
+
+def _read_anywhere(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    return M.construct(node, tuple(E.ZERO for _ in args) if node.op == "read" else args)
 
 
 def _is_false(predicate: Expr, mapping: dict[Expr, Expr]) -> bool:

@@ -16,7 +16,7 @@ bounds of scores (`score_bounds.py`) and what may become of each pair (`visible.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol, TypeVar
 
 from attngraph.ir.language import E, Expr, operation, operation_of
@@ -137,6 +137,11 @@ def hiding_fills(statements: Iterable[Statement]) -> list[Callable[[Expr], bool]
     return [lambda fill, limit=limit: _level(fill) <= limit for limit in limits]  # type: ignore[misc]
 
 
+def highest_fill(statements: Iterable[Statement], hides: Callable[[Expr], bool]) -> float:
+    """The largest of the numbers that hide."""
+    return max(_level(s.fill) for s in statements if isinstance(s, Keep) and not s.is_hard and hides(s.fill))
+
+
 def _level(fill: Expr) -> float:
     """The number of a fill that is one, or the score plus one; infinity for others, and for NaN."""
     if fill is E.NAN:
@@ -153,6 +158,22 @@ def added_to_score(fill: Expr) -> float:
     if not is_sum or fill.args[1].op != "const" or fill.args[1] is E.NAN:
         return math.inf
     return float(fill.args[1].value if fill.op == "add" else -fill.args[1].value)
+
+
+def may_be_low(value: Expr, data: Collection[int]) -> bool:
+    """Whether the formula of a score makes what it reads of `data` as low as a fill: by a large number, or by
+    a function whose results may be far below zero where what it is given is small."""
+
+    def reads(part: Expr) -> bool:
+        return any(n.value in data for n in E.reads(part))
+
+    large = any(n.op == "const" and n is not E.NAN and abs(float(n.value)) >= HIDES for n in E.walk(value))
+    steep = (n.args[-1] if n.op == "div" else n for n in E.walk(value) if n.op in STEEP)
+    return (large and reads(value)) or any(map(reads, steep))
+
+
+STEEP = frozenset({"div", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "rsqrt"})
+"""Functions whose results may be far below zero, or far above, where what they are given is small."""
 
 
 def is_of_row(value: Expr) -> bool:

@@ -22,6 +22,7 @@ kept for every token, and the model's own operations run on all of it again (`Hi
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Mapping
 
 from torch import fx
@@ -32,7 +33,7 @@ from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import M, ranges
-from attngraph.meaning.masks.fold import HIDES
+from attngraph.meaning.masks.fold import HIDES, STEEP
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.facts import Axes, Fact, Facts, Indices, Kind, Space, own_variables, place_text
 from attngraph.meaning.tokens.many_lengths import ManyLengths, Region
@@ -47,6 +48,8 @@ _MORE = E.var("d")
 """Any number of tokens, none included."""
 _ANY = E.var("any")
 """Any number."""
+_UNDERFLOWS = 100.0
+"""The exponential of minus this may be taken for zero."""
 _FILL = E.var("fill")
 """A number that hides."""
 
@@ -333,7 +336,7 @@ def _hidden(body: Expr, variable: Expr, own: Expr | None) -> Expr:
             return found
         parts = E.parts(found.args[0], "add")
         exponent = M.add(*(_lowered(part, E.NEG_INF) for part in parts))
-        marked = M.add(*(_lowered(part, _FILL) for part in parts))
+        marked = M.add(*(_FILL if _is_steep(part) else _lowered(part, _FILL) for part in parts))
         shown = own is not None and _FILL not in set(E.walk(_at(marked, {variable: own})))
         return M.exp(exponent if shown else M.add(*(_lowered(part, _ANY) for part in parts)))
 
@@ -346,14 +349,24 @@ def _lowered(term: Expr, to: Expr) -> Expr:
     if rest.op != "where":
         return term
     condition, *branches = rest.args
-    lowered = [to if _hides(factor, b) else M.mul(E.const(factor), _lowered(b, to)) for b in branches]
-    return M.where(condition, *lowered)
+    return M.where(condition, *(_lowered_branch(factor, b, to) for b in branches))
 
 
-def _hides(factor: float, branch: Expr) -> bool:
-    """Whether `factor` times a branch is a number that hides, or anything plus one."""
-    numbers = [t.value for t in E.parts(branch, "add") if t.op == "const" and t is not E.NAN]
-    return bool(numbers) and -float("inf") < factor * numbers[0] <= -HIDES
+def _lowered_branch(factor: float, branch: Expr, to: Expr) -> Expr:
+    """`factor` times a branch. A number that does not hide is any: its exponential may be zero as such, but
+    not beside others that are as small."""
+    number = factor * next((t.value for t in E.parts(branch, "add") if t.op == "const" and t is not E.NAN), 0)
+    if -math.inf < number <= -HIDES:
+        return to
+    return _ANY if -HIDES < number <= -_UNDERFLOWS else M.mul(E.const(factor), _lowered(branch, to))
+
+
+def _is_steep(term: Expr) -> bool:
+    """Whether a term of an exponent is a function of values whose results may be as low as what hides."""
+    _, rest = M.coefficient(term)
+    if rest.op == "where":
+        return any(map(_is_steep, rest.args[1:]))
+    return rest.op in STEEP and bool(E.reads(rest))
 
 
 _GIVEN = (Kind.FIXED, Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)

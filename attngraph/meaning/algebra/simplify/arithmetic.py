@@ -42,7 +42,7 @@ def add(*terms: Expr) -> Expr:
     kept = [scale(c, rest) for rest, c in parts.items() if c != 0]
     kept = _merge_selections(kept)
     if constant != 0 and any(t.op == "where" for t in kept):
-        # The constant moves into a selection of constants if that is the only other term.
+        # The constant moves into selections of constants if these are the only other term.
         kept, constant = _absorb_constant(kept, constant)
     if constant != 0 or not kept:
         kept.append(E.const(constant))
@@ -68,11 +68,15 @@ def _rejoin_digits(parts: dict[Expr, float]) -> None:
 
 
 def _absorb_constant(terms: list[Expr], constant: float) -> tuple[list[Expr], float]:
-    if len(terms) == 1 and all(a.op == "const" for a in terms[0].args[1:]):
+    if len(terms) == 1 and _chooses_numbers(terms[0]):
         condition, a, b = terms[0].args
         c = E.const(constant)
         return [M.where(condition, add(a, c), add(b, c))], 0
     return terms, constant
+
+
+def _chooses_numbers(selection: Expr) -> bool:
+    return all(a.op == "const" or (a.op == "where" and _chooses_numbers(a)) for a in selection.args[1:])
 
 
 def _merge_selections(terms: list[Expr]) -> list[Expr]:

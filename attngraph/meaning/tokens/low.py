@@ -1,0 +1,78 @@
+"""Which values data may make as low as the numbers that hide: by a large number, or by an operation whose
+results may be far below zero where what it is given is small. What layers, norms and softmaxes give is taken
+not to be so low, as scores are."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph import op_name
+from attngraph.ir.walk import reached
+from attngraph.meaning.masks.fold import HIDES
+from attngraph.meaning.tokens.facts import Facts, Kind
+
+_STEEP = frozenset({"reciprocal", "div", "exp", "exp2", "expm1", "pow", "logit"})
+_LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
+_ABOVE_ZERO = frozenset({"sigmoid", "exp", "softplus", "cosh", "softmax", "_softmax", "sum", "add"})
+"""Operations whose results are taken to have a logarithm that is not far below zero."""
+_MOVES = frozenset(
+    {"index", "gather", "index_select", "take_along_dim", "cat", "stack", "embedding", "scatter"}
+)
+_MAKES = frozenset(
+    {"full", "full_like", "new_full", "scalar_tensor", "where", "masked_fill", "mul", "add", "sub"}
+)
+
+
+def may_be_low(facts: Facts, node: fx.Node) -> bool:
+    """Whether data may make an element of a value as low as a fill."""
+
+    def operands(n: fx.Node) -> list[fx.Node]:
+        return [a for a in n.all_input_nodes if not _is_fixed(facts, a)] if _keeps_low(n) else []
+
+    return any(_keeps_low(n) and _lowers(facts, n) for n in reached([node], operands))
+
+
+def _is_fixed(facts: Facts, node: fx.Node) -> bool:
+    return node not in facts or facts[node].kind is Kind.FIXED
+
+
+def _keeps_low(node: fx.Node) -> bool:
+    """Whether a low result may be one that it is given, or made of numbers that stand in the call."""
+    value, target = node.meta.get("val"), node.target
+    if node.op != "call_function" or not isinstance(value, Tensor) or value.dtype == torch.bool:
+        return False
+    is_overload = isinstance(target, torch._ops.OpOverload)
+    return op_name(node) in _MOVES or (is_overload and (target.is_view or torch.Tag.pointwise in target.tags))  # type: ignore[union-attr]
+
+
+def _lowers(facts: Facts, node: fx.Node) -> bool:
+    name, operands = op_name(node), node.all_input_nodes
+    if name in _LOGARITHMS:
+        return op_name(operands[0]) not in _ABOVE_ZERO
+    if name == "div":
+        return not _is_fixed(facts, operands[-1]) and len(operands) > 1
+    fixed = (a for a in operands if _is_fixed(facts, a))
+    return name in _STEEP or any(map(_is_large, _scalars(node))) or any(_has_large(facts, a) for a in fixed)
+
+
+def _has_large(facts: Facts, fixed: fx.Node) -> bool:
+    """Whether a value that no token changes has large numbers, as far as they are known."""
+    for node in reached(
+        [fixed], lambda n: n.all_input_nodes if op_name(n) in _MAKES or _keeps_low(n) else ()
+    ):
+        known = facts.meaning.values.get(node)
+        if known is not None and known.is_floating_point() and known.numel():
+            if float(known.abs().max()) >= HIDES:
+                return True
+        elif op_name(node) in _MAKES and any(map(_is_large, _scalars(node))):
+            return True
+    return False
+
+
+def _scalars(node: fx.Node) -> Iterator[float]:
+    return (float(a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, (int, float)))
+
+
+def _is_large(number: float) -> bool:
+    return abs(number) >= HIDES
