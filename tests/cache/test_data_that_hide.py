@@ -19,9 +19,11 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Small(nn.Module):
-    def __init__(self, mask: Mask) -> None:
+    """`squared`: its weights are, so that no attention is found."""
+
+    def __init__(self, mask: Mask, squared: bool = False) -> None:
         super().__init__()
-        self.mask = mask
+        self.mask, self.squared = mask, squared
         torch.manual_seed(0)
         self.embed, self.gate, self.out = (
             nn.Embedding(VOCAB, WIDTH),
@@ -35,6 +37,7 @@ class Small(nn.Module):
         past = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
         scores = self.q(x) @ self.k(x).mT / 4
         weights = self.mask(scores, self.gate(x)[..., 0], ids, past).softmax(-1)
+        weights = weights.square() if self.squared else weights
         return self.out(x + weights @ self.v(x))  # type: ignore[no-any-return]
 
 
@@ -108,6 +111,20 @@ def test_a_decoder_gives_what_the_model_gives_or_says_that_it_cannot(name: str) 
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
     assert any(raised) == (name in MASKS) and not all(raised)
     assert ("is asked in each call" in str(decoder.report)) == (name in MASKS or name == "documents")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*MASKS, *NEVER])
+def test_what_is_no_attention_is_refused_where_data_may_hide_all(name: str) -> None:
+    model = Small({**MASKS, **NEVER}[name], squared=True).eval()
+    decoder = attngraph.compile(model, cache=True)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCAB, (1, 8), generator=generator)
+    if name in MASKS or name == "documents":  # in which it is not seen that a token is in its own
+        with pytest.raises(attngraph.NoDecoderError, match="every token is read"):
+            decoder.prefill(ids)
+        return
+    torch.testing.assert_close(decoder.prefill(ids)[0], model(ids), atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

@@ -28,8 +28,7 @@ CONSTANT, LOW, OF_WEIGHTS, ALL = -3.0, -2.0, -1.0, float("inf")
 follows from weights, not from tokens; what may follow from anything."""
 
 NEVER_LOW = frozenset({
-    "exp", "exp2", "sigmoid", "tanh", "relu", "_softmax", "_safe_softmax", "native_layer_norm",
-    "_fused_rms_norm",
+    "sigmoid", "tanh", "relu", "_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm",
 })  # fmt: skip
 """Operations that give no number far below all others, whatever they are given."""
 

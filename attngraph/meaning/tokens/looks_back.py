@@ -22,6 +22,7 @@ kept for every token, and the model's own operations run on all of it again (`Hi
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 
@@ -36,6 +37,7 @@ from attngraph.meaning.algebra import M, ranges
 from attngraph.meaning.masks.fold import HIDES, STEEP
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.facts import Axes, Fact, Facts, Indices, Kind, Space, own_variables, place_text
+from attngraph.meaning.tokens.low import may_be_low
 from attngraph.meaning.tokens.many_lengths import ManyLengths, Region
 from attngraph.meaning.tokens.opaque import compared, is_choice
 from attngraph.meaning.tokens.streams import blocks_of, more_than_tokens, streams_of
@@ -77,6 +79,7 @@ class LooksBack:
         self._given: Collection[fx.Node] = ()
         """Values besides those known token by token that a formula reads."""
         self._left = 0
+        self._is_low = functools.cache(functools.partial(may_be_low, facts))
 
     def formula(self, node: fx.Node, axes: Axes) -> Expr:
         """An element of a node at these axes in terms of values that are known token by token. Raises
@@ -146,7 +149,7 @@ class LooksBack:
                    for n in E.walk(c) if n.op == "const" and n.kind == "int"}  # fmt: skip
         for count in sorted({n + more for n in numbers for more in (0, 1)} - {0}):
             earlier = M.sub(token, M.add(E.const(count), _MORE))
-            at = _at(_hidden(body, variable, token), {variable: earlier})
+            at = _at(self._hidden(body, variable, token), {variable: earlier})
             if E.is_const(at, _NEUTRAL[fold.op]):
                 return count
         return None
@@ -230,7 +233,7 @@ class LooksBack:
                 if last.free <= summed.free and self._ends(node.op, variable, summed, last):
                     place = M.sub(last, E.var(f"{variable.value} before"))
                     return self._visit(
-                        _at(_hidden(summed, variable, last), {variable: place}), below | {place}
+                        _at(self._hidden(summed, variable, last), {variable: place}), below | {place}
                     )
         for last in sorted(below, key=lambda place: place.order):
             if (ended := self._blocks_end(node.op, variable, body, last, below)) is not None:
@@ -247,7 +250,7 @@ class LooksBack:
         if not _is_at_most(self.space.tokens, variable.args[0]):
             return False
         later = M.add(last, E.ONE, _MORE)
-        return E.is_const(_at(_hidden(body, variable, last), {variable: later}), _NEUTRAL[op])
+        return E.is_const(_at(self._hidden(body, variable, last), {variable: later}), _NEUTRAL[op])
 
     def _blocks_end(
         self, op: str, variable: Expr, body: Expr, last: Expr, below: frozenset[Expr]
@@ -267,13 +270,38 @@ class LooksBack:
                 return M.add(M.mul(E.const(size), of), E.const(reach))
 
             own = M.floordiv(M.sub(last, E.const(reach)), E.const(size))
-            hidden = _hidden(body, variable, own if _is_at_most(E.ZERO, own) else None)
+            hidden = self._hidden(body, variable, own if _is_at_most(E.ZERO, own) else None)
             late = M.sub(end(variable), M.add(E.ONE, _MORE, rest))
             if E.is_const(_at(hidden, {free: late}), _NEUTRAL[op]):
                 early = {free: M.sub(M.add(end(block), E.var(f"{variable.value} after")), rest)}
                 places = frozenset(_at(place, early) for place in below)
                 return _at(hidden, {variable: block, **early}), places | {end(block)}
         return None
+
+    def _hidden(self, body: Expr, variable: Expr, own: Expr | None) -> Expr:
+        """What is summed, with minus infinity for numbers that hide, in exponents that show the place `own`,
+        if there is one. In others such a number is any: where all have it, all places count alike."""
+
+        def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            found = M.construct(node, args)
+            if found.op != "exp" or variable not in found.free:
+                return found
+            parts = E.parts(found.args[0], "add")
+            exponent = M.add(*(_lowered(part, E.NEG_INF) for part in parts))
+            marked = M.add(*(_FILL if self._may_be_low(part) else _lowered(part, _FILL) for part in parts))
+            shown = own is not None and _FILL not in set(E.walk(_at(marked, {variable: own})))
+            return M.exp(exponent if shown else M.add(*(_lowered(part, _ANY) for part in parts)))
+
+        return E.rebuild(body, change)
+
+    def _may_be_low(self, term: Expr) -> bool:
+        """Whether a term of an exponent may be as low as a number that hides, by what data are."""
+        if any(map(self._is_low, {n.value for n in E.reads(term)})):
+            return True
+        rest = M.coefficient(term)[1]
+        if rest.op == "where":
+            return any(map(self._may_be_low, rest.args[1:]))
+        return any(f.op in (*STEEP, "recip") and E.reads(f) for f in E.parts(rest, "mul"))
 
 
 def _without_reference(exponential: Expr) -> Expr:
@@ -326,23 +354,6 @@ def _is_at_most(a: Expr, b: Expr) -> bool:
     return M.le(a, b) is E.TRUE or ranges.is_at_most(a, b)
 
 
-def _hidden(body: Expr, variable: Expr, own: Expr | None) -> Expr:
-    """What is summed, with minus infinity for numbers that hide, in exponents that show the place `own`, if
-    there is one. In others such a number is one like any other: where all have it, all places count alike."""
-
-    def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        found = M.construct(node, args)
-        if found.op != "exp" or variable not in found.free:
-            return found
-        parts = E.parts(found.args[0], "add")
-        exponent = M.add(*(_lowered(part, E.NEG_INF) for part in parts))
-        marked = M.add(*(_FILL if _is_steep(part) else _lowered(part, _FILL) for part in parts))
-        shown = own is not None and _FILL not in set(E.walk(_at(marked, {variable: own})))
-        return M.exp(exponent if shown else M.add(*(_lowered(part, _ANY) for part in parts)))
-
-    return E.rebuild(body, change)
-
-
 def _lowered(term: Expr, to: Expr) -> Expr:
     """A term of an exponent, with this in the place of a finite number that hides."""
     factor, rest = M.coefficient(term)
@@ -359,14 +370,6 @@ def _lowered_branch(factor: float, branch: Expr, to: Expr) -> Expr:
     if -math.inf < number <= -HIDES:
         return to
     return _ANY if -HIDES < number <= -_UNDERFLOWS else M.mul(E.const(factor), _lowered(branch, to))
-
-
-def _is_steep(term: Expr) -> bool:
-    """Whether a term of an exponent is a function of values whose results may be as low as what hides."""
-    _, rest = M.coefficient(term)
-    if rest.op == "where":
-        return any(map(_is_steep, rest.args[1:]))
-    return rest.op in STEEP and bool(E.reads(rest))
 
 
 _GIVEN = (Kind.FIXED, Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)

@@ -16,12 +16,11 @@ _STEEP = frozenset({"reciprocal", "div", "exp", "exp2", "expm1", "pow", "logit"}
 _LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
 _ABOVE_ZERO = frozenset({"sigmoid", "exp", "softplus", "cosh", "softmax", "_softmax", "sum", "add"})
 """Operations whose results are taken to have a logarithm that is not far below zero."""
-_MOVES = frozenset(
-    {"index", "gather", "index_select", "take_along_dim", "cat", "stack", "embedding", "scatter"}
-)
-_MAKES = frozenset(
-    {"full", "full_like", "new_full", "scalar_tensor", "where", "masked_fill", "mul", "add", "sub"}
-)
+_MOVES = frozenset({
+    "index", "gather", "index_select", "take_along_dim", "cat", "stack", "embedding", "scatter",
+})  # fmt: skip
+_WITH_NUMBERS = frozenset({"full", "full_like", "new_full", "scalar_tensor", "masked_fill", "scatter"})
+_MAKES = _WITH_NUMBERS | {"where", "mul", "add", "sub"}
 
 
 def may_be_low(facts: Facts, node: fx.Node) -> bool:
@@ -42,8 +41,12 @@ def _keeps_low(node: fx.Node) -> bool:
     value, target = node.meta.get("val"), node.target
     if node.op != "call_function" or not isinstance(value, Tensor) or value.dtype == torch.bool:
         return False
-    is_overload = isinstance(target, torch._ops.OpOverload)
-    return op_name(node) in _MOVES or (is_overload and (target.is_view or torch.Tag.pointwise in target.tags))  # type: ignore[union-attr]
+    is_view = isinstance(target, torch._ops.OpOverload) and target.is_view
+    return op_name(node) in _MOVES or is_view or _is_pointwise(node)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _lowers(facts: Facts, node: fx.Node) -> bool:
@@ -71,7 +74,11 @@ def _has_large(facts: Facts, fixed: fx.Node) -> bool:
 
 
 def _scalars(node: fx.Node) -> Iterator[float]:
-    return (float(a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, (int, float)))
+    """The numbers among what an operation computes with; what others are given are places and sizes."""
+    given = (
+        (*node.args, *node.kwargs.values()) if _is_pointwise(node) or op_name(node) in _WITH_NUMBERS else ()
+    )
+    return (float(a) for a in given if isinstance(a, (int, float)))
 
 
 def _is_large(number: float) -> bool:

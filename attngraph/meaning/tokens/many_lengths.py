@@ -22,6 +22,7 @@ from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.tokens.facts import Axes, Facts
 from attngraph.meaning.tokens.latest import ALL, OF_WEIGHTS, Latest
 from attngraph.meaning.tokens.latest_rules import tracking
+from attngraph.meaning.tokens.low import may_be_low
 from attngraph.meaning.tokens.numbers import reach
 from attngraph.meaning.tokens.token_probe import EQUAL, ROWS, TokenProbe
 
@@ -125,6 +126,7 @@ class ManyLengths:
         latest = latest.expand(value.shape).clone()
         if row is not None:
             latest.select(row, run.other).fill_(ALL)
+        run.mode.tell_lowered(value, may_be_low(self.facts, leaf))
         return run.mode.tell(value, latest)
 
 
