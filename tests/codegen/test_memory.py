@@ -113,6 +113,7 @@ def test_tracing_gets_tensors_without_memory() -> None:
 
 
 def test_threads_never_share_a_block() -> None:
+    gc.collect()  # of other tests' blocks none is given back meanwhile
     wrong, before = list[int](), memory.kept()
 
     def work(number: int) -> None:
