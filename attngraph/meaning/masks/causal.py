@@ -11,13 +11,13 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from attngraph.ir import budgets
 from attngraph.ir.language import E, Expr, Keep, Score, ScoreProgram, Statement, format_statement, formulas
 from attngraph.meaning.algebra import M
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.masks.fold import UNDERFLOWS, hiding_fills, highest_fill, may_be_low, seen
+from attngraph.meaning.masks.fold import UNDERFLOWS, OfData, hiding_fills, highest_fill, lowered, seen
 
 Q, K = E.var("q"), E.var("k")
 _LATER = M.add(Q, E.ONE, E.var("d"))
@@ -62,15 +62,14 @@ class Causality:
 
 @functools.lru_cache(maxsize=256)
 def examine(
-    program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str],
-    data: frozenset[int] = frozenset(), low: frozenset[int] = frozenset(),
-) -> Causality:  # fmt: skip
+    program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str], data: OfData | None = None
+) -> Causality:
     """What the program lets a token see.
 
     Args:
         keys_are_tokens: False where the keys are the same for all tokens (cross-attention).
         counted: the program's sizes whose value depends on how many tokens there are.
-        data, low: what it reads that follows from tokens, and what of it they may make as low as a fill.
+        data: what it reads that follows from tokens.
     """
     nodes = [n for e in program.expressions for n in E.walk(e)]
     if named := sorted({str(n.value) for n in nodes if n.op == "size"} & counted):
@@ -92,7 +91,9 @@ def examine(
         window = _window(predicate)
         if _is_false(predicate, {K: _LATER}) and not (is_hard and window == _window(hard)):
             found = Causality(program, window)
-            return found if predicate is hard else _asking(found, statements, predicate, hides, data, low)
+            return (
+                found if predicate is hard else _asking(found, statements, predicate, hides, data or OfData())
+            )
     if is_hard:
         return Causality(program, _window(hard))
     if seeing or not _is_false(soft[0], {K: _LATER}):
@@ -103,20 +104,15 @@ def examine(
 
 def _asking(
     found: Causality, statements: Sequence[Statement], predicate: Expr, hides: Callable[[Expr], bool],
-    data: Collection[int], low: Collection[int],
+    data: OfData,
 ) -> Causality:  # fmt: skip
     """What was found, where these finite fills hide all pairs but those of the predicate; with what has to be
     seen in each call of the data."""
-
-    def reads(value: Expr, those: Collection[int]) -> list[Expr]:
-        return [n for n in E.reads(value) if n.value in those]
-
-    scores = (s.value for s in statements if isinstance(s, Score))
-    lowered = [n for value in scores for n in reads(value, data if may_be_low(value, data) else low)]
+    low = [n for s in statements if isinstance(s, Score) for n in lowered(s.value, data)]
     own, first = (M.substitute(predicate, {K: key}) for key in (Q, E.ZERO))
-    if not lowered and (own is E.TRUE or not reads(own, data)):
+    if not low and (own is E.TRUE or not any(n.value in data.reads for n in E.reads(own))):
         return found
-    is_first = Q not in first.free and not any(Q in n.free for n in lowered)
+    is_first = Q not in first.free and not any(Q in n.free for n in low)
     of_own = (M.substitute(f, {K: Q}) for s in statements for f in formulas(s))
     if not is_first and any(Q in E.rebuild(f, _read_anywhere).free for f in of_own):
         why = "data may hide every key of a token, and a finite number then makes it see all tokens alike"

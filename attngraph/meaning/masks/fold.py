@@ -16,8 +16,8 @@ bounds of scores (`score_bounds.py`) and what may become of each pair (`visible.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol, TypeVar
 
 from attngraph.ir.language import E, Expr, operation, operation_of
 from attngraph.ir.language.score import SCORE, WEIGHT, Keep, Score, Statement, Weight
@@ -160,20 +160,42 @@ def added_to_score(fill: Expr) -> float:
     return float(fill.args[1].value if fill.op == "add" else -fill.args[1].value)
 
 
-def may_be_low(value: Expr, data: Collection[int]) -> bool:
-    """Whether the formula of a score makes what it reads of `data` as low as a fill: by a large number, or by
-    a function whose results may be far below zero where what it is given is small."""
+class OfData(NamedTuple):
+    """What a program reads that follows from tokens; what of it they may make as low as a fill; and for what
+    they choose among numbers."""
 
-    def reads(part: Expr) -> bool:
-        return any(n.value in data for n in E.reads(part))
+    reads: frozenset[int] = frozenset()
+    low: frozenset[int] = frozenset()
+    chosen: frozenset[int] = frozenset()
 
+
+def lowered(value: Expr, data: OfData) -> list[Expr]:
+    """What the formula of a score reads that makes it as low as a fill, or may: by a large number, or by a
+    steep function of what data choose."""
+    reads = E.reads(value)
     large = any(n.op == "const" and n is not E.NAN and abs(float(n.value)) >= HIDES for n in E.walk(value))
-    steep = (n.args[-1] if n.op == "div" else n for n in E.walk(value) if n.op in STEEP)
-    return (large and reads(value)) or any(map(reads, steep))
+    of_data = data.reads if large or chooses(value, lambda n: n.value in data.chosen) else data.low
+    return [n for n in reads if n.value in of_data]
 
 
-STEEP = frozenset({"div", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "rsqrt"})
-"""Functions whose results may be far below zero, or far above, where what they are given is small."""
+def chooses(value: Expr, is_chosen: Callable[[Expr], bool]) -> bool:
+    """Whether a steep function in a formula is given what data choose: by a condition, or read so."""
+
+    def is_choice(n: Expr) -> bool:
+        by_data = n.op == "where" and bool(E.reads(n.args[0]))
+        return by_data or n.op in CHOOSES or (n.op == "read" and is_chosen(n))
+
+    return any(is_choice(n) for f in E.walk(value) if f.op in STEEP for n in E.walk(f.args[-1]))
+
+
+STEEP = frozenset({
+    "div", "recip", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "rsqrt",
+})  # fmt: skip
+"""Functions whose results may be far below zero, or far above, where what they are given is a small number."""
+STEEP_OPS = STEEP | {"reciprocal", "logit"}
+"""The same of torch."""
+CHOOSES = frozenset({"relu", "sign", "sgn", "heaviside", "floor", "round", "ceil", "trunc", "threshold"})
+"""Functions that have the same few numbers as results of many."""
 
 
 def is_of_row(value: Expr) -> bool:

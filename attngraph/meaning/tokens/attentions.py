@@ -20,9 +20,9 @@ from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.attention.program import rewritten
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import examine
-from attngraph.meaning.masks.fold import added_to_score, is_of_row, low_fill
+from attngraph.meaning.masks.fold import OfData, added_to_score, is_of_row, low_fill
 from attngraph.meaning.tokens.facts import Axes, Fact, Facts, Kind, Space
-from attngraph.meaning.tokens.low import may_be_low
+from attngraph.meaning.tokens.low import is_chosen, may_be_low
 
 ENDS = M.add(E.var("q"), E.ONE)
 """How many tokens there are in the sequence that ends with the query."""
@@ -54,10 +54,12 @@ def attention_fact(facts: Facts, view: nodes.AttentionOp) -> Fact:
     sizes = {f"n{n}": meaning.renamed(size_expression(s)) for n, s in enumerate(extents)}
     counted = frozenset(name for name, size in sizes.items() if space.counts(size))
     tokens = [name for name, size in sizes.items() if size is space.tokens and keys_are_tokens]
-    data = {n for n, fact in enumerate(reads) if fact.is_of_token}
-    low = {n for n in data if may_be_low(facts, view.reads[n])}
+    of_tokens = frozenset(n for n, fact in enumerate(reads) if fact.is_of_token)
+    low, chosen = (
+        frozenset(n for n in of_tokens if is_so(facts, view.reads[n])) for is_so in (may_be_low, is_chosen)
+    )
     program = ending_at_query(view.program, tokens)
-    causality = examine(program, keys_are_tokens, counted, frozenset(data), frozenset(low))
+    causality = examine(program, keys_are_tokens, counted, OfData(of_tokens, low, chosen))
     if causality.problem:
         return Fact(Kind.MIXING, reason=causality.problem, causality=causality)
     reason = causality.describe() if keys_are_tokens else "tokens look at fixed keys"

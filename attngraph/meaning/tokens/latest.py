@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.kernels import KERNELS
-from attngraph.meaning.masks.fold import HIDES
+from attngraph.meaning.masks.fold import CHOOSES, HIDES
 
 CONSTANT, LOW, OF_WEIGHTS, ALL = -3.0, -2.0, -1.0, float("inf")
 """In the place of a token: a known number; a number far below all others, to which something is added; what
@@ -31,6 +31,7 @@ NEVER_LOW = frozenset({
     "sigmoid", "tanh", "relu", "_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm",
 })  # fmt: skip
 """Operations that give no number far below all others, whatever they are given."""
+_COPIES = frozenset({"to", "_to_copy", "clone", "cat", "stack", "gather", "index", "index_select"})
 
 
 class Call(NamedTuple):
@@ -69,6 +70,7 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sums: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._some: dict[int, tuple[Tensor, Tensor, bool]] = {}
         self._lowered: dict[int, tuple[Tensor, Tensor]] = {}
+        self._choices: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names = (a.name for a in func._schema.arguments)
@@ -92,6 +94,9 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if made_of_others is not NotImplemented:
                 return made_of_others
         found = self.rules.get(call.name, self.others)(self, call)
+        if self._is_choice(call):
+            for each in pytree.tree_leaves(found):
+                self.tell_chosen(each)
         if call.name not in NEVER_LOW and any(id(t) in self._lowered for t in call.tensors):
             for each in pytree.tree_leaves(found):
                 if id(each) not in self._lowered:
@@ -108,7 +113,9 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def forget_but(self, values: Iterable[Any]) -> None:
         """Drop what is known of all other tensors."""
         kept = {id(tensor) for value in values for tensor in pytree.tree_leaves(value)}
-        known: tuple[dict[int, Any], ...] = self._latest, self._ranges, self._sums, self._some, self._lowered
+        known: tuple[dict[int, Any], ...] = (
+            self._latest, self._ranges, self._sums, self._some, self._lowered, self._choices,
+        )  # fmt: skip
         for about in known:
             for key in about.keys() - kept:
                 del about[key]
@@ -135,6 +142,21 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(value) in self._lowered:
             return self._lowered[id(value)][1]
         return torch.tensor(False).expand(value.shape if isinstance(value, Tensor) else ())
+
+    def _is_choice(self, call: Call) -> bool:
+        """Whether data choose among numbers for the elements of a call's results."""
+        elementwise = call.func.is_view or torch.Tag.pointwise in call.func.tags or call.name in _COPIES
+        of_flags = (t for t in call.tensors if t.dtype == torch.bool and not bool(self.is_known(t).all()))
+        is_made = call.name in CHOOSES or any(True for _ in of_flags)
+        return elementwise and (is_made or any(map(self.is_chosen_number, call.tensors)))
+
+    def tell_chosen(self, value: Any) -> None:
+        """Say of numbers that data choose them, as by a flag that is computed with."""
+        if isinstance(value, Tensor) and value.dtype != torch.bool:
+            self._choices[id(value)] = value
+
+    def is_chosen_number(self, value: Any) -> bool:
+        return id(value) in self._choices
 
     def tell_some(self, value: Tensor, among: Tensor, truth: bool) -> None:
         """Say of truth values that, whatever the data are, one at least of those `among` in each line of the

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from attngraph.meaning.masks.fold import HIDES, STEEP
+from attngraph.meaning.masks.fold import HIDES, STEEP_OPS
 from attngraph.meaning.tokens.latest import ALL, CONSTANT, LOW, NEVER_LOW, OF_WEIGHTS, Call, Latest, Rule
 
 aten = torch.ops.aten
@@ -111,7 +111,7 @@ def _pointwise(mode: Latest, call: Call) -> Tensor:
             lowered = lowered | spread(mode.is_known(t) & (torch.as_tensor(t * 1.0).abs() >= HIDES))
     elif name in ("exp", "exp2", "sigmoid", "relu", "clamp", "clamp_min"):
         latest = latest.masked_fill(spread(mode.is_hidden(operands[0])) & (found == 0), CONSTANT)
-    if name in STEEP:
+    if name in STEEP_OPS and mode.is_chosen_number(operands[-1]):
         lowered = lowered | ~spread(mode.is_known(operands[-1]))
     corners = _corners(mode, call)
     if corners and name in ("lt", "le", "gt", "ge"):

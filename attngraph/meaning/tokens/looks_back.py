@@ -34,10 +34,10 @@ from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import reached
 from attngraph.meaning.algebra import M, ranges
-from attngraph.meaning.masks.fold import HIDES, STEEP
+from attngraph.meaning.masks.fold import HIDES, chooses
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.facts import Axes, Fact, Facts, Indices, Kind, Space, own_variables, place_text
-from attngraph.meaning.tokens.low import may_be_low
+from attngraph.meaning.tokens.low import is_chosen, may_be_low
 from attngraph.meaning.tokens.many_lengths import ManyLengths, Region
 from attngraph.meaning.tokens.opaque import compared, is_choice
 from attngraph.meaning.tokens.streams import blocks_of, more_than_tokens, streams_of
@@ -79,7 +79,9 @@ class LooksBack:
         self._given: Collection[fx.Node] = ()
         """Values besides those known token by token that a formula reads."""
         self._left = 0
-        self._is_low = functools.cache(functools.partial(may_be_low, facts))
+        self._is_low, self._is_chosen = (
+            functools.cache(functools.partial(f, facts)) for f in (may_be_low, is_chosen)
+        )
 
     def formula(self, node: fx.Node, axes: Axes) -> Expr:
         """An element of a node at these axes in terms of values that are known token by token. Raises
@@ -301,7 +303,7 @@ class LooksBack:
         rest = M.coefficient(term)[1]
         if rest.op == "where":
             return any(map(self._may_be_low, rest.args[1:]))
-        return any(f.op in (*STEEP, "recip") and E.reads(f) for f in E.parts(rest, "mul"))
+        return chooses(rest, lambda read: self._is_chosen(read.value))
 
 
 def _without_reference(exponential: Expr) -> Expr:

@@ -1,6 +1,6 @@
-"""Which values data may make as low as the numbers that hide: by a large number, or by an operation whose
-results may be far below zero where what it is given is small. What layers, norms and softmaxes give is taken
-not to be so low, as scores are."""
+"""Which values data may make as low as the numbers that hide: by a large number; or where data choose a
+number (by a flag that is computed with), and a function of it is far below zero, as the logarithm of zero.
+Others of what layers, norms and softmaxes give are taken not to be so low, as scores are."""
 
 from collections.abc import Iterator
 
@@ -9,15 +9,12 @@ from torch import Tensor, fx
 
 from attngraph.ir.graph import op_name
 from attngraph.ir.walk import reached
-from attngraph.meaning.masks.fold import HIDES
+from attngraph.meaning.masks.fold import CHOOSES, HIDES, STEEP_OPS
 from attngraph.meaning.tokens.facts import Facts, Kind
 
-_STEEP = frozenset({"reciprocal", "div", "exp", "exp2", "expm1", "pow", "logit"})
-_LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
-_ABOVE_ZERO = frozenset({"sigmoid", "exp", "softplus", "cosh", "softmax", "_softmax", "sum", "add"})
-"""Operations whose results are taken to have a logarithm that is not far below zero."""
 _MOVES = frozenset({
-    "index", "gather", "index_select", "take_along_dim", "cat", "stack", "embedding", "scatter",
+    "_to_copy", "clone", "index", "gather", "index_select", "take_along_dim", "cat", "stack", "embedding",
+    "scatter",
 })  # fmt: skip
 _WITH_NUMBERS = frozenset({"full", "full_like", "new_full", "scalar_tensor", "masked_fill", "scatter"})
 _MAKES = _WITH_NUMBERS | {"where", "mul", "add", "sub"}
@@ -25,15 +22,31 @@ _MAKES = _WITH_NUMBERS | {"where", "mul", "add", "sub"}
 
 def may_be_low(facts: Facts, node: fx.Node) -> bool:
     """Whether data may make an element of a value as low as a fill."""
+    return any(_lowers(facts, n) for n in _elementwise(facts, node))
+
+
+def is_chosen(facts: Facts, node: fx.Node) -> bool:
+    """Whether data choose among numbers for an element of a value, as a flag that is computed with does."""
+    return any(op_name(n) in CHOOSES or any(_is_flag(facts, a) for a in n.all_input_nodes)
+               for n in _elementwise(facts, node))  # fmt: skip
+
+
+def _elementwise(facts: Facts, node: fx.Node) -> Iterator[fx.Node]:
+    """The operations that compute a value from what layers give, element by element."""
 
     def operands(n: fx.Node) -> list[fx.Node]:
         return [a for a in n.all_input_nodes if not _is_fixed(facts, a)] if _keeps_low(n) else []
 
-    return any(_keeps_low(n) and _lowers(facts, n) for n in reached([node], operands))
+    return filter(_keeps_low, reached([node], operands))
 
 
 def _is_fixed(facts: Facts, node: fx.Node) -> bool:
     return node not in facts or facts[node].kind is Kind.FIXED
+
+
+def _is_flag(facts: Facts, node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype == torch.bool and not _is_fixed(facts, node)
 
 
 def _keeps_low(node: fx.Node) -> bool:
@@ -50,13 +63,11 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _lowers(facts: Facts, node: fx.Node) -> bool:
-    name, operands = op_name(node), node.all_input_nodes
-    if name in _LOGARITHMS:
-        return op_name(operands[0]) not in _ABOVE_ZERO
-    if name == "div":
-        return not _is_fixed(facts, operands[-1]) and len(operands) > 1
+    operands = node.all_input_nodes
+    if op_name(node) in STEEP_OPS and not _is_fixed(facts, operands[-1]):
+        return is_chosen(facts, operands[-1])
     fixed = (a for a in operands if _is_fixed(facts, a))
-    return name in _STEEP or any(map(_is_large, _scalars(node))) or any(_has_large(facts, a) for a in fixed)
+    return any(map(_is_large, _scalars(node))) or any(_has_large(facts, a) for a in fixed)
 
 
 def _has_large(facts: Facts, fixed: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.tokens.facts import Axes, Facts
 from attngraph.meaning.tokens.latest import ALL, OF_WEIGHTS, Latest
 from attngraph.meaning.tokens.latest_rules import tracking
-from attngraph.meaning.tokens.low import may_be_low
+from attngraph.meaning.tokens.low import is_chosen, may_be_low
 from attngraph.meaning.tokens.numbers import reach
 from attngraph.meaning.tokens.token_probe import EQUAL, ROWS, TokenProbe
 
@@ -127,6 +127,8 @@ class ManyLengths:
         if row is not None:
             latest.select(row, run.other).fill_(ALL)
         run.mode.tell_lowered(value, may_be_low(self.facts, leaf))
+        if is_chosen(self.facts, leaf):
+            run.mode.tell_chosen(value)
         return run.mode.tell(value, latest)
 
 
