@@ -191,7 +191,7 @@ def chooses(value: Expr, is_chosen: Callable[[Expr], bool]) -> bool:
 STEEP = frozenset({
     "div", "recip", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "rsqrt",
 })  # fmt: skip
-"""Functions whose results may be far below zero, or far above, where what they are given is a small number."""
+"""Functions whose results may be far below zero, or far above, where what they are given is small."""
 STEEP_OPS = STEEP | {"reciprocal", "logit"}
 """The same of torch."""
 CHOOSES = frozenset({"relu", "sign", "sgn", "heaviside", "floor", "round", "ceil", "trunc", "threshold"})
