@@ -2,7 +2,7 @@
    emitted after this, and the functions that it exports at the end. */
 
 int64_t attngraph_room(void);           /* elements that a thread needs for panels */
-int64_t attngraph_arranged(void);       /* for a row that is arranged as packed elements lie */
+int64_t attngraph_arranged(int64_t tokens); /* for few rows that are arranged as a product reads them */
 
 /* A product: its depth, from one token's elements to the next one's in the operand and in the result, and where the
    call has the addresses of operand, weight, scales, zeros (0: there are none) and result. */
@@ -60,7 +60,7 @@ static void add_up(const int64_t *c, const Products *g, int64_t parts, const flo
 static void columns(int64_t *c, const Phase *phase, int64_t *counter, int64_t member, int64_t *met) {
     const int64_t tokens = c[TOKENS];
     float *panels = c[PANELS] ? (float *)c[PANELS] + member * attngraph_room() : 0, *sums = (float *)c[SUMS];
-    float *arranged = (float *)c[ARRANGED] + member * tokens * attngraph_arranged();
+    float *arranged = (float *)c[ARRANGED] + member * attngraph_arranged(tokens);
     Items items[phase->groups];
     int64_t count = 0, divided = 0;
     for (int64_t n = 0; n < phase->groups; ++n) {

@@ -73,12 +73,8 @@ INLINE void product(const float *x, int64_t ldx, const void *w, int64_t ldw, int
         product_of_panels(x, ldx, w, depth, first, y, ldy, rows, outs);
         return;
     }
-    if (across && !panels && fill_vectors(rows)) {
-        product_of_few_by_rows(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, arranged);
-        return;
-    }
-    if (IN_ORDER && !panels && !turned && elements_in(type) == 1 && rows <= FEW_IN_ORDER) {
-        product_of_few_in_order(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, type, scaled, zeros);
+    if (!panels && (IN_ORDER ? !turned && elements_in(type) == 1 : across && fill_vectors(rows))) {
+        product_of_few_by_rows(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, arranged, type, scaled, zeros);
         return;
     }
     if (IN_ORDER && !panels && !turned) panels = arranged;

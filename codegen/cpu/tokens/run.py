@@ -146,7 +146,8 @@ class Prepared:
         weights = [program.given[f.weight] for f in self.products.values()]
         self.multiplications = sum(math.prod(n or 1 for n in w.shape) for w in weights)
         self.sums.argtypes, self.sums.restype = (ctypes.c_int64, ctypes.c_int64), ctypes.c_int64
-        self.room, self.arranged = _integer(code.attngraph_room), _integer(code.attngraph_arranged)
+        self.room, self.arranged = _integer(code.attngraph_room), code.attngraph_arranged
+        self.arranged.argtypes, self.arranged.restype = (ctypes.c_int64,), ctypes.c_int64
         self.panel = _integer(code.attngraph_panel)
         self.in_panels = any(w.in_panels for w in weights)
 
@@ -269,7 +270,7 @@ class Prepared:
         facts = self.facts
         where = [facts.place_of_result(number) for number in range(len(results))]
         few = tokens <= FEW
-        room = (self.arranged * tokens if few else self.room) * members
+        room = (self.arranged(tokens) if few else self.room) * members
         size = self.total * tokens + room
         sums = self.sums(tokens, members) if few else 0
         scratch = torch.empty(size + sums) if few else memory.workspace(size)

@@ -103,15 +103,17 @@ class _Emitter:
         given = {n: self.program.given[p.weight] for n, p in self.facts.products.items()}
         depths = {n: d for n, d in self.depths.items() if not given[n].in_panels}
         packed = [d for n, d in depths.items() if given[n].packed is not None]
-        across = [2 * d for n, d in depths.items() if products.kind(self.program, n).goes_across]
+        ordered = self.program.in_order
+        by_rows = [d for n, d in depths.items() if ordered or products.kind(self.program, n).goes_across]
         count, results = len(self.facts.phases), "results" if self.facts.short else "0"
         room = f"room_of({max(depths.values())})" if depths else "0"
-        arranged = str(max([*packed, *across], default=0))
-        if self.program.in_order and depths:
-            arranged = f"larger(room_of_group({max(packed, default=0)}), {2 * max(depths.values())})"
+        most = f"rounded_up(tokens, LANES) * {max(by_rows, default=0)}"
+        arranged = f"larger(tokens * {max(packed, default=0)}, {most})"
+        if ordered and packed:
+            arranged = f"larger(room_of_group({max(packed)}), {arranged})"
         yield [
             f"int64_t attngraph_room(void) {{ return {room}; }}",
-            f"int64_t attngraph_arranged(void) {{ return {arranged}; }}",
+            f"int64_t attngraph_arranged(int64_t tokens) {{ return {arranged}; }}",
             "int64_t attngraph_panel(void) { return PANEL; }",
             "int64_t attngraph_sums(int64_t tokens, int64_t members) {",
             f"return room_for_parts(phases, {count}, tokens, members);",
