@@ -131,7 +131,8 @@ class Machine:
 
     def _require(self, results: Sequence[Any]) -> None:
         for number, problem in self._checks:
-            if not results[number]:
+            found = results[number]
+            if not (all(found) if isinstance(found, list) else found):  # one condition, or one of each rank
                 raise CheckError(problem)
 
 

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import attngraph
+from attngraph.errors import CheckError
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.report.ranks import CACHE_EXCHANGE
 from tests.parallel.models import CLASSES, Shared, ids, on_ranks, stock
@@ -52,6 +54,31 @@ def test_a_stock_decoder_on_ranks_that_are_to_divide_tokens(name: str, ranks: in
 def _lm(**sizes: Any) -> DecoderLM:
     torch.manual_seed(0)
     return DecoderLM(DecoderLMConfig(**{"width": 32, "heads": 4, "layers": 1, **sizes})).eval()
+
+
+class _Padded(nn.Module):
+    """Hides padding, by its id, with a finite number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.qkv, self.out = nn.Embedding(64, 32), nn.Linear(32, 96), nn.Linear(32, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.unflatten(-1, (4, 8)).transpose(1, 2) for x in self.qkv(self.table(ids)).chunk(3, -1))
+        shown = (ids != 0)[:, None, None] & torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        weights = (q @ k.mT).masked_fill(~shown, -1e9).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_ranks_ask_that_no_token_is_hidden_from_itself() -> None:
+    model, prompts = _Padded().eval(), ids()
+    decoder = on_ranks(2, model)
+    torch.testing.assert_close(decoder.prefill(prompts)[0], model(prompts))
+    prompts[1, 0] = 0
+    with pytest.raises(CheckError, match="hides every key of a token"):
+        decoder.prefill(prompts)
 
 
 @pytest.mark.slow
