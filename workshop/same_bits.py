@@ -218,14 +218,20 @@ SEARCH = Suite(
 # --- what it costs ---
 
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {}, "consistent": {"consistent": True}, "frozen": {"freeze": True},
+    "both": {"consistent": True, "freeze": True},
+}  # fmt: skip
+
+
 def _costs(make: Callable[[], Any], prompt: int) -> Iterator[Cell]:
     built: dict[str, attngraph.Decoder] = {}
 
-    def both() -> dict[str, attngraph.Decoder]:
+    def each() -> dict[str, attngraph.Decoder]:
         if not built:
             model = make().eval()
-            built["default"] = attngraph.compile(model, cache=True)
-            built["consistent"] = attngraph.compile(model, cache=True, consistent=True)
+            for name, options in _OPTIONS.items():
+                built[name] = attngraph.compile(model, cache=True, **options)
         return built
 
     def ids(rows: int) -> Tensor:
@@ -233,12 +239,12 @@ def _costs(make: Callable[[], Any], prompt: int) -> Iterator[Cell]:
 
     def prompts(rows: int) -> dict[str, Row]:
         given = ids(rows)
-        return in_turns({name: lambda d=d: d.generate(given, 1) for name, d in both().items()}, 9, 3)  # type: ignore[misc]
+        return in_turns({name: lambda d=d: d.generate(given, 1) for name, d in each().items()}, 9, 3)  # type: ignore[misc]
 
     def tokens(rows: int) -> dict[str, Row]:
         given, last = ids(rows), torch.zeros(rows, 1, dtype=torch.int64)
-        states = {name: d.prefill(given)[1] for name, d in both().items()}
-        calls = {name: lambda n=name, d=d: d.decode(last, states[n]) for name, d in both().items()}  # type: ignore[misc]
+        states = {name: d.prefill(given)[1] for name, d in each().items()}
+        calls = {name: lambda n=name, d=d: d.decode(last, states[n]) for name, d in each().items()}  # type: ignore[misc]
         return in_turns(calls, 25, 5)
 
     for rows in (1, 8):

@@ -108,15 +108,18 @@ def whole(file: str) -> str:
 
 
 def order(file: str) -> str:
-    """What one order of sums costs: milliseconds by default and with it."""
+    """What one order of sums costs: milliseconds by default and with it, and where weights are frozen too."""
     found = json.loads((DOCS / "measured" / file).read_text(encoding="utf-8"))
     cells: dict[str, dict[str, float]] = {}
     for row in found["rows"]:
         cells.setdefault(row["cell"], {})[row["name"]] = row["seconds"]
-    lines = [["model", "default, ms", "consistent, ms", "consistent / default"]]
+    names = list(next(iter(cells.values())))
+    lines = [
+        ["model", *(f"{name}, ms" for name in names), *(f"{n} / default" for n in names if n != "default")]
+    ]
     for cell, times in cells.items():
-        default, ours = times["default"], times["consistent"]
-        lines.append([cell, f"{1e3 * default:.1f}", f"{1e3 * ours:.1f}", f"{ours / default:.2f}"])
+        ratios = (times[name] / times["default"] for name in names if name != "default")
+        lines.append([cell, *(f"{1e3 * times[n]:.1f}" for n in names), *(f"{r:.2f}" for r in ratios)])
     return f"{run_of(found)}\n\n{markdown(lines)}"
 
 
