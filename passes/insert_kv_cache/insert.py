@@ -231,11 +231,8 @@ class _Insertion:
         """A condition, where data may hide each token from itself: that its score of itself, or that of the
         first token of a row, is not as low as what hides the others. The scores of single tokens, with
         queries and keys of zeros."""
-        whole, causality, builder = (
-            AttentionOp.of(node),
-            self.tokens[node].causality,
-            Builder(self.graph, node),
-        )
+        whole, causality = AttentionOp.of(node), self.tokens[node].causality
+        builder = Builder(self.graph, node)
         assert causality is not None
         if causality.shown is Shown.NONE:
             return
@@ -246,22 +243,16 @@ class _Insertion:
                 reads[number] = builder.call(aten.transpose.int, read, row, token)
             elif row is not None:
                 reads[number] = builder.call(aten.index_select.default, read, row, self.inputs.rows("row"))
-        heads, like = (
-            whole.q.meta["val"].shape[1],
-            {"dtype": torch.float32, "device": whole.q.meta["val"].device},
-        )
+        like = whole.q.meta["val"]
         positions = self.inputs.rows("positions")
 
         def zeros(positions: Any) -> Any:
-            return torch.zeros_like(positions, **like).reshape(-1, 1, 1, 1).expand(-1, heads, 1, 1)  # type: ignore[arg-type]
+            none = torch.zeros_like(positions, dtype=torch.float32, device=like.device)
+            return none.reshape(-1, 1, 1, 1).expand(-1, like.shape[1], 1, 1)
 
-        none = builder.trace(zeros, positions)
-        scores = builder.attention(
-            Attention(
-                q=none, program=program, reads=reads, sizes=whole.sizes[: program.sizes], k=none, v=none
-            )
-        )
-
+        none, sizes = builder.trace(zeros, positions), whole.sizes[: program.sizes]
+        alone = Attention(q=none, k=none, v=none, reads=reads, sizes=sizes, program=program)
+        scores = builder.attention(alone)
         shown = builder.call(aten.gt.Scalar, builder.results(scores)[1], causality.above)
         if causality.shown is Shown.FIRST:
             later = builder.unsqueezed(builder.call(aten.gt.Scalar, positions, 0), -1, -1)

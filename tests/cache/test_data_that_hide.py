@@ -63,6 +63,9 @@ MASKS: dict[str, Mask] = {
     "by an exponential": lambda s, g, ids, past: (s - (number(chosen(g)) * 30).exp()).masked_fill(
         ~past, HIDES
     ),
+    "by what is clipped": lambda s, g, ids, past: (s - (number(chosen(g)) * 1e9).relu()).masked_fill(
+        ~past, HIDES
+    ),
     "padding by its id": lambda s, g, ids, past: s.masked_fill(~(real(ids) & past), HIDES),
     "padding, in one product": lambda s, g, ids, past: s + (1 - number(real(ids)) * number(past)) * -10000.0,
     "padding in a window": lambda s, g, ids, past: s.masked_fill(~(real(ids) & past & past.triu(-2)), HIDES),

@@ -91,9 +91,8 @@ def examine(
         window = _window(predicate)
         if _is_false(predicate, {K: _LATER}) and not (is_hard and window == _window(hard)):
             found = Causality(program, window)
-            return (
-                found if predicate is hard else _asking(found, statements, predicate, hides, data or OfData())
-            )
+            of_data = data or OfData()
+            return found if predicate is hard else _asking(found, statements, predicate, hides, of_data)
     if is_hard:
         return Causality(program, _window(hard))
     if seeing or not _is_false(soft[0], {K: _LATER}):

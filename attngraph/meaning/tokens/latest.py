@@ -28,9 +28,9 @@ CONSTANT, LOW, OF_WEIGHTS, ALL = -3.0, -2.0, -1.0, float("inf")
 follows from weights, not from tokens; what may follow from anything."""
 
 NEVER_LOW = frozenset({
-    "sigmoid", "tanh", "relu", "_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm",
+    "sigmoid", "tanh", "_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm",
 })  # fmt: skip
-"""Operations that give no number far below all others, whatever they are given."""
+"""Operations that give no number far from zero, whatever they are given."""
 _COPIES = frozenset({"to", "_to_copy", "clone", "cat", "stack", "gather", "index", "index_select"})
 
 
@@ -132,7 +132,7 @@ class Latest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sums[id(value)] = value, total, latest
 
     def tell_lowered(self, value: Any, lowered: Tensor | bool) -> None:
-        """Say which numbers data may make as low as those that hide."""
+        """Say which numbers data may make as low as those that hide, or their negatives."""
         lowered = torch.as_tensor(lowered)
         if isinstance(value, Tensor) and value.is_floating_point() and bool(lowered.any()):
             self._lowered[id(value)] = value, lowered.expand(value.shape)
