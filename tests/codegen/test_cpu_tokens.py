@@ -99,18 +99,31 @@ def product(depth: int, width: int, turned: bool) -> str:
 
 @pytest.mark.parametrize("tokens", ROWS)
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (16, 3), (768, 129), (5, 1000)])
+@pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (16, 3), (1027, 129), (5, 1000)])
 def test_products(depth: int, width: int, turned: bool, tokens: int) -> None:
     check(product(depth, width, turned), tokens)
 
 
 @pytest.mark.parametrize("tokens", ROWS)
-@pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (16, 3), (768, 129), (5, 1000)])
+@pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (16, 3), (1027, 129), (5, 1000)])
 def test_products_with_panels(depth: int, width: int, tokens: int) -> None:
     text = product(depth, width, False).replace(
         f"r1[{width}, {depth}]\n", f"r1[{width}, {depth}] in panels\n"
     )
     check(text, tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 40])
+def test_a_weight_has_the_same_bits_in_order_however_it_lies(tokens: int) -> None:
+    x, weight, bias = torch.randn(1, tokens, 1027), torch.randn(70, 1027), torch.randn(70)
+    plain, turned = product(1027, 70, False), product(1027, 70, True)
+    in_panel = plain.replace("r1[70, 1027]\n", "r1[70, 1027] in panels\n")
+    laid = in_panels(weight, False, run.TOKENS.panel(), False)
+    found = [
+        computed(f"{text}\nin order", [x, given, bias], run.OURS)[1]
+        for text, given in ((plain, weight), (turned, weight.T.contiguous()), (in_panel, laid))
+    ]
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 def test_panels_beside_other_weights_are_computed_together() -> None:

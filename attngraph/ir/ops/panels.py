@@ -2,8 +2,8 @@
 
 A product with many rows copies a group of a weight's outputs at a time to panels (`codegen/cpu/c/gemm.h`).
 Where the user says that weights stay as they are, all of a weight is kept so: `in_panels` gives `[panels, in,
-wide]`, panel p of which has outputs `p * wide` on, with zeros behind the last. Graphs of one model share what
-is made of a tensor, for as long as one of them has it.
+wide]`, panel p of which has outputs `p * wide` on, with zeros behind the last, in the order in which products
+add up their elements. Graphs of one model share what is made of a tensor, for as long as one of them has it.
 
 Where the user does without the weight itself, a `GivenUp` takes its place in the model, which has the panels.
 """
@@ -23,6 +23,17 @@ from attngraph.ir.versions import version_of
 _Made = dict[tuple[bool, int], tuple[Any, TensorWeakRef]]
 _made: MutableMapping[Tensor, _Made] = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
 """By the tensor that they were made from: its stamp then, and the panels."""
+
+
+PART, STRANDS = 1024, 4
+"""A product is added up by pieces of its depth, of so many elements, and each piece by so many strands, of
+which the first has elements 0, 4, 8 and so on (`codegen/cpu/c/product.h`)."""
+
+
+def _in_strands(depth: int, device: torch.device) -> Tensor:
+    """All elements of a depth, in the order in which they are added up."""
+    pieces = torch.split(torch.arange(depth, device=device), PART)
+    return torch.cat([piece[strand::STRANDS] for piece in pieces for strand in range(STRANDS)])
 
 
 def panels_of(outs: int, wide: int) -> int:
@@ -51,6 +62,7 @@ def _panels(w: Tensor, wide: int) -> Tensor:
     count = panels_of(outs, wide)
     whole = w.new_zeros(count, depth, wide)
     full = outs // wide
+    w = w[:, _in_strands(depth, w.device)]
     whole[:full] = w[: full * wide].view(full, wide, depth).transpose(1, 2)
     if full < count:
         whole[full, :, : outs - full * wide] = w[full * wide :].T
@@ -59,7 +71,8 @@ def _panels(w: Tensor, wide: int) -> Tensor:
 
 def from_panels(panels: Tensor, outs: int) -> Tensor:
     """The weight `[outs, in]`."""
-    return panels.transpose(1, 2).reshape(-1, panels.shape[1])[:outs]
+    rows = panels.transpose(1, 2).reshape(-1, panels.shape[1])[:outs]
+    return torch.empty_like(rows).index_copy_(1, _in_strands(rows.shape[1], rows.device), rows)
 
 
 # --- without the weight itself ---

@@ -302,20 +302,28 @@ INLINE void totals(const Vector *sum, float *total, const int outs) {
 }
 #endif
 
-/* to[e * step ..] = element e of each of `rows`, which are LANES vectors. */
-INLINE void store_turned(Vector *rows, float *to, int64_t step) {
+/* Turns a square of LANES vectors: element e of vector r and element r of vector e change places. */
+INLINE void turn(Vector *rows) {
 #if defined(__clang__)
     for (int e = 0; e < LANES; ++e)
-        for (int r = 0; r < LANES; ++r) to[e * step + r] = rows[r][e];
+        for (int r = 0; r < e; ++r) {
+            float first = rows[r][e];
+            rows[r][e] = rows[e][r], rows[e][r] = first;
+        }
 #else
 #pragma GCC unroll 4
     for (int half = LANES / 2; half > 0; half /= 2)
 #pragma GCC unroll 16
         for (int r = 0; r < LANES; ++r)
             if (!(r & half)) exchange(rows + r, rows + r + half, half);
+#endif
+}
+
+/* to[e * step ..] = element e of each of `rows`, which are LANES vectors. */
+INLINE void store_turned(Vector *rows, float *to, int64_t step) {
+    turn(rows);
 #pragma GCC unroll 16
     for (int e = 0; e < LANES; ++e) *(Vector *)(to + e * step) = rows[e];
-#endif
 }
 
 /* ---- threads ---- */

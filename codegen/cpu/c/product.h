@@ -24,24 +24,35 @@ enum { TILE_ROWS = 4, DEEP = 4, VECTORS = 2 };
    the first may have the high bits. */
 typedef struct { const float *scale; const void *zero; int64_t group, groups, run, high_first; } Scales;
 
-/* Products are added up by pieces of the depth, of PART elements each where no byte's elements are apart: a panel
-   (gemm.h) of them has 24 or 16 KiB. */
-enum { PANEL = STEP_N * LANES, PART = PANEL > 32 ? 96 : 256 };
+enum { PANEL = STEP_N * LANES };        /* outputs that are computed together (gemm.h) */
 
 static int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+
+/* A product has an order of sums that follows from its depth alone: by pieces of PART elements (of more where a byte's
+   two elements are further apart), and in a piece by STRANDS, of which each has every fourth element
+   (ir/ops/panels.py has both numbers). A strand is added
+   up element by element, and then the strands are, one after another. So many neighbours are a vector of 128 bits,
+   which few rows read as they lie (strands.h), and a strand is long enough for the tiles of many (gemm.h). IN_ORDER all
+   ways to compute a product have this order. Elsewhere few rows are added up as is fastest for them. */
+#ifdef ORDERED
+enum { IN_ORDER = 1 };
+#else
+enum { IN_ORDER = 0 };
+#endif
 
 INLINE int64_t piece_of(int64_t depth, Scales scales, const int type) {
     const int64_t whole = elements_in(type) == 1 ? 1 : 2 * scales.run;
     return smaller(depth, parts_of(PART, whole) * whole);
 }
 
-/* IN_ORDER: a result is the same number whatever rows it is computed with. A piece is added up element by element, and
-   then the pieces are, each in the order of the depth. Elsewhere few rows are added up as is fastest for them. */
-#ifdef ORDERED
-enum { IN_ORDER = 1 };
-#else
-enum { IN_ORDER = 0 };
-#endif
+/* How many of `count` elements strand `s` has. */
+INLINE int64_t length_of(int64_t s, int64_t count) { return count / STRANDS + (s < count % STRANDS); }
+
+/* The place of element `e` of a piece of `count` elements where they lie strand by strand. */
+INLINE int64_t place_in_strands(int64_t e, int64_t count) {
+    int64_t s = e % STRANDS;
+    return s * (count / STRANDS) + smaller(s, count % STRANDS) + e / STRANDS;
+}
 
 /* Which d is element `n` of byte `at` of a row, where bits count n: 0 for the low ones. */
 INLINE int64_t place_in_row(int64_t at, const int n, Scales of, const int type) {
@@ -253,8 +264,10 @@ INLINE void product_of(const float *x, int64_t ldx, const void *w, int64_t ldw, 
 
 /* ---- w is [depth][out] ---- */
 
-/* `deep` rows of the weight are added to all rows of y, `vectors` columns at a time; returns how many
-   columns are done, from o on. */
+/* `deep` rows of the weight, and as many elements of each row of x, NEIGHBOURS apart, are added to all rows of y,
+   `vectors` columns at a time; returns how many columns are done, from o on. */
+enum { NEIGHBOURS = IN_ORDER ? STRANDS : 1 };
+
 INLINE int64_t add_columns(const float *x, int64_t ldx, const void *w, int64_t ldw, float *y, int64_t ldy,
                            int64_t rows, int64_t o, int64_t outs, const int deep, const int vectors, const int type) {
     for (; o + vectors * LANES <= outs; o += vectors * LANES) {
@@ -263,8 +276,8 @@ INLINE int64_t add_columns(const float *x, int64_t ldx, const void *w, int64_t l
         for (int d = 0; d < deep; ++d)
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; ++v) {
-                int64_t at = d * ldw + o + v * LANES;
-                PREFETCH(place(w, at + deep * ldw, type));
+                int64_t at = d * NEIGHBOURS * ldw + o + v * LANES;
+                PREFETCH(place(w, at + deep * NEIGHBOURS * ldw, type));
                 right[d][v] = vector(w, at, type);
             }
         for (int64_t r = 0; r < rows; ++r) {
@@ -273,7 +286,7 @@ INLINE int64_t add_columns(const float *x, int64_t ldx, const void *w, int64_t l
             for (int v = 0; v < vectors; ++v) sum[v] = *(Vector *)(y + r * ldy + o + v * LANES);
 #pragma GCC unroll 8
             for (int d = 0; d < deep; ++d) {
-                float by = x[r * ldx + d];
+                float by = x[r * ldx + d * NEIGHBOURS];
 #pragma GCC unroll 8
                 for (int v = 0; v < vectors; ++v) ADD_PRODUCT(sum[v], by, right[d][v]);
             }
@@ -290,7 +303,8 @@ INLINE void add_deep(const float *x, int64_t ldx, const void *w, int64_t ldw, fl
     o = add_columns(x, ldx, w, ldw, y, ldy, rows, o, outs, deep, 1, type);
     for (; o < outs; ++o)
         for (int64_t r = 0; r < rows; ++r)
-            for (int d = 0; d < deep; ++d) ADD_NUMBERS(y[r * ldy + o], x[r * ldx + d], number(w, d * ldw + o, type));
+            for (int d = 0; d < deep * NEIGHBOURS; d += NEIGHBOURS)
+                ADD_NUMBERS(y[r * ldy + o], x[r * ldx + d], number(w, d * ldw + o, type));
 }
 
 /* The results of a share of columns that a thread computes at a time, in memory of its own: rows of y may lie a
@@ -302,19 +316,24 @@ enum { SHARE = 1 << 14, LEAST_COLUMNS = 512, MOST_ROWS = SHARE / LEAST_COLUMNS, 
 INLINE void product_turned_of(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, int64_t first,
                               float *y, int64_t ldy, int64_t rows, int64_t outs, const int type) {
     float share[SHARE + MOST_ROWS * (APART + VECTORS * LANES)];
-    int64_t ld = outs + APART, d = 0, until;
+    int64_t ld = outs + APART;
     w = place(w, first, type);
-    for (int64_t from = 0; from < depth; from = until) {
-        until = IN_ORDER ? smaller(from + PART, depth) : depth;
-        memset(share, 0, sizeof(float) * rows * ld);
-        for (; d + DEEP <= until; d += DEEP)
-            add_deep(x + d, ldx, place(w, d * ldw, type), ldw, share, ld, rows, outs, DEEP, type);
-        for (; d < until; ++d) add_deep(x + d, ldx, place(w, d * ldw, type), ldw, share, ld, rows, outs, 1, type);
-        for (int64_t r = 0; r < rows; ++r) {
-            if (!from) memcpy(y + r * ldy, share + r * ld, sizeof(float) * outs);
-            else
+    const int64_t piece = IN_ORDER ? PART : depth;
+    for (int64_t from = 0, end; from < depth; from = end) {
+        end = smaller(from + piece, depth);
+        for (int64_t strand = from; strand < smaller(from + NEIGHBOURS, end); ++strand) {
+            int64_t d = strand;
+            memset(share, 0, sizeof(float) * rows * ld);
+            for (; d + (DEEP - 1) * NEIGHBOURS < end; d += DEEP * NEIGHBOURS)
+                add_deep(x + d, ldx, place(w, d * ldw, type), ldw, share, ld, rows, outs, DEEP, type);
+            for (; d < end; d += NEIGHBOURS)
+                add_deep(x + d, ldx, place(w, d * ldw, type), ldw, share, ld, rows, outs, 1, type);
+            for (int64_t r = 0; r < rows; ++r) {
+                if (!strand) memcpy(y + r * ldy, share + r * ld, sizeof(float) * outs);
+                else
 #pragma omp simd
-                for (int64_t o = 0; o < outs; ++o) y[r * ldy + o] += share[r * ld + o];
+                    for (int64_t o = 0; o < outs; ++o) y[r * ldy + o] += share[r * ld + o];
+            }
         }
     }
 }

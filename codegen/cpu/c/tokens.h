@@ -57,7 +57,7 @@ INLINE int64_t column_of(int64_t member, int64_t members, int64_t width) {
 }
 
 /* A product, in a library of its own for each way in which a weight is given and laid out: programs are given its
-   address. Many rows have `panels`; few that meet packed elements or fill vectors, room to be `arranged` in. Few rows
+   address. Many rows have `panels`; few that meet packed elements, room to be `arranged` in. Few rows
    and a weight `[in, out]` may be given a part of the depth, `from` .. `until` - 1. */
 typedef void Product(const float *x, int64_t ldx, const void *w, const float *scale, const void *zero, int64_t first,
                      float *y, int64_t ldy, int64_t rows, int64_t outs, int64_t from, int64_t until, float *panels,
@@ -73,11 +73,13 @@ INLINE void product(const float *x, int64_t ldx, const void *w, int64_t ldw, int
         product_of_panels(x, ldx, w, depth, first, y, ldy, rows, outs);
         return;
     }
-    if (!panels && (IN_ORDER ? !turned && elements_in(type) == 1 : across && fill_vectors(rows))) {
-        product_of_few_by_rows(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, arranged, type, scaled, zeros);
-        return;
+    if (IN_ORDER && !panels && !turned) {
+        if (elements_in(type) == 1) {
+            product_by_strands(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, type, scaled, zeros);
+            return;
+        }
+        panels = arranged;
     }
-    if (IN_ORDER && !panels && !turned) panels = arranged;
     if (across && !IN_ORDER && panels && goes_across(rows, outs) && outs <= MOST_OUTS_ACROSS) {
         product_by_rows(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, panels);
         return;

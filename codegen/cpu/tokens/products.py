@@ -1,4 +1,4 @@
-"""How a token program's products with weights are given to the C of c/product.h, c/gemm.h and c/rows.h.
+"""How a token program's products with weights are given to the C of c/product.h and the headers after it.
 
 Programs share the code of their products, for which the C compiler takes longest: each kind of product is a
 library of its own, and a program's library has a pointer to each. How a weight lies is known when compiling,
@@ -11,9 +11,10 @@ from attngraph.codegen.cpu.native import header, numbers
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language.token_program import GROUP, Given, TokenProgram, extent
+from attngraph.ir.ops.panels import PART, STRANDS
 
 IN_PANELS = numbers("tokens.h")["IN_PANELS"]
-HEADERS = ("functions", "elements", "tile", "product", "gemm", "rows", "tokens")
+HEADERS = ("functions", "elements", "tile", "product", "strands", "gemm", "rows", "tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,8 @@ def kind(program: TokenProgram, number: int) -> Kind:
 def preamble(short: bool, ordered: bool) -> str:
     """What stands before the headers. `short`: there are elements that are not float32. `ordered`: a result
     is the same number whatever it is computed with."""
-    return "#define FLOAT32\n" + "#define SHORT_ELEMENTS\n" * short + "#define ORDERED\n" * ordered
+    order = f"enum {{ PART = {PART}, STRANDS = {STRANDS} }};\n"
+    return "#define FLOAT32\n" + "#define SHORT_ELEMENTS\n" * short + "#define ORDERED\n" * ordered + order
 
 
 def _extents(program: TokenProgram, number: int) -> tuple[int, int]:

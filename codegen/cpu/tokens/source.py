@@ -103,14 +103,10 @@ class _Emitter:
         given = {n: self.program.given[p.weight] for n, p in self.facts.products.items()}
         depths = {n: d for n, d in self.depths.items() if not given[n].in_panels}
         packed = [d for n, d in depths.items() if given[n].packed is not None]
-        ordered = self.program.in_order
-        by_rows = [d for n, d in depths.items() if ordered or products.kind(self.program, n).goes_across]
         count, results = len(self.facts.phases), "results" if self.facts.short else "0"
         room = f"room_of({max(depths.values())})" if depths else "0"
-        most = f"rounded_up(tokens, LANES) * {max(by_rows, default=0)}"
-        arranged = f"larger(tokens * {max(packed, default=0)}, {most})"
-        if ordered and packed:
-            arranged = f"larger(room_of_group({max(packed)}), {arranged})"
+        most = max(packed, default=0)
+        arranged = f"room_of_group({most})" if packed and self.program.in_order else f"tokens * {most}"
         yield [
             f"int64_t attngraph_room(void) {{ return {room}; }}",
             f"int64_t attngraph_arranged(int64_t tokens) {{ return {arranged}; }}",
