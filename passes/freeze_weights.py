@@ -80,7 +80,8 @@ def _freeze(graph: ProgramGraph, node: fx.Node, wide: int, made: dict[tuple[fx.N
         weight = operands[number]
         outs = program.given[number].shape[way]
         filled = panels_of(outs or 0, wide) * wide
-        if not _is_own(graph, weight) or 5 * (outs or 0) < 4 * filled:
+        is_here = weight.meta["val"].device.type == "cpu"
+        if not is_here or not _is_own(graph, weight) or 5 * (outs or 0) < 4 * filled:
             continue
         if (weight, way) not in made:
             made[weight, way] = builder.call(in_panels, weight, way, wide, False)

@@ -60,8 +60,11 @@ class OrderSums:
             return Outcome(["values are those of the graph without gradients"])
         once = graph.stages.get(Rate.PROMPT)
         parts = [part for part in (once, graph) if part is not None]
-        fixed, told = 0, ["all of it: there is no C compiler"]
-        if is_supported(_ANY):
+        values = (node.meta.get("val") for node in graph.graph.nodes)
+        floats = (v for v in values if isinstance(v, Tensor) and v.is_floating_point())
+        device = next((v.device.type for v in floats), "cpu")
+        fixed, told = 0, [f"all of it: there is no {'C compiler' if device == 'cpu' else 'Triton for it'}"]
+        if is_supported(_ANY, device):
             left = collections.Counter[str]()
             fixed = sum(_ordered_part(part, left) for part in parts)
             told = [f"{what}{f', {n} times' * (n > 1)}" for what, n in left.items()]

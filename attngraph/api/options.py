@@ -166,8 +166,12 @@ def make_options(
     if mesh is None and shard is not None:
         raise ValueError("shard says what is divided along the axes of a mesh; give the mesh too.")
     devices = ONE if mesh is None else devices_of(mesh, shard)
-    if given.get("consistent") and (mesh is not None or given.get("backend", "auto") not in ("auto", "cpu")):
-        raise ValueError("consistent=True is for one CPU: leave mesh out, and backend is auto or cpu.")
+    if given.get("consistent") and (
+        mesh is not None or given.get("backend", "auto") not in ("auto", "cpu", "triton")
+    ):
+        raise ValueError(
+            "consistent=True is for one device: leave mesh out, and backend is auto, cpu or triton."
+        )
     if given.get("freeze") and (mesh is not None or given.get("inductor") or isinstance(chosen, tuple)):
         raise ValueError(
             "freeze lays weights out for products on one device that attngraph compiles: leave out mesh and "

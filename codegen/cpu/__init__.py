@@ -4,11 +4,12 @@ linear in the number of tokens, forward and backward."""
 
 from attngraph.codegen.cpu.carried import run_last_tokens, run_sums
 from attngraph.codegen.cpu.compiled import Compiled
-from attngraph.codegen.cpu.decode import DECODE, InOrder
+from attngraph.codegen.cpu.decode import DECODE
 from attngraph.codegen.cpu.flash import Flash
 from attngraph.codegen.cpu.loops import run_steps
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.cpu.tokens.run import TOKENS
+from attngraph.codegen.in_order import InOrder
 from attngraph.ir.ops import cached_attention as cache
 from attngraph.ir.ops import kernels, loop, token_program
 from attngraph.ir.ops.declare import RUNNERS
@@ -16,7 +17,7 @@ from attngraph.ir.ops.declare import RUNNERS
 kernels.register(Compiled())
 kernels.register(Flash())
 kernels.register(Tiled())
-kernels.register(InOrder())
+kernels.register(InOrder("cpu.in_order", DECODE))
 cache.CACHED.append(DECODE)
 token_program.RUNNERS.append(TOKENS)
 RUNNERS["last_tokens"].append(run_last_tokens)

@@ -7,7 +7,6 @@ queries and skip blocks, but take a call for each row, so they get the rows that
 computed once (`_Prepared`).
 """
 
-import dataclasses
 import threading
 from typing import Any
 
@@ -23,10 +22,9 @@ from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.weights import is_multiple
 from attngraph.ir.dtypes import FLOATS, SCALED
 from attngraph.ir.language.score import ScoreProgram, Weight
-from attngraph.ir.ops import kernels, memory
+from attngraph.ir.ops import memory
 from attngraph.ir.ops.cached_attention import UNSCALED, Pair, Rows, Scales, counts, only, row_by_row
-from attngraph.ir.ops.declare import require_no_order
-from attngraph.ir.ops.kernels import Operands, Reads, Results, Sizes
+from attngraph.ir.ops.kernels import Reads, Sizes
 from attngraph.meaning.masks.causal import examine
 
 LONG = 1 << 24
@@ -104,52 +102,6 @@ class Decode:
             return source.write(_plan(program, q.dtype, tuple(r.dtype for r in reads), pages[0].dtype)).text
         except UnsupportedError:
             return ""
-
-
-class InOrder(kernels.Kernel):
-    """`cpu.in_order`: whole sequences in one order of sums. The keys and values of a row are its one page, so
-    this is `cpu.decode` for tokens that all are new. Gradients are those of another kernel."""
-
-    name = "cpu.in_order"
-    in_order = True
-
-    def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
-        q, k, v = operands
-        most = max(program.reads, default=-1) + 1
-        if not DECODE.source(program, q, (k, v), [q.new_empty(0, dtype=torch.float32)] * most):
-            return "no C computes it in order"
-        return None
-
-    def forward(self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
-        q, k, v = operands
-        batch, heads, tokens, _ = q.shape
-        if 0 in (*q.shape, *k.shape):
-            return kernels.KERNELS["reference"].forward(program, operands, reads, sizes)
-        out = kernels.empty_result(q, (batch, heads, tokens, v.shape[3]))
-        rows = Rows(
-            torch.arange(batch)[:, None], torch.arange(batch + 1) * tokens,
-            torch.zeros(batch, dtype=torch.int64), torch.full((batch,), k.shape[2]),
-        )  # fmt: skip
-        lse = q.new_empty((1, heads, batch * tokens), dtype=torch.float32)
-        packed = q.transpose(1, 2).reshape(1, batch * tokens, heads, -1).transpose(1, 2)
-        none = k.new_empty((1, k.shape[1], 0, k.shape[3])), v.new_empty((1, k.shape[1], 0, v.shape[3]))
-        found = DECODE.attend(program, packed, none, (k, v), reads, sizes, rows, lse=lse)
-        if found is None:
-            require_no_order(True, q, "attention")
-        assert found is not None
-        out.copy_(found[0].view(heads, batch, tokens, -1).transpose(0, 1))
-        return out, lse[0].view(heads, batch, tokens).transpose(0, 1)
-
-    def backward(
-        self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes,
-        results: Results, grads: Results,
-    ) -> list[Tensor | None]:  # fmt: skip
-        plain = dataclasses.replace(program, in_order=False)
-        return kernels.choose(plain, operands).backward(plain, operands, reads, sizes, results, grads)
-
-    def source(self, program: ScoreProgram, operands: Operands, reads: Reads) -> str:
-        q, k, v = operands
-        return DECODE.source(program, q, (k, v), reads)
 
 
 def _serves(program: ScoreProgram, q: Tensor, pages: Pair) -> bool:

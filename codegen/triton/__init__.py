@@ -7,6 +7,7 @@
     tuning.py        measuring them                     visits.py     which tiles of keys are visited
     launch.py        `triton.forward`, and gradients    decode.py     `triton.decode`, over a cache
     sums.py          sums carried from token to token   attempts.py   plans that are kept; fallbacks
+    tokens.py        token programs in order
     store.py         where sources are kept; launches   device.py     the GPU and its limits
     versions.py      names of Gluon in each version
     captured.py      a decoder's steps as CUDA graphs
@@ -16,13 +17,15 @@ a GPU do so.
 """
 
 from attngraph.codegen.cpu.record.replay import RECORDERS
+from attngraph.codegen.in_order import InOrder
 from attngraph.codegen.triton.captured import Captured
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward, Grouped
 from attngraph.codegen.triton.sums import run_sums
+from attngraph.codegen.triton.tokens import TOKENS
 from attngraph.codegen.triton.tuning import tune
 from attngraph.ir.ops import cached_attention as cache
-from attngraph.ir.ops import kernels
+from attngraph.ir.ops import kernels, token_program
 from attngraph.ir.ops.declare import RUNNERS
 
 __all__ = ["tune"]
@@ -31,5 +34,8 @@ RECORDERS["cuda"] = Captured
 kernels.register(Forward(), devices=frozenset({"cuda"}))
 for ordered in (True, False):  # by name alone: what these serve `Forward` serves
     kernels.register(Grouped(ordered=ordered), devices=frozenset({"cuda"}))
-cache.CACHED += [Decode(family=family) for family in ("triton", "gluon", "gluon_unordered")]
+decoders = [Decode(family=family) for family in ("triton", "gluon", "gluon_unordered")]
+cache.CACHED += decoders
+kernels.register(InOrder("triton.in_order", decoders[0]), devices=frozenset({"cuda"}))
 RUNNERS["running_sum"].append(run_sums)
+token_program.RUNNERS.append(TOKENS)

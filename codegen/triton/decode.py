@@ -1,6 +1,7 @@
 """`triton.decode`: from a call of attention over a cache to two launched kernels.
 
 Serves calls in which some row has few new tokens; long prompts are computed row by row by `triton.forward`.
+In one order of sums it serves all calls, with tiles of one size, and parts of the keys that positions say.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from attngraph.codegen.triton import attempts, store, tuned
 from attngraph.codegen.triton import device as gpu
 from attngraph.codegen.triton.attempts import KeptPlans, key_of
 from attngraph.codegen.triton.blocks import decode_blocks
-from attngraph.codegen.triton.emit import JOIN, WIDEST_SHARE, emit_decode
+from attngraph.codegen.triton.emit import JOIN, SPAN, WIDEST_SHARE, emit_decode
 from attngraph.codegen.triton.launch import is_served, unsupported
 from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, DecodePlan, Read, padded, window_of
 from attngraph.codegen.triton.store import is_wide, launch_kernel, loading
@@ -66,7 +67,7 @@ class Decode:
             return None
         about = counts_for(rows, q, pages[0], new[0].shape[2] == 0)
         brought = [n for n in about.new if n]
-        if not brought or min(brought) > FEW:
+        if not brought or (min(brought) > FEW and not program.in_order):
             return None
         longest = max(about.held) + max(brought)
         lie_alike = _is_part(pages[1], pages[0]), _is_part(new[1], new[0])
@@ -106,18 +107,21 @@ class Decode:
             return False
         if not all(is_served(program, number, reads[number].dtype) for number in program.reads):
             return False
-        return unsupported(program) is None
+        return unsupported(program) is None and not (program.in_order and k.dtype in LARGEST)
 
     def _plan_for(
         self, program: ScoreProgram, q: Tensor, pages: Pair, reads: Reads, lanes: int, columns: int
     ) -> DecodePlan:
         """The plan of a call of ordinary size; the lengths are not known."""
         k, v = pages
+        lanes = FEW if program.in_order else lanes
         line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
         blocks = self._blocks or tuned.find(gpu.name_of(q.device), line, padded(lanes)) or decode_blocks(
             lanes, max(k.shape[3], v.shape[3]), q.dtype, gpu.shared_memory(q.device), k.dtype in LARGEST,
             gpu.capability(q.device),
         )  # fmt: skip
+        if program.in_order:  # tiles of pages and of new tokens are loaded side by side
+            blocks = dataclasses.replace(blocks, k=min(blocks.k, 64))
         return DecodePlan(
             program, q.dtype, k.shape[3], v.shape[3], q.shape[1] // k.shape[1],
             tuple(Read(n, r, READS[reads[n].dtype]) for n, r in program.reads.items()), blocks,
@@ -157,9 +161,11 @@ class Prepared:
 
     def parts(self, about: Counts, heads: int) -> int:
         """Into how many parts the keys of each row are split, of so many key heads."""
+        plan, longest = self.plan, max(about.held)
+        if plan.program.in_order:
+            return -(-(longest + max(about.new)) // SPAN)
         if self.splits:
             return self.splits
-        plan, longest = self.plan, max(about.held)
         visible = min(longest, plan.window) if plan.window else longest
         most = max(1, visible // LEAST_KEYS)
         items = len(about.new) * heads * -(-plan.group * max(about.new) // plan.blocks.q)

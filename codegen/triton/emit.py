@@ -28,6 +28,8 @@ JOIN = "join_parts"
 """The kernel that combines the parts of a row's keys."""
 TOGETHER = 16
 """How many parts it looks at together."""
+SPAN = 1024
+"""Positions of a part of the keys, where sums are in order."""
 WIDEST_SHARE = 512
 """The most columns of a result that one of its programs combines."""
 OF_QUERIES, OF_KEYS, OF_READ = "gradient_of_queries", "gradients_of_keys", "gradient_of_read"
@@ -221,6 +223,7 @@ def emit_decode(plan: DecodePlan) -> Kernel:
         "WIDTH_OF_VALUES": plan.Dv, "VALUES_APART": dv != "d",
         "VALUE_TILE": "key_tile" if plan.shared else "value_tile",
         # A tile has fewer rows than warp groups multiply, so its columns must be shared out.
+        "IN_ORDER": plan.program.in_order, "SPAN": SPAN,
         "SHARED_OUT": plan.blocks.q >= 64 and 16 * plan.blocks.warps > plan.blocks.q,
         "KEPT": NOTHING if kept is None else "float" if kept.is_floating_point else "int",
         "TOGETHER": TOGETHER, "SHARE": share, "UNEVEN": plan.Dv % share != 0,

@@ -26,12 +26,12 @@ def run_sums(
     inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
     less_one: bool = False, in_order: bool = False,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """`attngraph::running_sum` where no row has more than FEW new tokens."""
+    """`attngraph::running_sum` where no row has more than FEW new tokens, or in order, token after token."""
     given = {"q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right}
     present = {name: tensor for name, tensor in given.items() if tensor is not None}
-    if in_order or no_device(v) is not None or not _are_served(present, state):
+    if no_device(v) is not None or not _are_served(present, state):
         return None
-    if longest(starts, v) > FEW:
+    if longest(starts, v) > FEW and not in_order:
         return None
     plan = plan_of(present, state, inclusive, less_one)
     found, problem = attempts.once(plan, v.device, lambda p: launch_sums(p, present, state, starts))

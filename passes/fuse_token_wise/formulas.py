@@ -18,6 +18,7 @@ from attngraph.ir.language import E, Expr, Packed, operation, operation_of
 from attngraph.ir.language.token_derivative import is_own
 from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
 from attngraph.ir.ops.quantised import unpack
+from attngraph.ir.ops.token_program import RUNNERS
 from attngraph.meaning import Category, M, Meaning, Unliftable, tried
 from attngraph.meaning.rules.composed import COMPOSED
 from attngraph.passes.fuse_token_wise.rows import Place, Rows, Windows
@@ -57,14 +58,24 @@ class Formulas:
         """The extents of a floating tensor of 32 or 16 bits on the CPU that has elements; None for another
         value."""
         if node not in self._shapes:
-            of_floats = name_of(node) in FLOATS and not is_empty(node)
+            of_floats = self._is_here(node) and name_of(node) in FLOATS and not is_empty(node)
             self._shapes[node] = tried(self.meaning.shape, node) if of_floats else None
         return self._shapes[node]
 
     def weight_shape(self, node: fx.Node) -> tuple[Expr, ...] | None:
         """The extents of a tensor of numbers that all tokens share, of integers perhaps."""
-        shape = tried(self.meaning.shape, node) if name_of(node) in DTYPES else None
+        known = self._is_here(node) and name_of(node) in DTYPES
+        shape = tried(self.meaning.shape, node) if known else None
         return shape if shape is not None and all(n.op == "const" for n in shape) else None
+
+    def _is_here(self, node: fx.Node) -> bool:
+        """Whether a value lies on a device whose tokens are computed by programs: the CPU, or where sums get
+        one order any that has a runner."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return False
+        device = value.device.type
+        return device == "cpu" or (self.everything and any(r.device == device for r in RUNNERS))
 
     def is_shared(self, node: fx.Node) -> bool:
         """Whether all rows share this tensor, and its extents are numbers."""
@@ -186,10 +197,9 @@ def split_product(body: Expr, over: Expr, is_weight: Callable[[Any], bool]) -> t
 
 
 def name_of(node: fx.Node) -> str:
-    """The dtype of a tensor on the CPU; "" for another value."""
+    """The dtype of a tensor; "" for another value."""
     value = node.meta.get("val")
-    on_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) and on_cpu else ""
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else ""
 
 
 def _batch_sizes(graph: ProgramGraph, tokens: str) -> set[Any]:

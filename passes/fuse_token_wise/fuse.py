@@ -131,8 +131,10 @@ def _fuse(
     wanted = [n for n in members if any(u not in members and not _only_splits(u, members) for u in n.users)]
     region = Region(facts, members, wanted)
     program = region.program
-    if all(given.token_dim is None for given in program.given) or not op.is_supported(program):
-        return 0  # the first: nothing says how many tokens there are
+    if all(given.token_dim is None for given in program.given):
+        return 0  # nothing says how many tokens there are
+    if not op.is_supported(program, wanted[0].meta["val"].device.type):
+        return 0
     if graph.gradients and not _pays(facts, computing, region):
         return 0
     builder, rows = Builder(graph, max(members)), facts.rows

@@ -229,7 +229,7 @@ def test_a_model_without_a_decoder_has_the_same_bits_in_every_batch(training: bo
 
 @pytest.mark.parametrize("option", [{"backend": "reference"}, {"mesh": attngraph.SimulatedMesh(tensor=2)}])
 def test_options_that_do_not_go_together_are_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="consistent=True is for one CPU"):
+    with pytest.raises(ValueError, match="consistent=True is for one device"):
         attngraph.compile(model(), consistent=True, **option)
 
 

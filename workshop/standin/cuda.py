@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -75,6 +77,14 @@ class CapturedGraph:
         return 0, 0
 
 
+def _widened(operand: Any) -> Any:
+    """An operand of a product, whose bits the interpreter would multiply if it is of bfloat16."""
+    if operand.dtype.scalar != tl.bfloat16:
+        return operand
+    bits = operand.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
 @contextlib.contextmanager
 def _same(*_: Any) -> Iterator[None]:
     yield
@@ -115,6 +125,10 @@ def patch(device: StandIn) -> None:
             return run(executor, *args, **options)
 
     interpreter.GridExecutor.__call__ = launched  # type: ignore[method-assign]
+    product = interpreter.InterpreterBuilder.create_dot
+    interpreter.InterpreterBuilder.create_dot = (  # type: ignore[method-assign]
+        lambda builder, a, b, *rest: product(builder, _widened(a), _widened(b), *rest)
+    )
     Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
     Tensor.is_pinned = lambda self, *_: False  # type: ignore[method-assign,assignment]
     Tensor.record_stream = lambda self, *_: None  # type: ignore[method-assign,assignment]

@@ -28,9 +28,11 @@ from attngraph.ir.ops.declare import (  # isort: skip
 
 
 class Runner(Protocol):
-    """Computes token programs; returns None for a call that it does not support."""
+    """Computes token programs; returns None for a call that it does not support. `device`: the type of those
+    whose tensors it is made for."""
 
     name: str
+    device: str
 
     def panel(self) -> int:
         """How many outputs a panel of a weight has that is given `in panels`; 0 where none is taken so."""
@@ -51,9 +53,9 @@ RUNNERS: list[Runner] = []
 """In order of preference."""
 
 
-def is_supported(program: TokenProgram) -> bool:
-    """Whether a runner supports the program."""
-    return any(runner.source(program) for runner in RUNNERS)
+def is_supported(program: TokenProgram, device: str = "cpu") -> bool:
+    """Whether a runner for this type of device supports the program."""
+    return any(runner.device == device and runner.source(program) for runner in RUNNERS)
 
 
 def prepare(given: Sequence[Tensor], program: str) -> None:

@@ -47,7 +47,7 @@ OURS, PYTORCH = "cpu.tokens", "PyTorch"
 class Tokens:
     """`cpu.tokens`."""
 
-    name = "cpu.tokens"
+    name, device = "cpu.tokens", "cpu"
 
     def __init__(self) -> None:
         self._known: dict[str, Prepared | None] = {}

@@ -6,8 +6,10 @@ table, and in the last part the new tokens. It stores the weighted sum, the maxi
 part. The second combines the parts ("split-KV", Dao et al. 2023, Flash-Decoding), with a program for each
 query and head. Both take lengths from memory alone, so launches that a CUDA graph has captured serve rows
 that have grown. SHARED: values are the first elements of the keys, as for latents; each tile is loaded once
-and used as both. KEPT: pages of 8 bits have a scale for each token and head; a tile of them is widened,
-multiplied by its scales and rounded to the dtype of queries, as PyTorch does.
+and used as both. IN_ORDER: parts have SPAN positions each, and tiles are counted from position 0, so what a
+query adds up does not depend on which keys are in pages, nor on what other tokens there are. KEPT: pages of 8
+bits have a scale for each token and head; a tile of them is widened, multiplied by its scales and rounded to
+the dtype of queries, as PyTorch does.
 """
 
 import triton
@@ -82,43 +84,53 @@ def KERNEL(
         oldest = tl.maximum(tl.maximum(kept - room, 0), tl.cast(tl.load(first + b), tl.int32) - OLDER)
     else:
         oldest = tl.maximum(kept - room, 0)
-    length = tl.cdiv(tl.cdiv(kept - oldest, splits), BLOCK_K) * BLOCK_K
-    since = oldest + part * length
+    if IN_ORDER:
+        length = kept + tl.where(news != 0, count, 0)
+        since = tl.maximum(part * SPAN, oldest // BLOCK_K * BLOCK_K)
+    else:
+        length = tl.cdiv(tl.cdiv(kept - oldest, splits), BLOCK_K) * BLOCK_K
+        since = oldest + part * length
     is_idle = share * BLOCK_Q >= GROUP * count  # a row with fewer new tokens than others
-    until = tl.where(is_idle, since, tl.minimum(since + length, kept))
-    fresh = tl.where((news != 0) & (part == splits - 1) & (not is_idle), count, 0)
+    if IN_ORDER:
+        until = tl.where(is_idle, since, tl.minimum(part * SPAN + SPAN, length))
+    else:
+        until = tl.where(is_idle, since, tl.minimum(since + length, kept))
+        fresh = tl.where((news != 0) & (part == splits - 1) & (not is_idle), count, 0)
     BEFORE
     begin_rows(True, tl.zeros([BLOCK_Q, 1], tl.float32))
     acc = tl.zeros([BLOCK_Q, DV], tl.float32)
-    for start in tl.range(since, until, BLOCK_K):  # in pages
-        k = long(start + across)
-        there = start + down < until
-        slot = start % room + down
-        slot = tl.where(slot < room, slot, slot - room)
-        if PAGED:
-            number = tl.load(table + b * columns + slot // PAGE, mask=there, other=0)
-            slot = slot % PAGE
-        key_rows = key + in_pages(key_p, key_h, key_s)
-        key_by = tl.load(key_scale + in_pages(key_scale_p, key_scale_h, key_scale_s), mask=there, other=0.0)
-        key_tile = widened(key_rows + d * key_d, IN_D, key_by)
-        key_rest = widened(key_rows + rest * key_d, IN_D_REST, key_by)
-        score(HELD, until)
-        value_rows = value + in_pages(value_p, value_h, value_s)
-        value_by = tl.load(
-            value_scale + in_pages(value_scale_p, value_scale_h, value_scale_s), mask=there, other=0.0
-        )
-        value_tile = widened(value_rows + dv * value_d, IN_DV, value_by)
-        join(HELD, until)
-    for start in tl.range(kept, kept + fresh, BLOCK_K):  # new tokens
-        k = long(start + across)
-        there = start + down < kept + fresh
-        new_key_rows = new_key + tl.cast(kv, tl.int64) * new_key_h + (new_token()) * new_key_s
-        key_tile = tl.load(new_key_rows + d * new_key_d, mask=there & IN_D, other=0.0)
-        key_rest = tl.load(new_key_rows + rest * new_key_d, mask=there & IN_D_REST, other=0.0)
-        score(NEW, kept + fresh)
-        new_value_rows = new_value + tl.cast(kv, tl.int64) * new_value_h + (new_token()) * new_value_s
-        value_tile = tl.load(new_value_rows + dv * new_value_d, mask=there & IN_DV, other=0.0)
-        join(NEW, kept + fresh)
+    if IN_ORDER:
+        for start in tl.range(since, until, BLOCK_K):  # in pages, and then new tokens
+            k = long(start + across)
+            there = (start + down >= oldest) & (start + down < tl.minimum(until, kept))
+            is_new = (start + down >= kept) & (start + down < until)
+            load_keys()
+            new_key_rows = new_key + new_token(new_key_h, new_key_s)
+            key_tile = tl.where(is_new, new_keys(is_new, d, IN_D), key_tile)
+            key_rest = tl.where(is_new, new_keys(is_new, rest, IN_D_REST), key_rest)
+            score(HELD, until)
+            load_values()
+            new_value_rows = new_value + new_token(new_value_h, new_value_s)
+            value_tile = tl.where(is_new, new_values(is_new), value_tile)
+            join(HELD, until)
+    else:
+        for start in tl.range(since, until, BLOCK_K):  # in pages
+            k = long(start + across)
+            there = start + down < until
+            load_keys()
+            score(HELD, until)
+            load_values()
+            join(HELD, until)
+        for start in tl.range(kept, kept + fresh, BLOCK_K):  # new tokens
+            k = long(start + across)
+            there = start + down < kept + fresh
+            new_key_rows = new_key + new_token(new_key_h, new_key_s)
+            key_tile = new_keys(there, d, IN_D)
+            key_rest = new_keys(there, rest, IN_D_REST)
+            score(NEW, kept + fresh)
+            new_value_rows = new_value + new_token(new_value_h, new_value_s)
+            value_tile = new_values(there)
+            join(NEW, kept + fresh)
     row = (tl.cast(place, tl.int64) * shares + share) * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
     tl.store(part_acc + row * WIDTH_OF_VALUES + dv, acc, mask=inside & IN_DV)
     tl.store(part_m + row, m)
@@ -178,6 +190,29 @@ def join_parts(part_acc, part_m, part_l, starts, out, lse, Hq, Hkv, splits, shar
 
 
 @part
+def load_keys():
+    """A tile of keys in pages, and where its values lie."""
+    slot = start % room + down
+    slot = tl.where(slot < room, slot, slot - room)
+    if PAGED:
+        number = tl.load(table + b * columns + slot // PAGE, mask=there, other=0)
+        slot = slot % PAGE
+    key_rows = key + in_pages(key_p, key_h, key_s)
+    key_by = tl.load(key_scale + in_pages(key_scale_p, key_scale_h, key_scale_s), mask=there, other=0.0)
+    key_tile = widened(key_rows + d * key_d, IN_D, key_by)
+    key_rest = widened(key_rows + rest * key_d, IN_D_REST, key_by)
+
+
+@part
+def load_values():
+    value_rows = value + in_pages(value_p, value_h, value_s)
+    value_by = tl.load(
+        value_scale + in_pages(value_scale_p, value_scale_h, value_scale_s), mask=there, other=0.0
+    )
+    value_tile = widened(value_rows + dv * value_d, IN_DV, value_by)
+
+
+@part
 def score(TILE, end):
     """The scores of a tile of keys: of those before the end."""
     if TILE.uses_dot:
@@ -213,7 +248,13 @@ def join(TILE, end):
 
 
 tokens_of_page = part(lambda: PAGE if PAGED else page)
-new_token = part(lambda: begin + start - kept + down)
+new_token = part(
+    lambda of_head, of_token: tl.cast(kv, tl.int64) * of_head + (begin + start - kept + down) * of_token
+)
+new_keys = part(
+    lambda there, place, columns: tl.load(new_key_rows + place * new_key_d, mask=there & columns, other=0.0)
+)
+new_values = part(lambda there: tl.load(new_value_rows + dv * new_value_d, mask=there & IN_DV, other=0.0))
 # Where rows of a tile lie.
 in_pages = part(
     lambda of_page, of_head, of_token: (

@@ -244,3 +244,45 @@ def test_pages_of_8_bits(
     wanted = row_by_row(*given, "reference", scales)
     tolerance = {torch.float32: 3e-5, torch.float16: 5e-3}[dtype]
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("text", [*DECODED, "s = 0.3 * dot; keep k <= q; p = p * 2"])
+@pytest.mark.parametrize("page", [3, 8])
+@pytest.mark.parametrize(("heads", "widths", "latent"), [
+    ((4, 2), (16, 16), False), ((40, 1), (24, 16), True),
+])  # fmt: skip
+def test_in_order_a_token_has_the_same_bits_in_any_chunk_and_company(
+    text: str, page: int, heads: tuple[int, int], widths: tuple[int, int], latent: bool
+) -> None:
+    program = parse(f"{text.replace('; ', chr(10))}\nin order")
+    length, kernel = 45, Decode(Blocks(16, 16, 4))
+    q = torch.randn(1, heads[0], length, widths[0])
+    k = torch.randn(1, heads[1], length, widths[0])
+    v = k[..., : widths[1]] if latent else torch.randn(1, heads[1], length, widths[1])
+    reads = [torch.randn(heads[0]) for _ in program.reads]
+
+    def attended(held: int, count: int, beside: int) -> torch.Tensor:
+        """Tokens of a row that has kept some, beside a row of others."""
+        columns = -(-length // page)
+        table = torch.randperm(2 * columns).view(2, columns)
+        pages = torch.zeros(2 * columns, heads[1], page, widths[0])
+        values = pages[..., : widths[1]] if latent else torch.zeros(2 * columns, heads[1], page, widths[1])
+        for token in range(held):
+            number, slot = table[0, token // page], token % page
+            pages[number, :, slot], values[number, :, slot] = k[0, :, token], v[0, :, token]
+        part = slice(held, held + count)
+        new = torch.cat([k[:, :, part], torch.randn(1, heads[1], beside, widths[0])], 2)
+        fresh = new[..., : widths[1]] if latent else torch.cat(
+            [v[:, :, part], torch.randn(1, heads[1], beside, widths[1])], 2
+        )  # fmt: skip
+        queries = torch.cat([q[:, :, part], torch.randn(1, heads[0], beside, widths[0])], 2)
+        rows = Rows(
+            table, torch.tensor([0, count, count + beside]), torch.tensor([held, 0]), torch.tensor([held, 0])
+        )
+        found = kernel.attend(program, queries, (new, fresh), (pages, values), reads, [], rows)
+        assert found is not None
+        return found[:, :, :count]
+
+    whole = attended(0, length, 3)
+    for held, count, beside in ((0, 20, 1), (20, 1, 30), (21, 17, 2), (38, 7, 1)):
+        assert torch.equal(attended(held, count, beside), whole[:, :, held : held + count])

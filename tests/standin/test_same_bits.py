@@ -1,0 +1,42 @@
+"""One order of sums on a GPU: whole sequences, chunks, single tokens and rows alone, bit for bit."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import attngraph
+from tests.standin.test_decoders import _deepseek, _gpt2, _qwen3
+
+
+def _mistral() -> nn.Module:
+    """With a window."""
+    config = transformers.MistralConfig(
+        hidden_size=32, intermediate_size=48, vocab_size=64, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=1, sliding_window=4,
+    )  # fmt: skip
+    return transformers.MistralForCausalLM(config)
+
+
+@pytest.mark.parametrize(("build", "dtype"), [
+    (_gpt2, torch.float32), (_qwen3, torch.bfloat16),
+    pytest.param(_deepseek, torch.float32, marks=pytest.mark.slow),
+    pytest.param(_mistral, torch.bfloat16, marks=pytest.mark.slow),
+])  # fmt: skip
+@torch.no_grad()
+def test_a_token_has_the_same_bits_in_any_chunk_and_company(
+    build: Callable[[], nn.Module], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    model, ids = build().eval().to(dtype), torch.randint(0, 64, (2, 9))
+    decoder = attngraph.compile(model, consistent=True, cache=True)
+    whole, _ = decoder.prefill(ids)
+    assert whole.is_cuda and "the same bits   in every batch, chunk and page" in str(decoder.report)
+    close = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(whole, model(ids).logits, rtol=close, atol=close)
+    assert torch.equal(attngraph.compile(model, consistent=True)(ids).logits, whole)
+    logits, state = decoder.prefill(ids[1:, :4])
+    parts = [logits, *(decoder.decode(ids[1:, begin:end], state) for begin, end in ((4, 5), (5, 9)))]
+    assert torch.equal(torch.cat([part.view(1, -1, 64) for part in parts], 1), whole[1:])
