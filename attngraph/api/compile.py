@@ -65,8 +65,8 @@ def compile(
             0: every call runs the graph.
         consistent: a token's logits are the same numbers, bit for bit, whatever batch, padding, chunk, page
             or state it is computed in, by this module and by a decoder of it, with any number of threads. The
-            report names what cannot be; with `strict` that is an error. On the CPU. A model without a decoder
-            has the bits of each sequence alone, in every batch and with padding on the right.
+            report names what cannot be; with `strict` that is an error. On one CPU or GPU. A model without a
+            decoder has the bits of each sequence alone, in every batch and with padding on the right.
         freeze: True: the model's weights will not change, so linear layers keep a copy that is laid out for
             the machine. A change that can be seen is a FrozenError (one through `.data` cannot). Calls in
             which gradients may flow read the model's own weights, and the report says so. "release":

@@ -21,9 +21,12 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import toolchain
 from attngraph.ir.ops.kernels import SHARED, SHARED_END
+from attngraph.ir.ops.panels import PART, STRANDS
 
 _log = logging.getLogger("attngraph.codegen.cpu")
 FOLDER = Path(__file__).parent / "c"
+ORDER = f"PART {PART}", f"STRANDS {STRANDS}"
+"""The order of sums of a product, as c/weights.h is told it."""
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _STRUCT = re.compile(r"struct (\w*) ?\{([^{}]*)\} ?(\w*);")
 _ENUM = re.compile(r"enum \{([^{}]*)\}")

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from attngraph.codegen.cpu.expression import Writer
-from attngraph.codegen.cpu.native import header, numbers
+from attngraph.codegen.cpu.native import ORDER, header, numbers
 from attngraph.codegen.cpu.soft import UNDERFLOW
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.form import Place
@@ -79,7 +79,7 @@ class Draft:
         self.numbers: dict[Expr, str] = {}
         self.divisors: set[Expr] = set()
         self.defines = [DTYPES[plan.dtype].name.upper(), f"EXP_UNDERFLOW {UNDERFLOW[torch.float32]!r}"]
-        self.defines += ["ORDERED"] if plan.program.in_order else []
+        self.defines += ["ORDERED", *ORDER] if plan.program.in_order else []
         before = [s for s in plan.program.statements if isinstance(s, (Score, Keep))]
         self.unmasked = [s for s in before if isinstance(s, Score)]
         self.parts = [
@@ -136,12 +136,13 @@ def write(plan: Plan) -> Source:
     draft.defines.append(f"EXACT_WEIGHTS {exact}")
     if plan.dtype != torch.float32 or plan.kept is not None:
         draft.defines.append("SHORT_ELEMENTS")
+    products = ("weights.h", "strands.h") if plan.program.in_order else ()
     if plan.kept is None:
         if plan.dtype == torch.bfloat16 and not after:  # weights that were changed keep their digits
             draft.defines.append("PAIRED")
-        return draft.source("tile.h", "block.h", "pass.h", "loop.h", "elements.h", "decode.h")
+        return draft.source("tile.h", "block.h", "pass.h", "loop.h", "elements.h", *products, "decode.h")
     draft.defines += [f"KEPT {DTYPES[plan.kept].word}", f"SCALED {int(plan.kept in SCALED)}"]
-    return draft.source("tile.h", "block.h", "elements.h", "decode.h")
+    return draft.source("tile.h", "block.h", "elements.h", *products, "decode.h")
 
 
 def _scores(name: str, statements: Sequence[Score | Keep], writer: Writer, masked: bool) -> str:

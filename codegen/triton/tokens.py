@@ -32,8 +32,8 @@ from attngraph.meaning.algebra.intervals import Interval
 _log = logging.getLogger("attngraph.codegen.triton")
 BLOCK = 2048
 """The most elements that a program computes at a time."""
-_KINDS = {"float16", "bfloat16"}
-"""Dtypes of 16 bits."""
+SHORT = {"float16", "bfloat16"}
+"""Dtypes of weights whose products are of 16 bits."""
 
 
 class Tokens:
@@ -77,7 +77,8 @@ class Stage:
 
 
 def stages(program: TokenProgram) -> Iterator[Stage]:
-    """What is computed by one kernel each, in order. Raises UnsupportedError: a weight that none reads."""
+    """What is computed by one kernel each, in order. Raises UnsupportedError: a weight that these do not
+    read."""
     if any(g.packed is not None or g.in_panels for g in program.given):
         raise UnsupportedError("a weight whose elements are packed, or lie in panels")
     waiting: list[int] = []
@@ -132,19 +133,11 @@ def _multiply(
     assert about is not None
     kernels, weight, left, out = _products(), given[about.weight], values[about.left], values[number]
     tokens, depth, width = left.shape[0], left.shape[1], out.shape[1]
-    scales, zeros, group = (None, None, depth) if by is None else (given[by.scales], by.zeros, by.group)
-    arguments = [
-        left,
-        weight,
-        scales,
-        None if zeros is None else given[zeros],
-        out,
-        tokens,
-        depth,
-        width,
-        group,
-    ]
-    is_short = program.given[about.weight].dtype in _KINDS
+    scales, zeros, group = None, None, depth
+    if by is not None:
+        scales, zeros, group = given[by.scales], None if by.zeros is None else given[by.zeros], by.group
+    arguments = [left, weight, scales, zeros, out, tokens, depth, width, group]
+    is_short = program.given[about.weight].dtype in SHORT
     sizes = kernels.ROWS, kernels.COLUMNS, kernels.AT_ONCE
     known = [about.turned, by is not None, zeros is not None, is_short, *sizes]
     grid = -(-tokens // kernels.ROWS), -(-width // kernels.COLUMNS)

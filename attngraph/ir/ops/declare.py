@@ -188,8 +188,9 @@ def require_no_order(in_order: bool, tensor: Tensor, what: str) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise BackendError(
             f"nothing here computes {what} in one order of sums ({dtype} on {tensor.device.type}), as "
-            "consistent=True asks for: it needs a C compiler and the CPU.\nWhat to do: install one (where "
-            "there is one, attngraph's log says what stood in the way), or leave it out."
+            "consistent=True asks for: it needs a C compiler on a CPU, and Triton on a GPU.\nWhat to do: "
+            "install it (where it is there, attngraph's log says what stood in the way), or leave "
+            "consistent=True out."
         )
 
 

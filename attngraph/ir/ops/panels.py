@@ -27,7 +27,7 @@ _made: MutableMapping[Tensor, _Made] = WeakTensorKeyDictionary()  # type: ignore
 
 PART, STRANDS = 1024, 4
 """A product is added up by pieces of its depth, of so many elements, and each piece by so many strands, of
-which the first has elements 0, 4, 8 and so on (`codegen/cpu/c/product.h`)."""
+which the first has elements 0, 4, 8 and so on (`codegen/cpu/c/weights.h`)."""
 
 
 def _in_strands(depth: int, device: torch.device) -> Tensor:

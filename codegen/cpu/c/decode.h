@@ -295,15 +295,15 @@ static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int6
 }
 #else
 /* In order: what a query gets from its keys is the same number whatever other queries there are, and wherever keys lie.
-   Blocks of keys begin at positions that are multiples of BLOCK_K, and all numbers of queries are multiplied alike,
-   element by element. */
+   Blocks of keys begin at positions that are multiples of BLOCK_K. Scores are added up by strands (weights.h), values key
+   by key. */
 
-enum { AHEAD = 2 * LANES };
+enum { BEFORE = 2 * LANES };
 
 /* Keys with the width outermost, BLOCK_K apart. Keys a little further on, and the values, are fetched meanwhile. */
 INLINE void turn_keys(Stretch from, int64_t keys, int64_t width, float *to, Next values, const int type) {
     for (int64_t j = 0; j < keys; j += LANES) {
-        fetch((Next){from, j + AHEAD + LANES, width}, j + AHEAD, j + AHEAD + LANES, type);
+        fetch((Next){from, j + BEFORE + LANES, width}, j + BEFORE, j + BEFORE + LANES, type);
         fetch(values, j, j + LANES, type);
         for (int64_t d = 0; d < width; d += LANES) {
             if (keys - j >= LANES && width - d >= LANES) {
@@ -318,17 +318,20 @@ INLINE void turn_keys(Stretch from, int64_t keys, int64_t width, float *to, Next
     }
 }
 
-/* Packs keys (or values: `is_key` 0) of the block that begins at position k0. Those that are kept rounded become the
-   same numbers of the new tokens' type that they were when they were new. */
-INLINE void pack_some(const Call *c, Both some, int64_t k0, int is_key, float *pack, const int type, const int scaled) {
-    Stretch from = is_key ? some.k : some.v;
-    int64_t at = some.from - k0, width = is_key ? c->D : c->Dv;
-    if (is_key) turn_keys(from, some.count, c->D, pack + at, (Next){some.v, some.count, c->Dv}, type);
-    else widen_all(from, (int)some.count, c->Dv, pack + at * c->wide, c->wide, type);
+/* How a block is packed: values, or keys, row by row; or keys with the width outermost. */
+enum { VALUES, KEYS, TURNED_KEYS };
+
+/* Packs keys or values of the block that begins at position k0. Those that are kept rounded become the same numbers of
+   the new tokens' type that they were when they were new. */
+INLINE void pack_some(const Call *c, Both some, int64_t k0, const int how, float *pack, const int type, const int scaled) {
+    Stretch from = how == VALUES ? some.v : some.k;
+    int64_t at = some.from - k0, width = how == VALUES ? c->Dv : c->D, apart = how == VALUES ? c->wide : c->D;
+    if (how == TURNED_KEYS) turn_keys(from, some.count, width, pack + at, (Next){some.v, some.count, c->Dv}, type);
+    else widen_all(from, (int)some.count, width, pack + at * apart, apart, type);
     if (!scaled && (type == OWN || OWN == FLOAT)) return;
     for (int64_t j = 0; j < some.count; ++j)
         for (int64_t d = 0; d < width; ++d) {
-            float *x = is_key ? pack + d * BLOCK_K + at + j : pack + (at + j) * c->wide + d;
+            float *x = how == TURNED_KEYS ? pack + d * BLOCK_K + at + j : pack + (at + j) * apart + d;
             if (scaled) *x *= from.scale[j * from.scale_step];
             if (OWN != FLOAT) *x = widen(narrow(*x));
         }
@@ -337,41 +340,73 @@ INLINE void pack_some(const Call *c, Both some, int64_t k0, int is_key, float *p
 /* Where the keys or the values of a block lie for a product: packed, or floats of one page where they are. */
 typedef struct { const float *data; int64_t step; } Packed;
 
-static Packed pack_block(const Call *c, const Few *at, Seen seen, int64_t k0, int64_t keys, int is_key, float *pack) {
-    int64_t held = c->held[at->row], until = k0 + keys, p = larger(k0, seen.first), step = is_key ? BLOCK_K : c->wide;
-    if (!is_key && KEPT == FLOAT && !SCALED && c->wide == c->Dv && p == k0 && until <= held) {
+static Packed pack_block(const Call *c, const Few *at, Seen seen, int64_t k0, int64_t keys, const int how, float *pack) {
+    int64_t held = c->held[at->row], until = k0 + keys, p = larger(k0, seen.first);
+    int64_t step = how == TURNED_KEYS ? BLOCK_K : how == KEYS ? c->D : c->wide;
+    const int is_whole = how == KEYS || (how == VALUES && c->wide == c->Dv);
+    if (is_whole && KEPT == FLOAT && !SCALED && p == k0 && until <= held) {
         Both some = kept_from(c, at, p, until);
-        if (some.count == keys) return (Packed){some.v.data, some.v.step};
+        Stretch from = how == KEYS ? some.k : some.v;
+        if (some.count == keys) return (Packed){from.data, from.step};
     }
-    if (p > k0 || keys < BLOCK_K) memset(pack, 0, sizeof(float) * BLOCK_K * (is_key ? c->D : c->wide));
+    if (p > k0 || keys < BLOCK_K) memset(pack, 0, sizeof(float) * (how == TURNED_KEYS ? c->D : step) * BLOCK_K);
     for (Both some; p < smaller(held, until); p += some.count) {
         some = kept_from(c, at, p, smaller(held, until));
-        pack_some(c, some, k0, is_key, pack, KEPT, SCALED);
+        pack_some(c, some, k0, how, pack, KEPT, SCALED);
     }
-    if (p < until) pack_some(c, new_from(c, at, p, until), k0, is_key, pack, OWN, 0);
+    if (p < until) pack_some(c, new_from(c, at, p, until), k0, how, pack, OWN, 0);
     return (Packed){pack, step};
 }
 
-/* C = C * by + A B for some rows, so many vectors of B at a time. */
+/* C = C * by + A B for some rows, so many vectors of B at a time; every `apart`th element of the depth. */
 INLINE void multiply_some(float *C, int64_t ldc, const float *A, int64_t lda, Packed B, int64_t depth, int64_t columns,
-                          const float *by, const int rows, const int vectors) {
-    int64_t n = 0;
+                          const float *by, const int rows, const int vectors, const int apart) {
+    int64_t n = 0, ldb = B.step * apart;
     for (; n + vectors * LANES <= columns; n += vectors * LANES)
-        multiply_tile(C + n, ldc, A, lda, 1, B.data + n, B.step, depth, by, rows, vectors, 1);
-    for (; n < columns; n += LANES) multiply_tile(C + n, ldc, A, lda, 1, B.data + n, B.step, depth, by, rows, 1, 1);
+        multiply_tile(C + n, ldc, A, lda, apart, B.data + n, ldb, depth, by, rows, vectors, 1);
+    for (; n < columns; n += LANES) multiply_tile(C + n, ldc, A, lda, apart, B.data + n, ldb, depth, by, rows, 1, 1);
 }
 
 /* The same for any number of rows: few have as many vectors as keep the arithmetic units busy. */
 INLINE void multiply_rows(float *C, int64_t ldc, const float *A, int64_t lda, Packed B, int64_t depth, int rows,
-                          int64_t columns, const float *by) {
-#define SOME(ROWS, VECTORS) \
-    multiply_some(C + i * ldc, ldc, A + i * lda, lda, B, depth, columns, by ? by + i : 0, ROWS, VECTORS), i += ROWS
+                          int64_t columns, const float *by, int64_t by_step, const int apart) {
+#define SOME(ROWS, VECTORS)                                                                                            \
+    multiply_some(C + i * ldc, ldc, A + i * lda, lda, B, depth, columns, by ? by + i * by_step : 0, ROWS, VECTORS, apart), \
+        i += ROWS
     for (int i = 0; i < rows;)
         if (rows - i >= STEP_Q) SOME(STEP_Q, STEP_N);
         else if (rows - i >= 4) SOME(4, STEP_N);
         else if (rows - i >= 2) SOME(2, FEW_VECTORS / 2);
         else SOME(1, FEW_VECTORS);
 #undef SOME
+}
+
+/* The products of queries with a block of keys. Few queries read keys as they lie; the values are fetched meanwhile. */
+static void dots_in_order(const Call *c, const Few *at, Block *t, Seen seen, int64_t k0, int keys, int rows, float *pack) {
+    static const float ones[STEP_Q] = {1, 1, 1, 1, 1, 1};
+    const Scales none = {.group = c->D, .groups = 1};
+    if (rows > FULL) {
+        Packed found = pack_block(c, at, seen, k0, keys, TURNED_KEYS, pack);
+        for (int64_t s = 0; s < smaller(STRANDS, c->D); ++s)
+            multiply_rows(t->S, BLOCK_K, t->Q + s, c->D, (Packed){found.data + s * found.step, found.step},
+                          length_of(s, c->D), rows, BLOCK_K, s ? ones : 0, 0, STRANDS);
+        return;
+    }
+    Packed found = pack_block(c, at, seen, k0, keys, KEYS, pack);
+    int64_t p = larger(k0, seen.first), held = c->held[at->row];
+    Next values = {{0}, 0, c->Dv};
+    if (p < held) {
+        Both some = kept_from(c, at, p, smaller(held, k0 + keys));
+        values.from = some.v, values.count = some.count;
+    }
+    for (int64_t j = 0; j < BLOCK_K; j += OUTS) {
+        fetch(values, j, j + OUTS, KEPT);
+        if (j < keys)
+            product_by_strands(t->Q, c->D, found.data, found.step, c->D, none, j, t->S + j, BLOCK_K, rows,
+                               smaller(OUTS, keys - j), FLOAT, 0, 0);
+        for (int64_t l = larger(j, keys); l < j + OUTS; ++l)
+            for (int i = 0; i < rows; ++i) t->S[i * BLOCK_K + l] = 0;
+    }
 }
 
 static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int64_t part) {
@@ -383,11 +418,10 @@ static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int6
     Seen seen = seen_by(c, at, first_query);
     for (int64_t k0 = seen.first / BLOCK_K * BLOCK_K; k0 < seen.end; k0 += BLOCK_K) {
         int keys = (int)smaller(BLOCK_K, seen.end - k0);
-        Packed found = pack_block(c, at, seen, k0, keys, 1, pack);
-        multiply_rows(t->S, BLOCK_K, t->Q, c->D, found, c->D, rows, BLOCK_K, 0);
+        dots_in_order(c, at, t, seen, k0, keys, rows, pack);
         weights_of_few(c, at, t, &block, k0, keys);
-        found = pack_block(c, at, seen, k0, keys, 0, pack);
-        multiply_rows(t->O, c->wide, t->S, BLOCK_K, found, keys, rows, c->wide, t->decay);
+        Packed found = pack_block(c, at, seen, k0, keys, VALUES, pack);
+        multiply_rows(t->O, c->wide, t->S, BLOCK_K, found, keys, rows, c->wide, t->decay, 1, 1);
     }
 }
 #endif

@@ -1,5 +1,5 @@
 /* Products of few rows IN_ORDER with a weight [out][depth]. Four neighbours of the depth belong to the four strands
-   (product.h), so a vector has four elements of each of LANES / 4 rows of the weight, which is read as it lies, and the
+   (weights.h), so a vector has four elements of each of LANES / 4 rows of the weight, which is read as it lies, and the
    same four elements of x in all its fours. At the end of a piece fours are turned, so that a vector has one strand of
    LANES sums, and the strands are added up. */
 

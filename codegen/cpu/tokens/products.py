@@ -7,14 +7,13 @@ because few registers are left for what is not; how wide it is, is not.
 
 import dataclasses
 
-from attngraph.codegen.cpu.native import header, numbers
+from attngraph.codegen.cpu.native import ORDER, header, numbers
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.ir.dtypes import NAMED
 from attngraph.ir.language.token_program import GROUP, Given, TokenProgram, extent
-from attngraph.ir.ops.panels import PART, STRANDS
 
 IN_PANELS = numbers("tokens.h")["IN_PANELS"]
-HEADERS = ("functions", "elements", "tile", "product", "strands", "gemm", "rows", "tokens")
+HEADERS = ("functions", "elements", "tile", "weights", "product", "strands", "gemm", "rows", "tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +108,8 @@ def kind(program: TokenProgram, number: int) -> Kind:
 def preamble(short: bool, ordered: bool) -> str:
     """What stands before the headers. `short`: there are elements that are not float32. `ordered`: a result
     is the same number whatever it is computed with."""
-    order = f"enum {{ PART = {PART}, STRANDS = {STRANDS} }};\n"
-    return "#define FLOAT32\n" + "#define SHORT_ELEMENTS\n" * short + "#define ORDERED\n" * ordered + order
+    defines = ["FLOAT32", *["SHORT_ELEMENTS"] * short, *["ORDERED"] * ordered, *ORDER]
+    return "".join(f"#define {flag}\n" for flag in defines)
 
 
 def _extents(program: TokenProgram, number: int) -> tuple[int, int]:

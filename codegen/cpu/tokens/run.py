@@ -55,7 +55,7 @@ class Tokens:
         self._lock = threading.Lock()
 
     def panel(self) -> int:
-        names = ("functions", "elements", "tile", "product")
+        names = ("functions", "elements", "tile", "weights")
         text = "\n".join([preamble(False, False), *(native.header(f"{name}.h") for name in names)])
         try:
             code, _ = toolchain.build(f"{text}\nint64_t attngraph_panel(void) {{ return PANEL; }}\n")
