@@ -5,7 +5,7 @@
    a block's piece of x and its sums stay in the second cache. */
 
 enum {
-    NEAR = PANEL > 32 ? 1 << 16 : 1 << 15, /* the most elements of a group, and of a piece of a block of rows */
+    NEAR = PANEL > 32 ? 1 << 17 : 1 << 16, /* the most elements of a group; half of them of a piece of a block of rows */
     GROUP = PANEL > 32 ? PANEL : 32,    /* outputs that are copied at once where there is one block of rows */
     COLUMNS = 128,                      /* the most outputs of a group and of an item */
     FEWEST_ROWS = 64,                   /* of an item, where rows are divided too */
@@ -218,7 +218,7 @@ static void few_rows_of_panel(const float *x, int64_t ldx, const float *panel, i
    [panel][depth, piece by piece and strand by strand][PANEL]; `first` begins a panel. */
 INLINE void product_of_panels(const float *x, int64_t ldx, const float *w, int64_t depth, int64_t first, float *y,
                               int64_t ldy, int64_t rows, int64_t outs) {
-    int64_t tiles = parts_of(rows, STEP_Q), blocks = parts_of(rows, larger(STEP_Q, NEAR / PART));
+    int64_t tiles = parts_of(rows, STEP_Q), blocks = parts_of(rows, larger(STEP_Q, NEAR / 2 / PART));
     w += first * depth;
     for (int64_t o = 0; rows <= FEW_ROWS && o < outs; o += PANEL)
         few_rows_of_panel(x, ldx, w + o * depth, depth, y + o, ldy, rows, outs - o);
@@ -236,7 +236,7 @@ INLINE void product_of_many(const float *x, int64_t ldx, const void *w, int64_t 
                             const int type, const int scaled, const int zeros, const int turned) {
     const int64_t in_byte = elements_in(type), size = size_of(type);
     int64_t piece = piece_of(depth, scales, type);
-    int64_t tiles = parts_of(rows, STEP_Q), blocks = parts_of(rows, larger(STEP_Q, NEAR / piece));
+    int64_t tiles = parts_of(rows, STEP_Q), blocks = parts_of(rows, larger(STEP_Q, NEAR / 2 / piece));
     int64_t group = blocks == 1 ? GROUP : larger(PANEL, smaller(COLUMNS, NEAR / piece / PANEL * PANEL));
     for (int64_t from = 0, until; from < depth; from = until) {
         until = smaller(from + piece, depth);
