@@ -91,3 +91,28 @@ def test_a_decoder_by_this_kernel(mixer: type[torch.nn.Module], monkeypatch: pyt
     assert served
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(found, 1), model(x), atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_order_chunks_of_any_length_have_the_same_bits(kind: str) -> None:
+    length = 2 * FEW + 3
+    q, k, v, decay, state, _, left, right = operands((length,), kind, 9, torch.float32)
+
+    def run(state: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+        def some(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t[first:end]
+
+        starts = torch.tensor([0, end - first])
+        found = sums.run_sums(
+            some(q), some(k), v[first:end], some(decay), state, starts, True, some(left), some(right),
+            in_order=True,
+        )  # fmt: skip
+        assert found is not None
+        return found
+
+    whole, after = run(state, 0, length)
+    parts = []
+    for first, end in itertools.pairwise((0, 1, 20, length)):
+        part, state = run(state, first, end)
+        parts.append(part)
+    assert torch.equal(torch.cat(parts), whole) and torch.equal(state, after)
