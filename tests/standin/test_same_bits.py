@@ -40,3 +40,21 @@ def test_a_token_has_the_same_bits_in_any_chunk_and_company(
     logits, state = decoder.prefill(ids[1:, :4])
     parts = [logits, *(decoder.decode(ids[1:, begin:end], state) for begin, end in ((4, 5), (5, 9)))]
     assert torch.equal(torch.cat([part.view(1, -1, 64) for part in parts], 1), whole[1:])
+
+
+def test_a_trainer_has_the_probabilities_of_what_was_sampled() -> None:
+    torch.manual_seed(1)
+    model, ids = _gpt2().eval(), torch.randint(0, 64, (3, 6))
+    trainer = attngraph.compile(model, consistent=True)
+    sampler = attngraph.compile(model, consistent=True, cache=True)
+    logits = trainer(ids).logits
+    found = attngraph.logprobs(logits[:, :-1], ids[:, 1:])
+    with torch.no_grad():
+        alone = attngraph.logprobs(sampler.prefill(ids[1:2, :-1])[0], ids[1:2, 1:])
+    assert found.is_cuda and torch.equal(found[1:2], alone)
+    wanted = torch.log_softmax(model(ids).logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(found, wanted)
+    parameters = [model.transformer.wte.weight, model.transformer.h[0].attn.c_attn.weight]
+    torch.testing.assert_close(
+        torch.autograd.grad(found.sum(), parameters), torch.autograd.grad(wanted.sum(), parameters)
+    )

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from attngraph.ir.dtypes import FLOATS
 from attngraph.ir.language.score import IN_ORDER
+from attngraph.ir.language.token_program import parse
 from attngraph.ir.ops.cached_attention import numbers_of
 from attngraph.ir.ops.declare import INSTEAD, declare, with_value
+from attngraph.ir.ops.token_program import is_supported
 
 
 @functools.cache
@@ -84,11 +86,12 @@ def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
             f"{list(tokens.shape)}."
         )
     picked = logits.detach().gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    if logits.dtype not in FLOATS or not logits.is_cpu or not logits.numel():
+    text = _shares(logits.shape[-1], str(logits.dtype).removeprefix("torch."))
+    has_order = logits.dtype in FLOATS and logits.numel() > 0
+    if not has_order or not (logits.is_cpu or is_supported(parse(text), logits.device.type)):
         value = torch.log_softmax(logits.detach(), -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     else:
         rows = logits.detach().reshape(-1, logits.shape[-1])
-        text = _shares(rows.shape[1], str(rows.dtype).removeprefix("torch."))
         top, rest = torch.ops.attngraph.token_program([rows], text)
         value = picked.float() - top.view(tokens.shape) - rest.view(tokens.shape)
     if not (torch.is_grad_enabled() and logits.requires_grad):
