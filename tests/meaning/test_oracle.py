@@ -158,3 +158,11 @@ def test_where_the_exact_answer_has_no_number_eager_is_what_counts() -> None:
     result = compare(torch.tensor([1.0, 5.1]), exact, FLASH, eager)
     assert "where the float64 model gives NaN" in result.problem
     assert result.detail == "5.1 instead of 5 at [1]"
+
+
+def test_what_only_another_device_has_for_integers_is_computed_from_floats() -> None:
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.aten.histc.default, (graph.placeholder("x"), 4, 0, 3))
+    node.meta["val"] = torch.empty(4, dtype=torch.int32)
+    found = Oracle().compute(node, [torch.tensor([0, 3, 3, 1], dtype=torch.int32), 4, 0, 3], {})
+    assert found.dtype == torch.int32 and found.tolist() == [1, 1, 0, 2]

@@ -9,6 +9,7 @@ from torch import nn
 
 import attngraph
 from tests.standin.test_decoders import _deepseek, _gpt2, _qwen3
+from workshop.same_bits import MODELS
 
 
 def _mistral() -> nn.Module:
@@ -24,6 +25,8 @@ def _mistral() -> nn.Module:
     (_gpt2, torch.float32), (_qwen3, torch.bfloat16),
     pytest.param(_deepseek, torch.float32, marks=pytest.mark.slow),
     pytest.param(_mistral, torch.bfloat16, marks=pytest.mark.slow),
+    *(pytest.param(MODELS[name], torch.float32, marks=pytest.mark.slow)
+      for name in ("mixtral, experts", "mamba2, states", "lfm2, convolutions")),
 ])  # fmt: skip
 @torch.no_grad()
 def test_a_token_has_the_same_bits_in_any_chunk_and_company(
@@ -39,7 +42,7 @@ def test_a_token_has_the_same_bits_in_any_chunk_and_company(
     assert torch.equal(attngraph.compile(model, consistent=True)(ids).logits, whole)
     logits, state = decoder.prefill(ids[1:, :4])
     parts = [logits, *(decoder.decode(ids[1:, begin:end], state) for begin, end in ((4, 5), (5, 9)))]
-    assert torch.equal(torch.cat([part.view(1, -1, 64) for part in parts], 1), whole[1:])
+    assert torch.equal(torch.cat([part.view(1, -1, whole.shape[-1]) for part in parts], 1), whole[1:])
 
 
 def test_a_trainer_has_the_probabilities_of_what_was_sampled() -> None:

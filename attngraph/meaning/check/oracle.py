@@ -107,13 +107,15 @@ class Oracle:
         if target in IN_ORDER:
             return IN_ORDER[target](*args, **kwargs)
         value = node.meta.get("val")
-        if (
-            not isinstance(target, torch._ops.OpOverload)
-            or not (isinstance(value, Tensor) and value.is_floating_point())
-            or not is_of_integers((args, kwargs))
-        ):
+        is_op = isinstance(target, torch._ops.OpOverload)
+        if not is_op or not isinstance(value, Tensor) or not is_of_integers((args, kwargs)):
             return target(*args, **kwargs)
-        return from_integers(target, args, kwargs, self.dtype)
+        if value.is_floating_point():
+            return from_integers(target, args, kwargs, self.dtype)
+        try:
+            return target(*args, **kwargs)
+        except NotImplementedError:  # the model's device has it for integers, this one for floats alone
+            return from_integers(target, args, kwargs, self.dtype).to(value.dtype)
 
 
 class Exact(fx.Interpreter):
