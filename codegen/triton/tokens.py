@@ -279,7 +279,7 @@ class _Formula(Writer):
             code = self.atom(index)
             address.append(f"{code} * {stride}")
             if node is self.made.over:
-                inside.append(f"({code} < {extent(node)})")
+                inside.append(f"({code} < {min(extent(node), size or extent(node))})")
             elif node is not TOKEN and not (node in self.made.indices and extent(node) <= (size or 0)):
                 inside.append(f"({code} >= 0) & ({code} < {size})")
         mask = f", mask={' & '.join(inside)}, other=0" if inside else ""

@@ -57,7 +57,14 @@ def _given(text: str, tokens: int) -> list[torch.Tensor]:
     return given
 
 
-@pytest.mark.parametrize("text", [NORM, SHARES, LAYER, INTEGERS])
+BEYOND = """
+r0[t, 5]
+r1[] = sum[j < 12] where(j < 5, r0[t, j], 0.5)
+r2[i0 < 9] = where(i0 < 5, r0[t, i0], r1[])
+return r2[t, 9]"""
+
+
+@pytest.mark.parametrize("text", [NORM, SHARES, LAYER, INTEGERS, BEYOND])
 def test_programs_agree_with_the_reference_in_any_company(text: str) -> None:
     program, given = parse(text), _given(text, 37)
     found = TOKENS.run(f"{text}\nin order", given)
