@@ -66,7 +66,6 @@ def derive_decoder(
     with example_size(assumed.tokens), options.devices.tracing(owner):
         capture = functools.partial(_captured, target, example)
         made = build.rewritten(capture, options, first, assumed, keep=True, only_logits=True)
-        _require_longer(made.captured, example)
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
         insert = InsertKVCache(example.place, 0, assumed.tokens, example.is_compared, config.assume_causal)
         inserted = _with_cache(made, (insert, *divide), options)
@@ -108,7 +107,7 @@ def _captured(target: Callable[..., Any], example: Example, assumed: Assumed) ->
     """The graph of an example.
 
     Raises: NoDecoderError: it is for one number of tokens, and computes with multiples of it that may be
-        something else: others than in a trace for another number."""
+        something else: others than in a trace for another number; or it is of too few tokens."""
     if example.is_compared:
         return build.compare_calls(target, example.given, example.place, assumed)
     found = build.capture_call(target, (), example.given[0], assumed, tables=True)
@@ -117,6 +116,7 @@ def _captured(target: Callable[..., Any], example: Example, assumed: Assumed) ->
     if unclear:
         told = f"it computes with {min(unclear)}, which may be a number of tokens or not."
         raise NoDecoderError(told, True, unclear)
+    _require_longer(found[0], example)
     return found
 
 

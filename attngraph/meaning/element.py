@@ -256,21 +256,26 @@ class Meaning:
         raise UnliftableBecause(f"the operation {op_name(made_by)} is not looked into")
 
     def lift(
-        self, node: Expr, through: Callable[[Expr], bool], into_sums: bool = True, most: int | None = None
-    ) -> Expr:
+        self, node: Expr, through: Callable[[Expr], bool], into_sums: bool = True, most: int | None = None,
+        done: dict[Expr, Expr | None] | None = None,
+    ) -> Expr:  # fmt: skip
         """Replace every read that `through` allows by its element rule, again and again; keep the others.
-        Without `into_sums`, reads below a sum are kept as well.
+        Without `into_sums`, reads below a sum are kept as well. `done`: what was found before with the same
+        answers of `through`, None of what was too long; it is added to.
 
         Raises:
             TooLong: the result has more than `most` words, or more than `most` reads were replaced.
         """
-        done: dict[Expr, Expr] = {}
-        looked_through = 0
+        done = {} if done is None else done
+        looked_through, too_long = 0, f"its weights are a formula of more than {most} words"
 
         def resolve(current: Expr) -> Expr:
             nonlocal looked_through
-            if current in done:
-                return done[current]
+            known = done.get(current, current)
+            if known is None:
+                raise TooLong(too_long)
+            if known is not current or current in done:
+                return known
             if current.op == "var" or (not current.args and current.op != "read"):
                 return current
             if current.op in E.BINDERS and not into_sums:
@@ -282,11 +287,13 @@ class Meaning:
                 try:
                     result = resolve(self.element(result.value, result.args))
                 except TooLong:
+                    done[current] = None
                     raise
                 except Unliftable:
                     pass
             if most is not None and max(result.words, looked_through) > most:
-                raise TooLong(f"its weights are a formula of more than {most} words")
+                done[current] = None
+                raise TooLong(too_long)
             done[current] = result
             return result
 

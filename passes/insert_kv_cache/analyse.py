@@ -77,16 +77,22 @@ def longer_trace(graph: ProgramGraph, length: str) -> int:
     own = [c for c in graph.conditions if is_own(c)]
     quotients = {f for c in graph.conditions for f in c.atoms(FloorDiv) if is_own(f)}
     numbers = {int(n) for f in quotients for n in f.args[1:] if n.is_Integer}
-    traced, block = graph.hints.get(length, 0), max(numbers, default=0)
+    traced = graph.hints.get(length, 0)
 
-    def admits(near: int) -> bool:
+    def admits(condition: Any, near: int) -> bool:
         """Whether one of a few numbers of tokens is: a quotient may have to leave a rest."""
-        return any(all(holds(c, {length: n}) for c in own) for n in (near, near + 1, near + 2))
+        return any(holds(condition, {length: n}) for n in (near, near + 1, near + 2))
 
-    if not block or admits(budgets.LEAST_TOKENS):
+    few = [c for c in own if not admits(c, budgets.LEAST_TOKENS)]
+    if not numbers or not few:
         return 0
-    bound = bisect.bisect_left(range(budgets.LEAST_TOKENS), True, traced, key=lambda n: not admits(n))
-    wanted = max(2 * block + 1, bound + block + 1)
+    # A number of tokens that is less than one block is asked for without a quotient: where another quotient
+    # ends the trace, the next one is long enough for blocks of all that the trace had tokens for.
+    bound = max(
+        bisect.bisect_left(range(budgets.LEAST_TOKENS), True, traced, key=lambda n, c=c: not admits(c, n))
+        for c in [c for c in few if c.atoms(FloorDiv)] or few
+    )  # fmt: skip
+    wanted = max(2 * max(numbers), bound + max(numbers), 2 * bound) + 1
     return wanted if wanted <= budgets.LEAST_TOKENS else 0
 
 

@@ -8,12 +8,11 @@ buffer holds is repeated for that very buffer only.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
-from attngraph.ir.graph import described, is_size
 from attngraph.ir.kept import kept
 from attngraph.ir.language import expr as E
 from attngraph.meaning.attention.claim import Attention, Operand, View
@@ -22,14 +21,11 @@ from attngraph.meaning.attention.normaliser import Refusal
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import Recogniser
 from attngraph.meaning.element import Meaning
+from attngraph.meaning.equal import Step, steps_of, told
 
 _PARTS = (Attention, Operand, View, ViewOp, Seed)
 _MOST_NODES = 2_000
 """A longer way from the operands to the result is not remembered."""
-
-
-Step = tuple[Any, tuple[int, ...]]
-"""How one node is computed, and its operands by number, in the order they were met: none of a claim's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +61,7 @@ class OnceRecogniser(Recogniser):
     def _remember(self, node: fx.Node, claims: tuple[Attention, ...]) -> None:
         stop = {n for claim in claims for o in (claim.q, claim.k, claim.v) for n in o.bases}
         stop.update(read for claim in claims for read in claim.reads if isinstance(read, fx.Node))
-        walk = self._walk(node, lambda place, each: place > 0 and each in stop)
+        walk = steps_of(node, lambda place, each: place > 0 and each in stop, self._told)
         order, steps = zip(*itertools.islice(walk, _MOST_NODES + 1), strict=True)
         if len(order) > _MOST_NODES:
             return
@@ -80,30 +76,17 @@ class OnceRecogniser(Recogniser):
     def _placed(self, node: fx.Node, steps: Sequence[Step]) -> list[fx.Node] | None:
         """The nodes that are computed in these steps, by their numbers; None where something differs."""
         found = []
-        walk = self._walk(node, lambda place, _: not steps[place][1])
+        walk = steps_of(node, lambda place, _: not steps[place][1], self._told)
         for wanted, (each, step) in zip(steps, walk, strict=False):
             if step != wanted:
                 return None
             found.append(each)
         return found
 
-    def _walk(self, node: fx.Node, ends: Callable[[int, fx.Node], bool]) -> Iterator[tuple[fx.Node, Step]]:
-        """The nodes from which a node is computed, by their numbers, each with its step. `ends`: whether to
-        go no further from a node of some number."""
-        numbers, order = {node: 0}, [node]
-        for place, each in enumerate(order):  # which grows
-            below = [] if ends(place, each) else [n for n in each.all_input_nodes if not is_size(n)]
-            order += [n for n in dict.fromkeys(below) if n not in numbers]
-            numbers.update((n, number) for number, n in enumerate(order[len(numbers) :], len(numbers)))
-            yield each, (self._told(each), tuple(numbers[n] for n in below))
-
     @kept
     def _told(self, node: fx.Node) -> Any:
-        """A node's operation, its arguments that are no tensors, and the layout of its result."""
-        known = node if node in self.meaning.values else None
-        given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"] if is_size(n) else "%")
-        called = (node.target, described(given)) if node.op == "call_function" else None
-        return node.op, called, described(node.meta.get("val")), known
+        """What a step tells of a node, which is its own where it is a buffer whose values are known."""
+        return *told(node), node if node in self.meaning.values else None
 
 
 def _leaves(value: Any) -> Iterator[Any]:

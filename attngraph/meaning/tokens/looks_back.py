@@ -229,8 +229,10 @@ class LooksBack:
         variable, body = node.args
         if not self.space.counts_tokens(variable.args[0]):
             return self._visit(body, below)
+        more = M.sub(variable.args[0], self.space.tokens)  # places before the first token
         from_the_end = M.sub(M.sub(variable.args[0], E.ONE), variable)
-        for summed in (body, M.substitute(body, {variable: from_the_end})):
+        places = [variable, from_the_end, *([M.add(variable, more)] if E.is_const(more) else [])]
+        for summed in (M.substitute(body, {variable: place}) for place in dict.fromkeys(places)):
             for last in sorted(below, key=lambda place: place.order):
                 if last.free <= summed.free and self._ends(node.op, variable, summed, last):
                     place = M.sub(last, E.var(f"{variable.value} before"))

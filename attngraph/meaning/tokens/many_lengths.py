@@ -16,15 +16,21 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
+from attngraph.ir.graph import described
 from attngraph.meaning.check.comparison import compare
 from attngraph.meaning.check.region import bytes_in_float64
 from attngraph.meaning.check.sample import Sample
+from attngraph.meaning.equal import steps_of, told
 from attngraph.meaning.tokens.facts import Axes, Facts
 from attngraph.meaning.tokens.latest import ALL, OF_WEIGHTS, Latest
 from attngraph.meaning.tokens.latest_rules import tracking
 from attngraph.meaning.tokens.low import is_chosen, may_be_low
 from attngraph.meaning.tokens.numbers import reach
 from attngraph.meaning.tokens.token_probe import EQUAL, ROWS, TokenProbe
+
+
+_FEW = 1 << 12
+"""Buffers of so many elements are equal if their values are, others if they are the same."""
 
 
 class Region(NamedTuple):
@@ -53,10 +59,28 @@ class ManyLengths:
         self._runs: dict[tuple[int, int], _Run] = {}
         self._drawn: dict[fx.Node, Tensor] = {}
         self._tokens = 0
+        self._seen_of: dict[tuple[Any, ...], int] = {}
+        """What was seen of values that are computed in such steps."""
 
     def longest(self, node: fx.Node, axes: Axes, region: Region) -> int:
         """Of how many tokens the longest of the sequences was for all of which a value with these axes looks
         back alone; 0 if it does not for one of them, or that cannot be seen."""
+
+        def tell(each: fx.Node) -> Any:
+            if each not in region.leaves:
+                return told(each)
+            values = self.probe.values.get(each)
+            known = None if values is None else str(values.tolist()) if values.numel() <= _FEW else each
+            low = may_be_low(self.facts, each), is_chosen(self.facts, each)
+            return described(each.meta.get("val")), region.leaves[each], known, low
+
+        steps = steps_of(node, lambda _, each: each in region.leaves, tell)
+        equal = (axes, *(step for _, step in steps))
+        if equal not in self._seen_of:
+            self._seen_of[equal] = self._longest(node, axes, region)
+        return self._seen_of[equal]
+
+    def _longest(self, node: fx.Node, axes: Axes, region: Region) -> int:
         order, counted, admits = region.order, self.probe.counted, self.probe.graph.admits
         wanted = reach(order, self.probe.values, self.probe.of_sizes) + self.probe.tokens
         if self.space.is_of_one_length or not wanted <= budgets.PROBE_TOKENS:

@@ -124,10 +124,12 @@ class WindowFinder:
 
     def __init__(self, facts: Facts) -> None:
         self.meaning, self.space, self.facts = facts.meaning, facts.space, facts
+        self._lifted: dict[frozenset[Kind], dict[Expr, Expr | None]] = {}
+        """Through values of which kinds: what elements of values before are formulas of."""
 
     def window(self, node: fx.Node, axes: Axes) -> Window | None:
         """How a value with these axes is computed from the last tokens; None if it is not."""
-        for through in ({Kind.MIXING}, {Kind.MIXING, Kind.POSITION}):
+        for through in (frozenset({Kind.MIXING}), frozenset({Kind.MIXING, Kind.POSITION})):
             formula = self._formula(node, axes, through)
             offsets = None if formula is None else self._offsets(formula)
             if offsets is not None and all(latest <= 0 for _, latest in offsets.values()):
@@ -148,14 +150,15 @@ class WindowFinder:
         written = _written_out(formula)
         return None if written is None else Window(between, written, tuple(operands), width)
 
-    def _formula(self, node: fx.Node, axes: Axes, through: set[Kind]) -> Expr | None:
+    def _formula(self, node: fx.Node, axes: Axes, through: frozenset[Kind]) -> Expr | None:
         """What an element equals, followed through the node and through values of these kinds."""
         at = self.space.indices(axes, self.meaning.shape(node))
 
         def is_looked_into(read: Expr) -> bool:
-            return read.value is node or self.facts[read.value].kind in through or self._is_index(read.value)
+            return self.facts[read.value].kind in through or self._is_index(read.value)
 
-        found = tried(lambda: self.meaning.lift(self.meaning.read(node, at), is_looked_into, most=_MOST))
+        done, lift = self._lifted.setdefault(through, {}), self.meaning.lift
+        found = tried(lambda: lift(self.meaning.element(node, at), is_looked_into, most=_MOST, done=done))
         return None if found is None else self._at_the_beginning(found)
 
     def _offsets(self, formula: Expr) -> dict[fx.Node, tuple[int, int]] | None:
