@@ -1,5 +1,6 @@
 """Derives a decoder's step from one call of a model, and checks it against the whole model."""
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -19,10 +20,12 @@ from attngraph.api.options import Options
 from attngraph.api.records import programs_of
 from attngraph.capture.captured import Assumed, Captured
 from attngraph.capture.instead import LOCK
+from attngraph.capture.program.exported import arguments_of, shapes_of
 from attngraph.capture.sides import Sides
 from attngraph.capture.structure import Laid
 from attngraph.errors import CheckError, NoDecoderError
 from attngraph.ir.dtypes import SCALED
+from attngraph.ir.graph.formula import are_few
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops.cached_attention import Store
 from attngraph.meaning.algebra.sizes import example_size
@@ -30,6 +33,7 @@ from attngraph.passes.divide_cache import DivideCache
 from attngraph.passes.insert_kv_cache.analyse import longer_trace
 from attngraph.passes.insert_kv_cache.free_tokens import computed_with
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
+from attngraph.passes.insert_kv_cache.learned_places import learned_places, of_places
 from attngraph.passes.quantise_cache import QuantiseCache, see_rounded
 from attngraph.passes.shard_heads.shard import account_cache
 from attngraph.pipeline import Pass, Result, split_at
@@ -58,18 +62,76 @@ def derive_decoder(
 ) -> Step:
     """Capture the example's call of `target`, and derive a decoder for its tokens. CaptureError where
     torch.export cannot capture the model; a NoDecoderError says why none can be derived."""
-    start, owner, assumed = time.perf_counter(), build.owner_of(target), example.assumed
-    first, (_, *later) = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
+    start, assumed = time.perf_counter(), example.assumed
+    first, later = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
+    with example_size(assumed.tokens), options.devices.tracing(build.owner_of(target)):
+        capture = functools.partial(_captured, target, example)
+        made = build.rewritten(capture, options, first, assumed, keep=True, only_logits=True)
+        learned = _of_places(made, example, options, first)
+    make = functools.partial(_derived, target, options, config, example, start, later)
+    if learned is not None:
+        with contextlib.suppress(NoDecoderError):
+            found = make(learned.made, made, learned)
+            if made.dump is not None:
+                made.dump.discard()
+            return found
+        if learned.made.dump is not None:
+            learned.made.dump.discard()
+    return make(made, made)
+
+
+@dataclasses.dataclass
+class _Learned:
+    """A call as a graph of places, after the passes; how many learned ones are first, and the new symbols of
+    the captured call's sizes."""
+
+    made: Rewritten
+    count: int
+    symbols: dict[str, Any]
+
+
+def _of_places(
+    made: Rewritten, example: Example, options: Options, passes: Sequence[Pass]
+) -> _Learned | None:
+    """The same for a graph of places, if the model puts learned values before those of tokens, and tokens are
+    all that it is given."""
+    captured, before = made.captured, made.before
+    length = captured.shapes[example.place][1]
+    if example.is_compared or len(example.arguments) > 1 or before is None or isinstance(length, int):
+        return None
+    of_length = [c for c in captured.graph.conditions if {str(s) for s in c.free_symbols} == {str(length)}]
+    if not options.devices.is_one or are_few(of_length, str(length)):
+        return None
+    count = learned_places(captured.graph, str(length))
+    found = of_places(before, str(length), count) if count else None
+    if found is None:
+        return None
+    graph, symbols = found
+    shapes = shapes_of(arguments_of(graph))
+
+    def again(_: Assumed) -> Found:
+        return dataclasses.replace(captured, graph=graph.copy(), shapes=shapes), made.numbers
+
+    other = build.rewritten(again, options, passes, made.assumed, keep=True, only_logits=True)
+    return _Learned(other, count, symbols)
+
+
+def _derived(
+    target: Callable[..., Any], options: Options, config: CacheConfig, example: Example, start: float,
+    passes: Sequence[Pass], made: Rewritten, plain: Rewritten, learned: _Learned | None = None,
+) -> Step:  # fmt: skip
+    """A decoder made of a rewritten call; `plain`: the call as the model is given it."""
+    _, *later = passes
+    owner, assumed = build.owner_of(target), example.assumed
     rounding = [step for step in later if step.name == QuantiseCache.name]
     divide = dividing(later, config)
     later = [step for step in later if step.name not in (QuantiseCache.name, DivideCache.name)]
     with example_size(assumed.tokens), options.devices.tracing(owner):
-        capture = functools.partial(_captured, target, example)
-        made = build.rewritten(capture, options, first, assumed, keep=True, only_logits=True)
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
         insert = InsertKVCache(example.place, 0, assumed.tokens, example.is_compared, config.assume_causal)
         inserted = _with_cache(made, (insert, *divide), options)
-        sides = _sides(target, made, example, options)
+        asked = _sides(target, plain, example, options)
+        sides = asked if learned is None else Sides()
         graph = made.captured.graph
         kept = None if graph.ranks is None else account_cache(graph, config.floating)
         rest = run_passes(graph, later, made.dump, options.progress)
@@ -82,6 +144,14 @@ def derive_decoder(
                 assert each.state is not None
                 each.state = dataclasses.replace(each.state, others=others)
             step = _step(step.graph, owner, made.captured, sides, example, options)
+    if learned is not None:
+        sides = asked.renamed(learned.symbols)
+        for each in (step.graph, graph):
+            assert each.state is not None
+            each.state = dataclasses.replace(each.state, begins=learned.count)
+        step = _step(step.graph, owner, made.captured, sides, example, options)
+        arguments = {n: v.tensor if isinstance(v, Laid) else v for n, v in example.arguments.items()}
+        prove_longer(target, step, arguments, build.place_of_logits(made.captured.structure))
     drift = None
     if rounding:
         wide, more = step, run_passes(graph, rounding, made.dump, options.progress)
@@ -262,5 +332,5 @@ def _cache_entry(
         tuple((value.label, value.bytes_per_row) for value in plan.carried), plan.anew,
         config.rounded if scales else "", drift if scales else None,
         tuple(s.label for s in own if config.rounded and s.name not in scales),
-        assumed=plan.assumed, ranks=ranks, asked=step.asked,
+        assumed=plan.assumed, ranks=ranks, asked=step.asked, begins=plan.begins,
     )  # fmt: skip

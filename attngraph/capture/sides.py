@@ -87,6 +87,21 @@ class Sides:
         other = next((r for r in same.relations if not holds(r, sizes)), None)
         return None if other is None else Decision(other, failing.line)
 
+    def renamed(self, symbols: Mapping[str, Any]) -> "Sides":
+        """The same of sizes with other symbols, by their names."""
+
+        def of(relation: Any) -> Any:
+            return relation.xreplace({s: symbols[str(s)] for s in relation.free_symbols if str(s) in symbols})
+
+        decisions = tuple(d._replace(relation=of(d.relation)) for d in self.decisions)
+        same = (
+            Same(
+                frozenset((str(symbols.get(name, name)), n) for name, n in s.at), tuple(map(of, s.relations))
+            )
+            for s in self.same
+        )
+        return Sides(decisions, tuple(same))
+
     def strictly(self) -> Iterator[Any]:
         """Conditions that hold for the sizes for which the graph is right, and for no others."""
         for relation in dict.fromkeys(d.relation for d in self.decisions):

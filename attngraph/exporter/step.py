@@ -200,6 +200,8 @@ def _refuse(step: Step) -> None:
             "the decoder asks in each call that data do not hide a token from itself by a finite number, at "
             f"{step.asked[0]}, and no file asks. Let the model hide by -inf."
         )
+    if plan.begins:
+        raise ExportError(f"each row begins with {plan.begins} learned places, which are not exported yet.")
     if plan.carried:
         raise ExportError("the decoder carries running sums from token to token, which are not exported yet.")
     others = [a for a in step.arguments if a != step.name]

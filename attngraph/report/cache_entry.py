@@ -47,7 +47,8 @@ class CacheEntry:
     what that changes (None: not measured), `unrounded` what is kept as it is computed although it was asked
     to be rounded. `assumed` are operations that are taken not to look at later tokens because
     `CacheConfig.assume_causal` says so, and why that could not be shown. `asked` are the lines of attentions
-    of which each call asks that data do not hide a token from itself.
+    of which each call asks that data do not hide a token from itself. `begins` is with how many learned
+    places a row begins, which take as much as tokens.
     """
 
     bytes_per_token: int
@@ -69,6 +70,7 @@ class CacheEntry:
     ranks: CacheRanksEntry | None = None
     assumed: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()
+    begins: int = 0
 
     @property
     def bytes_per_row(self) -> int:
@@ -94,7 +96,8 @@ class CacheEntry:
             raise ValueError(f"a sequence has at most {self.most_tokens:,} tokens, found {length:,}.")
 
         def room(window: int | None) -> int:
-            tokens = length if window is None else in_ring(window, self.rollback)
+            places = length + self.begins
+            tokens = places if window is None else in_ring(window, self.rollback)
             return -(-tokens // self.page) * self.page if length else 0
 
         kept = sum(size * room(window) // each for _, size, window, each in self.stores)
@@ -117,6 +120,8 @@ class CacheEntry:
             kept, names = "all tokens" if window is None else f"the last {window}", [s[0] for s in stores]
             per = "per token" if each == 1 else f"for each {each} tokens"
             yield f"{len(names)} value(s) of {size:,} bytes {per}, {kept}   {from_to(names)}"
+        if self.begins:
+            yield f"each sequence begins with {self.begins} learned places, which take as much as tokens"
         if self.carried:
             yield f"{len(self.carried)} value(s) of {self._carried():,} bytes in all, one for each sequence"
         length = min(self.most_tokens or EXAMPLE_LENGTH, EXAMPLE_LENGTH)

@@ -43,7 +43,7 @@ class Contents(NamedTuple):
     """What a state has.
 
     Attributes:
-        lengths: tokens of each row so far.
+        lengths: places of each row so far: its tokens, and before them the learned ones, if it has begun.
         lost: for each row: positions before this one have been overwritten in ring buffers.
         parts: what it keeps (`parts.py`), by name: pages by that of their page table, and where ranks divide
             the tokens, by which of them this is.
@@ -62,7 +62,7 @@ _NOTHING = Contents([], [], {})
 class KVCache:
     """The cached state of the rows of a batch. Made by `Decoder.prefill`.
 
-    What it has is `now`; `lengths`, the tokens of each row so far, is short for `now.lengths`.
+    What it has is `now`; `lengths` are the tokens of each row so far.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class KVCache:
 
     @property
     def lengths(self) -> list[int]:
-        return self.now.lengths
+        found = self.now.lengths
+        return [max(0, n - self.plan.begins) for n in found] if self.plan.begins else found
 
     @property
     def groups(self) -> dict[str, Pages]:
@@ -175,16 +176,17 @@ class KVCache:
             )
 
     def reserve(self, counts: Sequence[int]) -> None:
-        """Make room for `counts[r]` more tokens of each row r; where they do not fit, nothing is written."""
-        self.require_room(counts)
+        """Make room for `counts[r]` more places of each row r, which fit (`require_room`)."""
         now, groups = self.now, self.groups
-        roomy = {name: group.with_room(now.lengths, counts, self.limit) for name, group in groups.items()}
+        most = None if self.limit is None else self.limit + self.plan.begins
+        roomy = {name: group.with_room(now.lengths, counts, most) for name, group in groups.items()}
         if roomy != groups:
             self._now = now._replace(parts=now.parts | roomy)
 
     def inputs(self, counts: Sequence[int]) -> dict[str, Tensor]:
         """The "rows" inputs of a step, by name: which token belongs to which row, and the page tables."""
-        first = tell(torch.tensor(self.lengths, dtype=torch.int64), self.lengths)
+        places = self.now.lengths
+        first = tell(torch.tensor(places, dtype=torch.int64), places)
         if min(counts, default=0) == 1 == max(counts):
             if self._ones is None or len(self._ones[0]) != self.rows:
                 self._ones = torch.arange(self.rows), tell(torch.arange(self.rows + 1), range(self.rows + 1))
@@ -251,9 +253,10 @@ class KVCache:
         lengths = [length] * self.rows if isinstance(length, int) else list(length)
         if len(lengths) != self.rows:
             raise CacheError(f"{len(lengths)} length(s) for {self.rows} row(s).")
-        after = [min(a, b) for a, b in zip(now.lengths, lengths, strict=True)]
-        if min(after, default=0) < 0:
-            raise CacheError(f"a row cannot have {min(after)} tokens.")
+        if min(lengths, default=0) < 0:
+            raise CacheError(f"a row cannot have {min(lengths)} tokens.")
+        begins = self.plan.begins
+        after = [min(a, b + begins if b else 0) for a, b in zip(now.lengths, lengths, strict=True)]
         for row, (old, new) in enumerate(zip(now.lengths, after, strict=True)):
             for part in now.parts.values():
                 part.check_crop(row, old, new)
@@ -339,7 +342,7 @@ class KVCache:
         require(not lacking, f"it lacks {', '.join(sorted(lacking))}")
         plan, config = saved_cache.plan_of(state)
         limit = None if state["limit"] is None else saved_cache.number(state["limit"], "limit")
-        most = saved_cache.MOST if limit is None else limit
+        most = saved_cache.MOST if limit is None else limit + plan.begins
         lengths = saved_cache.numbers(state["lengths"], "lengths", 0, most)
         lost = saved_cache.numbers(state["lost"], "lost")
         fits = len(lost) == len(lengths) and all(a <= b for a, b in zip(lost, lengths, strict=True))

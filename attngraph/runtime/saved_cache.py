@@ -123,6 +123,7 @@ def plan_of(state: Any) -> tuple[CachePlan, CacheConfig]:
             store.size >= 1 and (store.size == 1 or store.team == 1),
             f"{store.name} is of {store.size} tokens",
         )
+    number(plan.begins, "begins")
     number(config.page, "page", 1)
     number(config.rollback, "rollback")
     return plan, config

@@ -49,11 +49,13 @@ class StepSizes:
         layouts: Mapping[str, Layout], sides: Sides, single: bool,
     ) -> None:  # fmt: skip
         assert graph.state is not None
-        conditions, tables = graph.conditions, graph.state.most_tokens
+        begins, tables = graph.state.begins, graph.state.most_tokens
         self.names, self.shapes, self.sides, self.single = list(names), shapes, sides, single
         self.tokens, self.layouts = tokens, dict(layouts)
         self.rows, self.length = (str(n) for n in shapes[self.names.index(tokens)][:2])
-        self._conditions = [*assumed(conditions)]
+        # Sizes here count tokens, those of the graph learned places, too.
+        self._conditions = [*assumed([of_tokens(c, self.length, begins) for c in graph.conditions])]
+        tables = None if tables is None else tables - begins
         self._told = {self.rows: "sequences", self.length: "tokens"}
         self.asks = bool(self._conditions or sides.decisions or single)
         """Whether any call is to be looked at."""
@@ -192,6 +194,12 @@ class StepSizes:
         return found if longer is None or longer.raises else None
 
 
+def of_tokens(condition: Any, length: str, begins: int) -> Any:
+    """A condition on how many places a row has, as one on how many tokens."""
+    symbols = (s for s in condition.free_symbols if str(s) == length)
+    return condition.xreplace({s: s + begins for s in symbols}) if begins else condition
+
+
 def _counted(rows: int, length: int) -> str:
     return f"{rows} sequence{'s' * (rows != 1)} of {length} token{'s' * (length != 1)}"
 
@@ -303,6 +311,20 @@ class Step:
                     f"{fault}. What is kept of the tokens before does not go with it. Nothing was written.\n"
                     "What to do: call prefill with all tokens of these rows."
                 )
+        begins = [
+            self.plan.begins * (not n) * bool(c) for n, c in zip(state.now.lengths, counts, strict=True)
+        ]
+        if any(begins):  # what is given at the learned places is read by nothing
+            value, total = self._tokens[0], sum(begins)
+            given = torch.zeros((1, total, *value.shape[2:]), dtype=value.dtype, device=state.device)
+            self._advance(state, begins, {self.name: given}, given.new_zeros(1, dtype=torch.int64), run)
+        return self._advance(state, counts, arguments, picked, run)
+
+    def _advance(
+        self, state: KVCache, counts: Sequence[int], arguments: Mapping[str, Tensor],
+        picked: Tensor | None, run: Interpret | None,
+    ) -> Tensor:  # fmt: skip
+        """The same, of places."""
         state.reserve(counts)
         rows = state.inputs(counts)
         if picked is None:  # all: where each row has one token, its number is the row's

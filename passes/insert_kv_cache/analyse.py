@@ -83,15 +83,16 @@ def longer_trace(graph: ProgramGraph, length: str) -> int:
         """Whether one of a few numbers of tokens is: a quotient may have to leave a rest."""
         return any(holds(condition, {length: n}) for n in (near, near + 1, near + 2))
 
+    def bound_of(condition: Any) -> int:
+        return bisect.bisect_left(lengths, True, traced, key=lambda n: not admits(condition, n))
+
+    lengths = range(budgets.LEAST_TOKENS)
     few = [c for c in own if not admits(c, budgets.LEAST_TOKENS)]
     if not numbers or not few:
         return 0
     # A number of tokens that is less than one block is asked for without a quotient: where another quotient
     # ends the trace, the next one is long enough for blocks of all that the trace had tokens for.
-    bound = max(
-        bisect.bisect_left(range(budgets.LEAST_TOKENS), True, traced, key=lambda n, c=c: not admits(c, n))
-        for c in [c for c in few if c.atoms(FloorDiv)] or few
-    )  # fmt: skip
+    bound = max(bound_of(c) for c in [c for c in few if c.atoms(FloorDiv)] or few)
     wanted = max(2 * max(numbers), bound + max(numbers), 2 * bound) + 1
     return wanted if wanted <= budgets.LEAST_TOKENS else 0
 

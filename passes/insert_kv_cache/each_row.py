@@ -270,8 +270,8 @@ class OwnWriter(Writer):
         if str(node.target) == "aten.cat.default" and int(argument(node, "dim")) % len(own) == dim:
             begin, parts = "0", list[str]()
             for part in node.all_input_nodes:
-                if is_size(part):
-                    continue
+                if is_size(part) or len(self.meaning.shape(part)) != len(own):
+                    continue  # (an empty vector may stand beside tensors of any rank)
                 end = f"({begin} + {self.number(self.meaning.shape(part)[dim], 'tokens')})"
                 within = self.line(f"attngraph.within.default({places}, {begin}, {end})")
                 parts.append(self._chosen(part, dim, within))

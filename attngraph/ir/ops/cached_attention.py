@@ -191,7 +191,8 @@ class CachePlan:
     anew from all tokens; `assumed`: operations that are taken not to look at later tokens, and why that could
     not be shown; `least`: what is computed from all tokens is computed of at least so many, 0 if nothing is;
     `others`: from how many tokens on it was compared with the model that it is right for lengths that the
-    conditions leave out, 0 if it was not."""
+    conditions leave out, 0 if it was not; `begins`: how many learned places each row begins with, which the
+    sizes of the graph count (those of `most_tokens` and `others`, too), and a state's lengths do not."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -206,6 +207,7 @@ class CachePlan:
     assumed: tuple[str, ...] = ()
     least: int = 0
     others: int = 0
+    begins: int = 0
 
     @property
     def bytes_per_row(self) -> int:

@@ -28,7 +28,6 @@ from attngraph.meaning.tokens.low import is_chosen, may_be_low
 from attngraph.meaning.tokens.numbers import reach
 from attngraph.meaning.tokens.token_probe import EQUAL, ROWS, TokenProbe
 
-
 _FEW = 1 << 12
 """Buffers of so many elements are equal if their values are, others if they are the same."""
 

@@ -16,6 +16,7 @@ on some in another order, and must give each token the same (`token_probe.py`). 
 run on any selection of tokens, which is what a decoder does.
 """
 
+import bisect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -68,6 +69,8 @@ class Tokens:
         self._summed: set[fx.Node] = set()
         """Values that are sums over tokens, and what is computed from them: these are not looked at again."""
         self.looks_back = LooksBack(self.facts, self._element)
+        self._of_tokens: set[fx.Node] = set()
+        """What is computed from the tokens, not from places and fixed values alone."""
         self._windows = WindowFinder(self.facts)
         self.sums = SumFinder(graph, self.facts, self.traced, refuted)
         self.loops = LoopFinder(self.facts, self.traced)
@@ -78,6 +81,8 @@ class Tokens:
         for node in graph.graph.nodes:
             if node.op != "output" and not is_size(node):
                 self.facts[node] = self._fact(node)
+                if self.facts[node].is_of_token or not self._of_tokens.isdisjoint(node.all_input_nodes):
+                    self._of_tokens.add(node)
 
     def __getitem__(self, node: fx.Node) -> Fact:
         return self.facts[node]
@@ -118,11 +123,18 @@ class Tokens:
         return [n for index, extent in limits for n in self._places(index, extent)]
 
     def _places(self, index: Expr, entries: int) -> list[int]:
-        """For how many tokens there are so many entries, if the index is the position plus a number."""
+        """For how many tokens there are so many entries, if the index grows with the position alone."""
         place = self.meaning.lift(index, lambda r: self.facts[r.value].kind is Kind.POSITION)
-        more = M.sub(place, self.space.token)
-        known = more.op == "const" and self.space.token in place.free
-        return [entries - int(more.value)] if known else []
+        token, most = self.space.token, 2 * entries
+        growing = {"add", "max", "min", "var", "const"}
+        if place.free != {token} or not {n.op for n in E.outside(place, "var")} <= growing:
+            return []
+
+        def is_beyond(at: int) -> bool:
+            found = M.substitute(place, {token: E.const(at)})
+            return found.op == "const" and int(found.value) >= entries
+
+        return [bisect.bisect_left(range(most), True, key=is_beyond)] if is_beyond(most) else []
 
     def cause(self, node: fx.Node) -> fx.Node:
         """The first mixing node that this one is mixing because of."""
@@ -318,12 +330,12 @@ class Tokens:
     def _by_formula(self, node: fx.Node, shape: Indices) -> Fact | None:
         """As a formula of the token's position and of fixed tensors, through all ops that compute it."""
 
-        def follows_place(fact: Fact) -> bool:
+        def follows_place(node: fx.Node) -> bool:
             """Or it may be a table repeated for each sequence."""
-            return fact.kind is Kind.POSITION or (fact.kind is Kind.FIXED and not fact.is_shared)
+            fact = self.facts[node]
+            return not (fact.kind is Kind.FIXED and fact.is_shared) and node not in self._of_tokens
 
-        kinds = {self.facts[n].kind for n in node.all_input_nodes if n in self.facts}
-        if not kinds <= {Kind.FIXED, Kind.POSITION}:
+        if not self._of_tokens.isdisjoint(node.all_input_nodes):
             return None
         for axes in self.space.candidates(shape):
             if self.space.place(axes, self.space.token) is None:
@@ -331,7 +343,7 @@ class Tokens:
             read = tried(self.meaning.read, node, self.space.indices(axes, shape))
             if read is None:
                 return None
-            lifted = self.meaning.lift(read, lambda r: r.value is node or follows_place(self.facts[r.value]))
+            lifted = self.meaning.lift(read, lambda r: r.value is node or follows_place(r.value))
             if self._is_formula(lifted):
                 return Fact(Kind.POSITION, axes, "a formula of the token's place", lifted)
         return None
