@@ -100,8 +100,8 @@ KINDS = (
           "forward() writes", "forward() reads")),
     Kind("higher-order", "write plain operations in its place", ("a higher-order operation of torch",)),
     Kind("gradients-pass-by", "do not write in place to what gradients flow through", ("gradients pass by",)),
-    Kind("asks-for-a-size", "compute with x.shape[0] in place of len(x), and compare torch.arange "
-         "in place of loops over positions", ("asks for the number itself",)),
+    Kind("asks-for-a-size", "compute with x.shape[0] in place of int(x.shape[0]), and compare "
+         "torch.arange in place of loops over positions", ("asks for the number itself",)),
     # --- no decoder can be derived
     Kind("training-mode", "call model.eval() first", ("training mode", "drops weights at random")),
     Kind("sees-later-tokens", "mask later tokens; where a mask is there that could not be followed, "

@@ -12,7 +12,7 @@ machine looks at it before anything is written. Where it does not hold, or the g
 is run, and raises its own error; so it does not matter for the result of a call how a check is recognised: by
 the bytecode around the question.
 
-For the number itself of a size (`len(x)`, `range(n)`): torch makes a number of it without a word, and the
+For the number itself of a size (`int(n)`, `range(n)`): torch makes a number of it without a word, and the
 graph serves that number alone. The first line that asks is noted, for the report.
 """
 

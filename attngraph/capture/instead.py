@@ -11,6 +11,7 @@ run concurrently; a trace waits for them, and new calls wait until it is done. T
 that is called directly cannot wait: it must not be called while another thread traces it.
 """
 
+import builtins
 import contextlib
 import functools
 import importlib
@@ -171,7 +172,18 @@ def _scanned(combine_fn: Any, xs: Any, dim: int, reverse: bool, combine_mode: st
     return scanned(combine_fn, xs, dim, reverse)
 
 
+def _symbolic(length: Callable[[Any], int]) -> Callable[[Any], Any]:
+    """`len`, which of a tensor gives the size that the trace knows. (`Tensor.__len__` must give a number.)"""
+
+    @functools.wraps(length)
+    def found(value: Any, /) -> Any:
+        return value.shape[0] if isinstance(value, Tensor) and value.ndim else length(value)
+
+    return found
+
+
 _FOLLOWED: tuple[Row, ...] = (
+    (builtins, "len", _symbolic),
     # torch.export records the operator only where Dynamo traces.
     (
         importlib.import_module("torch._higher_order_ops.associative_scan").associative_scan,

@@ -238,12 +238,6 @@ def _unexpanded(node: ast.AST) -> ast.AST:
     return operands[0] if name == "unsqueeze" else node.value if isinstance(node, ast.Subscript) else node
 
 
-def _size(node: ast.AST) -> list[str]:
-    """`len(x)`: `x.shape[0]`."""
-    name, operands = _called(node)
-    return [f"{_text(operands[0])}.shape[0]"] if name == "len" else []
-
-
 def _silent(node: ast.AST) -> list[str]:
     """A statement that prints: none."""
     return ["pass"] if isinstance(node, ast.Expr) and _called(node.value)[0] == "print" else []
@@ -251,5 +245,5 @@ def _silent(node: ast.AST) -> list[str]:
 
 _EDITS: dict[str, Rule] = {
     "divisor-plus-number": _plain_divisor, "other-divisor": _plain_divisor, "blocks-of-keys": _plain_divisor,
-    "distances": _by_a_product, "asks-for-a-size": _size, "side-effect": _silent,
+    "distances": _by_a_product, "side-effect": _silent,
 }  # fmt: skip

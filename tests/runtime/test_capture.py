@@ -139,9 +139,16 @@ def test_numpy_and_keys_of_sizes(function: Any, graphs: int) -> None:
     agree(lambda x: attend(x) * function(x.shape[1]), sequence(5), sequence(9), strict=True, graphs=graphs)
 
 
-def _as_length(x: Tensor) -> Tensor:
-    tokens = len(x)
+def _as_number(x: Tensor) -> Tensor:
+    tokens = int(x.shape[0])
     return attend(x) * torch.ones(tokens, 1)
+
+
+def test_len_of_a_tensor_is_a_size() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return attend(x) * torch.ones(len(x), 1) / len(x)
+
+    agree(scaled, torch.randn(5, 16), torch.randn(9, 16), graphs=1)
 
 
 def _in_a_range(x: Tensor) -> Tensor:
@@ -152,7 +159,7 @@ def _in_a_key(x: Tensor) -> Tensor:
     return attend(x) * {(5, (1,)): 2.0}.get((x.shape[0], (1,)), 3.0)
 
 
-@pytest.mark.parametrize("function", [_as_length, _in_a_range, _in_a_key])
+@pytest.mark.parametrize("function", [_as_number, _in_a_range, _in_a_key])
 def test_a_size_whose_number_the_code_asks_for_is_told_with_its_line(function: Any) -> None:
     compiled = agree(function, torch.randn(5, 16), torch.randn(7, 16), min_scores=0)
     (told,) = compiled.report.numbers
