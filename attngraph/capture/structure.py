@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from attngraph.capture.pairs import PairRule
+
 TreeSpec = pytree.TreeSpec
 
 
@@ -41,13 +43,25 @@ class Layout:
     for each dimension: B (rows), T (tokens), 1 (of size 1), . (another). A mask `[B, 1, 1, T]` is "B11T".
 
     Without B its entries are those of every row: the model is then given one dimension more (or one of size 1
-    less) than the caller gives, and has to compute the same with it."""
+    less) than the caller gives, and has to compute the same with it.
+
+    Where it has an entry for each pair of tokens, Q and T are their dimensions, and the dtype and the rule of
+    the entries stand behind (`pairs.py`); what is `[B, T]` then says how many there are."""
 
     axes: str
 
+    @classmethod
+    def of_pairs(cls, rule: PairRule) -> "Layout":
+        return cls(":".join(rule))
+
+    @functools.cached_property
+    def pairs(self) -> PairRule | None:
+        """The rule of entries for pairs of tokens."""
+        return PairRule(*self.axes.split(":", 2)) if ":" in self.axes else None
+
     @property
     def is_shared(self) -> bool:
-        return "B" not in self.axes
+        return self.pairs is None and "B" not in self.axes
 
     def fits(self, value: Tensor) -> bool:
         """Whether a value may be in this layout."""
@@ -64,6 +78,8 @@ class Layout:
 
     def given(self, value: Tensor) -> Tensor:
         """What is `[B, T, ...]`, as the model takes it."""
+        if self.pairs is not None:
+            return self.pairs.given(value.shape[0], value.shape[1], value.device)
         axes = f"B{self.axes.removeprefix('1')}" if self.is_shared else self.axes
         order = axes.replace("1", "")
         if not order.startswith("BT"):

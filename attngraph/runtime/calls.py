@@ -67,6 +67,22 @@ class Calls:
         state.origin, state.rank = self.derived.origin(step), step.ranks.rank
         return state
 
+    def require_rules(self, step: Step, state: KVCache, packed: Packed, inputs: Mapping[str, Any]) -> None:
+        """Raise ValueError if what belongs to pairs of tokens is given for new ones, and is not what the rule
+        of the prompt's makes of them, `[..., S, length + S]`."""
+        for name, layout in step.sizes.layouts.items():
+            given, rule = inputs.get(name), layout.pairs
+            if given is None or rule is None:
+                continue
+            first, width = state.lengths[0], packed.shape[1]
+            alike = len({*state.lengths}) == 1 and {*packed.counts} == {width}
+            wanted = rule.entries(first, first + width, given.device) if alike else None
+            if wanted is None or given.shape[-2:] != wanted.shape or not bool((given == wanted).all()):
+                raise ValueError(
+                    f"{name} follows the rule {rule.text} since the prompt, and new tokens have what it "
+                    f"makes of their places: leave {name} out, or call prefill with all tokens."
+                )
+
     def arguments(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The step's arguments that have an entry for every token, packed like the tokens."""
         found, inputs = dict[str, Tensor](), taken_apart(inputs)

@@ -173,8 +173,10 @@ class Decoder(ModelWrapper):
         self.devices.agree("decode", next_ids, attention_mask, inputs, state.lengths, whose)
         if isinstance(next_ids, Tensor) and next_ids.ndim == 1 and not next_ids.is_floating_point():
             next_ids = next_ids.unsqueeze(1)
-        packed = self.calls.pack(next_ids, attention_mask)
         step = self.calls.step_of(state)
+        if attention_mask is not None and attention_mask.ndim > 2:
+            inputs, attention_mask = {**inputs, MASK: attention_mask}, None
+        packed = self.calls.pack(next_ids, attention_mask)
         if len(packed.counts) != state.rows:
             raise CacheError(f"tokens for {len(packed.counts)} row(s), but the state has {state.rows}.")
         if packed.ids.shape[1] == 0:
@@ -186,6 +188,7 @@ class Decoder(ModelWrapper):
                 "were not: ids go on with ids, embeddings go on with embeddings or ids. Nothing was written."
             )
         with state.changing():
+            self.calls.require_rules(step, state, packed, inputs)
             logits = step.advance(state, packed.counts, self.calls.arguments(step, packed, inputs))
             return unpacked(logits, packed)
 
@@ -327,7 +330,11 @@ class Decoder(ModelWrapper):
 
     def _mask(self, mask: Tensor | None, inputs: dict[str, Any]) -> Tensor | None:
         """The mask of the tokens. In an encoder-decoder model `attention_mask` is an ordinary input, and the
-        mask of the decoder's tokens is called `decoder_attention_mask`."""
+        mask of the decoder's tokens is called `decoder_attention_mask`. One of pairs of tokens is an ordinary
+        input, too."""
+        if mask is not None and mask.ndim > 2 and mask.shape[-2] == mask.shape[-1] > 1:
+            inputs[MASK] = mask
+            return None
         if self._derived.argument(inputs) != DECODER_IDS:
             return mask
         if mask is not None:

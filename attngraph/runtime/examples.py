@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from attngraph.capture.captured import Assumed
 from attngraph.capture.compared import SIZES
 from attngraph.capture.first_call import without_data
+from attngraph.capture.pairs import rule_of
 from attngraph.capture.structure import Laid, Layout, put_together
 from attngraph.capture.trace import quiet
 from attngraph.errors import AttnGraphError, DisagreementError, NoDecoderError
@@ -128,8 +129,14 @@ class Examples:
         rows, width = self._packed.shape
         found = dict[str, Any](self._inputs)
         for name, value in self._inputs.items():
-            layout = _layout(value, rows, width, others) if isinstance(value, Tensor) else None
-            found[name] = value if layout is None else Laid(layout.taken(value, rows), layout)
+            if not isinstance(value, Tensor):
+                continue
+            layout = _layout(value, rows, width, others)
+            rule = rule_of(value, self._packed.mask)
+            if rule is not None:
+                found[name] = Laid(torch.ones_like(self._packed.mask), Layout.of_pairs(rule))
+            elif layout is not None:
+                found[name] = Laid(layout.taken(value, rows), layout)
         return found
 
     def fault(self, step: Step, rows: int = 0) -> str:
@@ -137,6 +144,9 @@ class Examples:
         others = step.sizes.of_inputs(self._inputs, *self._packed.shape)
         if others is None:
             return "the graph is for inputs of other sizes"
+        for name, layout in step.sizes.layouts.items():
+            if layout.pairs is not None and not layout.pairs.holds(self._inputs[name], self._packed.mask):
+                return f"the graph is for {name} by another rule ({layout.pairs.text})"
         lengths = frozenset(n for n in self._packed.counts if n)
         return step.sizes.fault(Call(rows or self.rows, lengths, others))
 
@@ -225,13 +235,15 @@ class Examples:
                 call = self._call({n: v for n, v in self._laid().items() if n not in tensors}, tokens, rows)
                 with contextlib.suppress(AttnGraphError):
                     return derive(Example(self._name, ({**call, **tensors},), single=single, as_is=as_is))
+            ruled = [v for v in self._laid().values() if isinstance(v, Laid) and v.layout.pairs]
             pairs = [n for n, v in tensors.items() if _is_of_pairs(v, width)]
-            if pairs:
+            if pairs and not ruled:
                 shape = list(tensors[pairs[0]].shape)
                 raise NoDecoderError(
-                    f"its argument {pairs[0]} is {shape}, with an entry for each pair of tokens. A decoder "
-                    "takes what belongs to a token, as [B, T] or [B, 1, 1, T]: give it so, and let the model "
-                    "combine it with its causal mask."
+                    f"its argument {pairs[0]} is {shape}, with an entry for each pair of tokens, which "
+                    "follows no rule of their places (as k <= q is one) that is the same for every sequence. "
+                    "What belongs to a token a decoder takes as [B, T] or [B, 1, 1, T]: give it so, and let "
+                    "the model combine it with its causal mask."
                 ) from problem
             if isinstance(problem.__cause__, FAILURES) and (name := self._of_other_layout()):
                 with contextlib.suppress(AttnGraphError, *FAILURES):
@@ -344,4 +356,4 @@ def _layout(value: Tensor, rows: int, tokens: int, others: bool) -> Layout | Non
 
 def _is_of_pairs(value: Tensor, tokens: int) -> bool:
     """Whether this has an entry for each pair of tokens, as a mask `[B, 1, T, T]` has."""
-    return value.ndim >= 3 and tokens > 1 and value.shape[-2:] == (tokens, tokens)
+    return value.ndim >= 2 and tokens > 1 and value.shape[-2:] == (tokens, tokens)

@@ -393,14 +393,6 @@ def test_a_mask_may_have_the_tokens_in_its_last_dimension(tokens: int) -> None:
         torch.testing.assert_close(logits, wanted[:, at:end], **CLOSE)
 
 
-def test_a_mask_of_pairs_of_tokens_is_told_what_to_be() -> None:
-    decoder = attngraph.compile(Masked().eval(), cache=True)
-    with pytest.raises(
-        NoDecoderError, match=r"its argument mask is \[2, 1, 3, 3\], with an entry for each pair"
-    ):
-        decoder.prefill(torch.ones(2, 3, dtype=torch.long), mask=torch.zeros(2, 1, 3, 3))
-
-
 class Placed(nn.Module):
     """Reads places of tokens in a layout of its own."""
 
