@@ -131,7 +131,8 @@ KINDS = (
     Kind("around-the-call", "leave the mode or the hook for the call", ("a decoder would run past it",)),
     Kind("writes", "store what forward writes outside the model", ("the model writes to a",)),
     Kind("results", "return the logits of all tokens",
-         ("returns no tensor", "computes logits of every token", "only the last token is read")),
+         ("returns no tensor", "for a draft", "what a draft is given", "computes logits of every token",
+          "only the last token is read")),
     Kind("ranks", "let each rank have it whole, as the reason says",
          ("which no rank has whole", "leave ShardConfig")),
 )  # fmt: skip

@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api import build
+from attngraph.api.beside import join_beside, width_beside
 from attngraph.api.build import Found, Rewritten, step_runner_of
-from attngraph.api.compare_sides import compare_sides
+from attngraph.api.compare_sides import Again, compare_sides
 from attngraph.api.options import Options
 from attngraph.api.records import programs_of
 from attngraph.capture.captured import Assumed, Captured
@@ -65,7 +66,7 @@ def derive_decoder(
     start, assumed = time.perf_counter(), example.assumed
     first, later = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
     with example_size(assumed.tokens), options.devices.tracing(build.owner_of(target)):
-        capture = functools.partial(_captured, target, example)
+        capture = functools.partial(_captured, target, example, config.beside)
         made = build.rewritten(capture, options, first, assumed, keep=True, only_logits=True)
         learned = _of_places(made, example, options, first)
     make = functools.partial(_derived, target, options, config, example, start, later)
@@ -130,7 +131,7 @@ def _derived(
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
         insert = InsertKVCache(example.place, 0, assumed.tokens, example.is_compared, config.assume_causal)
         inserted = _with_cache(made, (insert, *divide), options)
-        asked = _sides(target, plain, example, options)
+        asked = _sides(target, plain, example, options, config.beside)
         sides = asked if learned is None else Sides()
         graph = made.captured.graph
         kept = None if graph.ranks is None else account_cache(graph, config.floating)
@@ -164,6 +165,11 @@ def _derived(
         see_rounded(graph, names, str(config.floating).removeprefix("torch."))
         graph.clean()
         step = _step(graph, owner, made.captured, sides, example, options)
+    if config.beside is not None:
+        assert graph.state is not None and made.before is not None
+        place = build.place_of_logits(made.captured.structure)
+        graph.state = dataclasses.replace(graph.state, beside=width_beside(made.before, place))
+        step = _step(graph, owner, made.captured, sides, example, options)
     cache = _cache_entry(step, config, made.captured, None if proved is None else proved.error, drift, kept)
     records = (*inserted.records, *rest.records)
     step.report = made.report(options, start, records, cache=cache, programs=programs_of(graph))
@@ -173,12 +179,12 @@ def _derived(
     return step
 
 
-def _captured(target: Callable[..., Any], example: Example, assumed: Assumed) -> Found:
+def _captured(target: Callable[..., Any], example: Example, beside: str | None, assumed: Assumed) -> Found:
     """The graph of an example.
 
     Raises: NoDecoderError: it is for one number of tokens, and computes with multiples of it that may be
         something else: others than in a trace for another number; or it is of too few tokens."""
-    if example.is_compared:
+    if example.is_compared and beside is None:
         return build.compare_calls(target, example.given, example.place, assumed)
     found = build.capture_call(target, (), example.given[0], assumed, tables=True)
     numbers = computed_with(found[0].graph, assumed.tokens)
@@ -187,7 +193,22 @@ def _captured(target: Callable[..., Any], example: Example, assumed: Assumed) ->
         told = f"it computes with {min(unclear)}, which may be a number of tokens or not."
         raise NoDecoderError(told, True, unclear)
     _require_longer(found[0], example)
+    if beside is not None:
+        join_beside(found[0], beside)
     return found
+
+
+def _again(target: Callable[..., Any], assumed: Assumed, beside: str | None) -> Again:
+    """Captures other calls, as the first one was."""
+    again = build.capturing_again(target, assumed, tables=True)
+
+    def captured(args: Any, kwargs: Any) -> Captured:
+        found = again(args, kwargs)
+        if beside is not None:
+            join_beside(found, beside)
+        return found
+
+    return captured
 
 
 def _require_longer(captured: Captured, example: Example) -> None:
@@ -203,7 +224,9 @@ def _require_longer(captured: Captured, example: Example) -> None:
         raise problem
 
 
-def _sides(target: Callable[..., Any], made: Rewritten, example: Example, options: Options) -> Sides:
+def _sides(
+    target: Callable[..., Any], made: Rewritten, example: Example, options: Options, beside: str | None
+) -> Sides:
     """What the trace decided about sizes, and for which of them that makes no difference."""
     captured = made.captured
     if example.is_compared:
@@ -212,7 +235,7 @@ def _sides(target: Callable[..., Any], made: Rewritten, example: Example, option
     ones = [str(captured.shapes[example.place][0])] if example.single else ()
     return compare_sides(
         captured, made.before, build.owner_of(target), (), example.given[0],
-        build.capturing_again(target, made.assumed, tables=True),
+        _again(target, made.assumed, beside),
         [build.place_of_logits(captured.structure)], ones, options.devices.has_weights,
     )  # fmt: skip
 

@@ -200,6 +200,8 @@ def _refuse(step: Step) -> None:
             "the decoder asks in each call that data do not hide a token from itself by a finite number, at "
             f"{step.asked[0]}, and no file asks. Let the model hide by -inf."
         )
+    if plan.beside:
+        raise ExportError("the decoder gives a draft something beside the logits, which is not exported.")
     if plan.begins:
         raise ExportError(f"each row begins with {plan.begins} learned places, which are not exported yet.")
     if plan.carried:

@@ -30,6 +30,9 @@ class CacheConfig:
             one, else the first argument that is not given).
         assume_causal: whether to take it from you that no token sees a later one, where this cannot be shown
             (an operation that hides what it reads); the report then says where.
+        beside: the name (of a tuple the number) of another result of forward, with an entry for each token,
+            that a draft is given: hidden states, or the guesses of heads of the model's own. Of a tuple of
+            tensors it is the last one (`hidden_states`).
         proof: whether prefill and decode are compared with whole sequences, in float64, before first use.
 
     Raises:
@@ -44,6 +47,7 @@ class CacheConfig:
     snapshots: int = 0
     tokens: str | None = None
     assume_causal: bool = False
+    beside: str | None = None
     proof: bool = True
 
     def __post_init__(self) -> None:
@@ -56,6 +60,8 @@ class CacheConfig:
                 "page must be positive, rollback and snapshots not negative: "
                 f"{self.page}, {self.rollback}, {self.snapshots}."
             )
+        if self.beside is not None and self.dtype in LARGEST:
+            raise ValueError(f"beside={self.beside!r} does not go with a cache of 8 bits.")
         if self.dtype is not None and self.dtype not in DTYPES:
             known = ", ".join(str(d) for d in DTYPES)
             raise ValueError(

@@ -51,16 +51,17 @@ class Calls:
 
     def begin(
         self, step: Step, packed: Packed, inputs: Mapping[str, Any], picked: Tensor | None = None,
-        config: CacheConfig | None = None, unfinished: Collection[int] = (),
+        config: CacheConfig | None = None, unfinished: Collection[int] = (), joined: bool = False,
     ) -> tuple[Tensor, KVCache]:  # fmt: skip
         """The logits of the prompts' tokens, or of those `picked`, and a state that holds the prompts.
-        `unfinished`: rows of which more follow."""
+        `unfinished`: rows of which more follow. `joined`: as for `Step.advance`."""
         inputs, own = taken_apart(inputs), config or self.config
         state = self._empty(step, len(packed.counts), own, packed)
         state.sizes = step.sizes.of_inputs(inputs, *packed.shape) or {}
         step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
         given = self.arguments(step, packed, inputs)
-        return step.advance(state, packed.counts, given, picked, unfinished=unfinished), state
+        found = step.advance(state, packed.counts, given, picked, unfinished=unfinished, joined=joined)
+        return found, state
 
     def _empty(self, step: Step, rows: int, config: CacheConfig, packed: Packed) -> KVCache:
         state = KVCache(step.plan, rows, config, packed.ids.device, step.limit)

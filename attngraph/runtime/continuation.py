@@ -14,7 +14,7 @@ from attngraph.errors import CacheError
 from attngraph.ir.modes import serving
 from attngraph.runtime.beams import search
 from attngraph.runtime.calls import Calls
-from attngraph.runtime.draft import propose_by
+from attngraph.runtime.draft import propose_by, takes_beside
 from attngraph.runtime.generate import Rows, generate
 from attngraph.runtime.generation_options import Options
 from attngraph.runtime.kv_cache import Call, KVCache
@@ -74,16 +74,20 @@ class Continuation:
     ) -> None:  # fmt: skip
         self.calls, self.step, self.packed, self.inputs = calls, step, packed, dict(inputs)
         self.options, self.limit, self.goes_on = options, limit, state is not None
-        self._propose = propose_by(options.draft, options.draft_tokens, packed.rows())
+        self._joined = step.plan.beside if takes_beside(options.draft) else 0
+        """How many numbers behind the logits the draft is given."""
+        beside = self._beside if self._joined else None
+        self._propose = propose_by(options.draft, options.draft_tokens, packed.rows(), beside)
         if state is not None:
             self._require_same(state)
         if self._propose is not None:
             self._require_draft(state)
         self._before = [0] * len(packed.counts) if state is None else state.lengths
         self._prompts = [sum(pair) for pair in zip(self._before, packed.counts, strict=True)]
-        self._latest = _Given(torch.empty(0), [], [])
+        self._latest, self._values = _Given(torch.empty(0), [], [], True), torch.empty(0)
         if state is None:
-            self.logits, self.state = self._begun()
+            found, self.state = self._begun()
+            self.logits = self._apart(found)
         else:
             self.state = state
             with state.changing():
@@ -115,10 +119,29 @@ class Continuation:
 
     def advance(self, tokens: Tensor, counts: list[int], picked: Tensor | None = None) -> Tensor:
         """The logits of new tokens, packed, of which each row gets so many; or of those `picked`."""
-        self._latest = _Given(tokens, counts, self.state.lengths)
+        return self._apart(self._advanced(tokens, counts, picked))
+
+    def _advanced(self, tokens: Tensor, counts: list[int], picked: Tensor | None = None) -> Tensor:
+        """The same, with what a draft is given behind them."""
+        self._latest = _Given(tokens, counts, self.state.lengths, picked is not None)
         packed = self.calls.as_in_prompt(self.step, Packed(tokens.unsqueeze(0), counts))
         given = self.calls.arguments(self.step, packed, {})
-        return self.step.advance(self.state, counts, given, picked)[0]
+        return self.step.advance(self.state, counts, given, picked, joined=bool(self._joined))[0]
+
+    def _apart(self, found: Tensor) -> Tensor:
+        """The logits; what a draft is given is kept for it."""
+        if not self._joined:
+            return found
+        self._values = found[:, -self._joined :]
+        return found[:, : -self._joined]
+
+    def _beside(self, row: int) -> Tensor:
+        """What a draft is given for a row's last token that is computed and stands."""
+        latest = self._latest
+        if latest.is_last:
+            return self._values[row]
+        stand = self.state.lengths[row] - latest.before[row]
+        return self._values[sum(latest.counts[:row]) + stand - 1]
 
     @serving
     def whole_state(self) -> KVCache:
@@ -159,7 +182,9 @@ class Continuation:
         saved = shared * (len(different) - 1)
         calls = [Call(count, frozenset(packed.counts)) for count in (1, len(different))]
         if (len(different) in (0, len(rows)) and saved < WORTH_SHARING) or any(map(step.sizes.fault, calls)):
-            found, state = self.calls.begin(step, packed, self.inputs, packed.last(), own)
+            found, state = self.calls.begin(
+                step, packed, self.inputs, packed.last(), own, joined=bool(self._joined)
+            )
             return found[0], state
         places = [different.index(_ids(row)) for row in rows]
         firsts = [rows[places.index(n)] for n in range(len(different))]
@@ -169,10 +194,10 @@ class Continuation:
             self.state.reorder([0] * len(firsts))
             firsts = [row[shared:] for row in firsts]
             tails = Packed(torch.cat(firsts).unsqueeze(0), [*map(len, firsts)])
-            found, state = self.advance(tails.ids[0], tails.counts, tails.last()), self.state
+            found, state = self._advanced(tails.ids[0], tails.counts, tails.last()), self.state
         else:
             once = Packed(torch.cat(firsts).unsqueeze(0), [*map(len, firsts)])
-            whole, state = self.calls.begin(step, once, {}, once.last(), own)
+            whole, state = self.calls.begin(step, once, {}, once.last(), own, joined=bool(self._joined))
             found = whole[0]
         if places != list(range(len(firsts))):
             state.reorder(places)
@@ -184,6 +209,11 @@ class Continuation:
         """Raise ValueError where a draft does not go with the call."""
         plan, options = self.step.plan, self.options
         config = self.calls.config if state is None else state.config
+        if self._joined and (self.limit is not None or self.step.sizes.depends):
+            raise ValueError(
+                "a draft that is given what forward returns beside the logits goes with no rolling context, "
+                "and with no model that does something else at other lengths."
+            )
         if self.calls.devices.has_peers:
             raise ValueError("a draft goes with one device: several may not guess the same.")
         if options.looks_at_all_rows and len(self.packed.counts) > 1:
@@ -278,11 +308,13 @@ class Continuation:
 
 
 class _Given(NamedTuple):
-    """Tokens that were given, packed, how many each row got, and how many it had before."""
+    """Tokens that were given, packed, how many each row got, and how many it had before. `is_last`: whether
+    results were of each row's last token alone."""
 
     tokens: Tensor
     counts: list[int]
     before: list[int]
+    is_last: bool
 
 
 def _ids(row: Tensor) -> tuple[int, ...]:

@@ -225,8 +225,9 @@ class Decoder(ModelWrapper):
                 tokens that fit; None is an error there.
             draft: guesses at most `draft_tokens` next tokens of a row, which are then computed together:
                 another decoder, "lookup" (what followed the last time that the text had the latest tokens),
-                or a function from a row's tokens `[T]` to ids. It changes no token, but for rounding
-                (`consistent=True`: not at all).
+                a function from a row's tokens `[T]` to ids, or a function or module of these and of what
+                `CacheConfig(beside=...)` gives for the last one: heads of the model's own. It changes no
+                token, but for rounding (`consistent=True`: not at all).
             state: goes on from here, which is modified; `ids` are the tokens that come next, and all that
                 the other options are told.
             inputs: also `max_length`, `min_length`, `do_sample`, `streamer`, `stopping_criteria`,

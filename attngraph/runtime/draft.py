@@ -1,11 +1,13 @@
 """Drafts: guesses at a row's next tokens, which a decoder then computes together (speculative decoding).
 
 A guess that is wrong costs its part of a step and changes no token (`generate.py`). A draft is a decoder of a
-smaller model, the prompt itself ("lookup"), or a function of the tokens so far.
+smaller model, the prompt itself ("lookup"), a function of the tokens so far, or heads of the model's own,
+which are given what forward returns beside the logits (Cai et al., "Medusa", 2024; Li et al., "EAGLE", 2024).
 """
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,19 +19,47 @@ from attngraph.runtime.calls import Calls
 from attngraph.runtime.generate import Propose
 from attngraph.runtime.packing import Packed, equal_tokens
 
+_IN_ORDER = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 LONGEST = 3
 """How many of the latest tokens are looked for in the text before, at first; then fewer."""
 
 
-def propose_by(draft: Any, most: int, prompts: Sequence[Tensor]) -> Propose | None:
+def takes_beside(draft: Any) -> bool:
+    """Whether a draft is a function or a module of two arguments: a row's tokens, and what the decoder gives
+    beside the logits for the last of them that it has computed (`CacheConfig.beside`)."""
+    if not callable(draft) or isinstance(getattr(draft, "calls", None), Calls):
+        return False
+    try:
+        signature = inspect.signature(draft.forward if isinstance(draft, nn.Module) else draft)
+    except ValueError:
+        return False
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind in _IN_ORDER]
+    return len(needed) == 2
+
+
+def propose_by(
+    draft: Any, most: int, prompts: Sequence[Tensor], beside: Callable[[int], Tensor] | None = None
+) -> Propose | None:
     """What proposes tokens, at most so many at a time; None without a draft. `prompts`: of each row, `[T]`.
+    `beside`: what the decoder gives beside the logits for a row's last token that it has computed.
 
     Raises:
-        TypeError: a draft is nothing that can propose tokens.
+        TypeError: a draft is nothing that can propose tokens. ValueError: it takes what the decoder gives
+            beside the logits, and that is nothing.
     """
     if draft is None:
         return None
-    guess: Callable[[Tensor], Sequence[int]]
+    guess: Callable[..., Sequence[int]]
+    if takes_beside(draft):
+        if beside is None:
+            raise ValueError(
+                "this draft takes what the decoder gives beside the logits, and that is nothing: "
+                "CacheConfig(beside=...) names a result of forward for it."
+            )
+        return lambda rows, news: [
+            [*map(int, draft(torch.cat([prompts[row], new]), beside(row)))][:most]
+            for row, new in zip(rows, news, strict=True)
+        ]
     if draft == "lookup":
         guess = functools.partial(looked_up, most=most)
     elif isinstance(calls := getattr(draft, "calls", None), Calls):
@@ -38,8 +68,9 @@ def propose_by(draft: Any, most: int, prompts: Sequence[Tensor]) -> Propose | No
         guess = draft
     else:
         raise TypeError(
-            'draft is "lookup", a decoder (attngraph.compile(model, cache=True)), or a function from tokens '
-            f"[T] to the ids that may follow; found {type(draft).__name__}."
+            'draft is "lookup", a decoder (attngraph.compile(model, cache=True)), a function from tokens [T] '
+            "to the ids that may follow, or a function or module of tokens and of what "
+            f"CacheConfig(beside=...) gives for the last one; found {type(draft).__name__}."
         )
     return lambda rows, news: [
         [*map(int, guess(torch.cat([prompts[row], new])))][:most] for row, new in zip(rows, news, strict=True)

@@ -124,6 +124,7 @@ def plan_of(state: Any) -> tuple[CachePlan, CacheConfig]:
             f"{store.name} is of {store.size} tokens",
         )
     number(plan.begins, "begins")
+    number(plan.beside, "beside")
     number(config.page, "page", 1)
     number(config.rollback, "rollback")
     return plan, config

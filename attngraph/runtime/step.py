@@ -285,6 +285,7 @@ class Step:
     def advance(
         self, state: KVCache, counts: Sequence[int], arguments: Mapping[str, Tensor],
         picked: Tensor | None = None, run: Interpret | None = None, unfinished: Collection[int] = (),
+        joined: bool = False,
     ) -> Tensor:  # fmt: skip
         """Process the new tokens of each row, packed into one sequence, and cache what later ones need.
 
@@ -292,6 +293,7 @@ class Step:
             picked: the indices of the packed tokens whose results are returned; None: all.
             run: an interpreter to run the graph with instead.
             unfinished: rows whose results nobody asks for yet, because more of their prompt follows.
+            joined: whether what a draft is given stands behind the logits.
 
         Raises:
             CacheError: the tokens do not fit, the graph is not right for so many, or a buffer has changed
@@ -318,7 +320,8 @@ class Step:
             value, total = self._tokens[0], sum(begins)
             given = torch.zeros((1, total, *value.shape[2:]), dtype=value.dtype, device=state.device)
             self._advance(state, begins, {self.name: given}, given.new_zeros(1, dtype=torch.int64), run)
-        return self._advance(state, counts, arguments, picked, run)
+        found = self._advance(state, counts, arguments, picked, run)
+        return found if joined or not self.plan.beside else found[..., : -self.plan.beside]
 
     def _advance(
         self, state: KVCache, counts: Sequence[int], arguments: Mapping[str, Tensor],
@@ -341,7 +344,8 @@ class Step:
     def nothing(self, state: KVCache, shape: Sequence[int]) -> Tensor:
         """The logits (zeros) for a call without real tokens, whose mask has this shape."""
         value: Tensor = self.graph.results()[0].meta["val"]
-        return torch.zeros((*shape, int(value.shape[-1])), dtype=value.dtype, device=state.device)
+        width = int(value.shape[-1]) - self.plan.beside
+        return torch.zeros((*shape, width), dtype=value.dtype, device=state.device)
 
 
 def prepare_programs(graph: ProgramGraph, scores: float = 0) -> None:

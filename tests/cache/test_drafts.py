@@ -129,3 +129,90 @@ def test_what_followed_the_latest_tokens_is_looked_up() -> None:
     assert guess(1, 2, 9, 7, 2, 8, 1, 2) == [9, 7, 2, 8]
     assert guess(5, 6, 5, 6) == [5, 6, 5, 6]
     assert guess(1, 2, 3) == guess(1) == []
+
+
+class WithHeads(nn.Module):
+    """A causal model that returns its hidden states beside the logits, and what Medusa's heads say of them;
+    `guess` is a head that predicts several tokens, one after the other (EAGLE, MTP)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.mixed, self.joined = nn.Linear(16, 48), nn.Linear(32, 16)
+        self.heads = nn.ModuleList(nn.Linear(16, VOCABULARY) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        x = self.embedding(ids)
+        q, k, v = self.mixed(x).chunk(3, -1)
+        later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        x = x + (q @ k.mT / 4).masked_fill(later, -torch.inf).softmax(-1) @ v
+        guesses = torch.stack([head(x) for head in self.heads], 2)
+        return {
+            "logits": self.head(x),
+            "hidden": x,
+            "guesses": guesses,
+            "every": (ids, x),
+            "whole": x.mean(1),
+        }
+
+    def guess(self, tokens: Tensor, hidden: Tensor) -> list[int]:
+        found, token = [], tokens[-1]
+        for _ in range(4):
+            hidden = self.joined(torch.cat([hidden, self.embedding(token)])).tanh()
+            token = self.head(hidden).argmax()
+            found.append(int(token))
+        return found
+
+
+@pytest.mark.parametrize("beside", ["hidden", "guesses", "every"])
+@torch.no_grad()
+def test_heads_of_the_models_own(beside: str) -> None:
+    model = WithHeads().eval()
+    prompts = torch.randint(VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
+    wanted = attngraph.compile(model, cache=True).generate(prompts, 20)
+    decoder = attngraph.compile(model, cache=CacheConfig(beside=beside))
+    seen = []
+
+    def exactly(tokens: Tensor, given: Tensor) -> list[int]:
+        """Guesses what is right, and compares what it is given with what forward returns."""
+        whole = model(tokens[None, :-1])
+        own = (whole["guesses"] if beside == "guesses" else whole["hidden"])[0, -1].flatten()
+        torch.testing.assert_close(given, own, rtol=1e-4, atol=1e-5)
+        row = next(row for row in wanted if row[: len(tokens)].equal(tokens))
+        seen.append(len(tokens))
+        return row[len(tokens) :][:3].tolist()
+
+    assert decoder.generate(prompts, 20, draft=exactly).equal(wanted)
+    assert len(seen) <= 12  # of 2 x 20 tokens
+    own = {"hidden": model.guess, "every": model.guess,
+           "guesses": lambda tokens, given: given.view(3, -1).argmax(-1)}[beside]  # fmt: skip
+    assert decoder.generate(prompts, 20, draft=own).equal(wanted)
+    sampled = decoder.generate(prompts, 20, temperature=1.0, seed=3)
+    assert decoder.generate(prompts, 20, temperature=1.0, seed=3, draft=own).equal(sampled)
+    same = decoder.generate(prompts[:1].expand(2, -1), 20, draft=own)
+    assert same.equal(wanted[:1].expand(2, -1))
+    # All else is given logits alone.
+    logits, state = decoder.prefill(prompts)
+    assert (
+        logits.shape == (2, 7, VOCABULARY) and decoder.decode(prompts[:, :1], state).shape[-1] == VOCABULARY
+    )
+    assert decoder.generate(prompts, 5, num_beams=2).shape == (2, 12)
+    assert attngraph.Engine(decoder).submit(prompts[0], 5).result() == wanted[0, 7:12].tolist()
+
+
+@torch.no_grad()
+def test_heads_need_something_beside_the_logits() -> None:
+    model, prompts = WithHeads().eval(), torch.ones(1, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"beside=\.\.\.\) names a result"):
+        attngraph.compile(model, cache=True).generate(prompts, 4, draft=model.guess)
+    for beside, match in (
+        ("nothing", "forward returns no nothing for a draft"),
+        ("whole", "its result whole is"),
+    ):
+        with pytest.raises(attngraph.NoDecoderError, match=match):
+            attngraph.compile(model, cache=CacheConfig(beside=beside)).prefill(prompts)
+    with pytest.raises(ValueError, match="8 bits"):
+        CacheConfig(beside="hidden", dtype=torch.int8)
+    with pytest.raises(TypeError, match="a function or module of tokens and of what"):
+        attngraph.compile(model, cache=True).generate(prompts, 4, draft=model)

@@ -192,7 +192,8 @@ class CachePlan:
     not be shown; `least`: what is computed from all tokens is computed of at least so many, 0 if nothing is;
     `others`: from how many tokens on it was compared with the model that it is right for lengths that the
     conditions leave out, 0 if it was not; `begins`: how many learned places each row begins with, which the
-    sizes of the graph count (those of `most_tokens` and `others`, too), and a state's lengths do not."""
+    sizes of the graph count (those of `most_tokens` and `others`, too), and a state's lengths do not;
+    `beside`: how many of the last numbers of each result are no logits, but what a draft is given."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -208,6 +209,7 @@ class CachePlan:
     least: int = 0
     others: int = 0
     begins: int = 0
+    beside: int = 0
 
     @property
     def bytes_per_row(self) -> int:
