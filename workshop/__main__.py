@@ -30,6 +30,7 @@ COMMANDS = {
     "scorecard": ("bench.scorecard.suite", "what Triton kernels cost by their machine code; needs no GPU"),
     "simulate": ("simulator.command", "Gluon kernels in random orders, and with faults; needs no GPU"),
     "gallery": ("gallery.command:main", "attention by its names: docs/gallery.md"),
+    "mechanisms": ("mechanisms:main", "what decoders keep, and their tokens: docs/mechanisms.md"),
     "tables": ("tables:main", "the tables of docs/gpu.md from the files in docs/measured"),
     "fuzz": ("fuzz.run:main", "random attention-like functions against eager; a failure is made small"),
     "mutants": ("mutants.command:main", "small faults in the compiler, and which the tests notice"),

@@ -30,7 +30,7 @@ TOKENS, SOURCE, VOCABULARY = 120, 37, 97
 """Of the text whose tokens are compared, and of what an encoder is given."""
 
 
-def _stock(name: str, **given: Any) -> Callable[[], Any]:
+def stock(name: str, **given: Any) -> Callable[[], Any]:
     """A class of transformers, small."""
 
     def make() -> Any:
@@ -61,18 +61,18 @@ def _seq2seq(name: str, **sizes: Any) -> Callable[[], Any]:
 
 _GROUPED = {"num_key_value_heads": 2}
 MODELS: dict[str, Callable[[], Any]] = {
-    "gpt2": models.small_gpt2, "llama, grouped heads": _stock("Llama", **_GROUPED),
-    "mistral, window": _stock("Mistral", **_GROUPED, sliding_window=9),
-    "gemma2, softcap": _stock("Gemma2", **_GROUPED, head_dim=16, sliding_window=9),
-    "qwen3": _stock("Qwen3", **_GROUPED, head_dim=24), "bloom, ALiBi": _stock("Bloom", n_layer=2, n_head=4),
-    "mixtral, experts": _stock("Mixtral", **_GROUPED, num_local_experts=4),
-    "deepseek-v3, latents and experts": _stock(
+    "gpt2": models.small_gpt2, "llama, grouped heads": stock("Llama", **_GROUPED),
+    "mistral, window": stock("Mistral", **_GROUPED, sliding_window=9),
+    "gemma2, softcap": stock("Gemma2", **_GROUPED, head_dim=16, sliding_window=9),
+    "qwen3": stock("Qwen3", **_GROUPED, head_dim=24), "bloom, ALiBi": stock("Bloom", n_layer=2, n_head=4),
+    "mixtral, experts": stock("Mixtral", **_GROUPED, num_local_experts=4),
+    "deepseek-v3, latents and experts": stock(
         "DeepseekV3", num_key_value_heads=4, moe_intermediate_size=32, n_routed_experts=4, n_group=2,
         num_experts_per_tok=2, topk_group=1, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8,
         qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=1,
     ),
-    "mamba2, states": _stock("Mamba2", num_heads=16, head_dim=8, state_size=16, n_groups=1, chunk_size=8),
-    "lfm2, convolutions": _stock(
+    "mamba2, states": stock("Mamba2", num_heads=16, head_dim=8, state_size=16, n_groups=1, chunk_size=8),
+    "lfm2, convolutions": stock(
         "Lfm2", **_GROUPED, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]
     ),
     "t5, encoder": _seq2seq("T5", d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4),

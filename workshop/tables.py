@@ -16,7 +16,9 @@ from typing import Any
 from workshop.harness import Row, markdown
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = tuple(DOCS / f"{name}.md" for name in ("gpu", "benchmarks", "same-bits", "gallery", "packages"))
+PAGES = tuple(
+    DOCS / f"{name}.md" for name in ("gpu", "benchmarks", "same-bits", "gallery", "packages", "mechanisms")
+)
 Cells = Mapping[str, Mapping[str, Row]]
 COLUMNS = {
     "attngraph": "attngraph", "flex": "FlexAttention", "sdpa flash": "flash", "sdpa cudnn": "cuDNN",
@@ -140,6 +142,13 @@ def bits(file: str) -> str:
     )
 
 
+def mechanisms() -> str:
+    """What decoders keep, and whether they give the model's tokens."""
+    from workshop import mechanisms  # which needs this file
+
+    return mechanisms.table()
+
+
 def gallery() -> str:
     """Attention by its names."""
     from workshop.gallery import command  # which needs this file
@@ -213,6 +222,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "same bits": lambda: bits("same_bits.json"),
     "gallery": gallery,
     "folding": lambda: folding("folding.json"),
+    "mechanisms": mechanisms,
 }  # fmt: skip
 _PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n\n)(.*?)(\n\n<!-- end -->)", re.DOTALL)
 

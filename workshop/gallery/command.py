@@ -53,9 +53,9 @@ def found_in(name: str) -> Row:
         report = compiled.report
         weights: Any = compiled.weights(ids) if report.attention else {}
         return {
-            "fused": len(report.attention), "missed": [_plain(m.reason) for m in report.missed],
+            "fused": len(report.attention), "missed": [plain(m.reason) for m in report.missed],
             "done": [o.done for o in report.others if o.done],
-            "left": [_plain(o.reason) for o in report.others if o.reason],
+            "left": [plain(o.reason) for o in report.others if o.reason],
             "masks": _masks(weights, [entry.mask for entry in report.attention]),
             "decodes": _decodes(name, model, ids, expected),
         }  # fmt: skip
@@ -76,7 +76,7 @@ def _decodes(name: str, model: nn.Module, ids: Tensor, expected: Tensor) -> str:
         decoder: Any = attngraph.compile(model, cache=True)
         logits, state = decoder.prefill(ids[:, : SIDE // 2])
     except attngraph.NoDecoderError as problem:
-        return f"no: {_plain(problem.reason)}"
+        return f"no: {plain(problem.reason)}"
     steps = [decoder.decode(ids[:, n : n + 1], state) for n in range(SIDE // 2, SIDE)]
     assert compare(torch.cat([logits, *steps], 1), expected, elementwise(TOLERANCE)).holds, name
     kept = decoder.report.cache
@@ -87,7 +87,7 @@ def _decodes(name: str, model: nn.Module, ids: Tensor, expected: Tensor) -> str:
     ])  # fmt: skip
 
 
-def _plain(reason: str) -> str:
+def plain(reason: str) -> str:
     """A reason without lines of this gallery's own file, and without what every such reason ends in."""
     reason = re.sub(r" (\()?(at )?workshop/gallery/variants\.py:\d+(?(1)\))", "", " ".join(reason.split()))
     return reason.split(" A decoder needs every token")[0]
