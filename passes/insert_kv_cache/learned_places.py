@@ -22,7 +22,8 @@ from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import M, size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import tried
+from attngraph.meaning.rule import is_part, tried
+from attngraph.meaning.tokens import opaque
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.insert_kv_cache.write_formula import NotWritten, Writer
 
@@ -106,7 +107,7 @@ class _Rewriting:
         ids = next(iter(self.of_tokens), None)
         if ids is None:
             raise _NotOfPlaces
-        self.rows = size_expression(ids.meta["val"].shape[0])
+        self.rows, self._rows_before = size_expression(ids.meta["val"].shape[0]), self.shapes[ids][0]
         self.all = self.top.call(aten.sym_size.int, ids, self.shapes[ids].index(self.old))
         for node in body:
             if not is_size(node):
@@ -146,6 +147,7 @@ class _Rewriting:
                 return
             if node.target is aten.slice.Tensor and self._leave_out(node):
                 return
+            self._require_own(node, operands)
             for other in operands:
                 if other not in self.of_tokens and self.old in self.shapes[other]:
                     node.replace_input_with(other, self._pad(other, node))
@@ -167,6 +169,34 @@ class _Rewriting:
         """A size in the new graph that counts the tokens' places, as one that counts all."""
         formula = size_expression(size.meta["val"])
         return self.top.size(_with(formula, {self.now[self.old]: self.places_now}))
+
+    def _require_own(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+        """That of what is computed of tokens alone an element of a token reads that of its own: the learned
+        places have what follows from tokens that nobody gave."""
+        own = {self.captured[n]: self._counts(self.shapes[n]) for n in operands if n in self.of_tokens}
+        own = {n: dims for n, dims in own.items() if dims}
+        if not own or is_part(node):
+            return
+        for result in (self.captured[n] for n in [n for n in node.users if is_part(n)] or [node]):
+            at = tuple(E.var(f"place {d}", extent) for d, extent in enumerate(self._shape(result)))
+            element = tried(self.meaning.element, result, at)
+            element = tried(opaque.element, self.meaning, result, at) if element is None else element
+            dims = self._counts(self._shape(result))
+            if element is None or len(dims) != 1:
+                raise _NotOfPlaces
+            token = self._token(at[dims[0]])
+            reads = [n for n in E.reads(element) if n.value in own]
+            if any(self._token(n.args[dim]) is not token for n in reads for dim in own[n.value]):
+                raise _NotOfPlaces
+
+    def _counts(self, shape: Sequence[Expr]) -> list[int]:
+        """The dimensions that hold tokens, alone or behind rows, in the captured graph."""
+        behind = self.old, M.mul(self._rows_before, self.old)
+        return [d for d, extent in enumerate(shape) if extent in behind]
+
+    def _token(self, place: Expr) -> Expr:
+        """The token at a place of such a dimension."""
+        return M.mod(place, self.old)
 
     def _size(self, node: fx.Node, of_tokens: bool) -> Any:
         """A size in the new graph: for what follows from tokens, their number is that of the places."""
@@ -237,13 +267,13 @@ class _Rewriting:
         begin = size_expression(start.meta["val"]) if isinstance(start, fx.Node) else E.const(start or 0)
         if begin is not E.const(self.count):
             raise _NotOfPlaces  # the first tokens of a sequence, which are other places
-        self._replace(node, source)
+        self._replace(node, Builder(self.graph, node).call(aten.alias.default, source))
         return True
 
     def _replace(self, node: fx.Node, made: fx.Node) -> None:
         self._require(node, made.meta["val"], True)
         self.of_tokens.add(made)
-        self.shapes[made] = self.shapes[node]
+        self.shapes[made], self.captured[made] = self.shapes[node], self.captured[node]
         node.replace_all_uses_with(made)
 
     def _pad(self, value: fx.Node, user: fx.Node) -> fx.Node:
