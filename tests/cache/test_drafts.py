@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,6 +200,17 @@ def test_heads_of_the_models_own(beside: str) -> None:
     )
     assert decoder.generate(prompts, 5, num_beams=2).shape == (2, 12)
     assert attngraph.Engine(decoder).submit(prompts[0], 5).result() == wanted[0, 7:12].tolist()
+
+
+@torch.no_grad()
+def test_what_a_draft_is_given_is_saved_and_not_exported(tmp_path: Path) -> None:
+    model, prompts = WithHeads().eval(), torch.ones(1, 5, dtype=torch.int64)
+    decoder = attngraph.compile(model, cache=CacheConfig(beside="hidden"))
+    wanted = decoder.generate(prompts, 12, draft=model.guess)
+    decoder.save(tmp_path / "saved")
+    assert attngraph.load(tmp_path / "saved", model).generate(prompts, 12, draft=model.guess).equal(wanted)
+    with pytest.raises(attngraph.ExportError, match="beside the logits"):
+        attngraph.export(decoder, tmp_path / "decoder.pt2", (prompts,))
 
 
 @torch.no_grad()

@@ -173,6 +173,8 @@ def test_saved_decoders(tmp_path: Path) -> None:
     wanted = decoder.generate(ids, 8)
     decoder.save(tmp_path / "saved")
     assert attngraph.load(tmp_path / "saved", model).generate(ids, 8).equal(wanted)
+    with pytest.raises(attngraph.ExportError, match="begins with 3 learned places"):
+        attngraph.export(decoder, tmp_path / "decoder.pt2", (ids,))
 
 
 @torch.no_grad()
