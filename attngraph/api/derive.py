@@ -331,6 +331,16 @@ def _with_cache(made: Rewritten, passes: Sequence[Pass], options: Options) -> Re
         raise found from problem
 
 
+def _rules(step: Step) -> tuple[str, ...]:
+    """By which rules arguments go on that have an entry for each pair of tokens."""
+    rules = {name: layout.pairs for name, layout in step.sizes.layouts.items()}
+    one = ", which is taken from you: one entry tells no rule"
+    return tuple(
+        f"{name} goes on by the rule {rule.text}{one * (rule.told == 'one')}"
+        for name, rule in rules.items() if rule is not None
+    )  # fmt: skip
+
+
 def _cache_entry(
     step: Step, config: CacheConfig, captured: Captured, error: float | None, drift: Drift | None,
     ranks: CacheRanksEntry | None,
@@ -356,4 +366,5 @@ def _cache_entry(
         config.rounded if scales else "", drift if scales else None,
         tuple(s.label for s in own if config.rounded and s.name not in scales),
         assumed=plan.assumed, ranks=ranks, asked=step.asked, begins=plan.begins,
+        ruled=_rules(step),
     )  # fmt: skip

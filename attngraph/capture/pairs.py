@@ -2,11 +2,13 @@
 
 A decoder's new tokens have entries that nobody has given yet. Where those of a prompt follow from the places
 of query and key alone (`k <= q`, a window), the rule is what the model is given in a trace, for any number of
-tokens; each call's own entries are compared with it.
+tokens; each call's own entries are compared with it. A prompt of one token has one entry, which tells no
+rule: that later tokens are hidden is taken for it, and told in the report.
 """
 
 import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,17 +16,20 @@ from torch import Tensor
 from attngraph.ir.language import E
 from attngraph.ir.language.evaluate import Environment, Tile, evaluate
 from attngraph.ir.language.parser import expression
+from attngraph.meaning.algebra import M
 from attngraph.meaning.constants import describe
 
 _QUERY, _KEY = E.var("q"), E.var("k")
 
 
 class PairRule(NamedTuple):
-    """`axes` has a letter for each dimension: B (rows), 1 (of size 1), Q and T (the tokens of a pair); `text`
-    is the formula of an element of places q and k."""
+    """`axes` has a letter for each dimension: B (rows), 1 (of size 1), Q and T (the tokens of a pair); `told`
+    says whether several entries told the rule, or "one"; `text` is the formula of an element of places q and
+    k."""
 
     axes: str
     dtype: str
+    told: str
     text: str
 
     def entries(self, first: int, tokens: int, device: torch.device) -> Tensor:
@@ -74,15 +79,28 @@ def _of_rows(value: Tensor, real: Tensor) -> list[Tensor]:
     return [row[kept][:, kept] for row, kept in each]
 
 
-def rule_of(value: Tensor, real: Tensor) -> PairRule | None:
+def rule_of(value: Tensor, real: Tensor, one: bool = False) -> PairRule | None:
     """The rule of an argument's entries; None if it has no such, or they follow none, or one in each row.
-    `real`: which places of the call have tokens, `[B, T]`."""
-    axes = _axes(value, *real.shape)
-    if not axes or real.shape[1] < 2:
-        return None  # one entry tells no rule
+    `real`: which places of the call have tokens, `[B, T]`. `one`: of a single entry, as of a causal mask."""
+    axes, tokens = _axes(value, *real.shape), real.shape[1]
+    if not axes or (tokens < 2) is not one:
+        return None
     longest = max(_of_rows(value, real), key=len)
-    formula = describe(longest, (_QUERY, _KEY))
+    formula = _causal(longest) if one else describe(longest, (_QUERY, _KEY))
     if formula is None:
         return None
-    found = PairRule(axes, str(value.dtype).removeprefix("torch."), E.format_expr(formula))
+    dtype, told = str(value.dtype).removeprefix("torch."), "one" if one else "several"
+    found = PairRule(axes, dtype, told, E.format_expr(formula))
     return found if found.holds(value, real) else None
+
+
+def _causal(entry: Tensor) -> E.Expr | None:
+    """The rule by which later tokens are hidden, where this is the entry of one that is not."""
+    shown = entry.flatten()[0].item() if entry.numel() else None
+    if entry.dtype == torch.bool:
+        hidden: Any = not shown
+    else:
+        hidden = {0: -math.inf if entry.is_floating_point() else 1, 1: 0}.get(shown)  # type: ignore[arg-type]
+    if hidden is None or shown is None:
+        return None
+    return M.where(M.le(_KEY, _QUERY), E.const(shown), E.const(hidden))

@@ -57,7 +57,7 @@ class Layout:
     @functools.cached_property
     def pairs(self) -> PairRule | None:
         """The rule of entries for pairs of tokens."""
-        return PairRule(*self.axes.split(":", 2)) if ":" in self.axes else None
+        return PairRule(*self.axes.split(":", 3)) if ":" in self.axes else None
 
     @property
     def is_shared(self) -> bool:

@@ -48,7 +48,8 @@ class CacheEntry:
     to be rounded. `assumed` are operations that are taken not to look at later tokens because
     `CacheConfig.assume_causal` says so, and why that could not be shown. `asked` are the lines of attentions
     of which each call asks that data do not hide a token from itself. `begins` is with how many learned
-    places a row begins, which take as much as tokens.
+    places a row begins, which take as much as tokens. `ruled` says by which rule the entries of arguments go
+    on that belong to pairs of tokens.
     """
 
     bytes_per_token: int
@@ -71,6 +72,7 @@ class CacheEntry:
     assumed: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()
     begins: int = 0
+    ruled: tuple[str, ...] = ()
 
     @property
     def bytes_per_row(self) -> int:
@@ -134,6 +136,7 @@ class CacheEntry:
             yield f"{len(self.anew)} value(s) computed from all that is kept at every step: {lines}"
 
     def _limits(self) -> Iterator[str]:
+        yield from self.ruled
         if self.assumed:
             taken = "not shown to look at earlier tokens alone, but taken to (assume_causal)"
             yield f"{taken}: {_once(self.assumed)}"

@@ -88,10 +88,13 @@ class Calls:
         """The step's arguments that have an entry for every token, packed like the tokens."""
         found, inputs = dict[str, Tensor](), taken_apart(inputs)
         for name in step.arguments:
+            layout = step.sizes.layouts.get(name)
             if name == step.name:
                 found[name] = packed.ids
+            elif layout is not None and layout.pairs is not None:  # how many there are is all that is read
+                found[name] = torch.ones(packed.ids.shape[:2], dtype=torch.bool, device=packed.ids.device)
             elif name in inputs:
-                value, layout = inputs[name], step.sizes.layouts.get(name)
+                value = inputs[name]
                 if layout is not None and layout.fits(value):
                     value = layout.taken(value, packed.shape[0])
                 if value.shape[:2] != packed.shape:

@@ -264,7 +264,8 @@ class Decoder(ModelWrapper):
         if options.samples > 1 and options.num_beams == 1:
             prompts, packed, inputs = repeated(options.samples, prompts, packed, inputs)
         step = self._derived.of_call(packed, inputs) if state is None else self.calls.step_of(state)
-        unknown = step.arguments - {step.name, MASK}
+        ruled = {name for name, layout in step.sizes.layouts.items() if layout.pairs is not None}
+        unknown = step.arguments - {step.name, MASK} - ruled
         if unknown:
             raise ValueError(
                 f"generate cannot make up what the model's argument(s) {', '.join(sorted(unknown))} bring "

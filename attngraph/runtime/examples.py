@@ -123,16 +123,17 @@ class Examples:
         self._name, self._packed, self._inputs, self.rows = name, packed, inputs, rows
         self.longest = max(packed.counts, default=0)
 
-    def _laid(self, others: bool = False) -> dict[str, Any]:
+    def _laid(self, others: bool = False, one: bool = False) -> dict[str, Any]:
         """The inputs, and which are in another layout. `others`: also those that have the prompt's number of
-        rows or of tokens in another place, which may be a coincidence."""
+        rows or of tokens in another place, which may be a coincidence. `one`: of one token, whether what
+        looks like an entry of a pair of tokens is one."""
         rows, width = self._packed.shape
         found = dict[str, Any](self._inputs)
         for name, value in self._inputs.items():
             if not isinstance(value, Tensor):
                 continue
             layout = _layout(value, rows, width, others)
-            rule = rule_of(value, self._packed.mask)
+            rule = rule_of(value, self._packed.mask, one)
             if rule is not None:
                 found[name] = Laid(torch.ones_like(self._packed.mask), Layout.of_pairs(rule))
             elif layout is not None:
@@ -231,10 +232,16 @@ class Examples:
             if as_long and width not in (1, tokens):
                 with contextlib.suppress(AttnGraphError):
                     return derive(example(width))
-            if as_long and width == 1:
-                call = self._call({n: v for n, v in self._laid().items() if n not in tensors}, tokens, rows)
-                with contextlib.suppress(AttnGraphError):
-                    return derive(Example(self._name, ({**call, **tensors},), single=single, as_is=as_is))
+            for laid in (self._laid(), self._laid(one=True)) if width == 1 else ():
+                if as_long or any(isinstance(v, Laid) for v in laid.values()):
+                    own, is_plain = self._packed.shape[0], [n for n in laid if isinstance(laid[n], Tensor)]
+                    call = self._call({n: v for n, v in laid.items() if n not in is_plain}, tokens, rows)
+                    for n in is_plain:  # what has one entry in the place of tokens may have no more
+                        value = laid[n]
+                        places = torch.arange(rows, device=value.device) % own
+                        call[n] = value[places] if value.shape[:1] == (own,) else value
+                    with contextlib.suppress(AttnGraphError):
+                        return derive(Example(self._name, (call,), single=single, as_is=as_is))
             ruled = [v for v in self._laid().values() if isinstance(v, Laid) and v.layout.pairs]
             pairs = [n for n, v in tensors.items() if _is_of_pairs(v, width)]
             if pairs and not ruled:
@@ -343,7 +350,7 @@ def _layout(value: Tensor, rows: int, tokens: int, others: bool) -> Layout | Non
     """Where an argument has rows and tokens, if it is not as `[B, T, ...]` is. `others`: anywhere; else only
     in the last dimension behind others of size 1, as in a mask `[B, 1, 1, T]`."""
     shape = list(value.shape)
-    if value.ndim >= 3 and shape[-1] == tokens and all(n == 1 for n in shape[1:-1]):
+    if value.ndim >= 3 and [shape[0], shape[-1]] == [rows, tokens] and all(n == 1 for n in shape[1:-1]):
         return Layout("B" + "1" * (value.ndim - 2) + "T")
     if not others or shape[:2] == [rows, tokens] or shape.count(tokens) != 1 or tokens == rows:
         return None

@@ -92,6 +92,67 @@ def test_padding_stands_beside_the_rule() -> None:
     assert state.lengths == [9, 6]
 
 
+@pytest.mark.parametrize("layout", ["QT", "1QT", "B1QT"])
+@pytest.mark.parametrize("how", ["added", "hides", "keeps"])
+@torch.no_grad()
+def test_one_token_is_taken_to_have_a_causal_mask(how: str, layout: str) -> None:
+    model, ids = Masked(how).eval(), IDS[:, :1]
+    decoder = attngraph.compile(model, cache=True)
+    wanted = ids
+    for _ in range(6):
+        wanted = torch.cat([wanted, model(wanted, given(how, layout, wanted.shape[1]))[:, -1:].argmax(-1)], 1)
+    assert decoder.generate(ids, 6, mask=given(how, layout, 1)).equal(wanted)
+    assert "one entry tells no rule" in str(decoder.report)
+    _, state = decoder.prefill(ids, mask=given(how, layout, 1))
+    with pytest.raises(ValueError, match="mask follows the rule"):
+        decoder.decode(IDS[:, 1:5], state, mask=given(how, layout, 5, 2)[..., 1:, :])
+
+
+class Translator(nn.Module):
+    """An encoder-decoder whose masks are arguments, as in "The Annotated Transformer" (Rush, 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.source, self.target = nn.Embedding(VOCAB, WIDTH), nn.Embedding(VOCAB, WIDTH)
+        self.mixers, self.head = (
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(9)),
+            nn.Linear(WIDTH, VOCAB),
+        )
+
+    def mixed(self, n: int, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (m(t) for m, t in zip(self.mixers[n : n + 3], (x, y, y), strict=True))  # type: ignore[arg-type]
+        return x + (q @ k.mT / 6).masked_fill(mask == 0, -1e9).softmax(-1) @ v
+
+    def forward(self, ids: Tensor, source: Tensor, source_mask: Tensor, mask: Tensor) -> Tensor:
+        y = self.source(source)
+        y = self.mixed(0, y, y, source_mask)
+        x = self.target(ids)
+        x = self.mixed(3, x, x, mask)
+        return self.head(self.mixed(6, x, y, source_mask))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@torch.no_grad()
+def test_a_translator_begins_with_one_token(rows: int, tokens: int) -> None:
+    model, ids = Translator().eval(), torch.arange(rows * tokens).reshape(rows, tokens)
+    source = torch.randint(1, VOCAB, (rows, 6), generator=torch.Generator().manual_seed(4))
+    source_mask = torch.ones(rows, 1, 6)
+    source_mask[-1, :, 4:] = 0
+
+    def mask(tokens: int) -> Tensor:
+        return torch.ones(1, tokens, tokens).tril()
+
+    wanted = ids
+    for _ in range(8):
+        logits = model(wanted, source, source_mask, mask(wanted.shape[1]))
+        wanted = torch.cat([wanted, logits[:, -1:].argmax(-1)], 1)
+    decoder = attngraph.compile(model, cache=True)
+    found = decoder.generate(ids, 8, source=source, source_mask=source_mask, mask=mask(tokens))
+    assert found.equal(wanted)
+
+
 @pytest.mark.parametrize("name", ["all", "a prefix", "random", "one for each row"])
 @torch.no_grad()
 def test_masks_that_show_later_tokens_or_follow_no_rule(name: str) -> None:
