@@ -114,6 +114,7 @@ def _of_places(
         return dataclasses.replace(captured, graph=graph.copy(), shapes=shapes), made.numbers
 
     other = build.rewritten(again, options, passes, made.assumed, keep=True, only_logits=True)
+    other.seconds += made.seconds
     return _Learned(other, count, symbols)
 
 
