@@ -177,7 +177,8 @@ def _symbolic(length: Callable[[Any], int]) -> Callable[[Any], Any]:
 
     @functools.wraps(length)
     def found(value: Any, /) -> Any:
-        return value.shape[0] if isinstance(value, Tensor) and value.ndim else length(value)
+        plain = isinstance(value, Tensor) and type(value).__len__ is Tensor.__len__ and value.ndim
+        return value.shape[0] if plain else length(value)
 
     return found
 
