@@ -64,6 +64,8 @@ def derive_decoder(
     """Capture the example's call of `target`, and derive a decoder for its tokens. CaptureError where
     torch.export cannot capture the model; a NoDecoderError says why none can be derived."""
     start, assumed = time.perf_counter(), example.assumed
+    if config.beside is not None and not options.devices.is_one:
+        raise NoDecoderError("what a draft is given beside the logits is for one device.")
     first, later = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
     with example_size(assumed.tokens), options.devices.tracing(build.owner_of(target)):
         capture = functools.partial(_captured, target, example, config.beside)
