@@ -18,7 +18,7 @@ folder = sys.argv[1] if sys.argv[1:] else tiny_encoder(tempfile.mkdtemp())
 
 # --- embed
 model = SentenceTransformer(folder, device="cpu")
-model[0].model = attngraph.compile(model[0].model)  # the encoder; pooling stays as it is
+model[0].model = attngraph.compile(model[0].model, padding="unused")  # the encoder; pooling stays as it is
 texts = ["Once upon a time", "there was a model that was small", "the end"]
 embeddings = model.encode(texts)
 print(model.similarity(embeddings, embeddings))

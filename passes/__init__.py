@@ -25,6 +25,7 @@ from attngraph.passes.reassociate_linear import ReassociateLinear
 from attngraph.passes.select_kernels import SelectKernels
 from attngraph.passes.shard_heads.shard import ShardHeads
 from attngraph.passes.shard_tokens.shard import ShardTokens
+from attngraph.passes.skip_padding import SkipPadding
 from attngraph.passes.tabulate_scores import TabulateScores
 from attngraph.passes.tidy import Tidy
 from attngraph.pipeline import Pass
@@ -33,7 +34,7 @@ from attngraph.pipeline import Pass
 def order(
     backend: str = "auto", absorb: str = "auto", decoder: bool = False, rounded: str = "",
     heads: Axis | None = None, tokens: Axis | None = None, cache: str = "auto", parameters: str = "sharded",
-    consistent: bool = False, freeze: str = "",
+    consistent: bool = False, freeze: str = "", padding: str = "computed",
 ) -> tuple[Pass, ...]:  # fmt: skip
     """The passes in the order in which they run, for whole sequences or for a decoder.
 
@@ -42,7 +43,7 @@ def order(
     `heads`, `tokens`: the ranks that run the graph together, dividing heads and hidden units, or tokens; of
     both, tokens of what each rank has of the heads. `cache`, `parameters`: as in `ShardConfig`.
     `consistent`: sums get one order. `freeze`: weights will not change ("keep"), and may be given up
-    ("release").
+    ("release"). `padding`: whether results of tokens that a mask hides are "computed", or "unused".
     """
     family = "" if backend == "auto" else backend
     shard: tuple[Pass, ...] = ()
@@ -51,7 +52,8 @@ def order(
     if tokens is not None and tokens.count > 1:
         shard += (ShardTokens(tokens.count, tokens.group),)
     tabulated = () if consistent else (TabulateScores(),)  # tables are PyTorch's, in an order of its own
-    rest: tuple[Pass, ...] = (ReassociateLinear(), *(shard or (*tabulated, FuseTokenWise(consistent))))
+    token_wise = (*tabulated, SkipPadding(padding == "unused"), FuseTokenWise(consistent))
+    rest: tuple[Pass, ...] = (ReassociateLinear(), *(shard or token_wise))
     if decoder:
         divide = (DivideCache(cache),) if shard and cache != "heads" else ()
         rest = (*shard, InsertKVCache(), *divide, Tidy(), QuantisedLinear(), FuseTokenWise(consistent))

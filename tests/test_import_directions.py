@@ -50,7 +50,8 @@ FLOORS_INSIDE = {
     "passes": (
         {"attention_entries", "build", "proposal", "named", "look_later",
          "shared_scores", "canonicalize", "fuse_attention",
-         "merge_heads", "absorb_mla", "reassociate_linear", "tabulate_scores", "insert_kv_cache",
+         "merge_heads", "absorb_mla", "reassociate_linear", "tabulate_scores", "skip_padding",
+         "insert_kv_cache",
          "divide_cache", "tidy", "quantised_linear", "fuse_token_wise", "order_sums", "quantise_cache",
         "select_kernels",
          "convert_heads", "shard", "shard_heads", "shard_tokens"},

@@ -72,6 +72,10 @@ def compile(
             which gradients may flow read the model's own weights, and the report says so. "release":
             parameters that only such layers read are given up after the first call; a `GivenUp` stands for
             each in the model, and whatever else reads it (the model itself, its state dict) is a FrozenError.
+        padding: "unused": nobody uses what `model` returns of tokens that a mask hides from all others, as
+            padding; then such tokens are not computed, and their results are anything (zeros mostly).
+            "computed": they are what the model computes, so tokens are left out only where no result needs
+            them: a pooled embedding, the logits of a class. On the CPU, on one device, without a cache.
         cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and caches what
             later tokens need.
         mesh: a DeviceMesh with named axes (or a `SimulatedMesh`): along its axis `tensor`, heads, units and

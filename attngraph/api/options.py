@@ -15,6 +15,7 @@ from attngraph.passes import PASSES, order, pass_named, waiting_at_most
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
+from attngraph.passes.skip_padding import SkipPadding
 from attngraph.pipeline import Pass, without
 from attngraph.runtime.devices import ONE, OneDevice
 from attngraph.runtime.parallel.mesh import ShardConfig
@@ -23,6 +24,8 @@ from attngraph.runtime.parallel.several import devices_of
 __all__ = ["ABSORB", "BACKENDS", "CompileOptions", "Options", "make_options"]
 
 
+PADDING = "computed", "unused"
+"""What forward returns of tokens that a mask hides from all."""
 FREEZE = "keep", "release"
 """The model's own weights, once there are others that are laid out for the machine."""
 Change = Callable[[tuple[Pass, ...]], Sequence[Pass | str]]
@@ -45,6 +48,7 @@ class Options:
     min_scores: int | None = None
     consistent: bool = False
     freeze: str = ""
+    padding: str = "computed"
     devices: OneDevice = ONE
     later: tuple[str, ...] = RESULTS
 
@@ -80,9 +84,13 @@ class Options:
         """The passes for a model without a cache."""
         steps = self.passes
         if not isinstance(steps, tuple):
-            made = {"consistent": self.consistent, "freeze": self.freeze, **self.devices.passes()}
-            steps = self._changed(order(self.backend, self.absorb, **made))
-        own = (FuseTokenWise.name,) if self.inductor and self.passes is None else ()
+            made: dict[str, Any] = {
+                "consistent": self.consistent,
+                "freeze": self.freeze,
+                "padding": self.padding,
+            }
+            steps = self._changed(order(self.backend, self.absorb, **made, **self.devices.passes()))
+        own = (SkipPadding.name, FuseTokenWise.name) if self.inductor and self.passes is None else ()
         return without(waiting_at_most(steps, self.later), (*self.disable, *own))
 
     def decoder_pipeline(self, rounded: str = "") -> tuple[Pass, ...]:
@@ -132,6 +140,7 @@ class CompileOptions(TypedDict, total=False):
     min_scores: int | None
     consistent: bool
     freeze: bool | str
+    padding: str
     mesh: Any
     shard: ShardConfig | None
 
@@ -150,6 +159,8 @@ def make_options(
     freeze = given.get("freeze", False)
     if freeze not in (False, True, "", *FREEZE):
         raise ValueError(f"freeze must be False, True or 'release', found {freeze!r}.")
+    if given.get("padding", PADDING[0]) not in PADDING:
+        raise ValueError(f"padding must be {' or '.join(map(repr, PADDING))}, found {given['padding']!r}.")
     given["freeze"] = "keep" if freeze is True else freeze or ""
     mesh, shard = given.pop("mesh", None), given.pop("shard", None)
     folder = given.get("dump") or os.environ.get("ATTNGRAPH_DUMP")

@@ -94,6 +94,7 @@ class SavedOptions:
     strict: bool
     consistent: bool
     freeze: str
+    padding: str
     absorb: str
     disable: tuple[str, ...]
     passes: tuple[str, ...]

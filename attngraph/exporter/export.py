@@ -36,6 +36,7 @@ from attngraph.ir.ops.cached_attention import Store
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 from attngraph.passes.reassociate_linear import ReassociateLinear
+from attngraph.passes.skip_padding import SkipPadding
 from attngraph.passes.tabulate_scores import TabulateScores
 from attngraph.passes.tidy import Tidy
 from attngraph.report.entries import Missed
@@ -105,7 +106,8 @@ def export(
 
 def plain_options(options: Options, *more: str) -> Options:
     """The options with the passes alone that find attention; kernels are chosen by whoever runs the file."""
-    left_out = (AbsorbMLA.name, ReassociateLinear.name, TabulateScores.name, FuseTokenWise.name, *more)
+    more = (SkipPadding.name, FuseTokenWise.name, *more)
+    left_out = (AbsorbMLA.name, ReassociateLinear.name, TabulateScores.name, *more)
     return dataclasses.replace(
         options, backend="reference", inductor=False, dump=None, disable=(*options.disable, *left_out),
         later=("attribute",),

@@ -8,8 +8,8 @@ BACKENDS = ("auto", "cpu", "triton", "gluon", "gluon_unordered", "reference")
 ABSORB = ("auto", "always", "never", "fold")
 PASSES = (
     "canonicalize", "fuse-attention", "merge-heads", "absorb-mla", "reassociate-linear", "tabulate-scores",
-    "fuse-token-wise", "select-kernels", "shard-heads", "shard-tokens", "insert-kv-cache", "divide-cache",
-    "tidy", "quantised-linear", "order-sums", "freeze-weights", "quantise-cache",
+    "skip-padding", "fuse-token-wise", "select-kernels", "shard-heads", "shard-tokens", "insert-kv-cache",
+    "divide-cache", "tidy", "quantised-linear", "order-sums", "freeze-weights", "quantise-cache",
 )  # fmt: skip
 """The names of what `attngraph.passes.PASSES` has."""
 FORMATS, FALLBACKS = ("pt2", "onnx"), ("sdpa", "eager")

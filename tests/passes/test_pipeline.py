@@ -34,7 +34,7 @@ aten = torch.ops.aten
 def test_the_default_pipeline_reads_in_order_and_ends_lowered(captured: ProgramGraph) -> None:
     assert [p.name for p in DEFAULT_PIPELINE] == [
         "canonicalize", "fuse-attention", "merge-heads", "absorb-mla", "reassociate-linear",
-        "tabulate-scores", "fuse-token-wise", "select-kernels",
+        "tabulate-scores", "skip-padding", "fuse-token-wise", "select-kernels",
     ]  # fmt: skip
     for before, after in itertools.pairwise(DEFAULT_PIPELINE):
         assert before.yields == after.requires
