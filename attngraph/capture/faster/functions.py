@@ -145,24 +145,19 @@ class Recording:
     def _told(self) -> Any:
         number = {node: place for place, node in enumerate(self.nodes)}
 
-        def told(value: Any) -> Any:
-            if isinstance(value, fx.Node):
-                if value in number:
-                    return "node", number[value]
-                if _stands_for_all(value):
-                    return value.op, _layout(value.meta.get("val"))
-                return "operand", self.operands[value]
-            if isinstance(value, (list, tuple)):
-                return tuple(map(told, value))
-            if isinstance(value, dict):
-                return tuple((k, told(v)) for k, v in value.items())
-            return type(value), repr(value)
+        def told(node: fx.Node) -> Any:
+            if node in number:
+                return "node", number[node]
+            return (node.op, layout(node)) if _stands_for_all(node) else ("operand", self.operands[node])
 
-        each = [
-            (n.target, told(n.args), told(n.kwargs), _layout(n.meta.get("val")), n.meta.get("stack_trace"))
-            for n in self.nodes
-        ]
-        return each, told(self.made), described(self.result.parts), self.result.kind
+        def layout(node: fx.Node) -> Any:
+            return _layout(node.meta.get("val"))
+
+        def operands(node: fx.Node) -> Any:
+            return described(fx.map_arg((node.args, node.kwargs), told))
+
+        each = [(n.target, operands(n), layout(n), n.meta.get("stack_trace")) for n in self.nodes]
+        return each, fx.map_arg(self.made, told), described(self.result.parts), self.result.kind
 
     def repeat(self, tracer: Any, call: Call) -> Any:
         """Record the same for other operands, and return the result of the call. If the trace does not follow

@@ -22,16 +22,11 @@ from torch.fx.experimental.proxy_tensor import _AttrProxy
 
 from attngraph.capture.state import kinds as K
 from attngraph.capture.state.kinds import Place
-from attngraph.capture.state.scope import (
-    BUILT_IN,
-    EVERYTHING,
-    Scope,
-    Space,
-    functions_of,
-    nested,
-    surrounding,
-)
 from attngraph.ir import budgets
+
+from attngraph.capture.state.scope import (  # isort: skip
+    BUILT_IN, EVERYTHING, Scope, Space, functions_of, nested, surrounding,
+)  # fmt: skip
 
 _OPENED: tuple[tuple[Any, str], ...] = (
     (nn.Module, "module"), (type, "kind"), (types.ModuleType, "file"), (K.CONTAINERS, "container"),
