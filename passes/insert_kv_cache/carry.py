@@ -71,8 +71,7 @@ def take_steps(step: Step, builder: Builder, node: fx.Node, scan: TokenLoop) -> 
         for element, own, dtype in scan.taken
     ]
     given = taken, list(scan.shared), list(states), rows("starts"), rows("first"), scan.program
-    out, *after = builder.results(builder.call(loop, *given))
-    step.carried |= zip(after, states.values(), strict=True)
+    out = step.carry(builder, builder.call(loop, *given), states)
     token = tokens.space.token
     shape = (token.args[0], *tokens.meaning.shape(out)[1:])
     try:  # the program's first result as `[tokens, *variables]`
@@ -91,8 +90,7 @@ def fold(step: Step, builder: Builder, node: fx.Node, scan: RunningFold) -> tupl
     kept = dtype if scan.how in EXACT else carried_in(value.dtype)
     states = step.states(node, [(tuple(map(extent_of, scan.variables)), kept)])
     both = builder.call(running_fold, given, *states, rows("starts"), rows("first"), scan.how)
-    out, *after = builder.results(both)
-    step.carried |= zip(after, states.values(), strict=True)
+    out = step.carry(builder, both, states)
     return step.in_place(builder, builder.to(out, value.dtype), node), _note(node, scan)
 
 
@@ -168,8 +166,7 @@ class _Sums:
             across = [*(across or (None, None)), True]
         starts = self.inputs.rows("starts")
         both = call(running_sum, q, k, v, decay, *states, starts, part.inclusive, *across)
-        out, *after = self.builder.results(both)
-        self.step.carried |= zip(after, states.values(), strict=True)
+        out = self.step.carry(self.builder, both, states)
         dims = (*of_heads, *of_values)
         out = call(aten.reshape.default, out, [tokens, *(int(v.args[0].value) for v in dims)])
         return self.builder.permuted(out, [0, *(1 + dims.index(v) for v in variables)])

@@ -41,33 +41,28 @@ _OF_KINDS = frozenset({aten.isnan.default, aten.isinf.default, aten.isfinite.def
 
 def look_back(step: Step, builder: Builder, node: fx.Node, scan: Window) -> tuple[fx.Node, str]:
     """A `Rewrite` of windows of tokens."""
-    assert scan.latest is not None
-    tokens, rows, back = step.tokens, step.inputs.rows, scan.latest - 1
-
-    def places(order: Any, row: Any) -> Any:
-        """Where each new token stands in the longer sequence, `[N]`."""
-        return order + (row + 1) * back
-
-    place = builder.trace(places, _in_order(step, builder), rows("row"))
-    longer: dict[fx.Node, fx.Node] = {}
-    for operand in scan.operands:
-        longer[operand] = _longer(step, builder, operand, place, back)
+    longer, place = _longer(step, builder, scan)
     if scan.formula is None:  # the model's own operations on the longer sequence
-        done = rerun(tokens, builder, scan.region, longer)
-        new = builder.call(aten.index_select.default, done[node], tokens.token_dim(node), place)
+        done = rerun(step.tokens, builder, scan.region, longer)
+        new = builder.call(aten.index_select.default, done[node], step.tokens.token_dim(node), place)
     else:
         new = _WithEarlier(step, builder, node, scan.formula, longer, place).write()
     return new, f"{op_name(node)} at {source_of(node)} is computed from the last {scan.latest} tokens"
 
 
-def _longer(step: Step, builder: Builder, operand: fx.Node, place: fx.Node, back: int) -> fx.Node:
-    """New tokens with those before them; `place`: where each stands then."""
-    pages, store = step.kept.pages_of(builder, operand)
-    rows, dims = step.inputs.rows, (step.tokens.row_dim(operand), step.tokens.token_dim(operand))
-    return builder.call(
-        with_earlier, pages, operand, step.inputs.table_of(store), rows("starts"), rows("first"), place,
-        *dims, back,
-    )  # fmt: skip
+def _longer(step: Step, builder: Builder, scan: Window | Stream) -> tuple[dict[fx.Node, fx.Node], fx.Node]:
+    """The operands' new tokens with those before them, and where each new one stands then, `[N]`."""
+    assert scan.latest is not None
+    tokens, rows, back = step.tokens, step.inputs.rows, scan.latest - 1
+    place = builder.trace(lambda n, row: n + (row + 1) * back, _in_order(step, builder), rows("row"))
+    longer: dict[fx.Node, fx.Node] = {}
+    for operand in scan.operands:
+        pages, store = step.kept.pages_of(builder, operand)
+        longer[operand] = builder.call(
+            with_earlier, pages, operand, step.inputs.table_of(store), rows("starts"), rows("first"), place,
+            tokens.row_dim(operand), tokens.token_dim(operand), back,
+        )  # fmt: skip
+    return longer, place
 
 
 def _in_order(step: Step, builder: Builder) -> fx.Node:
@@ -170,11 +165,7 @@ def run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> tup
     where = f"{op_name(node)} at {source_of(node)}"
     try:
         new = _run_again(step, builder, node, scan)
-    except (
-        NoSize,
-        NotWritten,
-        RuntimeError,
-    ) as problem:  # torch may not follow the operations for such sizes
+    except (NoSize, NotWritten, RuntimeError) as problem:  # torch may not follow them for such sizes
         raise NoDecoderError(
             f"{where}: it is computed from all earlier tokens, and what computes it cannot be traced for "
             "sequences of any length."
@@ -184,11 +175,10 @@ def run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> tup
     step.anew.append(f"{source_of(node)}{seen}{chosen}")
     if node in step.tokens.assumed:
         step.assumed.append(f"{where} ({step.tokens.assumed[node]})")
+    until = f"; that it looks back alone was seen at numbers of tokens up to {scan.seen}" * bool(scan.seen)
     return new, (
         f"{where} is computed for the new tokens by the model's own operations, on what is kept of all "
-        "tokens before, one row after the other"
-        + f"; that it looks back alone was seen at numbers of tokens up to {scan.seen}"
-        * bool(scan.seen)
+        f"tokens before, one row after the other{until}"
     )
 
 
@@ -199,16 +189,12 @@ def _chooses(scan: History) -> bool:
     for node in (*scan.operands, *(n for n in scan.region if n not in moving)):
         if node in scan.operands or not moving.isdisjoint(node.all_input_nodes):
             moving.add(node)
-            kinds = {
-                t.is_floating_point() for t in pytree.tree_leaves(node.meta["val"]) if hasattr(t, "dtype")
-            }
-            if kinds >= {True}:
+            tensors = (t for t in pytree.tree_leaves(node.meta["val"]) if hasattr(t, "dtype"))
+            kinds = {t.is_floating_point() for t in tensors}
+            if True in kinds:
                 floating.add(node)
-            if (
-                False in kinds
-                and not floating.isdisjoint(node.all_input_nodes)
-                and node.target not in _OF_KINDS
-            ):
+            decides = False in kinds and node.target not in _OF_KINDS
+            if decides and not floating.isdisjoint(node.all_input_nodes):
                 return True
     return False
 
@@ -297,13 +283,8 @@ def _dtype(node: fx.Node) -> str:
 
 def add_blocks(step: Step, builder: Builder, node: fx.Node, scan: Stream) -> tuple[fx.Node, str]:
     """A `Rewrite` of streams: entries of the blocks that new tokens complete."""
-    tokens, rows, back = step.tokens, step.inputs.rows, scan.latest - 1
-
-    def places(order: Any, row: Any) -> Any:
-        return order + (row + 1) * back
-
-    place = builder.trace(places, _in_order(step, builder), rows("row"))
-    every = {operand: _longer(step, builder, operand, place, back) for operand in scan.operands}
+    tokens, rows = step.tokens, step.inputs.rows
+    every, _ = _longer(step, builder, scan)
     writer = BlockWriter(tokens, scan.region, scan.operands, scan.size)
     program = writer.program(writer.of_all(node))
     longer, dims = [every[n] for n in writer.whole], [tokens.token_dim(n) for n in writer.whole]

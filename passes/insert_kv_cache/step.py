@@ -119,10 +119,8 @@ class KeptValues:
         operands = [o for node in readers for o in self._operands(node)]
         kept = self._cut(operands)
         for number, value in enumerate(kept):
-            users = [n for n in readers for o in self._operands(n) if value in self._path(o, kept)]
-            windows = [
-                self._window(n, o) for n in users for o in self._operands(n) if value in self._path(o, kept)
-            ]
+            uses = [(n, o) for n in readers for o in self._operands(n) if value in self._path(o, kept)]
+            windows = [self._window(*use) for use in uses]
             window = None if None in windows else max(w for w in windows if w is not None)
             row, token = self.tokens.row_dim(value), self.tokens.token_dim(value)
             if token is None or self._bytes_per_token(value) is None:
@@ -134,8 +132,8 @@ class KeptValues:
             shape = [n if isinstance(n, int) and not digits else 0 for n, digits in extents]
             if row is None:  # no batch dimension: the dimension of pages is added in front
                 shape, row, token = [0, *shape], 0, token + 1
-            label = (users and module_of(users[0])) or source_of(value)
-            about = tuple(shape), row, token, value.meta["val"].dtype, window, label, len(users)
+            label = (uses and module_of(uses[0][0])) or source_of(value)
+            about = tuple(shape), row, token, value.meta["val"].dtype, window, label, len(uses)
             scan = self.tokens[value].scan
             size = scan.size if isinstance(scan, Stream) else 1
             self.stores[value] = Store(f"kept{number}", *about, size=size)
@@ -311,6 +309,12 @@ class Step:
             for place, (shape, dtype) in enumerate(wanted)
         ]
         return {self.inputs.carried(each): each for each in about}
+
+    def carry(self, builder: Builder, several: fx.Node, states: dict[fx.Node, Carried]) -> fx.Node:
+        """The first of several results; the others are the next of these states."""
+        out, *after = builder.results(several)
+        self.carried |= zip(after, states.values(), strict=True)
+        return out
 
     def in_place(self, builder: Builder, value: fx.Node, node: fx.Node) -> fx.Node:
         """A value `[tokens, ...]`, whose other dimensions are in order, with the dimensions of a node."""
