@@ -13,7 +13,7 @@ Used by `look_back`.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,17 +157,25 @@ class OwnWriter(Writer):
             return _numbered("t", self.new, node)
         key = node, axes
         if key not in self._made:
-            before = [len(n) for n in (self.lines, self.whole, self.new, self.shared, self.read)]
-            made = dict(self._made)
             try:
-                self._made[key] = self._of_own(node, axes)
+                with self._attempt():
+                    self._made[key] = self._of_own(node, axes)
             except _NotOwn:
-                self._made = made
-                every: list[list[Any]] = [self.lines, self.whole, self.new, self.shared, self.read]
-                for values, count in zip(every, before, strict=True):
-                    del values[count:]
                 self._made[key] = self._picked(self.of_all(node), axes)
         return self._made[key]
+
+    @contextlib.contextmanager
+    def _attempt(self) -> Iterator[None]:
+        """Where the body raises, nothing that it wrote stays."""
+        every: list[list[Any]] = [self.lines, self.whole, self.new, self.shared, self.read]
+        before, made = [*map(len, every)], dict(self._made)
+        try:
+            yield
+        except BaseException:
+            self._made = made
+            for values, count in zip(every, before, strict=True):
+                del values[count:]
+            raise
 
     def _picked(self, name: str, axes: Axes) -> str:
         place = self.space.place(axes, self.space.token)
@@ -201,11 +209,7 @@ class OwnWriter(Writer):
         return self.line(f"{self._made[key]}[{node.args[1]}]")
 
     def _attention(
-        self,
-        node: fx.Node,
-        place: Any,
-        roles: Mapping[fx.Node, Axes | None],
-        operand: Callable[[fx.Node], str],
+        self, node: fx.Node, place: Any, roles: Mapping[fx.Node, Axes | None], operand: Callable[..., str]
     ) -> str:
         """One of the results of an attention of new queries, which stand behind all earlier ones; its one
         result, if it attends to latents."""
@@ -233,24 +237,18 @@ class OwnWriter(Writer):
             given = [*map(operand, (view.q, view.latent)), *ups, str([*view.values]), lists]
             return self.line(f"{node.target}({', '.join(given)}, {str(program)!r}, {view.absorb!r})")
         if place == 0 and any(hiding(program)) and all(map(_keeps_zero, statements)):
-            with contextlib.suppress(NotWritten):
-                return self._at_chosen(view, operand(view.q), lists, repr(str(program)))
+            asking = operand(view.q)
+            with contextlib.suppress(NotWritten, Unliftable), self._attempt():
+                return self._at_chosen(view, asking, lists, repr(str(program)))
         call = ", ".join([*map(operand, (view.q, view.k, view.v)), lists, repr(str(program)), "''"])
         return self.line(f"{self.line(f'{node.target}({call})')}[{place}]")
 
     def _at_chosen(self, view: nodes.Attention, query: str, lists: str, program: str) -> str:
-        """Attention to the keys alone that its masks leave. Raises `NotWritten`: keys and values are no views
-        of operands."""
-        known, read, made = len(self.lines), len(self.read), dict(self._made)
-        keys = self.meaning.shape(view.k)[2]
-        count = self.number(keys, "tokens")
+        """Attention to the keys alone that its masks leave. Raises `NotWritten` or `Unliftable`: keys and
+        values are no views of operands."""
+        count = self.number(self.meaning.shape(view.k)[2], "tokens")
         places = self.line(f"attngraph.visible_keys.default({query}, {count}, {lists}, {program})")
-        try:
-            k, v = (self._chosen(n, 2, places) for n in (view.k, view.v))
-        except (NotWritten, Unliftable) as problem:
-            del self.lines[known:], self.read[read:]
-            self._made = made
-            raise NotWritten(str(problem)) from problem
+        k, v = (self._chosen(n, 2, places) for n in (view.k, view.v))
         return self.line(f"attngraph.attention_at.default({query}, {k}, {v}, {places}, {lists}, {program})")
 
     def _chosen(self, node: fx.Node, dim: int, places: str) -> str:
@@ -328,9 +326,8 @@ class OwnWriter(Writer):
         for other in given:
             if other not in found:  # asked for its shape, or for its dtype
                 found[other] = axes if self.meaning.shape(other) == shape else None
-        if not any(found.values()) and any(
-            self.space.counts_tokens(n) for other in given for n in self.meaning.shape(other)
-        ):
+        extents = (n for other in given for n in self.meaning.shape(other))
+        if not any(found.values()) and any(map(self.space.counts_tokens, extents)):
             raise _NotOwn  # of all tokens it makes something for all
         return found
 
@@ -340,9 +337,7 @@ class OwnWriter(Writer):
             row = () if self.space.row is None else (self.space.row,)
             joined = ((self.space.token,), (*row, self.space.token), row)
             digits = next((d for d in joined if d and index is recombined(d)), ())
-            if not digits and self.space.token in set(outside_reads(index)):
-                raise _NotOwn
-            if not digits and self.space.token in index.free:
+            if not digits and self.space.token in {*outside_reads(index), *index.free}:
                 raise _NotOwn
             found.append(digits)
         has_tokens = any(self.space.token in digits for digits in found)
@@ -364,10 +359,8 @@ class OwnWriter(Writer):
         try:
             read = self.meaning.read(node, at)
             lifted = self.meaning.lift(read, lambda r: self.tokens.facts.of_sizes(r.value))
-            if any(
-                self.tokens.facts.get(r.value) is None or not self.tokens[r.value].is_shared
-                for r in E.reads(lifted)
-            ):
+            facts = [self.tokens.facts.get(r.value) for r in E.reads(lifted)]
+            if any(f is None or not f.is_shared for f in facts):
                 raise _NotOwn
             fact = Fact(Kind.POSITION, axes, formula=lifted)
             result = ByIndex(builder, self.tokens, node, fact, self.positions).write()
@@ -416,9 +409,7 @@ class BlockWriter(Writer):
             name = self._from_the_beginning(node)
             for dim, extent in enumerate(self.meaning.shape(node)):
                 if self.space.counts_tokens(extent):
-                    of_tokens = extent is self.space.tokens or extent is M.mul(
-                        self.of_blocks, E.const(self.block)
-                    )
+                    of_tokens = extent in (self.space.tokens, M.mul(self.of_blocks, E.const(self.block)))
                     if not of_tokens and extent is not self.of_blocks:
                         raise NotWritten(f"%{node.name}")
                     name = self.line(f"aten.index_select.default({name}, {dim}, p{0 if of_tokens else 1})")
