@@ -62,9 +62,8 @@ def of_places(captured: ProgramGraph, length: str, count: int) -> tuple[ProgramG
         return None
     new = {old: size.node.expr for old, size in rewriting.symbols.items()}
     sizes = {old: formula - count if old == length else formula for old, formula in new.items()}
-    graph.conditions = tuple(
-        c.xreplace({s: sizes[str(s)] for s in c.free_symbols}) for c in graph.conditions
-    )  # fmt: skip
+    told = (c.xreplace({s: sizes[str(s)] for s in c.free_symbols}) for c in graph.conditions)
+    graph.conditions = tuple(told)
     hints = {**graph.hints, length: graph.hints[length] + count}
     graph.hints = {str(new[old]): hint for old, hint in hints.items()}
     graph.clean()
@@ -91,7 +90,9 @@ class _Rewriting:
         new = {E.size(old): size_expression(size) for old, size in self.symbols.items()}
         self.places_now = new[self.old]
         self.now = {**new, self.old: M.sub(self.places_now, E.const(count))}
-        """The captured graph's sizes in those of the new one."""
+        """The captured graph's sizes in those of the new one, for what does not follow from tokens."""
+        self.of_places = {**self.now, self.old: self.places_now, self.places: self.places_now}
+        """The same for what does: the number of tokens is that of the places."""
 
     def _shape(self, node: fx.Node) -> tuple[Any, ...]:
         value = node.meta.get("val")
@@ -156,7 +157,7 @@ class _Rewriting:
         args, kwargs = node.args, node.kwargs
         for of_tokens in readings:
             made = {size: self._size(size, of_tokens) for size in sizes}
-            node.args, node.kwargs = _replaced((args, kwargs), made)
+            node.args, node.kwargs = fx.map_arg((args, kwargs), lambda n: made.get(n, n))  # noqa: B023
             try:
                 node.meta["val"] = infer(node.target, node.args, dict(node.kwargs), self.mode)
                 return self._require(node, node.meta["val"], node in self.of_tokens)
@@ -199,11 +200,10 @@ class _Rewriting:
         return M.mod(place, self.old)
 
     def _size(self, node: fx.Node, of_tokens: bool) -> Any:
-        """A size in the new graph: for what follows from tokens, their number is that of the places."""
+        """A size in the new graph."""
         formula = size_expression(node.meta["val"])
         if (formula, of_tokens) not in self._sizes:
-            now = {**self.now, self.old: self.places_now, self.places: self.places_now}
-            made = self.top.size(_with(formula, now if of_tokens else self.now))
+            made = self.top.size(_with(formula, self.of_places if of_tokens else self.now))
             if not isinstance(made, fx.Node):
                 raise _NotOfPlaces
             self._sizes[formula, of_tokens] = made
@@ -214,10 +214,9 @@ class _Rewriting:
         they had."""
         if not isinstance(value, Tensor):
             return
-        now = {**self.now, self.old: self.places_now, self.places: self.places_now}
         for extent, before in zip(map(size_expression, value.shape), self.shapes[node], strict=True):
-            one = _with(before, now if of_tokens else self.now)
-            of_both = of_tokens and before not in now
+            one = _with(before, self.of_places if of_tokens else self.now)
+            of_both = of_tokens and before not in self.of_places
             if extent is not one and not (of_both and extent is _with(before, self.now)):
                 raise _NotOfPlaces
 
@@ -250,10 +249,10 @@ class _Rewriting:
         if value not in self._alone:
             build, made = Builder(self.graph, value), dict[fx.Node, Any]()
             for n in value.all_input_nodes:
-                size = size_expression(n.meta["val"]) if is_size(n) else None
-                made[n] = (
-                    self._of_one_row(n) if size is None else self.top.size(_with(size, {self.rows: E.ONE}))
-                )
+                if is_size(n):
+                    made[n] = self.top.size(_with(size_expression(n.meta["val"]), {self.rows: E.ONE}))
+                else:
+                    made[n] = self._of_one_row(n)
             self._alone[value] = build.again(value, lambda n: made[n])
         return self._alone[value]
 
@@ -305,11 +304,9 @@ class _Rewriting:
         build = Builder(self.graph, user)
         if value.target not in _VIEWS and torch.Tag.pointwise not in getattr(value.target, "tags", ()):
             return self._by_formula(value, build)
-        given: dict[fx.Node, Any] = {
-            n: self._now(n) if is_size(n) else self._pad(n, user) for n in value.all_input_nodes
-        }
+        now = {n: self._now(n) if is_size(n) else self._pad(n, user) for n in value.all_input_nodes}
         try:
-            made = build.again(value, given.__getitem__)
+            made = build.again(value, now.__getitem__)
             self.shapes[made] = self.shapes[value]
             self._require(made, made.meta["val"], True)
         except (_NotOfPlaces, RuntimeError):
@@ -320,10 +317,8 @@ class _Rewriting:
         at = tuple(E.var(f"place {dim}", extent) for dim, extent in enumerate(self.shapes[value]))
         node = self.captured.get(value)
         element = node and tried(lambda: self.meaning.lift(self.meaning.read(node, at), lambda _: True))
-        computed = (
-            n for n in E.walk(element or E.ZERO) if n.kind == "float" and n.op not in ("const", "where")
-        )
-        if not element or next(computed, None) is not None:
+        floats = (n for n in E.walk(element or E.ZERO) if n.kind == "float")
+        if not element or any(n.op not in ("const", "where") for n in floats):
             return None
         vectors = []
         for extent in self.shapes[value]:
@@ -340,8 +335,7 @@ class _Rewriting:
 
     def _count(self, extent: Expr) -> Any:
         """How many entries a dimension has at all places."""
-        now = {**self.now, self.old: self.places_now, self.places: self.places_now}
-        return self.top.size(_with(extent, now))
+        return self.top.size(_with(extent, self.of_places))
 
 
 class _AtPlaces(Writer):
@@ -361,10 +355,6 @@ class _AtPlaces(Writer):
 
     def read(self, node: Expr) -> fx.Node:
         raise NotWritten(f"{node!r}")
-
-
-def _replaced(operands: Any, made: Mapping[fx.Node, fx.Node]) -> Any:
-    return fx.map_arg(operands, lambda n: made.get(n, n))
 
 
 def _with(formula: Expr, sizes: Mapping[Expr, Expr]) -> Expr:
