@@ -54,12 +54,8 @@ def _staged(graph: ProgramGraph) -> Problems:
         given = set() if first is None else {o.name for o in first.outputs}
         taken = () if then is None else then.inputs
         for missing in {i.name for i in taken if i.kind == rate.value} - given:
-            source = (
-                f"no stage of rate {rate.value}"
-                if rate in BEFORE
-                else f"no result for the stage {rate.value}"
-            )
-            yield f"{missing}: {source} gives it"
+            source = "no stage of rate" if rate in BEFORE else "no result for the stage"
+            yield f"{missing}: {source} {rate.value} gives it"
         if stage is not None:
             if stage.level is not graph.level:
                 yield f"the stage {rate.value} is at level {stage.level.name}, not {graph.level.name}"
@@ -102,10 +98,8 @@ def _with_kernels(graph: ProgramGraph) -> Problems:
     for node in graph.graph.nodes:
         found = nodes.view(node)
         if isinstance(found, nodes.Attention) and found.kernel not in KERNELS:
-            chosen = (
-                f"no kernel is called {found.kernel!r}" if found.kernel else "no kernel was chosen for it"
-            )
-            yield f"{node}: {chosen}"
+            named = f"no kernel is called {found.kernel!r}"
+            yield f"{node}: {named if found.kernel else 'no kernel was chosen for it'}"
 
 
 PROMISES: dict[Level, tuple[Callable[[ProgramGraph], Problems], ...]] = {
@@ -177,25 +171,18 @@ def _check_shape(node: fx.Node) -> None:
 
 def seen(graph: ProgramGraph) -> list[Any]:
     """All objects that the graph's text and its promises follow from."""
-    return list(_parts(graph))
+    found = [graph.level, graph.inputs, graph.outputs, graph.conditions, graph.gradients, graph.state]
+    for table in (graph.constants, graph.values, graph.hints):
+        found += [*table, *table.values()]
+    found += [graph.ranks, *sorted(graph.assumed)]
+    for node in graph.graph.nodes:
+        found += [node, node.target, node.args, node.kwargs, *node.meta.values()]
+    for rate, stage in graph.stages.items():
+        found += [rate, *seen(stage)]
+    return found
 
 
 def is_unchanged(before: list[Any], graph: ProgramGraph) -> bool:
     """Whether it still consists of the same objects."""
     now = seen(graph)
     return len(now) == len(before) and all(map(operator.is_, before, now))
-
-
-def _parts(graph: ProgramGraph) -> Iterator[Any]:
-    yield graph.level
-    yield from (graph.inputs, graph.outputs, graph.conditions, graph.gradients, graph.state, graph.ranks)
-    for table in (graph.constants, graph.values, graph.hints):
-        yield from table
-        yield from table.values()
-    yield from sorted(graph.assumed)
-    for node in graph.graph.nodes:
-        yield from (node, node.target, node.args, node.kwargs)
-        yield from node.meta.values()
-    for rate, stage in graph.stages.items():
-        yield rate
-        yield from _parts(stage)
