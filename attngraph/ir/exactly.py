@@ -43,11 +43,7 @@ def in_float64(target: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         found = target(*args, **kwargs)
         is_default = isinstance(found, Tensor) and found.dtype == torch.get_default_dtype() != torch.float64
-        if (
-            not is_default
-            or not isinstance(target, torch._ops.OpOverload)
-            or not is_of_integers((args, kwargs))
-        ):
+        if not (is_default and isinstance(target, torch._ops.OpOverload) and is_of_integers((args, kwargs))):
             return found
         return from_integers(target, list(args), dict(kwargs), torch.float64)
 

@@ -122,9 +122,7 @@ _ATEN = frozenset(
     _weight_norm _weight_norm_interface
     """.split()  # noqa: SIM905
 )
-_PLAIN = frozenset(
-    ("Tensor", "number", "int", "SymInt", "float", "bool", "str", "Device", "Scalar", "Generator")
-)
+_PLAIN = frozenset("Tensor number int SymInt float bool str Device Scalar Generator".split())  # noqa: SIM905
 
 
 @functools.lru_cache(maxsize=4096)

@@ -56,9 +56,8 @@ def made(kind: Any, data: Any, name: str = "it") -> Any:
         )  # fmt: skip
         if every is None or len(every) != len(data):
             raise ValueError(f"{name} is no list of its length: {data!r:.80}")
-        return tuple(
-            made(k, value, f"{name}[{n}]") for n, (k, value) in enumerate(zip(every, data, strict=True))
-        )
+        entries = enumerate(zip(every, data, strict=True))
+        return tuple(made(k, value, f"{name}[{n}]") for n, (k, value) in entries)
     if typing.get_origin(kind) is dict:
         if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
             raise ValueError(f"{name} is no mapping of names: {data!r:.80}")

@@ -232,6 +232,11 @@ def tensors_in(args: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def are_wide(tensors: Sequence[Tensor]) -> bool:
+    """Whether programs are run in float64: where a tensor is in it."""
+    return any(t.dtype == torch.float64 for t in tensors)
+
+
 def has_tangent(args: Any) -> bool:
     """Whether forward-mode differentiation is carried on through one of these arguments."""
     # torch.compile enters the level without setting its number in Python. There is only level 0.

@@ -182,6 +182,5 @@ def bytes_exchanged(
     return others * width * dtype.itemsize, others * (value_width * dtype.itemsize + sums)
 
 
-EXCHANGING.update(
-    (torch.ops.attngraph.divided_attention.default, torch.ops.attngraph.divided_latent_attention.default)
-)
+_OPS = torch.ops.attngraph
+EXCHANGING |= {_OPS.divided_attention.default, _OPS.divided_latent_attention.default}

@@ -26,7 +26,7 @@ as many as the open block and `before` more blocks have. The program gets of the
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,19 +35,13 @@ from torch import Tensor
 
 from attngraph.ir.language.step_program import parse_row
 from attngraph.ir.ops.cached_attention import numbers_of
-from attngraph.ir.ops.declare import INSTEAD, declare
+from attngraph.ir.ops.declare import INSTEAD, are_wide, declare
 
 
 def _result(tensors: Sequence[Tensor], shape: Sequence[int], count: Any, dtype: str) -> Tensor:
     like = next(t for t in tensors if t.is_floating_point())
-    return like.new_zeros(
-        [count if n == 0 else n for n in shape], dtype=getattr(torch, dtype) if dtype else like.dtype
-    )
-
-
-def _program(text: str, given: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
-    """The program, in float64 where the tensors are in float64."""
-    return parse_row(text, any(t.dtype == torch.float64 for t in given))
+    kind = getattr(torch, dtype) if dtype else like.dtype
+    return like.new_zeros([count if n == 0 else n for n in shape], dtype=kind)
 
 
 class Stored(NamedTuple):
@@ -84,7 +78,7 @@ def each_row(
     tables: list[Tensor], starts: Tensor, held: Tensor, positions: Tensor, program: str, dims: list[int],
     sizes: list[int], least: int, shape: list[int], dtype: str,
 ) -> Tensor:  # fmt: skip
-    run, of_whole = _program(program, [*new, *whole, *read]), dims[len(new) :]
+    run, of_whole = parse_row(program, are_wide([*new, *whole, *read])), dims[len(new) :]
     of_read = zip(read, pages, tables, of_whole[len(whole) :], sizes[len(whole) :], strict=True)
     stored = [Stored(*about) for about in of_read]
     out = _result([*new, *whole, *read], shape, positions.shape[0], dtype)
@@ -95,10 +89,8 @@ def each_row(
             continue
         tokens = max(first + count, least)
         own = [x.narrow(dim, begin, count) for x, dim in zip(new, dims, strict=False)]
-        every = [
-            _as_long(x[row : row + 1], dim, tokens // size)
-            for x, dim, size in zip(whole, of_whole, sizes, strict=False)
-        ]
+        places = zip(whole, of_whole, sizes, strict=False)
+        every = [_as_long(x[row : row + 1], dim, tokens // size) for x, dim, size in places]
         kept = [partial(each.at, row, begin, end, first) for each in stored]
         (found,) = run(tokens, count, first, own, every, shared, [positions[begin:end]], kept)
         out.narrow(place, begin, count).copy_(found)
@@ -110,9 +102,8 @@ def _as_long(tensor: Tensor, dim: int, length: int) -> Tensor:
     more = length - tensor.shape[dim]
     if more <= 0:
         return tensor.narrow(dim, 0, length)
-    return torch.cat(
-        [tensor, tensor.new_zeros([more if d == dim else n for d, n in enumerate(tensor.shape)])], dim
-    )
+    shape = [more if d == dim else n for d, n in enumerate(tensor.shape)]
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
 @declare(fake=lambda a: _result(a.longer, a.shape, a.positions.shape[0], a.dtype), derivatives=INSTEAD)
@@ -120,7 +111,7 @@ def each_block(
     longer: list[Tensor], shared: list[Tensor], starts: Tensor, held: Tensor, positions: Tensor, program: str,
     dims: list[int], size: int, before: int, shape: list[int], dtype: str,
 ) -> Tensor:  # fmt: skip
-    run, back = _program(program, longer), (before + 1) * size - 1
+    run, back = parse_row(program, are_wide(longer)), (before + 1) * size - 1
     out, place = _result(longer, shape, positions.shape[0], dtype), shape.index(0)
     spans = itertools.pairwise(numbers_of(starts))
     for row, ((begin, end), first) in enumerate(zip(spans, numbers_of(held), strict=True)):
@@ -130,10 +121,7 @@ def each_block(
         block = max(full - before, 0)
         at = begin + (row + 1) * back + block * size - first
         blocks = [x.narrow(dim, at, (last - block) * size) for x, dim in zip(longer, dims, strict=True)]
-        numbers = [
-            torch.arange(block * size, last * size, device=starts.device),
-            torch.arange(block, last, device=starts.device),
-        ]
+        numbers = [torch.arange(block * n, last * n, device=starts.device) for n in (size, 1)]
         (found,) = run((last - block) * size, last * size, block * size, [], blocks, shared, numbers, [])
         ends = torch.arange(full, last, device=starts.device) * size + (size - 1 - first + begin)
         out.index_copy_(place, ends, found.narrow(place, full - block, last - full).to(out.dtype))

@@ -20,12 +20,9 @@ from attngraph.ir.ops.declare import INSTEAD, declare
 
 
 def _shape(a: Any) -> Tensor:
-    shape = list(a.new.shape)
-    shape[0] = a.table.shape[0]
-    longest: Any = (
-        torch.library.get_ctx().new_dynamic_size(min=2) if a.as_long is None else a.as_long.shape[0]
-    )
-    shape[a.dim] = longest
+    shape: list[Any] = [a.table.shape[0], *a.new.shape[1:]]
+    longest = torch.library.get_ctx().new_dynamic_size
+    shape[a.dim] = longest(min=2) if a.as_long is None else a.as_long.shape[0]
     return a.new.new_empty(shape)  # type: ignore[no-any-return]
 
 

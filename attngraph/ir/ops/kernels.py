@@ -135,10 +135,8 @@ def attend(
     has k `[B, Hkv, Sk, D]`, v `[B, Hkv, Sk, Dv]`, the environment of its tile, and the statements that have
     no effect there."""
     products = [dot(q, k) for k, *_ in parts]
-    blocks = [
-        evaluate.scores(program, product, env, skip)
-        for product, (_, _, env, skip) in zip(products, parts, strict=True)
-    ]
+    places = zip(products, parts, strict=True)
+    blocks = [evaluate.scores(program, product, env, skip) for product, (_, _, env, skip) in places]
     top = torch.stack([b.amax(-1, keepdim=True) for b in blocks]).amax(0)
     sink = evaluate.sink(program, parts[0][2])
     if sink is not None:
@@ -216,9 +214,7 @@ class Reference(Kernel):
             return gradients([*inputs, *sources], outputs, grads)
 
 
-def gradients(
-    inputs: Sequence[Tensor], outputs: tuple[Tensor, Tensor], grads: Results
-) -> list[Tensor | None]:
+def gradients(inputs: Sequence[Tensor], outputs: Results, grads: Results) -> list[Tensor | None]:
     """Gradients of the floating inputs (zeros where there is no path), None for the others."""
     wanted = [t for t in inputs if t.requires_grad]
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]

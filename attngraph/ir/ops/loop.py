@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.ir.language.step_program import Step, parse
+from attngraph.ir.language.step_program import parse
 from attngraph.ir.ops.cached_attention import Rows, counts
-from attngraph.ir.ops.declare import INSTEAD, declare
+from attngraph.ir.ops.declare import INSTEAD, are_wide, declare
 
 RUNNERS: list[Callable[..., Tensor | None]] = []
 """In order of preference. `run(text, tokens, shared, carried, begins, counts, out)` takes `counts[r]` steps
@@ -34,7 +34,7 @@ of `text` from token `begins[r]` of each row on, and writes to `carried`. It ret
 def _shapes(a: Any) -> list[Tensor]:
     rows, count = a.first.shape[0], a.tokens[0].shape[0]
     taken = [t.new_empty((rows, *t.shape[1:])) for t in a.tokens]
-    out = _program(a.program, [*a.tokens, *a.shared]).step(rows, taken, a.shared, a.carried)[0]
+    out = parse(a.program, are_wide([*a.tokens, *a.shared])).step(rows, taken, a.shared, a.carried)[0]
     return [out.new_empty((count, *out.shape[1:])), *map(torch.empty_like, a.carried)]
 
 
@@ -43,7 +43,7 @@ def loop(
     tokens: list[Tensor], shared: list[Tensor], carried: list[Tensor], starts: Tensor, first: Tensor,
     program: str,
 ) -> list[Tensor]:  # fmt: skip
-    step = _program(program, [*tokens, *shared])
+    step = parse(program, are_wide([*tokens, *shared]))
     lengths, seen, _ = counts(Rows(first, starts, first, first))
     begins = [n == 0 for n in seen]
     rows, count = len(lengths), tokens[0].shape[0]
@@ -85,11 +85,6 @@ def _steps(
     for kept, new in zip(carried, news, strict=True):
         kept[rows] = new.to(kept.dtype)
     return out
-
-
-def _program(text: str, given: list[Tensor]) -> Step:
-    """The program, in float64 where the tensors are in float64."""
-    return parse(text, any(t.dtype == torch.float64 for t in given))
 
 
 def _own(value: Tensor, given: list[Tensor]) -> Tensor:

@@ -61,9 +61,8 @@ def _forward(schema: Any) -> Any:
     """The placements of the results and of the operands that go together."""
     q, k, _, reads, _, program, *_ = schema.args_schema
     specs = _specs(q, k, reads)
-    return _strategies(
-        schema, [[mine, mine, mine, keys, keys, *placed] for mine, keys, placed in _ways(*specs, program)], 2
-    )
+    ways = _ways(*specs, program)
+    return _strategies(schema, [[q, q, q, keys, keys, *placed] for q, keys, placed in ways], 2)
 
 
 def _specs(q: Any, k: Any, reads: Any) -> tuple[Any, Any, list[Any]]:
@@ -91,13 +90,11 @@ def _ways(q: Any, k: Any, reads: Sequence[Any], program: str) -> list[tuple[Any,
         if dims is None:
             continue
         # A dimension of one entry is the same for all rows, or all heads.
-        of_reads = [
-            whole if d is None or r.shape[d] == 1 else Shard(d) for d, r in zip(dims, reads, strict=True)
-        ]
-        even = heads % ranks == 0 if dim else True
-        if even and (not dim or kv_heads % ranks == 0):
+        pairs = zip(dims, reads, strict=True)
+        of_reads = [whole if d is None or r.shape[d] == 1 else Shard(d) for d, r in pairs]
+        if name == "b" or (heads % ranks == 0 and kv_heads % ranks == 0):
             found.append((Shard(dim), Shard(dim), of_reads))
-        elif even and kv_heads == 1:
+        elif heads % ranks == 0 and kv_heads == 1:
             found.append((Shard(dim), whole, of_reads))
     return found
 

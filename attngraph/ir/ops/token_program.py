@@ -93,10 +93,8 @@ class _TokenProgram(torch.autograd.Function):
             by_torch = are_batched(grads)
             found = reference(parse(made.program), given) if by_torch else _OP(given, made.program)
             numbers = [r.number for r in parse(made.program).results]
-            results = [
-                t.clone() if n in numbers[:p] else t
-                for p, (n, t) in enumerate(zip(numbers, found, strict=True))
-            ]
+            each = enumerate(zip(numbers, found, strict=True))
+            results = [t.clone() if n in numbers[:p] else t for p, (n, t) in each]
         values: list[Any] = [None] * len(ctx.shapes)
         for number, of in made.gradients.items():
             value = grads[of.place] if of.kind == GRADIENT else results[of.place]
@@ -135,11 +133,8 @@ _OP = torch.ops.attngraph.token_program.default
 
 def tokens_in(program: TokenProgram, given: Sequence[Tensor]) -> int:
     """The number of tokens of a call."""
-    return next(
-        tensor.shape[about.token_dim]
-        for tensor, about in zip(given, program.given, strict=True)
-        if about.token_dim is not None
-    )
+    each = zip(given, program.given, strict=True)
+    return next(t.shape[about.token_dim] for t, about in each if about.token_dim is not None)
 
 
 def floating(given: Sequence[Tensor]) -> Tensor:
