@@ -30,7 +30,7 @@ from attngraph.capture.state.fingerprint import fingerprint
 from attngraph.capture.state.ran import recorded
 from attngraph.capture.state.scope import Ran
 from attngraph.capture.state.snapshot import Snapshot
-from attngraph.capture.structure import flatten, unflatten
+from attngraph.capture.structure import Args, Named, Target, flatten, unflatten
 from attngraph.errors import CaptureError
 
 T = TypeVar("T")
@@ -40,9 +40,7 @@ TIMES = 2
 """A loop over tokens is taken to run where so many tokens take more than so many times the operations."""
 
 
-def once_settled(
-    make: Callable[[], T], target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> T:
+def once_settled(make: Callable[[], T], target: Target, args: Args, kwargs: Named) -> T:
     """What `make` makes of a capture of this call. A target that fills a table runs the call first, without
     gradients."""
     try:
@@ -54,12 +52,12 @@ def once_settled(
     return make()
 
 
-def run_first(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def run_first(target: Target, args: Args, kwargs: Named) -> None:
     with torch.no_grad():
         target(*args, **kwargs)
 
 
-def answers_alike(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def answers_alike(target: Target, args: Args, kwargs: Named) -> bool:
     """Whether the target's first call has the results of its second. Its attributes and containers are
     restored; where it writes to tensors, copies of them are there for the time of both calls."""
     leaves, spec = flatten((args, kwargs))
@@ -82,9 +80,7 @@ def answers_alike(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return len(once) == len(again) and all(map(equal, once, again))
 
 
-def fills_a_table(
-    problem: CaptureError, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def fills_a_table(problem: CaptureError, target: Target, args: Args, kwargs: Named) -> bool:
     """Whether the target could not be captured because it changes its state in its first call alone."""
     return problem.changes_state and settles(target, args, kwargs)
 
@@ -103,7 +99,7 @@ class _NoData(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def settles(target: Target, args: Args, kwargs: Named) -> bool:
     """Whether the target changes its state in its first call alone, as code does that keeps a table for later
     calls; drawing random numbers changes it in each. Runs it twice on tensors without data, as a trace would;
     the state is restored."""
@@ -122,7 +118,7 @@ def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return False
 
 
-def writes_to_tensors(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def writes_to_tensors(target: Target, args: Args, kwargs: Named) -> bool:
     """Whether a call, run on tensors without data, writes to weights or buffers; the state is restored."""
     with without_data(target, args, kwargs) as (run, _):
         tensors = _tensors(target)
@@ -133,9 +129,8 @@ def writes_to_tensors(target: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 @contextlib.contextmanager
 def without_data(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-    executed: Ran | None = None,
-) -> Iterator[tuple[Callable[[], Any], Snapshot]]:  # fmt: skip
+    target: Target, args: Args, kwargs: Named, executed: Ran | None = None
+) -> Iterator[tuple[Callable[[], Any], Snapshot]]:
     """The call on tensors without data, in the place of all that the target holds and its code reads, and the
     state before it, which is restored. `executed`: gets the code that runs."""
     leaves, spec = flatten((args, kwargs))
@@ -156,7 +151,7 @@ def without_data(
         kept.restore()
 
 
-def _tensors(target: Callable[..., Any]) -> list[Tensor]:
+def _tensors(target: Target) -> list[Tensor]:
     modules = target.modules() if isinstance(target, nn.Module) else ()
     held = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
     return [t for t in held if t is not None]
@@ -189,9 +184,8 @@ class _Counted(TorchDispatchMode):
 
 
 def extents_of_loop(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-    tokens: Collection[tuple[int, int]],
-) -> frozenset[int] | None:  # fmt: skip
+    target: Target, args: Args, kwargs: Named, tokens: Collection[tuple[int, int]]
+) -> frozenset[int] | None:
     """The extents of what the operations of a call give, if there are many more operations for many tokens;
     None if there are not, or if that cannot be told. Operations after one that needs data do not count.
     `tokens`: the dimensions, (tensor argument, dimension), that count the tokens."""
@@ -211,9 +205,7 @@ def extents_of_loop(
     return frozenset(few.extents) if more.count > more.limit > 0 else None
 
 
-def _operations(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], limit: int = 0
-) -> _Counted:
+def _operations(target: Target, args: Args, kwargs: Named, limit: int = 0) -> _Counted:
     counted = _Counted(limit)
     try:
         with without_data(target, args, kwargs) as (run, _), torch.no_grad(), counted:

@@ -29,7 +29,7 @@ from attngraph.capture.side_effects import SideEffects
 from attngraph.capture.state.ran import recorded
 from attngraph.capture.state.scope import Ran
 from attngraph.capture.state.snapshot import Snapshot
-from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
+from attngraph.capture.structure import Args, Named, Target, TreeSpec, flatten, is_value, unflatten
 from attngraph.capture.subgraphs import functions_run
 from attngraph.ir.versions import version_of
 
@@ -54,7 +54,7 @@ Repeats = Callable[[Callable[[], Any]], contextlib.AbstractContextManager[None]]
 class Trace:
     """What a trace is of, what it takes for granted, and what it recorded."""
 
-    target: Callable[..., Any]
+    target: Target
     originals: list[Tensor | None]
     """The parameters and buffers, in whose places a trace has others."""
     assumed: Assumed
@@ -95,9 +95,8 @@ class Flat(nn.Module):
     """The user's callable over a flat list of tensors."""
 
     def __init__(
-        self, target: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, assumed: Assumed,
-        repeats: Repeats,
-    ) -> None:  # fmt: skip
+        self, target: Target, leaves: Sequence[Any], spec: TreeSpec, assumed: Assumed, repeats: Repeats
+    ) -> None:
         super().__init__()
         if not isinstance(target, nn.Module):
             self.function = target
@@ -233,7 +232,7 @@ class Flat(nn.Module):
         return structure
 
 
-def _of_rows(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _of_rows(target: Target, args: Args, kwargs: Named) -> Any:
     """The target's result for a batch, each sequence of which is a call of its own: a loop in Python over the
     sequences is then one over a single one, and `torch.vmap` makes a batch of such calls."""
     leaves, spec = flatten((args, kwargs))
@@ -276,7 +275,7 @@ def _structure(
     return Structure(tree, tuple(recorded))
 
 
-def hold(holder: nn.Module, target: Callable[..., Any]) -> None:
+def hold(holder: nn.Module, target: Target) -> None:
     """Make the target, or the modules that it can reach, submodules of a module."""
     if isinstance(target, nn.Module):
         holder.model = target

@@ -10,7 +10,7 @@ import functools
 import operator
 import re
 import types
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,11 @@ from torch.utils import _pytree as pytree
 from attngraph.capture.pairs import PairRule
 
 TreeSpec = pytree.TreeSpec
+Target = Callable[..., Any]
+"""What is captured."""
+Args = tuple[Any, ...]
+Named = dict[str, Any]
+"""The arguments of a call, by position and by name."""
 
 
 class _Object:
@@ -149,10 +154,7 @@ def flatten(tree: Any, whole: Container[int] = ()) -> tuple[list[Any], TreeSpec]
     by their identity."""
     leaves, spec = pytree.tree_flatten(tree, is_leaf=(lambda x: id(x) in whole) if whole else None)
     if whole or any(map(_holds_tensors, leaves)):
-        opened = pytree.tree_map(
-            lambda leaf: _open(leaf, frozenset(), whole), tree, is_leaf=lambda x: id(x) in whole
-        )
-        leaves, spec = pytree.tree_flatten(opened, is_leaf=lambda x: id(x) in whole)
+        leaves, spec = pytree.tree_flatten(_opened(tree, frozenset(), whole), lambda x: id(x) in whole)
     return leaves, spec
 
 
@@ -216,16 +218,18 @@ def _holds_tensors(leaf: Any) -> bool:
     return False
 
 
+def _opened(tree: Any, above: frozenset[int], whole: Container[int]) -> Any:
+    """The tree with flattened objects in the places of those that hold tensors."""
+    return pytree.tree_map(lambda leaf: _open(leaf, above, whole), tree, is_leaf=lambda x: id(x) in whole)
+
+
 def _open(leaf: Any, above: frozenset[int], whole: Container[int]) -> Any:
     """The flattened object, if it holds tensors; a reference to an object that contains it stays a leaf."""
     if id(leaf) in above or id(leaf) in whole or not _holds_tensors(leaf):
         return leaf
     above |= {id(leaf)}
     attributes = attributes_of(leaf) or {}
-    values = tuple(
-        pytree.tree_map(lambda x: _open(x, above, whole), value, is_leaf=lambda x: id(x) in whole)
-        for value in attributes.values()
-    )
+    values = tuple(_opened(value, above, whole) for value in attributes.values())
     return _Object(type(leaf), tuple(attributes), values)
 
 

@@ -39,7 +39,7 @@ from attngraph.capture.sides import FIXED, Sides, SizeProblem, short_formulas
 from attngraph.capture.state.kinds import hooks_not_traced
 from attngraph.capture.state.snapshot import Snapshot
 from attngraph.capture.state.walk import Walk
-from attngraph.capture.structure import classes_in, flatten
+from attngraph.capture.structure import Args, Named, Target, classes_in, flatten
 from attngraph.capture.subgraphs import function_refusal
 from attngraph.errors import CaptureError
 from attngraph.ir.graph import Output, ProgramGraph, short_path
@@ -47,17 +47,13 @@ from attngraph.ir.graph.verify import accept
 from attngraph.ir.modes import without_collections
 
 _CHATTY = (
-    "torch._export.non_strict_utils",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch.export._trace",
+    "torch._export.non_strict_utils", "torch.fx.experimental.symbolic_shapes", "torch.export._trace",
     "torch._subclasses.fake_tensor",
-)
+)  # fmt: skip
 _PLANE, _VOLUME = (nn.Conv2d, nn.ConvTranspose2d), (nn.Conv3d, nn.ConvTranspose3d)
 
 
-def capture(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], assumed: Assumed = NOTHING
-) -> Captured:  # fmt: skip
+def capture(target: Target, args: Args, kwargs: Named, assumed: Assumed = NOTHING) -> Captured:
     """Trace one call of `target` on these inputs.
 
     Raises:
@@ -73,10 +69,7 @@ def capture(
     return _capture(target, args, kwargs, assumed, any_number=True)
 
 
-def _capture(
-    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], assumed: Assumed,
-    any_number: bool,
-) -> Captured:  # fmt: skip
+def _capture(target: Target, args: Args, kwargs: Named, assumed: Assumed, any_number: bool) -> Captured:
     """As `capture`; may raise a SizeProblem, unless a graph for `any_number` of tokens is wanted."""
     leaves, spec = flatten((args, kwargs))
     if any(isinstance(leaf, nn.Module) for leaf in leaves):
@@ -176,10 +169,8 @@ def _export(flat: Flat, tensors: tuple[Tensor, ...], any_number: bool) -> Export
     """torch.export's trace of the call, with what it cannot follow by itself replaced."""
     trace, assumed = flat.trace, flat.trace.assumed
     symbolic = assumed.symbolic - assumed.fixed
-    shapes = tuple(
-        {d: Dim.AUTO for d in _dynamic_dimensions(t, trace.target) if (place, d) not in assumed.fixed}
-        for place, t in enumerate(tensors)
-    )
+    dynamic = enumerate(_dynamic_dimensions(t, trace.target) for t in tensors)
+    shapes = tuple({d: Dim.AUTO for d in dims if (n, d) not in assumed.fixed} for n, dims in dynamic)
 
     def kept(symbols: frozenset[str]) -> bool:
         return not symbolic.isdisjoint(trace.of(symbols)) if symbolic and symbols else False
@@ -247,7 +238,7 @@ def _name_outputs(graph: ProgramGraph, kinds: Mapping[int, tuple[str, str]]) -> 
     graph.outputs = tuple(map(named, graph.outputs))
 
 
-def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
+def _refuse_what_a_graph_would_lose(target: Target) -> None:
     """Raise if torch.export would silently drop something."""
     modules = closed_over_modules(target)
     for path, kind, hook in (found for module in modules for found in hooks_not_traced(module)):
@@ -260,7 +251,7 @@ def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
         raise CaptureError("the model has lazy modules that are not initialised yet", "lazy modules")
 
 
-def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> list[int]:
+def _dynamic_dimensions(tensor: Tensor, target: Target) -> list[int]:
     """All dimensions of a tensor, except those marked by `torch._dynamo.mark_static` and, in a model with
     convolutions, the spatial ones: strides and padding lead to size formulas that are too complex for
     symbolic algebra. Other sizes of excluded dimensions get separate graphs."""
