@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from attngraph.capture.instead import replaced
 from attngraph.capture.lines import room_of
-from attngraph.capture.state.kinds import Place
+from attngraph.capture.state.kinds import MISSING, Place
 from attngraph.capture.state.snapshot import Container
 from attngraph.capture.structure import TreeSpec, attributes_of, flatten, is_value, parts_of
 
-_UNSET = object()
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _IMMUTABLE = 1 << 8
 """CPython's flag of classes whose attributes cannot be set."""
@@ -175,13 +174,13 @@ class _Watched:
 
     def __init__(self, name: str, kind: type, watched: Mapping[int, Place], watch: Watch) -> None:
         self.name, self.watched, self.watch = name, watched, watch
-        self.of_class = getattr(kind, name, _UNSET)
+        self.of_class = getattr(kind, name, MISSING)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         place = None if owner is None else self.watched.get(id(vars(owner)))
         before = self.of_class if owner is None else vars(owner).get(self.name, self.of_class)
         found = before if place is None else self.watch.value(place, before)
-        if found is _UNSET:
+        if found is MISSING:
             raise AttributeError(self.name)
         return found
 
@@ -196,7 +195,7 @@ class _Watched:
         place = self.watched.get(id(vars(owner)))
         if place is not None:
             self.watch.refused(place)
-        if vars(owner).pop(self.name, _UNSET) is _UNSET:
+        if vars(owner).pop(self.name, MISSING) is MISSING:
             raise AttributeError(self.name)
 
 
@@ -247,14 +246,13 @@ def containers(value: Any) -> Iterator[int]:
 
 Path = tuple[tuple[str, Any], ...]
 """Steps from `(args, kwargs)` to an object: ("item", key) or ("attribute", name)."""
-ABSENT = object()
 _WHOLE = slice(None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Set:
     """What forward set: the path of the object, the attribute, key or slice of it, the value, and what was
-    there before (`ABSENT`: nothing). `grows`: a list or dictionary that held something has another length."""
+    there before. `grows`: a list or dictionary that held something has another length."""
 
     path: Path
     key: Any
@@ -273,7 +271,7 @@ class Set:
     def can_be_repeated(self) -> bool:
         """Whether later calls may set it too. Numbers that follow from others, or from sizes, and the lengths
         of lists are part of the next call's key: each call would be traced anew."""
-        if self.value is ABSENT or self.grows:
+        if self.value is MISSING or self.grows:
             return False
         numbers, before = map(_numbers_in, (self.value, self.before))
         return numbers == before or not (before or any(isinstance(x, _SYMBOLIC) for x in numbers))
@@ -345,6 +343,6 @@ def _changes(before: Any, now: Any) -> Iterator[tuple[Any, Any, Any]]:
             yield _WHOLE, [*now], before
         return
     for key in (*now, *(k for k in before if k not in now)):
-        new, old = now.get(key, ABSENT), before.get(key, ABSENT)
+        new, old = now.get(key, MISSING), before.get(key, MISSING)
         if new is not old:
             yield key, new, old

@@ -51,9 +51,8 @@ def compared(graphs: Sequence[Captured], place: int) -> Captured:
     """
     first, *others = graphs
     kinds = {(c.graph.inputs, c.graph.outputs, str(c.structure.tree)) for c in graphs}
-    operations = {
-        tuple(n.target if n.op == "call_function" else n.op for n in c.graph.graph.nodes) for c in graphs
-    }
+    bodies = (c.graph.graph.nodes for c in graphs)
+    operations = {tuple(n.target if n.op == "call_function" else n.op for n in body) for body in bodies}
     is_one = len(kinds) == len(operations) == 1
     if not is_one or not all(_same_constants(first.graph, other.graph) for other in others):
         raise _unlike("the model does something else")
@@ -87,17 +86,16 @@ class _Writer:
 
     def _input(self, node: fx.Node, alike: Sequence[fx.Node]) -> None:
         value = node.meta["val"]
+        about: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
         shapes = [tuple(n.meta["val"].shape) for n in (node, *alike)]
         if node is not self.ids:
             if len(set(shapes)) > 1:
                 raise _unlike("another input of the model is as long as the tokens")
             with self.mode:
-                node.meta["val"] = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=value.device
-                )
+                node.meta["val"] = torch.empty_strided(value.shape, value.stride(), **about)
             return
         dynamic = [DimDynamic.DYNAMIC] * 2 + [DimDynamic.STATIC] * (value.ndim - 2)
-        example = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        example = torch.zeros(value.shape, **about)
         node.meta["val"] = self.mode.from_tensor(
             example, source=ConstantSource("tokens"),
             symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic),

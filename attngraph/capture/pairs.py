@@ -52,9 +52,8 @@ class PairRule(NamedTuple):
         """Whether an argument follows the rule. `real`: which places of a call have tokens, `[B, T]`."""
         if _axes(value, *real.shape) != self.axes or str(value.dtype) != f"torch.{self.dtype}":
             return False
-        return all(
-            bool((own == self.entries(0, len(own), own.device)).all()) for own in _of_rows(value, real)
-        )
+        rows = _of_rows(value, real)
+        return all(bool((own == self.entries(0, len(own), own.device)).all()) for own in rows)
 
 
 @functools.lru_cache(256)

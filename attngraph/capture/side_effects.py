@@ -110,9 +110,8 @@ class SideEffects:
         if not is_refused and (changed is not None or held != weights()):
             places = list(kept.changed_attributes())
             # torch.compile loses which of two equal objects an attribute is, and repeats what was drawn.
-            self.note_change(
-                changed, not kept.swapped and (changed is None or not kept.is_generator(changed))
-            )
+            is_drawn = changed is not None and kept.is_generator(changed)
+            self.note_change(changed, not kept.swapped and not is_drawn)
             if self.problem is not None and self.problem.changes_state and all(map(can_be_watched, places)):
                 self.problem.settings = {p: Described.of(holder_of(*p).get(p.name)) for p in places}
         if self.problem is not None:

@@ -94,13 +94,9 @@ class Sides:
             return relation.xreplace({s: symbols[str(s)] for s in relation.free_symbols if str(s) in symbols})
 
         decisions = tuple(d._replace(relation=of(d.relation)) for d in self.decisions)
-        same = (
-            Same(
-                frozenset((str(symbols.get(name, name)), n) for name, n in s.at), tuple(map(of, s.relations))
-            )
-            for s in self.same
-        )
-        return Sides(decisions, tuple(same))
+        numbers = [frozenset((str(symbols.get(name, name)), n) for name, n in s.at) for s in self.same]
+        relations = (tuple(map(of, s.relations)) for s in self.same)
+        return Sides(decisions, tuple(map(Same, numbers, relations)))
 
     def strictly(self) -> Iterator[Any]:
         """Conditions that hold for the sizes for which the graph is right, and for no others."""

@@ -162,9 +162,8 @@ class Recording:
     def repeat(self, tracer: Any, call: Call) -> Any:
         """Record the same for other operands, and return the result of the call. If the trace does not follow
         an operand, nothing is recorded, and it raises NotDescribed."""
-        copies: dict[fx.Node, fx.Node] = {
-            node: _node_of(tracer, call.tensors[number]) for node, number in self.operands.items()
-        }
+        operands = self.operands.items()
+        copies = {node: _node_of(tracer, call.tensors[number]) for node, number in operands}
         stack = {
             key: (path, f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind))
             for key, (path, kind) in tracer.module_stack.items()

@@ -153,10 +153,8 @@ def _composite_views() -> dict[Any, Callable[..., Any]]:
     )
     found[aten.fill_diagonal_.default] = _fill_diagonal
     found[aten.dropout.default] = lambda x, p, train: NotImplemented if train and p != 0 else x
-    found |= {
-        op: functools.partial(_unrolled, unroll) for op, unroll in get_decompositions(RECURRENT).items()
-    }
-    return found
+    loops = get_decompositions(RECURRENT).items()
+    return found | {op: functools.partial(_unrolled, unroll) for op, unroll in loops}
 
 
 # --- regions without gradients ---
