@@ -243,7 +243,7 @@ def _of_argument(name: str, before: Any, after: Any) -> Change:
 
 def _of_state(
     number: int, before: Any, after: Any, target: Callable[..., Any], leaves: Sequence[Any], scope: Scope
-) -> Change:  # fmt: skip
+) -> Change:
     """The attribute or variable that an entry of a fingerprint belongs to."""
     walk = _Finding(number, scope)
     walk.everything((target, *things(leaves)))

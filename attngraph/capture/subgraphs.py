@@ -45,7 +45,7 @@ def _run(function: Callable[..., Any], *operands: Any) -> Any:
 
 def _for_every_row(
     function: Callable[..., Any], rows: Any, others: Any, mutated_arg_indices: str = ""
-) -> Any:  # fmt: skip
+) -> Any:
     one = functools.partial(_run, function)
     return torch.vmap(one, in_dims=(*(0 for _ in rows), *(None for _ in others)))(*rows, *others)
 

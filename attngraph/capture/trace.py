@@ -99,7 +99,7 @@ def _capture(target: Target, args: Args, kwargs: Named, assumed: Assumed, any_nu
 
 def _program(
     flat: Flat, tensors: tuple[Tensor, ...], others: Sequence[Any], any_number: bool
-) -> ExportedProgram:  # fmt: skip
+) -> ExportedProgram:
     """The trace as a pure function of plain operations. `others`: arguments that are no tensors.
 
     Raises:

@@ -21,9 +21,7 @@ def reached(starts: Iterable[_Value], after: Callable[[_Value], Iterable[_Value]
             stack += after(value)
 
 
-def connected(
-    values: Sequence[_Value], parts: Callable[[_Value], Iterable[Hashable]]
-) -> list[list[_Value]]:  # fmt: skip
+def connected(values: Sequence[_Value], parts: Callable[[_Value], Iterable[Hashable]]) -> list[list[_Value]]:
     """The values in groups: those that share a part are in one."""
     view = nx.Graph()
     for place, value in enumerate(values):

@@ -104,7 +104,7 @@ class GivenUp(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         (own, *_) = (t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, cls))
         if op is in_panels and args[1] == own.turned and args[2] == own.panels.shape[2]:
             return own.panels
