@@ -209,7 +209,7 @@ class Builder:
     def operand(self, operand: Operand, dtype: torch.dtype | None = None) -> fx.Node:
         """An operand of an attention, as `[B, H, S, D]`."""
         columns = ([self.scaled(view, dtype) for view in part] for part in operand.parts)
-        return self._side_by_side([self._side_by_side(part, -1) for part in columns], -2)
+        return self.side_by_side([self.side_by_side(part, -1) for part in columns], -2)
 
     def scaled(self, view: View, dtype: torch.dtype | None = None) -> fx.Node:
         """A view, with its factor and its zeros."""
@@ -219,7 +219,8 @@ class Builder:
         zeros = [self.size(extent) for extent in view.zeros]
         return node if zeros == [0, 0] else self.call(aten.constant_pad_nd.default, node, zeros)
 
-    def _side_by_side(self, parts: list[fx.Node], dim: int) -> fx.Node:
+    def side_by_side(self, parts: list[fx.Node], dim: int) -> fx.Node:
+        """The parts along a dimension; the one itself where there is no other."""
         return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts, dim)
 
 

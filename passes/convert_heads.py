@@ -214,7 +214,7 @@ class _Conversion:
 
     def _pooled(
         self, user: fx.Node, parameter: fx.Node, dim: int, groups: Sequence[tuple[int, ...]]
-    ) -> fx.Node:  # fmt: skip
+    ) -> fx.Node:
         """The parameter with the mean of each group's entries along `dim`."""
         builder = Builder(self.graph, user)
         runs = []
@@ -228,8 +228,7 @@ class _Conversion:
                 return rows if size == 1 else rows.unflatten(dim, [count, size]).mean([dim + 1])
 
             runs.append(builder.trace(mean, parameter, order))
-        made = runs[0] if len(runs) == 1 else builder.call(aten.cat.default, runs, dim)
-        self.pooled[self.given[parameter].name] = made
+        made = self.pooled[self.given[parameter].name] = builder.side_by_side(runs, dim)
         return made
 
     def _constant(self, name: str, value: Tensor) -> fx.Node:
@@ -260,8 +259,8 @@ class _Conversion:
 
     def check(self) -> None:
         """Check that the heads of a group are equal, so that operations on the way treat them alike."""
-        constants = [(n, i.name) for n, i in self.graph.given().items() if i.kind == "constant"]
-        known = self.graph.known_values() | {n: self.graph.constants[name] for n, name in constants}
+        given = ((n, i.name) for n, i in self.graph.given().items() if i.kind == "constant")
+        known = self.graph.known_values() | {n: self.graph.constants[name] for n, name in given}
         for operand, groups in self.shared:
             sample = Sample(known, self.graph.hints, 0)
             with torch.no_grad():
@@ -277,5 +276,4 @@ class _Conversion:
 
 def _picked(builder: Builder, value: fx.Node, heads: Sequence[int]) -> fx.Node:
     """These heads of keys or values: views, joined."""
-    parts = [builder.call(aten.narrow.default, value, 1, head, 1) for head in heads]
-    return parts[0] if len(parts) == 1 else builder.call(aten.cat.default, parts, 1)
+    return builder.side_by_side([builder.call(aten.narrow.default, value, 1, n, 1) for n in heads], 1)

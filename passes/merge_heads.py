@@ -166,10 +166,9 @@ class _Merge:
 
     def _side_by_side(self, nodes: Sequence[Any]) -> fx.Node:
         """The tensors `[B, H, S, D]` concatenated along the heads."""
-        if len(nodes) == 1:
-            return nodes[0]  # type: ignore[no-any-return]
-        seen = self._as_view(nodes, lambda m, b, h, s, d: ((b,), (m, h), (s,), (d,)))
-        return seen or self.builder.call(aten.cat.default, list(nodes), 1)
+        many = len(nodes) > 1
+        seen = self._as_view(nodes, lambda m, b, h, s, d: ((b,), (m, h), (s,), (d,))) if many else None
+        return seen or self.builder.side_by_side(list(nodes), 1)
 
     def _as_view(
         self, nodes: Sequence[fx.Node], roles: Callable[..., layout.Roles], of: fx.Node | None = None
@@ -188,8 +187,7 @@ class _Merge:
         except (layout.NoView, NoSize):
             return None
         # Slices that were each converted (by autocast, mostly) are slices of what is converted.
-        dtype = nodes[0].meta["val"].dtype
-        return self.builder.trace(lambda seen: seen.to(dtype), seen)  # type: ignore[no-any-return]
+        return self.builder.to(seen, nodes[0].meta["val"].dtype)
 
     def _progression(self, reads: Sequence[Expr], number: Expr) -> Expr | None:
         """One read, as an expression of `number`, that equals the n-th of the reads for `number` = n."""

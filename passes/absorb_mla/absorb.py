@@ -158,11 +158,9 @@ class _Absorption:
                 part = builder.view(stretch.source.base, stretch.source.steps)
                 offsets[stretch.of], at = at, at + int(part.meta["val"].shape[3])
                 parts.append(part)
-        shared = parts[0] if len(parts) == 1 else builder.call(aten.cat.default, parts, -1)
-        key_up, value_up = (
-            None if s is None or s.up is None else builder.scaled(s.up)
-            for s in (found.projected, found.values)
-        )
+        shared = builder.side_by_side(parts, -1)
+        ups = (None if s is None else s.up for s in (found.projected, found.values))
+        key_up, value_up = (None if up is None else builder.scaled(up) for up in ups)
         count = found.values.width if value_up is None else int(value_up.meta["val"].shape[2])
         if any(a.start + a.width != b.start for a, b in itertools.pairwise(keys)):
             q = builder.call(aten.cat.default, [_part(builder, q, s.start, s.width) for s in keys], -1)
@@ -256,9 +254,8 @@ class _Absorption:
 
     def _require_gain(self, sizes: LatentSizes, device: str, itemsize: int, queries: Any, keys: Any) -> None:
         if sizes.width >= sizes.kv_heads * (sizes.nope + sizes.shared):
-            raise Refused(
-                f"a latent of {sizes.width} values is no narrower than the keys: plain heads", tell=False
-            )
+            plain = f"a latent of {sizes.width} values is no narrower than the keys: plain heads"
+            raise Refused(plain, tell=False)
         if self.options.keeps:
             if not cost.keeping_pays(sizes, device, itemsize):
                 raise Refused(

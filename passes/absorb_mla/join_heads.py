@@ -71,7 +71,7 @@ class _Join:
         for same in zip(*columns, strict=True):
             reads, inner = [read for read, _, _ in same], same[0][1]
             parts.append(self._part(reads, (at[0], at[2], inner)))
-        return parts[0] if len(parts) == 1 else self.builder.call(aten.cat.default, parts, -1)
+        return self.builder.side_by_side(parts, -1)
 
     def _stretches(self, head: fx.Node, at: tuple[Expr, ...]) -> list[tuple[Expr, Expr, int]]:
         """The tensors that a head's width is made of, as `pieces` gives them, seen through views."""
